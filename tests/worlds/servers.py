@@ -26,7 +26,7 @@ from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import Found, How, Way, load
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.servable import Loaded
-from trueline.serve.protocols.oip.repository import Repository
+from trueline.serve.protocols.oip.rest import Repository
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.extension import TorchServe
 from trueline.torchserve.management import Management

@@ -25,7 +25,7 @@ from trueline.serve.models.loader import How, Way
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.sources import Sources, in_thread
 from trueline.serve.protocols.errors import NO_RESOURCE, is_oip
-from trueline.serve.protocols.oip.repository import Repository
+from trueline.serve.protocols.oip.rest import Repository
 from trueline.serve.protocols.router import Extension, Routes
 from trueline.serve.settings import Settings
 from trueline.web import auth, tracing
@@ -69,7 +69,7 @@ class Parts:
         """Handlers of the services of one gRPC port."""
         from trueline.serve.protocols.oip import grpc  # grpc takes time and memory: only a server with such a port pays
 
-        own = [grpc.Face(self.routes, self.core.keys, log).handler()] if kind == "inference" else []
+        own = [grpc.OipService(self.routes, self.core.keys, log).handler()] if kind == "inference" else []
         return own + self.extension.grpc_services(kind, self.routes, log)
 
 
@@ -145,7 +145,7 @@ def _guarded(app: App, parts: Parts, kind: TokenKind) -> App:
     def render(path: str, error: RequestError) -> Response:
         if kind != "management" and is_oip(path):
             return app.refuse(path, error.status, error.message + (f"; {error.hint}" if error.hint else ""))
-        answer = parts.extension.errors.refused(error, path)
+        answer = parts.extension.errors.encode_error(error, path)
         app.refuse(path, answer.status, error.message)  # which counts it
         return answer
 
@@ -185,7 +185,7 @@ class _MetricsOnly:
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The answer for a request that could not be received."""
-        return self._routes.errors_of("/metrics").malformed(path, status, message)
+        return self._routes.errors_of("/metrics").encode_malformed(path, status, message)
 
 
 def _usual(settings: Settings) -> dict[str, dict[str, Any]]:

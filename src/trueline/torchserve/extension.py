@@ -11,8 +11,7 @@ from trueline.serve.assembly import Core
 from trueline.serve.handlers.archive import name_in_store
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.sources import in_thread
-from trueline.serve.protocols.dispatch import Dispatch
-from trueline.serve.protocols.route_table import RouteTable
+from trueline.serve.protocols.dispatch import Dispatch, RouteTable
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.management import Management
 from trueline.torchserve.responses import TorchServeErrors

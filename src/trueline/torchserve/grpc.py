@@ -51,7 +51,9 @@ class _Refused(RequestError):
         self.status = status
 
 
-def _door(kind: TokenKind, keys: Keys | None, log: AccessLog | None, *, strict: bool) -> grpc_base.Door:
+def _interceptor(
+    kind: TokenKind, keys: Keys | None, log: AccessLog | None, *, strict: bool
+) -> grpc_base.AuthInterceptor:
     """Who may call, and what a refusal is called."""
 
     def check(name: str, context: Context) -> None:
@@ -68,8 +70,8 @@ def _door(kind: TokenKind, keys: Keys | None, log: AccessLog | None, *, strict: 
         return grpc_base.code_of(error)
 
     if kind == "inference":
-        return grpc_base.Door(service=INFERENCE, check=check, code=code, log=log)
-    return grpc_base.Door(service=MANAGEMENT, check=check, code=code, log=log, face="grpc_management")
+        return grpc_base.AuthInterceptor(service=INFERENCE, check=check, code=code, log=log)
+    return grpc_base.AuthInterceptor(service=MANAGEMENT, check=check, code=code, log=log, face="grpc_management")
 
 
 class Inference:
@@ -79,18 +81,18 @@ class Inference:
         self, routes: Routes, keys: Keys | None, log: AccessLog | None = None, *, strict: bool = False
     ) -> None:
         self._routes = routes
-        self._door = _door("inference", keys, log, strict=strict)
+        self._interceptor = _interceptor("inference", keys, log, strict=strict)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The service under TorchServe's name."""
-        door, asked = self._door, pb.PredictionsRequest
-        return grpc_base.service(
+        interceptor, asked = self._interceptor, pb.PredictionsRequest
+        return grpc.method_handlers_generic_handler(
             INFERENCE,
             {
-                "Ping": door.unary("Ping", pb.Nothing, self._ping),
-                "Predictions": door.unary("Predictions", asked, self._predictions),
-                "StreamPredictions": door.streamed("StreamPredictions", asked, self._stream),
-                "StreamPredictions2": door.both_ways("StreamPredictions2", asked, self._sequence, _told),
+                "Ping": interceptor.unary("Ping", pb.Nothing, self._ping),
+                "Predictions": interceptor.unary("Predictions", asked, self._predictions),
+                "StreamPredictions": interceptor.server_stream("StreamPredictions", asked, self._stream),
+                "StreamPredictions2": interceptor.bidirectional("StreamPredictions2", asked, self._sequence, _told),
             },
         )
 
@@ -198,7 +200,7 @@ class Managed:
         self, management: Management, keys: Keys | None, log: AccessLog | None = None, *, strict: bool = False
     ) -> None:
         self._management = management
-        self._door = _door("management", keys, log, strict=strict)
+        self._interceptor = _interceptor("management", keys, log, strict=strict)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The service under TorchServe's name."""
@@ -210,8 +212,8 @@ class Managed:
             "SetDefault": (pb.SetDefaultRequest, self._set_default),
             "UnregisterModel": (pb.UnregisterModelRequest, self._unregister),
         }
-        made = {name: self._door.unary(name, kind, answer) for name, (kind, answer) in methods.items()}
-        return grpc_base.service(MANAGEMENT, made)
+        made = {name: self._interceptor.unary(name, kind, answer) for name, (kind, answer) in methods.items()}
+        return grpc.method_handlers_generic_handler(MANAGEMENT, made)
 
     async def _describe(self, request: pb.DescribeModelRequest, context: Context) -> pb.ManagementResponse:
         return await self._do("GET", _of(request), _given(request, {"customized"}))

@@ -151,13 +151,13 @@ class TorchServeErrors:
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
 
-    def refused(self, found: RequestError, path: str) -> Response:
+    def encode_error(self, found: RequestError, path: str) -> Response:
         return error(found, extra(found), strict=self._strict, scoring=path == "/invocations")
 
-    def failed(self) -> Response:
+    def encode_failure(self) -> Response:
         return refusal(503, "Prediction failed", kind="InternalServerException")
 
-    def malformed(self, path: str, status: int, message: str) -> Response:
+    def encode_malformed(self, path: str, status: int, message: str) -> Response:
         if self._strict and status == 413:
             return Response(413, b"", b"", close=True)  # as bare as TorchServe's
         return refusal(status, message)

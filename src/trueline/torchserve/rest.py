@@ -31,8 +31,7 @@ from trueline.web.messages import JSON, Request, Response, query_of
 if TYPE_CHECKING:
     from trueline.serve.models.servable import Answer as Outcome
     from trueline.serve.models.servable import Outputs
-    from trueline.serve.protocols.dispatch import Answer, Dispatch
-    from trueline.serve.protocols.route_table import Handler
+    from trueline.serve.protocols.dispatch import Answer, Dispatch, RouteHandler
     from trueline.torchserve.workflows.registry import Workflows
 
 
@@ -42,7 +41,7 @@ class TorchServeRoutes:
     def __init__(self, dispatch: Dispatch, workflows: Workflows | None = None, *, strict: bool = False) -> None:
         self._dispatch, self._workflows, self._strict = dispatch, workflows, strict
 
-    def match(self, parts: list[str]) -> Handler | None:
+    def match(self, parts: list[str]) -> RouteHandler | None:
         """The handler for the path of `parts`."""
         match parts:
             case ["predictions", model]:
@@ -81,7 +80,7 @@ class TorchServeRoutes:
             raise UnknownWorkflow(name)
         found = self._workflows.find(name)
         ask = bodies.read(request, explain=False)
-        return self._dispatch.later(request.path, found.predict(ask, strict=self._strict), _of_workflow)
+        return self._dispatch.respond(request.path, found.predict(ask, strict=self._strict), _of_workflow)
 
     def _invoke(self, request: Request) -> Answer:
         """SageMaker's route, and MLflow's: the model is named in the query, or the only one."""
@@ -106,7 +105,7 @@ class TorchServeRoutes:
         began = perf_counter()
         found = self._dispatch.find(request, model, version or None)
         if found.handler is not None:
-            return self._dispatch.handled(request, found, found.handler, rest=rest, query=older)
+            return self._dispatch.handle(request, found, found.handler, rest=rest, query=older)
         check_media(request)
         self._dispatch.check_room(request, found)
         media = request.headers.get(b"content-type", b"")

@@ -30,7 +30,7 @@ from trueline.serve.models.split import Split
 from trueline.serve.models.version import ProgramVersion
 from trueline.serve.models.watchers import AliasFollower
 from trueline.serve.process.signals import Stop
-from trueline.serve.protocols.oip.repository import Repository
+from trueline.serve.protocols.oip.rest import Repository
 from trueline.serve.traffic.canary import Rule
 from trueline.serve.traffic.rollout import Traffic
 from worlds.servables import FakeWorker, Gated, fake_workers, handler

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trueline.errors import RequestError
-from trueline.serve.protocols.oip.grpc import Face
+from trueline.serve.protocols.oip.grpc import OipService
 from trueline.wire import inference_pb2 as pb
 from worlds.servers import TinyApp
 
@@ -46,7 +46,7 @@ def asked(rows: int, priority: int | None = None) -> pb.ModelInferRequest:
 
 
 def test_a_cancelled_call_takes_its_request_out_of_the_queue(queued: TinyApp) -> None:
-    face = Face(queued.routes, None)
+    face = OipService(queued.routes, None)
     gate = threading.Event()
     queued.pool.submit(gate.wait)
 
@@ -67,7 +67,7 @@ def test_a_cancelled_call_takes_its_request_out_of_the_queue(queued: TinyApp) ->
 
 
 def test_how_urgent_a_call_is_comes_as_parameter_or_as_metadata(queued: TinyApp) -> None:
-    face = Face(queued.routes, None)
+    face = OipService(queued.routes, None)
     gate = threading.Event()
     queued.pool.submit(gate.wait)
     order: list[str] = []

@@ -131,8 +131,9 @@ class InferFastPath:
 
     def try_answer(self, request: Request) -> Response | InlineFuture | None:
         """The answer that the uncached path would give, byte for byte; None: the uncached path has to give it."""
-        known, models = infer_head(request), self._models
-        if known is None or known.changes != models.changes:
+        head, models = request.head, self._models
+        known = None if head is None else head.app_data
+        if type(known) is not InferHead or known.changes != models.changes:
             return None
         if known.reply is not None and not models.shadows:
             answer = known.reply.try_answer(request, self._handle_uncached)

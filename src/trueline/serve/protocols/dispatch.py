@@ -1,8 +1,4 @@
-"""From a request for a version to its answer, now or later: what every face over HTTP does alike.
-
-A version is found, asked, and counted; whatever goes wrong on the way becomes the answer of that one request, in the
-form of the face that was asked. Which path is which, the faces know.
-"""
+"""What all HTTP protocols share: find a version, ask it, count the request, and turn errors into responses."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trueline import events
 from trueline.errors import NotFound, NotReady, Overloaded, RequestError
@@ -32,19 +28,28 @@ if TYPE_CHECKING:
 
     Answer = Response | asyncio.Future[Response]
     Encode = Callable[[Outputs], Response]
+    RouteHandler = Callable[[Request], Answer]
+    """Answers one request, now or later. Raises RequestError, NotFound."""
 
 T = TypeVar("T")
 KEY_HEADER = b"x-trueline-key"
-"""Requests with one key go to one version of a model whose traffic is split."""
+"""Of a model whose traffic is split, requests with one key go to one version."""
 SEQUENCE_HEADER = b"ts_request_sequence_id"
 """The key of requests without one."""
 PREDICT_METHODS = ("POST", "PUT", "GET")
 PRIORITY_HEADER = b"x-trueline-priority"
-"""How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
+"""1 is the most urgent; the parameter of an infer request takes precedence."""
+
+
+class RouteTable(Protocol):
+    """The paths of one protocol. Each passes `tests/conformance/route_table.py`."""
+
+    def match(self, parts: list[str]) -> RouteHandler | None:
+        """The handler for the path with the segments `parts`; None: it is not this protocol's path."""
+        ...
 
 
 def key_of(request: Request) -> str:
-    """By which a request is sent to one version of a model whose traffic is split."""
     key = request.headers.get(KEY_HEADER) or request.headers.get(SEQUENCE_HEADER)
     return "" if key is None else key.decode("latin-1")
 
@@ -61,70 +66,71 @@ class Dispatch:
         errors_of: Callable[[str], ErrorFormat],
         companion: Companion | None = None,
     ) -> None:
-        """`errors_of`: the error format of a path; `companion`: what is served beside models."""
+        """`errors_of`: the error format of a path; `companion` is served beside the models."""
         self.models = models
         self.stats = stats
         self._errors_of = errors_of
         self._companion = companion
         self.draining = False
-        """Whether the server takes nothing new any more."""
         self._loop = loop
         self._standing: tuple[Overloaded, Response] | None = None
 
     @property
     def sick(self) -> bool:
-        """Whether something that is served cannot answer, and will not by itself."""
+        """Whether something cannot answer, and will not recover by itself."""
         lost = self._companion is not None and self._companion.sick
         return lost or any(version.sick for version in self.models.all())
 
     def error(self, path: str, error: Exception) -> Response:
-        """The answer for a request on `path` that failed."""
+        """The response for `error` on `path`."""
         errors = self._errors_of(path)
         if isinstance(error, RequestError):
-            return errors.refused(error, path)
+            return errors.encode_error(error, path)
         where = traceback.format_exception(error)[-1].strip()
         events.emit("request.failed", path=path[:200], why=where)
         logging.getLogger("trueline").debug("request failed", exc_info=error)
-        return errors.failed()
+        return errors.encode_failure()
 
-    def later(self, path: str, waiting: asyncio.Future[T], finish: Callable[[T], Response]) -> asyncio.Future[Response]:
-        """The answer that `finish` makes of what `waiting` brings. Cancelling it cancels `waiting`."""
+    def respond(
+        self, path: str, waiting: asyncio.Future[T], encode: Callable[[T], Response]
+    ) -> asyncio.Future[Response]:
+        """The response that `encode` makes of the result of `waiting`, which ends when the response is cancelled."""
         answer: asyncio.Future[Response] = self._loop.create_future()
 
-        def done(found: asyncio.Future[T]) -> None:
-            failure = NotReady("the server stops") if found.cancelled() else found.exception()
+        def finish(work: asyncio.Future[T]) -> None:
+            failure = NotReady("the server stops") if work.cancelled() else work.exception()
             if answer.done():
                 return
             try:
                 if failure is not None:
                     raise failure
-                response = finish(found.result())
+                response = encode(work.result())
             except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
                 response = self.error(path, error)
             self.stats.by_status[response.status] += 1
             answer.set_result(response)
 
-        waiting.add_done_callback(done)
+        waiting.add_done_callback(finish)
         answer.add_done_callback(lambda _: waiting.cancel())
         return answer
 
     def find(self, request: Request, model: str, version: str | None) -> Servable:
-        """The version that `request` goes to. Raises UnknownModel, UnknownVersion."""
+        """The version that answers `request`. Raises UnknownModel, UnknownVersion."""
         return self.models.find(model, version, key_of(request))
 
     def check_room(self, request: Request, version: Servable) -> None:
-        """Raises Overloaded when the queue is full, before anything of the body is read: refusing costs little."""
+        """Raises Overloaded when the queue is full; called before the body is decoded, so that a refusal is cheap."""
         if version.full:
             refused = version.program.no_room(codec.priority(request.headers.get(PRIORITY_HEADER)))
             if refused is not None:
-                raise refused.with_traceback(None)  # it is raised again and again
+                raise refused.with_traceback(None)  # one object is raised many times
 
-    def refused(
+    def refuse_if_full(
         self, version: Servable, priority: bytes | None, body: bytes | bytearray, json_bytes: int | None
     ) -> tuple[Overloaded, Response] | None:
-        """Why there is no room for an infer request, and its answer; None when there may be room.
+        """Why the queue takes no infer request, and the response, made once while that holds; None: it may take it.
 
-        A body whose JSON may name a priority is read first. The answer is made once for as long as the queue stands.
+        A body whose JSON may name a priority is decoded first.
         """
         if body.find(b"priority", 0, json_bytes) >= 0 or body.find(b"\\", 0, json_bytes) >= 0:
             return None
@@ -135,7 +141,7 @@ class Dispatch:
             self._standing = refused, self.error("/v2/", refused)
         return self._standing
 
-    def handled(
+    def handle(
         self,
         request: Request,
         version: Servable,
@@ -145,18 +151,17 @@ class Dispatch:
         rest: str = "",
         query: bool = False,
     ) -> Answer:
-        """The answer of an archive's handler."""
         began = perf_counter()
         ask = bodies.read(request, explain=explain, url_path=rest, query=query)
         version.stats.decode_s += perf_counter() - began
-        return self.later(request.path, handler.handle(ask, alone=explain), encode_answer)
+        return self.respond(request.path, handler.handle(ask, alone=explain), encode_answer)
 
     def explain(self, request: Request, model: str, version: str | None = None) -> Answer:
-        """Why the model answers so. Raises RequestError, NotFound."""
+        """The handler's explanation. Raises RequestError, NotFound."""
         allow(request, PREDICT_METHODS, NO_METHOD)
         found = self.find(request, model, version or None)
         if found.handler is not None:
-            return self.handled(request, found, found.handler, explain=True)
+            return self.handle(request, found, found.handler, explain=True)
         raise NotFound("no explainer is served for this model")
 
     def ask(
@@ -169,32 +174,29 @@ class Dispatch:
         began: float,
         priority: object = None,
     ) -> Answer:
-        """The answer of `version`; reading the request began at `began` and ends now. `priority` is as it was given."""
+        """The answer of `version`. Decoding began at `began` and ends now; `priority` is as the client gave it."""
         version.stats.decode_s += perf_counter() - began
-        found = version.ask(inputs, timeout_s, USUAL if priority is None else codec.priority(priority))
-        if isinstance(found, dict):
-            return self._finished(version, inputs, began, encode, found)
-        return self.later(request.path, found, partial(self._finished, version, inputs, began, encode))
+        outputs = version.ask(inputs, timeout_s, USUAL if priority is None else codec.priority(priority))
+        if isinstance(outputs, dict):
+            return self._finish(version, inputs, began, encode, outputs)
+        return self.respond(request.path, outputs, partial(self._finish, version, inputs, began, encode))
 
-    def _finished(
+    def _finish(
         self, version: Servable, inputs: dict[str, Any], began: float, encode: Encode, outputs: Outputs
     ) -> Response:
         run = perf_counter()
         response = encode(outputs)
-        self.answered(version, inputs, outputs, began, run)
+        self.count_answer(version, inputs, outputs, began, run)
         return response
 
-    def answered(self, version: Servable, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:
-        """Counts a request that began at `began` and whose answer was there at `run`; its encoding ends now."""
+    def count_answer(
+        self, version: Servable, inputs: dict[str, Any], outputs: Outputs, began: float, run: float
+    ) -> None:
+        """Counts a request that began at `began`, had outputs at `run` and is encoded now; copies it to a shadow."""
         stats, now = version.stats, perf_counter()
         stats.encode_s += now - run
         stats.request_s.add(now - began)
         stats.last_at = time()
-        if self.models.shadows:
-            self._show(version, inputs, outputs)
-
-    def _show(self, version: Servable, inputs: dict[str, Any], outputs: Outputs) -> None:
-        """Asks the shadow of the model once the answer is on its way."""
-        shadow = self.models.shadows.get(version.model)
+        shadow = self.models.shadows.get(version.model) if self.models.shadows else None
         if shadow is not None and shadow.version is not version:
             self._loop.call_soon(shadow.show, inputs, outputs)

@@ -1,4 +1,4 @@
-"""How protocols refuse requests: which methods a path takes, which bodies are read, and how an error is written."""
+"""How protocols reject requests: allowed methods, readable bodies, and the format of errors."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ def json(status: int, value: object, headers: bytes = b"") -> Response:
 
 
 class ErrorFormat(Protocol):
-    """The form in which a protocol answers what it does not answer otherwise."""
+    """The form in which a protocol writes errors."""
 
-    def refused(self, error: RequestError, path: str) -> Response:
-        """The answer to a request that is refused."""
+    def encode_error(self, error: RequestError, path: str) -> Response:
+        """The response to a rejected request."""
         ...
 
-    def failed(self) -> Response:
-        """The answer to a request on which the model or the server failed; the log says why."""
+    def encode_failure(self) -> Response:
+        """The response to a request on which the model or the server failed; the log says why."""
         ...
 
-    def malformed(self, path: str, status: int, message: str) -> Response:
-        """The answer to a request that could not be received."""
+    def encode_malformed(self, path: str, status: int, message: str) -> Response:
+        """The response to a request that could not be received."""
         ...
 
 
 class OipErrors:
-    """`{"error": ...}`, as the Open Inference Protocol has it."""
+    """`{"error": ...}`, the form of the Open Inference Protocol."""
 
-    def refused(self, error: RequestError, path: str) -> Response:
+    def encode_error(self, error: RequestError, path: str) -> Response:
         hint = f"; {error.hint}" if error.hint else ""
         return json(error.status, {"error": error.message + hint}, extra(error))
 
-    def failed(self) -> Response:
+    def encode_failure(self) -> Response:
         return json(500, {"error": "the model failed on this request; the server's log says why"})
 
-    def malformed(self, path: str, status: int, message: str) -> Response:
+    def encode_malformed(self, path: str, status: int, message: str) -> Response:
         return json(status, {"error": message})
 
 
 class Method(MethodNotAllowed):
-    """The path exists, and takes other methods."""
+    """The path exists, but not for this method."""
 
     def __init__(self, message: str, allowed: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -68,14 +68,14 @@ def allow(request: Request, methods: tuple[str, ...], message: str) -> None:
 
 
 def check_media(request: Request) -> None:
-    """Refuses bodies that are not JSON by their own word. A body that says nothing, or `curl -d`'s form, is tried."""
+    """Raises UnsupportedMedia for a media type that is not JSON. No type, or the form of `curl -d`, is accepted."""
     media = request.headers.get(b"content-type")
     if media is not None and media.lower().startswith((b"multipart/", b"image/", b"audio/", b"video/")):
-        raise UnsupportedMedia(f"content-type '{media.decode('latin-1')[:64]}' is not read here; send JSON")
+        raise UnsupportedMedia(f"content-type '{media.decode('latin-1')[:64]}' is not supported here; send JSON")
 
 
 def extra(error: RequestError) -> bytes:
-    """Header lines that go with an error."""
+    """Header lines of an error's response."""
     if isinstance(error, Overloaded):
         return b"retry-after: %d\r\n" % max(1, round(error.retry_after_s))
     if isinstance(error, Method):

@@ -1,8 +1,8 @@
-"""What gRPC services here are made with: statuses, tokens, refusals, the listener. Imported where it is asked for."""
+"""What all gRPC services share: status codes, authentication, errors, the listener. Imported only where it is used."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -31,12 +31,11 @@ FAILED = "the model failed on this request; the server's log says why"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Check = Callable[[str, Context], None]
-"""Refuses a method by raising RequestError."""
-Code = Callable[[RequestError], grpc.StatusCode]
+"""Rejects a call of a method by raising RequestError."""
 
 
 def code_of(error: RequestError) -> grpc.StatusCode:
-    """The status for a refusal.
+    """The status code for a rejected call.
 
     >>> code_of(RequestError("no")).name
     'INVALID_ARGUMENT'
@@ -46,7 +45,7 @@ def code_of(error: RequestError) -> grpc.StatusCode:
 
 
 def header(context: Context, name: str) -> bytes | None:
-    """A value of the call's metadata."""
+    """A value in the call's metadata."""
     for key, value in context.invocation_metadata() or ():
         if key == name:
             return value.encode("latin-1") if isinstance(value, str) else bytes(value)
@@ -54,24 +53,24 @@ def header(context: Context, name: str) -> bytes | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """What the methods of one service share: who may call, what a refusal is called, where calls are entered."""
+class AuthInterceptor:
+    """Wraps the methods of one service: checks the caller, maps errors to status codes, and writes the access log."""
 
     service: str
     check: Check
-    code: Code = code_of
+    code: Callable[[RequestError], grpc.StatusCode] = code_of
     log: AccessLog | None = None
     face: str = "grpc"
 
     def unary(
         self, name: str, kind: type[Any], answer: Callable[[Any, Context], Awaitable[Any]]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """One question, one answer; what is raised becomes the call's status, and says nothing of our insides."""
+        """One request, one response. An exception becomes the call's status, without internal details."""
 
         async def call(data: bytes, context: Context) -> bytes:
             line = self._line(name, data, context)
             try:
-                request = line.note_model(_parsed(kind, data))
+                request = line.note_model(_parse(kind, data))
                 self.check(name, context)
                 response: bytes = (await answer(request, context)).SerializeToString()
             except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
@@ -81,15 +80,15 @@ class Door:
 
         return grpc.unary_unary_rpc_method_handler(call)
 
-    def streamed(
+    def server_stream(
         self, name: str, kind: type[Any], answers: Callable[[Any, Context], AsyncIterator[Any]]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """One question, answers one after the other."""
+        """One request, a stream of responses."""
 
         async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
             line, size = self._line(name, data, context), 0
             try:
-                request = line.note_model(_parsed(kind, data))
+                request = line.note_model(_parse(kind, data))
                 self.check(name, context)
                 async for answer in answers(request, context):
                     piece: bytes = answer.SerializeToString()
@@ -102,15 +101,15 @@ class Door:
 
         return grpc.unary_stream_rpc_method_handler(call)
 
-    def both_ways(
+    def bidirectional(
         self,
         name: str,
         kind: type[Any],
         answers: Callable[[Any, Context], AsyncIterator[Any]],
-        told: Callable[[Any, grpc.StatusCode, str], Any],
+        encode_error: Callable[[Any, grpc.StatusCode, str], Any],
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Questions as they come, and answers to each in order; what `told` makes of a refusal is an answer too, so
-        that one that fails does not end the stream. Each question is a line of the log.
+        """A stream of requests, each answered in order by `answers`. A request that fails is answered with
+        `encode_error` and does not end the stream. Each has a line in the access log.
         """
 
         async def call(stream: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
@@ -118,7 +117,7 @@ class Door:
                 line, size = self._line(name, data, context), 0
                 request = None
                 try:
-                    request = line.note_model(_parsed(kind, data))
+                    request = line.note_model(_parse(kind, data))
                     self.check(name, context)
                     async for answer in answers(request, context):
                         piece: bytes = answer.SerializeToString()
@@ -128,11 +127,11 @@ class Door:
                     if request is None:
                         await self._end(line, error, context)
                         return
-                    code, message = self._said(name, error)
-                    piece = told(request, code, message).SerializeToString()
+                    code, message = self._describe(name, error)
+                    piece = encode_error(request, code, message).SerializeToString()
                     line.end(size + len(piece), status=_status(error), code=code.name)
                     yield piece
-                except BaseException as error:  # noqa: BLE001 - the call is cancelled: entered, and raised again
+                except BaseException as error:  # noqa: BLE001 - a cancelled call is logged, and the error raised again
                     await self._end(line, error, context)
                 else:
                     line.end(size)
@@ -143,8 +142,8 @@ class Door:
         named = None if self.log is None else header(context, "x-request-id")
         return GrpcCallLog(self.log, self.face, f"/{self.service}/{name}", len(data), named)
 
-    def _said(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
-        """What a failure is called, and its words for the client."""
+    def _describe(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
+        """Status code and message for the client."""
         if isinstance(error, RequestError):
             hint = f"; {error.hint}" if error.hint else ""
             return self.code(error), error.message + hint
@@ -152,19 +151,19 @@ class Door:
         return grpc.StatusCode.INTERNAL, FAILED
 
     async def _end(self, line: GrpcCallLog, error: BaseException, context: Context) -> NoReturn:
-        """Ends the call with what `error` is to the client."""
+        """Logs the call and ends it with the status of `error`."""
         if not isinstance(error, Exception):
             left_s = context.time_remaining()
             late = left_s is not None and left_s <= 0
             line.end(0, status=504 if late else CLIENT_CLOSED, code="DEADLINE_EXCEEDED" if late else "CANCELLED")
             raise error
-        code, message = self._said(line.path.rpartition("/")[2], error)
+        code, message = self._describe(line.path.rpartition("/")[2], error)
         line.end(0, status=_status(error), code=code.name)
         await context.abort(code, message)
 
 
-def _parsed(kind: type[Any], data: bytes) -> Any:
-    """Raises RequestError for what is no such message."""
+def _parse(kind: type[Any], data: bytes) -> Any:
+    """Raises RequestError for bytes that are no such message."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -173,12 +172,6 @@ def _parsed(kind: type[Any], data: bytes) -> Any:
 
 def _status(error: Exception) -> int:
     return error.status if isinstance(error, RequestError) else 500
-
-
-def service(name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> grpc.GenericRpcHandler[Any, Any]:
-    """What a server is given."""
-    found: grpc.GenericRpcHandler[Any, Any] = grpc.method_handlers_generic_handler(name, dict(methods))
-    return found
 
 
 async def serve(
@@ -190,9 +183,9 @@ async def serve(
     credentials: Any = None,
     shared: bool = False,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that answers on `host` and `port` (0: a free one), and its port. Raises PortInUse.
+    """A server on `host` and `port` (0: any free one), and its port; `shared` with other processes. Raises PortInUse.
 
-    With `credentials` it speaks TLS; a `shared` port is listened on by other processes too.
+    With `credentials` it serves TLS.
     """
     server = grpc.aio.server(
         options=[
@@ -204,11 +197,11 @@ async def serve(
     server.add_generic_rpc_handlers(tuple(handlers))
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        found = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
+        bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
     except RuntimeError as error:
         raise PortInUse(
-            f"port {port} on {host} is in use, or not for this user: gRPC cannot listen there",
-            hint="stop the process that listens there, or choose another port (0 takes a free one)",
+            f"port {port} on {host} is in use or not permitted: gRPC cannot listen on it",
+            hint="stop the process that listens on it, or choose another port (0 takes a free one)",
         ) from error
     await server.start()
-    return server, found
+    return server, bound

@@ -1,7 +1,6 @@
-"""The App of the data port: the route tables of the Open Inference Protocol, an extension, and the server's own pages.
+"""The App of the data port: the fast path, the route tables of the protocols, and the server's own pages.
 
-A request is answered at once where that is possible, else by a future. Everything that goes wrong ends here: a client's
-fault is a 4xx in the shape of the face that was asked, ours is a 5xx that says nothing of our insides.
+All errors end here: a client error is a 4xx in the format of its protocol, a server error a 5xx without internals.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from trueline.serve.metrics import dashboard, prometheus
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.state_sync import Companion
 from trueline.serve.protocols import openapi
-from trueline.serve.protocols.dispatch import Dispatch
+from trueline.serve.protocols.dispatch import Dispatch, RouteTable
 from trueline.serve.protocols.errors import NO_METHOD, NO_RESOURCE, ErrorFormat, Method, OipErrors, allow, is_oip, json
 from trueline.serve.protocols.oip.infer import InferPaths, infer_of
-from trueline.serve.protocols.oip.repository import Repository
-from trueline.serve.protocols.oip.rest import OipRoutes
-from trueline.serve.protocols.route_table import RouteTable
+from trueline.serve.protocols.oip.rest import OipRoutes, Repository
 from trueline.version import __version__
 from trueline.web import content_encoding
 from trueline.web.access_log import AccessLog
@@ -31,24 +28,20 @@ from trueline.web.limits import HttpLimits
 from trueline.web.messages import App, InlineFuture, Request, Response, query_all
 
 if TYPE_CHECKING:
-    from trueline.serve.protocols.dispatch import Answer
-    from trueline.serve.protocols.route_table import Handler
+    from trueline.serve.protocols.dispatch import Answer, RouteHandler
 
 PAGE_METHODS = ("GET", "HEAD")
 
 
 class Extension(Protocol):
-    """What a further protocol contributes to the server.
-
-    `trueline.serve.assembly` loads it by name: `serve` imports none. TorchServe's is `trueline.torchserve.extension`.
-    """
+    """A further protocol, loaded by name in `assembly`; TorchServe's is `trueline.torchserve.extension`."""
 
     errors: ErrorFormat
     """For every path outside /v1 and /v2."""
     companion: Companion | None
     """What it serves beside models."""
     strict: bool
-    """Whether its protocol is kept to the letter also where the server's own answer would say more."""
+    """Whether its protocol takes precedence where the server's own response would contain more."""
 
     def routes(self, dispatch: Dispatch) -> RouteTable: ...
 
@@ -73,7 +66,7 @@ class Routes:
         loader: Repository | None = None,
         extension: Extension | None = None,
     ) -> None:
-        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one."""
+        """`body_bytes` limits a decompressed body; `loader` loads and unloads models."""
         self.models = models
         self.stats = ServerStats()
         self._oip = OipErrors()
@@ -95,7 +88,7 @@ class Routes:
     # what the connections call
 
     def answer(self, request: Request) -> Answer | InlineFuture:
-        """The answer, now or later. Never raises."""
+        """The response, now or later. Never raises."""
         answer = self._fast_path.try_answer(request)
         if answer is None:
             return self.handle_uncached(request)
@@ -115,24 +108,19 @@ class Routes:
         return answer
 
     def refuse(self, path: str, status: int, message: str) -> Response:
-        """The answer for a request that could not be received."""
+        """The response to a request that could not be received."""
         self.stats.by_status[status] += 1
-        return (self.errors_of(path) if path else self._oip).malformed(path, status, message)
+        return (self.errors_of(path) if path else self._oip).encode_malformed(path, status, message)
 
     def errors_of(self, path: str) -> ErrorFormat:
-        """The form in which errors of `path` are written."""
+        """The format of errors on `path`."""
         return self._oip if is_oip(path) else self._errors
-
-    @property
-    def repository(self) -> Repository:
-        """What loads and unloads. Raises NotFound."""
-        return self.oip.repository
 
     # paths
 
     def _route(self, request: Request) -> Answer:
         if b"content-encoding" in request.headers:
-            return self._opened(request)
+            return self._handle_encoded(request)
         parts = request.path.split("/")[1:]
         named = infer_of(parts)
         if named is not None:
@@ -143,7 +131,7 @@ class Routes:
                 return handler(request)
         raise NotFound(NO_RESOURCE)
 
-    def match(self, parts: list[str]) -> Handler | None:
+    def match(self, parts: list[str]) -> RouteHandler | None:
         """The handler of one of the server's own pages."""
         match parts:
             case ["metrics"]:
@@ -169,69 +157,63 @@ class Routes:
         if request.method == "OPTIONS":
             return json(200, self._document())
         if request.method in ("GET", "HEAD") and not self._strict:
-            return json(200, {"status": "alive"})  # KServe's V1: its SDK asks here whether a server lives
+            return json(200, {"status": "alive"})  # for KServe's SDK
         raise Method(NO_METHOD, ("OPTIONS",) if self._strict else ("OPTIONS", "GET", "HEAD"))
 
     def _health(self, request: Request) -> Response:
-        """As MLflow's scoring server says it."""
+        """In the form of MLflow's scoring server."""
         allow(request, PAGE_METHODS, NO_METHOD)
         return Response(200 if self.models.ready and not self.dispatch.draining else 503, b"\n")
 
     def _document(self) -> openapi.Document:
-        beside = self._companion
-        return openapi.data_plane(self.models.all(), __version__, beside.names() if beside is not None else ())
+        workflows = self._companion.names() if self._companion is not None else ()
+        return openapi.data_plane(self.models.all(), __version__, workflows)
 
-    def _opened(self, request: Request) -> Answer:
-        """The answer to a request whose body is compressed; a large one is opened in a thread."""
-        name = request.headers[b"content-encoding"].decode("latin-1").lower()
+    def _handle_encoded(self, request: Request) -> Answer:
+        """The response to a request with a compressed body; a large one is decompressed in a thread."""
+        coding = request.headers[b"content-encoding"].decode("latin-1").lower()
         request.headers = {key: value for key, value in request.headers.items() if key != b"content-encoding"}
         request.head = None
-        if name == "identity":
+        if coding == "identity":
             return self._route(request)
-        content_encoding.check_coding(name)
+        content_encoding.check_coding(coding)
         if len(request.body) <= content_encoding.IN_THREAD_BYTES:
-            request.body = content_encoding.decompress(request.body, name, self._body_bytes)
+            request.body = content_encoding.decompress(request.body, coding, self._body_bytes)
             return self._route(request)
-        answer: asyncio.Future[Response] = self._loop.create_future()
-        opening = self._loop.run_in_executor(None, content_encoding.decompress, request.body, name, self._body_bytes)
+        response: asyncio.Future[Response] = self._loop.create_future()
+        body = self._loop.run_in_executor(None, content_encoding.decompress, request.body, coding, self._body_bytes)
 
-        def done(found: asyncio.Future[bytes]) -> None:
-            if answer.done():
+        def handle(decompressed: asyncio.Future[bytes]) -> None:
+            if response.done():
                 return
             try:
-                request.body = found.result()
+                request.body = decompressed.result()
             except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
-                response = self.dispatch.error(request.path, error)
-                self.stats.by_status[response.status] += 1
-                answer.set_result(response)
+                failure = self.dispatch.error(request.path, error)
+                self.stats.by_status[failure.status] += 1
+                response.set_result(failure)
                 return
-            self._pass_on(self.handle_uncached(request), answer)
+            answer = self.handle_uncached(request)
+            if isinstance(answer, Response):
+                response.set_result(answer)
+                return
+            answer.add_done_callback(
+                lambda late: None if response.done() or late.cancelled() else response.set_result(late.result())
+            )
+            response.add_done_callback(lambda _: answer.cancel())
 
-        opening.add_done_callback(done)
-        return answer
-
-    @staticmethod
-    def _pass_on(found: Answer, answer: asyncio.Future[Response]) -> None:
-        if isinstance(found, Response):
-            answer.set_result(found)
-            return
-
-        def done(later: asyncio.Future[Response]) -> None:
-            if not answer.done() and not later.cancelled():
-                answer.set_result(later.result())
-
-        found.add_done_callback(done)
-        answer.add_done_callback(lambda _: found.cancel())
+        body.add_done_callback(handle)
+        return response
 
     def _metrics(self, request: Request) -> Answer:
         allow(request, PAGE_METHODS, NO_METHOD)
         names = query_all(request.target, "name[]")
         page = self._loop.run_in_executor(None, prometheus.page, self._collector, names)
-        return self.dispatch.later(request.path, page, lambda body: Response(200, body, prometheus.CONTENT_TYPE))
+        return self.dispatch.respond(request.path, page, lambda body: Response(200, body, prometheus.CONTENT_TYPE))
 
 
-def _page(make: Callable[[], Response]) -> Handler:
-    """A handler of a page that is only read."""
+def _page(make: Callable[[], Response]) -> RouteHandler:
+    """The handler of a read-only page."""
 
     def handle(request: Request) -> Response:
         allow(request, PAGE_METHODS, NO_METHOD)

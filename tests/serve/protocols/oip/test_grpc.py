@@ -15,7 +15,7 @@ from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import RequestError
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.version import ProgramVersion
-from trueline.serve.protocols.oip.grpc import Face, read_inputs
+from trueline.serve.protocols.oip.grpc import OipService, read_inputs
 from trueline.serve.protocols.router import Routes
 from trueline.web import auth
 from trueline.web.auth import Forbidden, Unauthorized
@@ -140,7 +140,7 @@ def test_the_nearer_of_the_two_deadlines_counts(
     request = asked(TWO)
     if timeout_us is not None:
         request.parameters["timeout"].int64_param = timeout_us
-    answer = loop.run_until_complete(Face(Routes(models, loop), None)._infer(request, Call(left_s)))
+    answer = loop.run_until_complete(OipService(Routes(models, loop), None)._infer(request, Call(left_s)))
     assert answer.raw_output_contents[0] == TWO
     assert version.reason == f"{given}, 3"
 
@@ -151,7 +151,7 @@ def test_each_method_asks_for_its_own_token_and_health_for_none(
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({kind: {"key": key} for kind, key in TOKENS.items()}))
     path.chmod(0o600)
-    guarded = Face(Routes(Models(), loop), auth.load_keys(path))
+    guarded = OipService(Routes(Models(), loop), auth.load_keys(path))
     for name in OPEN:
         guarded._check(name, Call())
     for names, kind in ((ASKED, "inference"), (MANAGED, "management")):
@@ -167,7 +167,7 @@ def test_each_method_asks_for_its_own_token_and_health_for_none(
 def test_a_server_that_drains_is_not_ready_and_none_of_its_models_is(loop: asyncio.AbstractEventLoop) -> None:
     models = Models()
     models.put(Echo(model="tiny", version="1", state="ready"))
-    told = Face(Routes(models, loop), None)
+    told = OipService(Routes(models, loop), None)
 
     def ready() -> tuple[bool, bool]:
         server = loop.run_until_complete(told._ready(pb.ServerReadyRequest(), Call()))

@@ -1,9 +1,8 @@
-"""The Open Inference Protocol over gRPC, with Triton's extensions. Only translates; imported where it is asked for.
+"""The Open Inference Protocol over gRPC, with Triton's extensions. Imported only where gRPC is served.
 
-Tensors come as raw bytes or as typed contents, and go back as raw bytes. A client's fault is INVALID_ARGUMENT, an
-unknown model NOT_FOUND, a full queue RESOURCE_EXHAUSTED, a version that loads UNAVAILABLE. The call's own deadline
-counts from the queue on, and a cancelled call withdraws its request. Source: open_inference_grpc.proto and Triton's
-grpc_service.proto; see wire/inference.proto.
+Tensors arrive as raw bytes or typed contents and leave as raw bytes. A client error is INVALID_ARGUMENT, an unknown
+model NOT_FOUND, a full queue RESOURCE_EXHAUSTED, a loading version UNAVAILABLE. The call's deadline applies from the
+queue on; a cancelled call withdraws its request. Source: open_inference_grpc.proto, Triton's grpc_service.proto.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, Array]:
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise RequestError(f"expected {len(request.inputs)} raw_input_contents, one for each input, got {len(raw)}")
-    found: dict[str, Array] = {}
+    inputs: dict[str, Array] = {}
     for i, given in enumerate(request.inputs):
-        if given.name in found:
+        if given.name in inputs:
             raise RequestError(f"input '{given.name[: codec.MAX_NAME]}' is given twice")
         if given.datatype not in NUMPY_DTYPES:
             raise RequestError(f"input '{given.name}' has datatype {given.datatype[:32]}, which no model here takes")
@@ -66,16 +65,16 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, Array]:
         if raw and given.HasField("contents"):
             raise RequestError(f"input '{given.name}' has contents beside raw_input_contents")
         if raw:
-            found[given.name] = binary.array_of(given.name, given.datatype, given.shape, raw[i])
+            inputs[given.name] = binary.array_of(given.name, given.datatype, given.shape, raw[i])
         else:
-            found[given.name] = _from_contents(given)
-    return found
+            inputs[given.name] = _from_contents(given)
+    return inputs
 
 
 def _from_contents(given: pb.ModelInferRequest.InferInputTensor) -> Array:
     field = _CONTENTS.get(given.datatype)
     if field is None:
-        raise RequestError(f"input '{given.name}' is {given.datatype}, which travels in raw_input_contents only")
+        raise RequestError(f"input '{given.name}' is {given.datatype}, which is sent in raw_input_contents only")
     values = getattr(given.contents, field)
     dtype = NUMPY_DTYPES[given.datatype]
     wide = np.array(values, dtype=dtype if dtype.kind in "fb" else np.int64 if dtype.kind == "i" else np.uint64)
@@ -100,7 +99,7 @@ def write_outputs(
     return response
 
 
-def _wanted(request: pb.ModelInferRequest, signature: Signature) -> tuple[str, ...]:
+def _output_names(request: pb.ModelInferRequest, signature: Signature) -> tuple[str, ...]:
     names = tuple(spec.name for spec in signature.outputs)
     asked = tuple(output.name for output in request.outputs)
     unknown = [name for name in asked if name not in names]
@@ -109,17 +108,17 @@ def _wanted(request: pb.ModelInferRequest, signature: Signature) -> tuple[str, .
     return asked or names
 
 
-class Face:
-    """The service's methods, over the Routes that HTTP uses."""
+class OipService:
+    """The service's methods, on the Routes that HTTP uses."""
 
     def __init__(self, routes: Routes, keys: Keys | None, log: AccessLog | None = None) -> None:
         self._routes = routes
         self._models = routes.models
         self._keys = keys
-        self._door = grpc_base.Door(service=SERVICE, check=self._check, log=log)
+        self._interceptor = grpc_base.AuthInterceptor(service=SERVICE, check=self._check, log=log)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """What a server is given: the methods under the protocol's name, with the token asked for."""
+        """The methods under the protocol's name; callers need a token."""
         unary: dict[str, tuple[Any, Callable[[Any, Context], Awaitable[Any]]]] = {
             "ServerLive": (pb.ServerLiveRequest, self._live),
             "ServerReady": (pb.ServerReadyRequest, self._ready),
@@ -133,11 +132,11 @@ class Face:
             "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load),
             "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self._unload),
         }
-        methods = {name: self._door.unary(name, kind, answer) for name, (kind, answer) in unary.items()}
-        methods["ModelStreamInfer"] = self._door.both_ways(
-            "ModelStreamInfer", pb.ModelInferRequest, self._stream, _told
+        methods = {name: self._interceptor.unary(name, kind, answer) for name, (kind, answer) in unary.items()}
+        methods["ModelStreamInfer"] = self._interceptor.bidirectional(
+            "ModelStreamInfer", pb.ModelInferRequest, self._stream, _encode_error
         )
-        return grpc_base.service(SERVICE, methods)
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def _check(self, name: str, context: Context) -> None:
         if self._keys is None or name in _OPEN:
@@ -153,7 +152,7 @@ class Face:
         version = self._models.find(
             request.model_name, request.model_version or None, "" if key is None else key.decode("latin-1")
         )
-        inputs, wanted = read_inputs(request), _wanted(request, version.program.signature)
+        inputs, wanted = read_inputs(request), _output_names(request, version.program.signature)
         parameters = {name: _text(value) for name, value in request.parameters.items()}
         timeout_s = codec.timeout_s(parameters)
         left_s = context.time_remaining()
@@ -164,7 +163,7 @@ class Face:
         outputs = found if isinstance(found, dict) else await found
         run = perf_counter()
         response = write_outputs(version, request, wanted, outputs)
-        self._routes.dispatch.answered(version, inputs, outputs, began, run)
+        self._routes.dispatch.count_answer(version, inputs, outputs, began, run)
         return response
 
     async def _stream(
@@ -172,7 +171,7 @@ class Face:
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         yield pb.ModelStreamInferResponse(infer_response=await self._infer(request, context))
 
-    # what is told
+    # metadata
 
     async def _live(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -191,77 +190,72 @@ class Face:
 
     async def _model_metadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         found = self._models.find(request.name, request.version or None)
-        told = extensions.describe(found, self._models.versions(found.model))
+        described = extensions.describe(found, self._models.versions(found.model))
         kind = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
-            name=told["name"],
-            versions=told["versions"],
-            platform=told["platform"],
-            inputs=[kind(**one) for one in told["inputs"]],
-            outputs=[kind(**one) for one in told["outputs"]],
+            name=described["name"],
+            versions=described["versions"],
+            platform=described["platform"],
+            inputs=[kind(**one) for one in described["inputs"]],
+            outputs=[kind(**one) for one in described["outputs"]],
         )
 
     async def _config(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        told = extensions.configuration(self._models.find(request.name, request.version or None))
+        described = extensions.configuration(self._models.find(request.name, request.version or None))
         config = pb.ModelConfig(
-            name=told["name"],
-            platform=told["platform"],
-            backend=told["backend"],
-            max_batch_size=told["max_batch_size"],
+            name=described["name"],
+            platform=described["platform"],
+            backend=described["backend"],
+            max_batch_size=described["max_batch_size"],
         )
-        for one in told["input"]:
+        for one in described["input"]:
             config.input.add(name=one["name"], data_type=pb.DataType.Value(one["data_type"]), dims=one["dims"])
-        for one in told["output"]:
+        for one in described["output"]:
             config.output.add(name=one["name"], data_type=pb.DataType.Value(one["data_type"]), dims=one["dims"])
-        if "dynamic_batching" in told:
+        if "dynamic_batching" in described:
             config.dynamic_batching.SetInParent()
         return pb.ModelConfigResponse(config=config)
 
     async def _statistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        if not request.name:
-            versions = self._models.all()
-        else:
-            names = [request.version] if request.version else self._models.versions(request.name)
-            versions = [self._models.find(request.name, name) for name in names]
         response = pb.ModelStatisticsResponse()
-        for told in extensions.statistics(versions)["model_stats"]:
-            del told["memory_usage"]
-            response.model_stats.append(_filled(pb.ModelStatistics(), told))
+        statistics = extensions.statistics(self._models, request.name or None, request.version or None)
+        for described in statistics["model_stats"]:
+            del described["memory_usage"]
+            response.model_stats.append(_fill(pb.ModelStatistics(), described))
         return response
 
     # the repository
 
     async def _index(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         response = pb.RepositoryIndexResponse()
-        for told in extensions.index(self._models.all(), ready_only=request.ready):
-            response.models.add(**told)
+        for described in extensions.index(self._models.all(), ready_only=request.ready):
+            response.models.add(**described)
         return response
 
     async def _load(self, request: pb.RepositoryModelLoadRequest, context: Context) -> pb.RepositoryModelLoadResponse:
         given = dict.fromkeys(request.parameters, True)
-        await self._routes.repository.load(request.model_name, given)
+        await self._routes.oip.repository.load(request.model_name, given)
         return pb.RepositoryModelLoadResponse()
 
     async def _unload(
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
-        await self._routes.repository.unload(request.model_name)
+        await self._routes.oip.repository.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
 
-def _told(request: pb.ModelInferRequest, code: grpc.StatusCode, message: str) -> pb.ModelStreamInferResponse:
-    """A refusal in a stream."""
+def _encode_error(request: pb.ModelInferRequest, code: grpc.StatusCode, message: str) -> pb.ModelStreamInferResponse:
     return pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=request.id))
 
 
-def _filled(message: Any, told: dict[str, Any]) -> Any:
-    """`told` as a protobuf message of the same names."""
-    for name, value in told.items():
+def _fill(message: Any, values: dict[str, Any]) -> Any:
+    """Sets the message's fields from `values` of the same names."""
+    for name, value in values.items():
         if isinstance(value, dict):
-            _filled(getattr(message, name), value).SetInParent()
+            _fill(getattr(message, name), value).SetInParent()
         elif isinstance(value, list):
             for one in value:
-                _filled(getattr(message, name).add(), one)
+                _fill(getattr(message, name).add(), one)
         else:
             setattr(message, name, value)
     return message

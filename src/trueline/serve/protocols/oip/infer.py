@@ -32,9 +32,9 @@ class InferPaths:
         began = perf_counter()
         found = self._models.find(head.model, head.version, head.key)
         if found.handler is not None:
-            return self._dispatch.handled(request, found, found.handler)
+            return self._dispatch.handle(request, found, found.handler)
         if found.full:
-            refused = self._dispatch.refused(found, head.priority, request.body, head.json_bytes)
+            refused = self._dispatch.refuse_if_full(found, head.priority, request.body, head.json_bytes)
             if refused is not None:
                 self._fast_path.learn_refusal(head, found.program, *refused)
                 return refused[1]

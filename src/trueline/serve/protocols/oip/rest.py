@@ -1,40 +1,42 @@
-"""The paths of the Open Inference Protocol under /v2 but for `infer`, and KServe's older one under /v1.
+"""The REST paths of the Open Inference Protocol but for `infer`: /v2 with Triton's extensions, and KServe's V1 in /v1.
 
-What is served and how it fares, Triton's extensions (statistics, configuration, the repository) among it.
+Source of the repository paths: Triton's page extension_model_repository.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trueline.errors import NotFound, RequestError
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found
+from trueline.serve.models.model_store import Entry, Store, check_name
 from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch
 from trueline.serve.protocols.errors import allow, check_media, json
-from trueline.serve.protocols.oip import repository, triton, v1
-from trueline.serve.protocols.oip.repository import Repository
+from trueline.serve.protocols.oip import triton, v1
 from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
-    from trueline.serve.protocols.dispatch import Answer
-    from trueline.serve.protocols.route_table import Handler
+    from trueline.serve.protocols.dispatch import Answer, RouteHandler
 
 
 class OipRoutes:
-    """The route table of what KServe and Triton answer."""
+    """The route table."""
 
     def __init__(self, dispatch: Dispatch, *, server_version: str, loader: Repository | None) -> None:
-        """`loader` loads and unloads, if there is one."""
+        """`loader` loads and unloads models."""
         self._dispatch = dispatch
         self._models = dispatch.models
         self._server_version = server_version
         self._loader = loader
 
-    def match(self, parts: list[str]) -> Handler | None:
-        """The handler for the path of `parts`."""
+    def match(self, parts: list[str]) -> RouteHandler | None:
+        """The handler of a path under /v2 or /v1/models."""
         match parts:
             case ["v2", *rest]:
                 return lambda request: self._v2(request, rest)
@@ -44,7 +46,6 @@ class OipRoutes:
                 return None
 
     def _v2(self, request: Request, rest: list[str]) -> Answer:
-        """The answer for the path of `rest` under /v2. Raises RequestError, NotFound."""
         match rest:
             case ["repository", "models", model, "load" | "unload" as act]:
                 return self._repository_act(request, model, act)
@@ -53,35 +54,33 @@ class OipRoutes:
             case ["models", model, "explain"]:
                 return self._dispatch.explain(request, model)
             case ["models", "stats"]:
-                found = self._statistics(None, None)
+                page = self._statistics(None, None)
             case ["models", model, "stats"]:
-                found = self._statistics(model, None)
+                page = self._statistics(model, None)
             case ["models", model, "versions", version, "stats"]:
-                found = self._statistics(model, version)
-            case ["models", model, "config"] | ["models", model, "versions", _, "config"] if len(rest) in (3, 5):
-                found = self._configuration(model, rest[3] if len(rest) == 5 else None)
+                page = self._statistics(model, version)
+            case ["models", model, "config"]:
+                page = self._configuration(model, None)
+            case ["models", model, "versions", version, "config"]:
+                page = self._configuration(model, version)
             case [] | [""]:
-                found = self._server_metadata
+                page = self._server_metadata
             case ["health", "live"]:
-                found = self._live
+                page = lambda: json(200, {"live": True})  # noqa: E731
             case ["health", "ready"]:
-                found = self._server_ready
+                page = self._server_ready
             case ["models", model]:
-                found = self._metadata(model, None)
+                page = self._metadata(model, None)
             case ["models", model, "versions", version]:
-                found = self._metadata(model, version)
+                page = self._metadata(model, version)
             case ["models", model, "ready"]:
-                found = self._model_ready(model, None)
+                page = self._model_ready(model, None)
             case ["models", model, "versions", version, "ready"]:
-                found = self._model_ready(model, version)
+                page = self._model_ready(model, version)
             case _:
                 raise NotFound("Not Found")
         allow(request, ("GET", "HEAD"), "Method Not Allowed")
-        return found()
-
-    @staticmethod
-    def _live() -> Response:
-        return json(200, {"live": True})
+        return page()
 
     def _server_metadata(self) -> Response:
         return json(200, {"name": "trueline", "version": self._server_version, "extensions": list(triton.EXTENSIONS)})
@@ -91,7 +90,7 @@ class OipRoutes:
         return json(200 if ready else 503, {"ready": ready})
 
     def _model_ready(self, model: str, version: str | None) -> Callable[[], Response]:
-        def answer() -> Response:
+        def page() -> Response:
             found = self._models.find(model, version)
             ready = found.state == "ready" and not self._dispatch.draining
             body: dict[str, object] = {"name": found.model, "version": found.version, "ready": ready}
@@ -99,26 +98,13 @@ class OipRoutes:
                 body["reason"] = found.reason or ("draining" if self._dispatch.draining else found.state)
             return json(200 if ready else 503, body)
 
-        return answer
+        return page
 
     def _metadata(self, model: str, version: str | None) -> Callable[[], Response]:
-        def answer() -> Response:
-            found = self._models.find(model, version)
-            return json(200, triton.describe(found, self._models.versions(model)))
-
-        return answer
+        return lambda: json(200, triton.describe(self._models.find(model, version), self._models.versions(model)))
 
     def _statistics(self, model: str | None, version: str | None) -> Callable[[], Response]:
-        def answer() -> Response:
-            if model is None:
-                found = self._models.all()
-            elif version is None:
-                found = [self._models.find(model, one) for one in self._models.versions(model)]
-            else:
-                found = [self._models.find(model, version)]
-            return json(200, triton.statistics(found))
-
-        return answer
+        return lambda: json(200, triton.statistics(self._models, model, version))
 
     def _configuration(self, model: str, version: str | None) -> Callable[[], Response]:
         return lambda: json(200, triton.configuration(self._models.find(model, version)))
@@ -126,34 +112,33 @@ class OipRoutes:
     def _index(self, request: Request) -> Response:
         allow(request, ("POST",), "Method Not Allowed")
         try:
-            asked = msgspec.json.decode(request.body or b"{}", type=dict[str, Any])
+            options = msgspec.json.decode(request.body or b"{}", type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(f"the body is no index request: {error}") from error
-        return json(200, triton.index(self._models.all(), ready_only=asked.get("ready") is True))
+        return json(200, triton.index(self._models.all(), ready_only=options.get("ready") is True))
 
     def _repository_act(self, request: Request, model: str, act: str) -> Answer:
         allow(request, ("POST",), "Method Not Allowed")
-        given = repository.parameters(request.body)
+        given = _parameters(request.body)
         work = self.repository.load(model, given) if act == "load" else self.repository.unload(model)
-        return self._dispatch.later(request.path, work, lambda found: found)
+        return self._dispatch.respond(request.path, work, lambda response: response)
 
     @property
     def repository(self) -> Repository:
-        """What loads and unloads. Raises NotFound."""
+        """Loads and unloads models. Raises NotFound."""
         if self._loader is None:
             raise NotFound("this server has no model store to load from; start it with --model-store")
         return self._loader
 
     def _v1(self, request: Request, rest: list[str]) -> Answer:
-        """The answer for the path of `rest` under /v1. Raises RequestError, NotFound."""
         match rest:
             case [] | [""]:
                 allow(request, ("GET", "HEAD"), "Method Not Allowed")
                 return json(200, {"models": self._models.names()})
-            case [called] if called.endswith(":predict"):
-                return self._v1_predict(request, called.removesuffix(":predict"))
-            case [called] if called.endswith(":explain"):
-                return self._dispatch.explain(request, called.removesuffix(":explain"))
+            case [action] if action.endswith(":predict"):
+                return self._v1_predict(request, action.removesuffix(":predict"))
+            case [action] if action.endswith(":explain"):
+                return self._dispatch.explain(request, action.removesuffix(":explain"))
             case [model]:
                 allow(request, ("GET", "HEAD"), "Method Not Allowed")
                 ready = self._models.find(model).state == "ready" and not self._dispatch.draining
@@ -166,7 +151,7 @@ class OipRoutes:
         allow(request, ("POST",), "Method Not Allowed")
         found = self._dispatch.find(request, model, None)
         if found.handler is not None:
-            return self._dispatch.handled(request, found, found.handler)
+            return self._dispatch.handle(request, found, found.handler)
         check_media(request)
         self._dispatch.check_room(request, found)
         call = v1.decode(request.body, found.program.signature)
@@ -179,3 +164,60 @@ class OipRoutes:
             began,
             request.headers.get(PRIORITY_HEADER),
         )
+
+
+class Repository:
+    """Loads models from a store and unloads them."""
+
+    def __init__(self, fleet: Fleet, store: Store, loop: asyncio.AbstractEventLoop) -> None:
+        self._fleet = fleet
+        self._store = store
+        self._loop = loop
+
+    def load(self, model: str, given: Mapping[str, object]) -> asyncio.Future[Response]:
+        """Serves the store's newest version; older versions are retired after their last request.
+
+        Raises RequestError for parameters that a sealed bundle does not allow, NotFound.
+        """
+        if given:
+            raise RequestError(
+                f"parameter '{next(iter(given))[:64]}' is not supported: bundles are served as they were sealed"
+            )
+        check_name("model", model)
+        entries = self._store.of(model)
+        if not entries:
+            raise NotFound(f"failed to load '{model}', the model store has no such model")
+        return self._start(self._load(model, entries[-1]))
+
+    async def _load(self, model: str, entry: Entry) -> Response:
+        models = self._fleet.models
+        older = [one for one in models.versions(model) if one != entry.version] if model in models.names() else []
+        await self._fleet.load(Found(path=entry.path), model, entry.version, source=entry.source, replace_it=True)
+        self._fleet.set_default(model, entry.version)
+        for version in older:
+            await self._fleet.retire(model, version)
+        return Response(200, b"")
+
+    def unload(self, model: str) -> asyncio.Future[Response]:
+        """Raises NotFound."""
+        self._fleet.models.find(model)
+        return self._start(self._unload(model))
+
+    async def _unload(self, model: str) -> Response:
+        await self._fleet.retire(model)
+        return Response(200, b"")
+
+    def _start(self, work: Coroutine[Any, Any, Response]) -> asyncio.Future[Response]:
+        """Continues when the client leaves."""
+        return asyncio.shield(self._loop.create_task(work))
+
+
+class _Parameters(msgspec.Struct):
+    parameters: dict[str, Any] = {}
+
+
+def _parameters(body: bytes | bytearray) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=_Parameters).parameters if body else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is no repository request: {error}") from error

@@ -1,4 +1,4 @@
-"""What is said of a version: its metadata, and what Triton's tools read: statistics, configuration, index. Pure.
+"""Metadata of versions, and Triton's statistics, configuration and index. Pure.
 
 Source: Triton's pages extension_statistics, extension_model_configuration, extension_model_repository.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trueline.bundle.signature import Signature, TensorSpec
+from trueline.bundle.signature import TensorSpec
 from trueline.serve.batching.policy import PRIORITIES, USUAL
+from trueline.serve.models.catalog import Models
 from trueline.serve.models.servable import Servable
 from trueline.serve.tensors import codec
 
@@ -25,7 +26,7 @@ _STATES = {"loading": "LOADING", "ready": "READY", "failed": "UNAVAILABLE", "ret
 
 
 def describe(found: Servable, versions: list[str]) -> dict[str, Any]:
-    """Model metadata; `parameters` says what was measured and chosen when the version was loaded."""
+    """Model metadata; `parameters` has what was measured and chosen when the version was loaded."""
     named = {"name": found.model, "versions": versions}
     if found.handler is not None:
         parameters = found.handler.parameters
@@ -49,12 +50,16 @@ def describe(found: Servable, versions: list[str]) -> dict[str, Any]:
     }
 
 
-def statistics(versions: Iterable[Servable]) -> dict[str, Any]:
-    """`GET v2/models[/{m}[/versions/{v}]]/stats`. Times are sums over requests, in nanoseconds."""
-    return {"model_stats": [_of(version) for version in versions]}
+def statistics(models: Models, model: str | None, version: str | None) -> dict[str, Any]:
+    """`GET v2/models[/{m}[/versions/{v}]]/stats`: times are sums over requests, in nanoseconds. Raises NotFound."""
+    if model is None:
+        versions = models.all()
+    else:
+        versions = [models.find(model, name) for name in ([version] if version else models.versions(model))]
+    return {"model_stats": [_statistics_of(one) for one in versions]}
 
 
-def _of(version: Servable) -> dict[str, Any]:
+def _statistics_of(version: Servable) -> dict[str, Any]:
     stats = version.stats
     answered = stats.request_s.count
     none = {"count": 0, "ns": 0}
@@ -92,11 +97,12 @@ def _count(count: int, seconds: float) -> dict[str, int]:
 
 
 def configuration(version: Servable) -> dict[str, Any]:
-    """`GET v2/models/{m}/config`: what perf_analyzer asks before it starts. Raises NotReady."""
+    """`GET v2/models/{m}/config`, which perf_analyzer reads before it starts. Raises NotReady."""
     loaded = version.program.loaded
     plan, signature = loaded.plan, loaded.session.signature
-    batched = plan.batch and _leads(signature)
-    found: dict[str, Any] = {
+    specs = (*signature.inputs, *signature.outputs)
+    batched = plan.batch and all(spec.shape and isinstance(spec.shape[0], str) for spec in specs)
+    made: dict[str, Any] = {
         "name": version.model,
         "platform": loaded.platform,
         "backend": "onnxruntime",
@@ -107,21 +113,17 @@ def configuration(version: Servable) -> dict[str, Any]:
         "parameters": {"digest": {"string_value": loaded.digest}},
     }
     if batched:
-        found["dynamic_batching"] = {
+        made["dynamic_batching"] = {
             "max_queue_delay_microseconds": round((version.policy.max_delay_s or 0.0) * 1e6),
             "preferred_batch_size": [],
             "priority_levels": PRIORITIES,
             "default_priority_level": USUAL,
         }
-    return found
-
-
-def _leads(signature: Signature) -> bool:
-    return all(spec.shape and isinstance(spec.shape[0], str) for spec in (*signature.inputs, *signature.outputs))
+    return made
 
 
 def _tensor(spec: TensorSpec, batched: bool) -> dict[str, Any]:
-    """With batching the first dimension is understood, and not written."""
+    """With batching the first dimension is left out."""
     shape = spec.shape[1:] if batched else spec.shape
     return {
         "name": spec.name,
