@@ -52,8 +52,7 @@ class Journal:
             self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(
-                "INSERT INTO log (kind, body) VALUES (?, ?)",
-                [(kind, _encode(kind, body)) for kind, body in rows],
+                "INSERT INTO log (kind, body) VALUES (?, ?)", [(kind, _encode(kind, body)) for kind, body in rows]
             )
             self._db.execute("COMMIT")
         except sqlite3.Error as error:

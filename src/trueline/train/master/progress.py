@@ -309,13 +309,7 @@ class PlannedRecords:
 
 
 def plan_records(
-    job: JobSettings,
-    num_records: int,
-    blocks: Sequence[int] = (),
-    *,
-    epoch: int,
-    steps: int,
-    named: Sequence[int] = (),
+    job: JobSettings, num_records: int, blocks: Sequence[int] = (), *, epoch: int, steps: int, named: Sequence[int] = ()
 ) -> PlannedRecords:
     count = min(steps * job.global_batch, num_records)
     if count == num_records:

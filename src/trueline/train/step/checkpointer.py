@@ -42,13 +42,7 @@ class Checkpointer:
     """Writes to `folder` (a path or a URL), and keeps the newest `keep` checkpoints and the best one."""
 
     def __init__(
-        self,
-        folder: Location,
-        facts: dict[str, Any],
-        *,
-        every: int = 0,
-        keep: int = 3,
-        faults: tuple[Fault, ...] = (),
+        self, folder: Location, facts: dict[str, Any], *, every: int = 0, keep: int = 3, faults: tuple[Fault, ...] = ()
     ) -> None:
         self._faults = faults
         self.folder, self.facts, self.every, self.keep = parse_location(folder), facts, every, keep
