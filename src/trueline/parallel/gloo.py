@@ -12,12 +12,12 @@ of these pitfalls once cost a stall (docs/concepts/generation.md):
   forgets unbound buffers), so an operation larger than a socket's buffer waits for its timeout. Every wait here
   therefore ends after a slice and checks for a cut.
 * The destructor of a group with such an operation joins the thread that waits. The group is kept until its operations
-  have ended, and a thread then drops it (the join can_sum at least 10 ms).
+  have ended, and a thread then drops it (the join takes at least 10 ms).
 * Descriptors are reused: a socket is identified by its inode.
 * torch names groups by a process-wide count that a failed init leaves raised. It is reset, or members that failed
   differently often would wait for each other under different names.
 
-Only host memory is exchanged. Tensors on a device are copied by the caller, or sum_on_host by the job's plane
+Only host memory is exchanged. Tensors on a device are copied by the caller, or summed by the job's plane
 (`backend.py`), which is formed, cut and left with the group. Linux only (/proc/self/fd).
 """
 
@@ -51,7 +51,7 @@ START_TIMEOUT_S = 30.0
 _LOOK_S = 20e-6
 """Between two checks of a plane's sum."""
 PLANE_TRIES = 5
-"""After so many planes in a row that did not form while gloo did, the job ends."""
+"""After this many planes in a row that did not form while gloo did, the job ends."""
 _BACKEND = "trueline_gloo"
 _formed: dict[str, ProcessGroupGloo] = {}
 """The group that `init_process_group` is about to take, by backend name: torch accepts no ready-made group."""
@@ -112,7 +112,7 @@ class GlooGroup:
         """The backend of torch's default group: called directly, it begins an operation in half the time."""
 
     def can_sum(self, value: torch.Tensor) -> bool:
-        """Whether `value` can be sum_on_host without a copy to host memory."""
+        """Whether `value` can be summed without a copy to host memory."""
         return value.is_cpu or self._plane is not None
 
     def sum_bucket(self, value: torch.Tensor) -> Any:
@@ -211,7 +211,7 @@ class GlooGroup:
             left.abort()  # all members are in this group now
 
     def _count_plane_miss(self, error: _PlaneError) -> None:
-        """Raises TrainError when so many misses cannot come from dead peers."""
+        """Raises TrainError after more misses than dead peers can cause."""
         self._plane_misses += 1
         if self._plane_misses >= PLANE_TRIES:
             raise TrainError(
@@ -313,7 +313,7 @@ def _drop_group(groups: list[Any], works: list[Any]) -> None:
 
 
 def _wait_for_sums(sums: list[Sum]) -> None:
-    """Keeps the sum_on_host tensors alive while an aborted plane may still write into their memory."""
+    """Keeps the summed tensors alive while an aborted plane may still write into their memory."""
     for pending in sums:
         with contextlib.suppress(RuntimeError):  # failed, and so over
             while not pending.over():

@@ -1,7 +1,7 @@
-"""`trueline.train`: a recipe in, a checkpoint and an account of every record out.
+"""`trueline.train`: trains a recipe and returns a checkpoint with an account of every record.
 
-A job is made in two strokes: its folder is prepared (settings, for a resumed one the checkpoint to go on from), then
-launched, in this process or in one of its own. Everything that a launcher needs is in the folder.
+A job is prepared, then launched in this process or in one of its own. Its folder holds all that a launcher needs:
+settings, and the checkpoint to continue from if it is resumed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from trueline.recipe.load import load_recipe, locate_recipe
 from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir
-from trueline.train.launch import overrides as settled
 from trueline.train.launch.jobs import format_set_aside
 from trueline.train.launch.launcher import LocalJob
-from trueline.train.launch.overrides import Overrides
+from trueline.train.launch.overrides import Overrides, apply_overrides, refuse_changes
 from trueline.train.master.journal import Journal
 from trueline.train.settings import Fault, JobSettings, parse_workers
 
 USUAL_WORKERS = 3
 SLOW_READING = 0.25
-"""From this share of the steps' time on, the data is what a user should look at."""
+"""From this fraction of the steps' time on, reading is the bottleneck."""
 MUCH_S = 5.0
-"""Shorter jobs are no ground for advice."""
+"""A shorter job gets no advice."""
 
 
 def count_of(number: int, what: str) -> str:
@@ -46,7 +45,7 @@ def count_of(number: int, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """The job in numbers; `as_text` is what the CLI prints."""
+    """The job in numbers; the CLI prints `as_text`."""
 
     facts: dict[str, Any]
 
@@ -55,9 +54,9 @@ class JobSummary:
 
     @property
     def exactly_once(self) -> bool:
-        """True when the certificates of all epochs say so; a job that cannot say it has failed.
+        """Whether the certificates of all epochs prove it; a job without that proof has failed.
 
-        Records that were set aside, and those that an early stop left untrained, are not among what is claimed.
+        Records that were set aside, and those that an early stop left untrained, are not part of the claim.
         """
         facts, certificates = self.facts, self.facts["certificates"]
         whole = [certificate for certificate in certificates if not self._partial(certificate)]
@@ -74,7 +73,7 @@ class JobSummary:
             f"{self._claim()} ({self._evidence()})",
         ]
         lines += map(format_set_aside, facts.get("set_aside") or ())
-        lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in facts.get("quarantined") or ()]
+        lines += [f"quarantined: worker {slot['slot']}: {slot['why']}" for slot in facts.get("quarantined") or ()]
         if facts.get("best"):
             lines.append(self._best(facts["best"]))
         lines += self._reading()
@@ -87,7 +86,7 @@ class JobSummary:
         return "\n".join(lines)
 
     def _reading(self) -> list[str]:
-        """Says so when the steps wait for their records."""
+        """Advice for a job whose steps wait for their records."""
         reading_s, steps_s = self.facts.get("reading_s", 0.0), self.facts.get("steps_s", 0.0)
         if steps_s < MUCH_S or reading_s < SLOW_READING * steps_s:
             return []
@@ -97,7 +96,7 @@ class JobSummary:
         ]
 
     def _size(self) -> str:
-        """A script does not say how many records its steps have."""
+        """Empty for a script, whose global batch is not known."""
         return f"of {self.facts['global_batch']} records " if self.facts["global_batch"] else ""
 
     def _left_out(self) -> str:
@@ -153,12 +152,12 @@ class TrainResult:
 
     @property
     def best(self) -> Location | None:
-        """The checkpoint of the best evaluation; None when nothing was evaluated, or it is not kept any more."""
+        """The checkpoint of the best evaluation; None without one, or if it was pruned."""
         return best_checkpoint(split_location(self.checkpoint)[0]) if self.summary.facts.get("best") else None
 
     @property
     def chosen(self) -> Location:
-        """What stands for the job: its best checkpoint if one was asked for (`monitor`, `patience`), else the last."""
+        """The job's result: its best checkpoint if `monitor` or `patience` is set, else the last."""
         return (self.best if job_settings.load(self.job_dir).wants_best else None) or self.checkpoint
 
 
@@ -173,10 +172,10 @@ def train(
 ) -> TrainResult:
     """Trains `recipe` with elastic workers on this machine and returns its last checkpoint.
 
-    `workers` is a number (3 if left out), or `"2:8"` for a job that waits while it has fewer than two. What is not
-    `wanted` comes from the recipe. `resume` goes on with the job in `job_dir` from its newest checkpoint and keeps its
+    `workers` is a number (default 3), or `"2:8"` for a job that waits while it has fewer than two. Settings that are
+    not `wanted` come from the recipe. `resume` continues the job in `job_dir` from its newest checkpoint and keeps its
     settings; those that decide what is computed cannot be changed. Raises RecipeError, TrainError, StorageError,
-    UsageError; no process is left behind in any case.
+    UsageError; leaves no process behind in any case.
     """
     return launch(prepare(recipe, workers=workers, job_dir=job_dir, resume=resume, faults=faults, **wanted))
 
@@ -200,21 +199,21 @@ def prepare(
     **wanted: Unpack[Overrides],
 ) -> Path:
     """The folder of a job that is ready to be launched. Arguments and errors are those of `train`."""
-    found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    where = locate_recipe(found, recipe)
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    where = locate_recipe(loaded, recipe)
     if resume:
         if job_dir is None:
             raise UsageError("resume needs the folder of the job", hint="add --job runs/NAME-1")
-        return prepare_resume(job_dir, recipe=found, workers=workers, faults=faults, **wanted)
+        return prepare_resume(job_dir, recipe=loaded, workers=workers, faults=faults, **wanted)
     low, high = parse_workers(str(workers or USUAL_WORKERS))
     job = JobSettings(
-        name=found.name, recipe=where, recipe_digest=found.digest, workers=high, min_workers=low,
-        faults=tuple(faults), **asdict(found.defaults),
+        name=loaded.name, recipe=where, recipe_digest=loaded.digest, workers=high, min_workers=low,
+        faults=tuple(faults), **asdict(loaded.defaults),
     )  # fmt: skip
     for fault in faults:
         if fault.slot >= high:
             raise UsageError(f"there is no worker {fault.slot} to kill: {count_of(high, 'worker')}, numbered from 0")
-    return _new(settled.apply_overrides(job, wanted, cores=_cores(), metrics=_metrics(found)), job_dir)
+    return _new(apply_overrides(job, wanted, cores=_cores(), metrics=_metrics(loaded)), job_dir)
 
 
 def prepare_script(
@@ -225,21 +224,18 @@ def prepare_script(
     job_dir: str | Path | None = None,
     **wanted: Unpack[Overrides],
 ) -> Path:
-    """As `prepare`, for a Python file that loops over `trueline.Elastic` itself and decides what a step is."""
+    """As `prepare`, for a Python file with a custom loop over `trueline.Elastic`."""
     path = Path(script).resolve()
     if not path.is_file():
         raise UsageError(f"there is no file {path}", hint="name a Python file that loops over trueline.Elastic")
     low, high = parse_workers(str(workers or USUAL_WORKERS))
+    # A script that has a common name is called by its folder.
+    name = path.parent.name if path.stem in ("train", "main", "run", "__main__") else path.stem
     job = JobSettings(
-        name=_script_name(path), recipe="", recipe_digest=files.sha256_file(path), script=(str(path), *arguments),
+        name=name, recipe="", recipe_digest=files.sha256_file(path), script=(str(path), *arguments),
         workers=high, min_workers=low, epochs=0, global_batch=0, seed=0,
     )  # fmt: skip
-    return _new(settled.apply_overrides(job, wanted, cores=_cores()), job_dir)
-
-
-def _script_name(path: Path) -> str:
-    """What the job is called: the script, or its folder when every script is called so."""
-    return path.parent.name if path.stem in ("train", "main", "run", "__main__") else path.stem
+    return _new(apply_overrides(job, wanted, cores=_cores()), job_dir)
 
 
 def prepare_resume(
@@ -250,24 +246,23 @@ def prepare_resume(
     faults: Sequence[Fault] = (),
     **wanted: Unpack[Overrides],
 ) -> Path:
-    """The folder of an earlier job, ready to go on from its newest checkpoint with what is `wanted` otherwise.
+    """Prepares an earlier job to continue from its newest checkpoint, with the settings that are `wanted`.
 
-    Raises UsageError when the job runs or has finished, or when it would be another one.
+    Raises UsageError if the job runs, has finished, or would become another one.
     """
     folder = Path(job_dir).resolve()
     earlier = job_settings.load(folder)
     JobDir(folder).expect_idle()
     low, high = parse_workers(str(workers)) if workers is not None else (earlier.min_workers, earlier.workers)
-    found = recipe if recipe is not None or earlier.script else load_recipe(earlier.recipe)
-    digest = found.digest if found is not None else files.sha256_file(Path(earlier.script[0]))
-    later = replace(
-        earlier, workers=high, min_workers=low, faults=tuple(faults), recipe_digest=digest
-    )  # fmt: skip
-    later = settled.apply_overrides(later, wanted, cores=_cores(), metrics=_metrics(found))
-    settled.refuse_changes(earlier, later, str(folder))
+    if recipe is None and not earlier.script:
+        recipe = load_recipe(earlier.recipe)
+    digest = recipe.digest if recipe is not None else files.sha256_file(Path(earlier.script[0]))
+    later = replace(earlier, workers=high, min_workers=low, faults=tuple(faults), recipe_digest=digest)
+    later = apply_overrides(later, wanted, cores=_cores(), metrics=_metrics(recipe))
+    refuse_changes(earlier, later, str(folder))
     if JobDir(folder).summary.exists():
         raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")
-    _go_back_to_checkpoint(folder, later)
+    _restore_checkpoint(folder, later)
     job_settings.save(replace(later, checkpoints=_absolute(later.checkpoints)), folder)
     return folder
 
@@ -286,18 +281,16 @@ def _new(job: JobSettings, job_dir: str | Path | None) -> Path:
         _expect_room(job.checkpoints)
     folder = _next_free(job.name) if job_dir is None else Path(job_dir).resolve()
     if JobDir(folder).settings.exists():
-        raise UsageError(
-            f"{folder} holds a job already", hint="add --resume to go on with it, or choose another folder"
-        )
+        raise UsageError(f"{folder} holds a job already", hint="add --resume to continue it, or choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     job_settings.save(replace(job, name=folder.name, checkpoints=_absolute(job.checkpoints)), folder)
     return folder
 
 
 def _expect_room(checkpoints: str) -> None:
-    """Raises StorageError when the place cannot be reached, UsageError when it holds another job's checkpoints.
+    """Raises StorageError if the location cannot be reached, UsageError if it holds another job's checkpoints.
 
-    Asked before the training, since the first checkpoint comes late.
+    Called before the training, since the first checkpoint is written late.
     """
     where = parse_location(checkpoints)
     if isinstance(where, Path):
@@ -309,14 +302,14 @@ def _expect_room(checkpoints: str) -> None:
     if there:
         raise UsageError(
             f"{checkpoints} holds checkpoints already, of step {there[-1]} and before",
-            hint="choose another folder, or go on with the job that they are of: trueline resume JOB",
+            hint="choose another folder, or continue the job that they belong to: trueline resume JOB",
         )
 
 
 def _absolute(checkpoints: str) -> str:
-    """A local folder as seen from everywhere; a URL as it is."""
-    found = parse_location(checkpoints)
-    return str(found.resolve()) if checkpoints and isinstance(found, Path) else checkpoints
+    """A local folder as an absolute path; a URL unchanged."""
+    where = parse_location(checkpoints)
+    return str(where.resolve()) if checkpoints and isinstance(where, Path) else checkpoints
 
 
 def _next_free(name: str) -> Path:
@@ -325,18 +318,17 @@ def _next_free(name: str) -> Path:
         folder = Path("runs").resolve() / f"{name}-{number}"
         try:
             folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
             number += 1
-            continue
-        return folder
 
 
-def _go_back_to_checkpoint(folder: Path, job: JobSettings) -> None:
-    """Puts the newest checkpoint that verifies into the journal; with none the job begins from its first step."""
+def _restore_checkpoint(folder: Path, job: JobSettings) -> None:
+    """Enters the newest valid checkpoint in the journal; without one the job begins from its first step."""
     from trueline.checkpoint import checkpoint
 
     where = job.checkpoints or JobDir(folder).checkpoints
-    checkpoint.sweep(where)  # what a dead writer left; nobody of the job is alive
+    checkpoint.sweep(where)  # files of a dead writer; no process of the job is alive
     newest = checkpoint.latest(where)
     journal = Journal(JobDir(folder).journal)
     if newest is None:

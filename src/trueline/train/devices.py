@@ -18,10 +18,10 @@ from trueline.train.settings import device_kind
 
 
 def choose(setting: str, slot: int) -> torch.device:
-    """The device of worker `slot`: with `cuda` and `auto` workers take the devices of a machine in turn.
+    """The device of worker `slot`: with `cuda` and `auto` the workers take the machine's devices in turn.
 
     Call it in the worker: a process that has used CUDA cannot be forked. Raises UsageError for a device that this
-    machine does not have; `auto` is the CPU then.
+    machine does not have; `auto` falls back to the CPU.
     """
     kind, number = device_kind(setting)
     count = torch.cuda.device_count() if kind != "cpu" and torch.cuda.is_available() else 0
@@ -84,11 +84,11 @@ def place(value: Any, device: torch.device) -> Any:
     if callable(getattr(value, "to", None)):  # a PackedSequence, a tokenizer's BatchEncoding
         return value.to(device)
     if isinstance(value, dict):
-        return {key: place(one, device) for key, one in value.items()}
+        return {key: place(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(place(one, device) for one in value))
+        return type(value)(*(place(item, device) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(place(one, device) for one in value)
+        return type(value)(place(item, device) for item in value)
     return value
 
 

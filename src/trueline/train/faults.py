@@ -41,9 +41,9 @@ class Faults:
             parameter.register_post_accumulate_grad_hook(strike)  # type: ignore[no-untyped-call]
 
     def _pop_due(self, phase: Phase, step: int) -> list[tuple[int, Fault]]:
-        found = [due for due in self._due if due[1].phase == phase and step >= due[1].step]
-        self._due = [due for due in self._due if due not in found]
-        return found
+        popped = [due for due in self._due if due[1].phase == phase and step >= due[1].step]
+        self._due = [due for due in self._due if due not in popped]
+        return popped
 
     def _strike(self, number: int, fault: Fault, step: int) -> None:
         if fault.incarnation >= 0 or self._claim(number, fault, step):

@@ -5,7 +5,7 @@
     JOB/launcher.json   pid, start, end, why     JOB/logs/            of master, agent, launcher and workers
     JOB/master.json     address, page, pid       JOB/summary.json     of a finished job
     JOB/secret          while the job runs       JOB/checkpoints/     unless they are written elsewhere
-    JOB/faults/         injected ones, done      JOB/page.html        the live page, and its token
+    JOB/faults/         those carried out        JOB/page.html        the live page, and its token
 
 The lock is an open-file-description lock (fcntl(2)): the kernel releases it when the launcher ends, by whatever means,
 and a query does not disturb the holder. A pid alone would belong to another process one day.
@@ -30,7 +30,7 @@ from trueline import events, files
 from trueline.errors import UsageError
 
 _FLOCK = "hhqqi4x"
-"""struct flock: type, whence, start, length, pid (0 for these locks)."""
+"""struct flock: type, base, start, length, pid (0 for these locks)."""
 _WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 Outcome = Literal["", "finished", "failed", "stopped"]
 
@@ -159,7 +159,7 @@ def parse_events(lines: Iterable[str | bytes]) -> Iterator[tuple[str, dict[str, 
     for line in lines:
         try:
             event = json.loads(line)
-            found = str(event["name"]), dict(event["fields"]), float(event["at"])
+            parsed = str(event["name"]), dict(event["fields"]), float(event["at"])
         except (ValueError, KeyError, TypeError):
             continue
-        yield found
+        yield parsed

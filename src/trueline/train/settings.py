@@ -1,4 +1,4 @@
-"""What a job is to do, as one frozen value in `JOB/job.json`: launcher, master and workers read the same file."""
+"""The settings of a job, in `JOB/job.json`: launcher, master and workers read the same file."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ Phase = Literal[
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """An injected signal, which incarnation `incarnation` of worker `slot` sends to itself after `step` applied steps.
 
-    `phase` is where. In a step: before it, while gradients are being reduced, after the allreduce and before the
-    optimizer, after the optimizer and before anybody is told. In a regroup: before it enters the view, before the group
-    forms, while the state is handed over, while it takes part without a state. Beside: in an evaluation, while a
-    checkpoint is written, before the finish.
+    Phases of a step: `before` it, in the `backward`, after the all-reduce (`allreduced`), after the optimizer and
+    before the report (`applied`). Of a regroup: `entering` a view, `forming` its group, transferring the state
+    (`healing`), taking part without a state (`observing`). Others: `evaluating`, `saving` a checkpoint, `finishing`.
     """
 
     step: int
     slot: int
     incarnation: int = 0
-    """-1: whichever gets there first, once in the job's life; a file in JOB/faults says so."""
+    """-1: the first one that gets there, once in the job's life; a file in JOB/faults records it."""
     phase: Phase = "backward"
     signal: int = 9
     """9: SIGKILL; 19: SIGSTOP, a hang."""
 
 
 def beyond(faults: Sequence[Fault], total_steps: int) -> list[Fault]:
-    """Those that no worker comes to: the phases of a step exist for steps 0 to `total_steps` - 1.
+    """The faults that no worker reaches: the phases of a step exist for steps 0 to `total_steps` - 1.
 
     >>> [fault.step for fault in beyond([Fault(step=step, slot=0) for step in (0, 9, 10)], 10)]
     [10]
@@ -63,12 +62,12 @@ class JobSettings(TrainingSettings):
 
     @property
     def wants_best(self) -> bool:
-        """Whether the checkpoint of the best evaluation stands for the job, and not the last one."""
+        """Whether the job's result is the checkpoint of its best evaluation, and not the last one."""
         return bool(self.monitor or self.patience)
 
 
 def device_kind(wanted: str) -> tuple[str, int | None]:
-    """Kind and number of a device, of which nothing but the name is looked at. Raises UsageError.
+    """Kind and number of a device, by its name alone. Raises UsageError.
 
     >>> device_kind("cuda:1"), device_kind("auto")
     (('cuda', 1), ('auto', None))
@@ -80,13 +79,12 @@ def device_kind(wanted: str) -> tuple[str, int | None]:
         return kind, None
     raise UsageError(
         f"device is '{wanted}', which is none",
-        hint="say auto, cpu, cuda, or cuda:N for device N of each machine; a value of the recipe's own is better "
-        "called `_device`",
+        hint="say auto, cpu, cuda, or cuda:N for device N of each machine; name a value of your own `_device`",
     )
 
 
 def check_backend(wanted: str) -> None:
-    """Raises UsageError for what is no backend by its name; whether it is there, workers find out.
+    """Raises UsageError for an invalid backend name; workers find out whether the backend is installed.
 
     >>> check_backend("nccl"), check_backend("ours.planes:connect")
     (None, None)
@@ -96,13 +94,12 @@ def check_backend(wanted: str) -> None:
         return
     if wanted == "mpi":
         raise UsageError(
-            "backend is 'mpi', and what an MPI that loses a rank holds of a step is not proven here",
+            "backend is 'mpi', and a step is not proven to stay exact when MPI loses a rank",
             hint="leave --backend out: gradients are summed in host memory, over gloo",
         )
     raise UsageError(
         f"backend is '{wanted}', which is none",
-        hint="say gloo, nccl or module:function, or leave --backend out; a value of the recipe's own is better called "
-        "`_backend`",
+        hint="say gloo, nccl or module:function, or leave --backend out; name a value of your own `_backend`",
     )
 
 
@@ -111,14 +108,13 @@ def save(settings: JobSettings, job_dir: Path) -> None:
 
 
 def load(job_dir: Path) -> JobSettings:
-    """Raises UsageError when `job_dir` holds no job."""
+    """Raises UsageError if `job_dir` holds no job."""
     file = job_dir / "job.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=JobSettings)
     except FileNotFoundError as error:
-        raise UsageError(
-            f"{job_dir} holds no job: it has no job.json", hint="name the folder of an earlier job"
-        ) from error
+        why = f"{job_dir} holds no job: it has no job.json"
+        raise UsageError(why, hint="name the folder of an earlier job") from error
     except msgspec.DecodeError as error:
         raise UsageError(
             f"{file} is not a job's settings: {error}",

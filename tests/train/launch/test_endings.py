@@ -96,7 +96,7 @@ def test_a_master_that_ended_well_was_asked_to_and_what_it_said_before_is_heard_
     found._keep_alive()
     assert found.begun == []
     found._events.get()
-    with pytest.raises(errors.JobStopped, match="its master was asked to end"):
+    with pytest.raises(errors.JobStopped, match="its master ended on request"):
         found._keep_alive()
 
 

@@ -93,7 +93,9 @@ def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_pa
     finally:
         shell.kill()
     until_ended(one.pid for one in running)
-    assert f"error: the job was stopped: the launcher got {kill.name}\nhint: go on with `trueline resume {job}`" in said
+    assert (
+        f"error: the job was stopped: the launcher got {kill.name}\nhint: continue with `trueline resume {job}`" in said
+    )
     assert (jobs.read_job(job).state, jobs.read_job(job).why) == ("stopped", f"the launcher got {kill.name}")
     assert not (job / "secret").exists()
 

@@ -577,7 +577,7 @@ def test_the_facts_of_the_first_worker_are_written_and_compared_with_those_of_th
     )  # fmt: skip
     assert books.accept_facts(10, 9, 4, (4, 6)) == (
         "a worker finds the records in other blocks (2 blocks, the others 2): "
-        "its files are others, or written anew", [],
+        "its files differ, or were rewritten", [],
     )  # fmt: skip
     assert books.accept_facts(10, 9, 4)[0] != "", "no blocks are other blocks"
     bare = JobProgress()

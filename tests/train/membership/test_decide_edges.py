@@ -657,7 +657,9 @@ def test_who_is_given_up_is_named_with_the_time_that_it_took():
     world.state.pending = {}
     assert health.find_overdue(world.state, 1000.0, POLICY) == []
     found[C].left_at = 939.0
-    assert health.find_overdue(world.state, 1000.0, POLICY) == [h.Death(C, "still there 61 s after the others went on")]
+    assert health.find_overdue(world.state, 1000.0, POLICY) == [
+        h.Death(C, "still there 61 s after the others continued")
+    ]
 
 
 def test_strangers_among_the_dead_do_not_hide_the_others():

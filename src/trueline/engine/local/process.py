@@ -34,7 +34,7 @@ def watch_lifeline() -> None:
 def wake_at_end(handle: int) -> None:
     """Has the kernel send this process SIGCONT when the lifeline `handle` ends.
 
-    The signal's receiver is a property of the open file, which processes share, so this opens the pipe anew.
+    The signal's receiver is a property of the open file, which processes share, so this opens the pipe again.
     """
     own = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NONBLOCK)  # without a writer it would block
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())

@@ -1,6 +1,6 @@
 """Jobs from outside, for operators: list, status, scale, halt.
 
-A running job's master is asked; of a dead job the journal is read. No job needs this module to run. Torch-free.
+A running job's master answers; of a dead job the journal is read. No job needs this module to run. Torch-free.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def find_job(given: str | Path, runs: Path = RUNS) -> Path:
     for folder in (Path(given), runs / given):
         if JobDir(folder).settings.is_file():
             return folder.resolve()
-    names = [found.name for found in _folders(runs)]
+    names = [folder.name for folder in _folders(runs)]
     near = closest(str(given), names)
     raise UsageError(
         f"there is no job '{given}' (in {runs}: {join_names(names)})",
@@ -75,7 +75,7 @@ def list_jobs(runs: Path = RUNS) -> list[JobRecord]:
 
 
 def _read_or_damaged(folder: Path) -> JobRecord:
-    """A folder that cannot be read must not hide the other jobs."""
+    """A folder that cannot be read does not hide the other jobs."""
     try:
         return read_job(folder)
     except UsageError as error:
@@ -94,17 +94,13 @@ def read_job(folder: Path) -> JobRecord:
     last = _read_journal(folder)
     commit, view, saved = last.get("COMMIT", {}), last.get("VIEW", {}), last.get("CKPT", {}).get("step", -1)
     return JobRecord(
-        folder=folder,
-        name=settings.name,
-        state=state,
-        why=why,
+        folder=folder, name=settings.name, state=state, why=why,
         step=max(last.get("TRUNCATE", {}).get("steps", commit.get("step", -1) + 1), saved),
         total=last.get("FACTS", {}).get("total_steps", 0),
         workers=len(view.get("members", ())) if state == "running" else 0,
-        loss=commit.get("loss"),
-        checkpoint=max(saved, 0),
+        loss=commit.get("loss"), checkpoint=max(saved, 0),
         started=launch.started if launch is not None else JobDir(folder).settings.stat().st_mtime,
-    )
+    )  # fmt: skip
 
 
 def _state(folder: Path, launch: LaunchRecord | None) -> tuple[State, str]:
@@ -151,13 +147,13 @@ def format_set_aside(aside: dict[str, Any]) -> str:
 
 
 def status(folder: Path) -> dict[str, Any] | None:
-    """The job's status by its master; None when that does not answer."""
+    """The job's status from its master; None if that does not answer."""
     try:
         with _master(folder) as ask:
-            found: dict[str, Any] = json.loads(ask("Status", pb.Cursor()).json)
+            facts: dict[str, Any] = json.loads(ask("Status", pb.Cursor()).json)
     except TrainError:
         return None
-    return found
+    return facts
 
 
 def scale(folder: Path, workers: int) -> None:
@@ -172,7 +168,7 @@ def _expect_running(folder: Path) -> None:
     if job.state != "running":
         raise UsageError(
             f"job '{job.name}' is not running: it is {job.state}{f' ({job.why})' if job.why else ''}",
-            hint="" if job.state == "finished" else f"go on with `trueline resume {folder}`",
+            hint="" if job.state == "finished" else f"continue with `trueline resume {folder}`",
         )
 
 
@@ -232,15 +228,8 @@ def _await_checkpoint(folder: Path, patience_s: float) -> None:
     events.emit("job.halting", patience_s=patience_s)
     while time.monotonic() < deadline and JobDir(folder).is_held():
         if not step:
-            with contextlib.suppress(TrainError):  # the master is away; its successor may answer
-                step = _request_checkpoint(folder)
+            with contextlib.suppress(TrainError), _master(folder) as ask:  # a successor of the master may answer
+                step = ask("Save", pb.Cursor()).save_from  # the least number of steps that it will have
         if step and read_job(folder).checkpoint >= step:
             return
         time.sleep(0.1)  # polls
-
-
-def _request_checkpoint(folder: Path) -> int:
-    """Requests a checkpoint; returns how many steps it will have at least. Raises TrainError."""
-    with _master(folder) as ask:
-        step: int = ask("Save", pb.Cursor()).save_from
-    return step

@@ -200,7 +200,7 @@ class LocalJob:
     def _handle_event(self, event: pb.Event) -> dict[str, Any] | None:
         """Passes an event on; returns the summary if it is the job's end."""
         if event.name == "step.applied" and not events.has_listener():
-            return None  # too many to decode for nothing
+            return None  # too many to decode without need
         fields = json.loads(event.fields)
         if event.name == "job.failed":
             raise _make_error(fields)
@@ -230,17 +230,17 @@ class LocalJob:
                 for bundle in master.Follow(pb.Cursor(after=0), metadata=self._metadata, wait_for_ready=True):
                     self._events.put(bundle)
             self._events.put(pb.Events())
-            time.sleep(0.05)  # the master is being started again
+            time.sleep(0.05)  # the launcher restarts the master
 
     def _keep_alive(self, patience_s: float = 0.0) -> None:
-        """Restarts what died. Workers of a dead agent go on; only their deaths are noticed late, by their lease."""
+        """Restarts what died. Workers of a dead agent continue; their deaths are noticed late, by their lease."""
         agent = self.agent.poll() if self.agent is not None else None
         master = self.master.wait(patience_s) if self.master is not None else None
         if agent is not None:
             self._count_restart("agent", agent)
             self.agent = self._start_agent()
-        if master == 0 and self._events.empty():  # it was asked to end, and its last events are lost
-            raise shutdown.make_stopped_error("its master was asked to end", self.job_dir)
+        if master == 0 and self._events.empty():  # it ended on request, and its last events are lost
+            raise shutdown.make_stopped_error("its master ended on request", self.job_dir)
         if master:
             self._count_restart("master", master)
             self._start_master()
@@ -250,7 +250,7 @@ class LocalJob:
         if self.restarts > MAX_RESTARTS:
             raise errors.TrainError(
                 f"the job's {role} and its like died {self.restarts} times; last exit code {code}",
-                hint=f"see {self.folder.log(role)}; go on with --resume",
+                hint=f"see {self.folder.log(role)}; continue with --resume",
             )
         self._emit(f"{role}.lost", code=code, restarts=self.restarts)
 
@@ -317,9 +317,7 @@ def libraries_of(recipe: Path) -> list[str]:
 
 def _is_installed(top: str) -> bool:
     spec = importlib.util.find_spec(top)
-    return spec is not None and any(
-        part in ("site-packages", "dist-packages") for part in Path(spec.origin or "").parts
-    )
+    return spec is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
 
 
 def _make_error(fields: dict[str, Any]) -> errors.TruelineError:

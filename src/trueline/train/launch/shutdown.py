@@ -35,7 +35,7 @@ def signals_as_errors(job_dir: Path) -> Iterator[None]:
             signal.signal(ours, signal.SIG_IGN)  # one is enough: cleaning up follows
         raise make_stopped_error(f"the launcher got {signal.Signals(number).name}", job_dir)
 
-    usual = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    usual = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     for ours in usual:
         signal.signal(ours, end)
     try:
@@ -70,24 +70,24 @@ def describe_end(error: BaseException | None) -> tuple[Outcome, str]:
 
 def make_stopped_error(why: str, job_dir: Path) -> errors.JobStopped:
     """The error of a job that an operator or a signal has ended."""
-    return errors.JobStopped(f"{_STOPPED}{why}", hint=f"go on with `trueline resume {job_dir}`")
+    return errors.JobStopped(f"{_STOPPED}{why}", hint=f"continue with `trueline resume {job_dir}`")
 
 
 def wait_for_scripts(job_dir: Path, agent: Path) -> None:
-    """Returns when the processes of the last group have ended: a script may go on after its training.
+    """Returns when the processes of the last group have ended: a script may continue after its training.
 
     Newcomers that still wait for a view do not count. Raises TrainError when a process fails.
     """
     engine, trained = open_engine(str(agent)), last_view(job_dir)
     waited = {seen.ref for seen in asyncio.run(engine.list()) if seen.alive and seen.ref in trained}
     while True:
-        found = [seen for seen in asyncio.run(engine.list()) if seen.ref in waited]
-        for seen in found:
+        processes = [seen for seen in asyncio.run(engine.list()) if seen.ref in waited]
+        for seen in processes:
             if not seen.alive and seen.code != 0:
                 raise errors.TrainError(
                     f"all steps are trained, but then {seen.ref} ended: {seen.reason}",
                     hint=f"see {JobDir(job_dir).log(seen.ref)}; the last checkpoint holds what was trained",
                 )
-        if not any(seen.alive for seen in found):
+        if not any(seen.alive for seen in processes):
             return
         time.sleep(POLL_S)  # as long as the script takes

@@ -24,9 +24,9 @@ from trueline.wire import train_pb2_grpc as pb_grpc
 FENCED_EXIT = 76
 HEARTBEAT_S = 0.5
 REPORT_S, LATE_REPORT_S, LATE_S = 0.1, 0.75, 15.0
-"""How long a new worker gathers reports, and one that is LATE_S old; the log lags by as much. Each report takes
-milliseconds of processor time from the steps: here, at the master and at the launcher. The end of an epoch, an
-evaluation and the first step of a group are sent at once."""
+"""How long a new worker gathers reports, and one that is LATE_S old; the log lags by as much. Each report costs
+milliseconds of processor time here, at the master and at the launcher. The end of an epoch, an evaluation and the first
+step of a group are sent at once."""
 OVERDUE_NS = 3_000_000_000
 ONE_THREAD = ("SingleThreadedUnaryStream", 1)
 """The thread that waits for views polls itself: with one of gRPC's own, both woke up, ten and five times a second."""
@@ -112,7 +112,7 @@ class MasterLink:
     def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
         with self._sending:
             message = self._gather_report(everything=True)
-            self._drop_reported(message, 0)  # the call is repeated until it arrives; meanwhile heartbeats go on
+            self._drop_reported(message, 0)  # the call is repeated until it arrives; heartbeats continue meanwhile
         entry = pb.Entry(ref=self.ref, generation=generation, step=step, rate=rate, progress=message)
         plan: pb.Plan = self._call(self._master.Enter, entry)
         return plan
@@ -175,7 +175,7 @@ class MasterLink:
             ref=self.ref,
             generation=self._generation,
             step=self._step,
-            applied=[one.as_message() for one in self._applied] if everything or self.leads or overdue else [],
+            applied=[report.as_message() for report in self._applied] if everything or self.leads or overdue else [],
             certificates=list(self._certificates),
             evaluations=list(self._evaluations),
             phase=self._phase,

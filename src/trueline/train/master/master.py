@@ -60,13 +60,9 @@ class Master:
         )  # fmt: skip
         self.folder = JobDir(job_dir)
         self.policy = MembershipPolicy(
-            workers=job.min_workers if job.autoscale else job.workers,
-            min_workers=job.min_workers,
-            lease_s=job.lease_s,
-            max_failures=job.max_failures,
-            set_aside=job.set_aside,
-            tick_s=TICK_S,
-        )
+            workers=job.min_workers if job.autoscale else job.workers, min_workers=job.min_workers,
+            lease_s=job.lease_s, max_failures=job.max_failures, set_aside=job.set_aside, tick_s=TICK_S,
+        )  # fmt: skip
         self.born = now()
         self.state, self.progress = State(workers=self.policy.workers), JobProgress()
         for kind, body in journal.rows():
@@ -141,12 +137,9 @@ class Master:
 
     def _spec(self, start: h.Start) -> ProcessSpec:
         env = {
-            "TRUELINE_JOB": str(self.job_dir),
-            "TRUELINE_MASTER": self.address,
-            "TRUELINE_SECRET": self.secret,
-            "TRUELINE_REF": start.ref,
-            "OMP_NUM_THREADS": str(self.job.threads),
-        }
+            "TRUELINE_JOB": str(self.job_dir), "TRUELINE_MASTER": self.address, "TRUELINE_SECRET": self.secret,
+            "TRUELINE_REF": start.ref, "OMP_NUM_THREADS": str(self.job.threads),
+        }  # fmt: skip
         return ProcessSpec(
             role=start.role, slot=start.slot, incarnation=start.incarnation, entry=ENTRIES[start.role],
             log=str(self.folder.log(start.ref)), env=env,
@@ -155,14 +148,9 @@ class Master:
     def _make_view(self, reason: str) -> pb.View:
         state = self.state
         return pb.View(
-            generation=state.generation,
-            members=state.view,
-            cut_below=state.cut_below,
-            reason=reason,
-            set_aside=sorted(state.set_aside),
-            rotation=state.rotation,
-            careful=state.careful,
-        )
+            generation=state.generation, members=state.view, cut_below=state.cut_below, reason=reason,
+            set_aside=sorted(state.set_aside), rotation=state.rotation, careful=state.careful,
+        )  # fmt: skip
 
     def _publish_view(self, reason: str) -> None:
         self.view = self._make_view(reason)
@@ -177,13 +165,9 @@ class Master:
         most = max(release.steps)
         self.progress.reconstruct(max(most, 0))
         plan = pb.Plan(
-            source=release.source,
-            steps=release.steps,
-            store=release.store,
-            checkpoint=release.checkpoint,
-            rates=release.rates,
-            state=release.state,
-        )
+            source=release.source, steps=release.steps, store=release.store, checkpoint=release.checkpoint,
+            rates=release.rates, state=release.state,
+        )  # fmt: skip
         _resolve(self.entries, plan)
         if release.checkpoint:
             self.emit("job.restored", checkpoint=release.checkpoint, step=self.state.committed)
@@ -218,14 +202,14 @@ class Master:
         """Ends the job for an unexpected exception; the traceback goes to the log."""
         logging.getLogger("trueline").error("the master met an unexpected exception", exc_info=error)
         why = f"the master met an unexpected {type(error).__name__}: {error}"
-        self.fail("internal", why, f"please report this with {self.folder.log('master')}; go on with --resume")
+        self.fail("internal", why, f"please report this with {self.folder.log('master')}; continue with --resume")
 
     def log(self, *rows: Row) -> None:
         """Appends to the journal; a failure ends the job, since a later master would lack the rows."""
         try:
             self.journal.append(*rows)
         except StorageError as error:
-            self.fail(error.code, error.message, "free some space, then go on with --resume")
+            self.fail(error.code, error.message, "free some space, then continue with --resume")
 
     def emit(self, name: str, **fields: events.Field) -> None:
         """Publishes an event: to the log, the job's folder, followers and the page."""
@@ -252,7 +236,7 @@ class Master:
             await work
         except OSError as error:
             events.emit("engine.unreachable", why=str(error))
-        except Exception as error:  # noqa: BLE001  otherwise the job would stand still, unnoticed
+        except Exception as error:  # noqa: BLE001  otherwise the job would hang unnoticed
             self.fail_unexpectedly(error)
 
     async def _send_order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -112,7 +112,7 @@ class JobProgress:
             return f"a worker takes steps {cut}: its model differs or its trial of a forward failed", []
         if blocks != self.blocks:
             seen = f"{len(blocks)} blocks, the others {len(self.blocks)}"
-            return f"a worker finds the records in other blocks ({seen}): its files are others, or written anew", []
+            return f"a worker finds the records in other blocks ({seen}): its files differ, or were rewritten", []
         return "", []
 
     def begin_regroup(self, generation: int, reason: str) -> None:
@@ -227,24 +227,15 @@ class JobProgress:
         # Views that led to no step have no gap.
         regroups = [regroup for regroup in self.regroups.values() if regroup["workers"]]
         return {
-            "name": job.name,
-            "epochs": job.epochs,
-            "steps": self.last_step,
-            "records": self.num_records,
-            "global_batch": job.global_batch,
-            "workers_started": sum(state.incarnations.values()),
-            "generations": state.generation,
-            "regroups": regroups,
+            "name": job.name, "epochs": job.epochs, "steps": self.last_step, "records": self.num_records,
+            "global_batch": job.global_batch, "workers_started": sum(state.incarnations.values()),
+            "generations": state.generation, "regroups": regroups,
             "certificates": [self.certificates[epoch] for epoch in sorted(self.certificates)],
-            "checkpoint": state.checkpoint,
-            "evaluations": self.list_evaluations(),
-            "best": self.find_best(),
-            "reading_s": self.reading_s,
-            "steps_s": self.steps_s,
+            "checkpoint": state.checkpoint, "evaluations": self.list_evaluations(), "best": self.find_best(),
+            "reading_s": self.reading_s, "steps_s": self.steps_s,
             "stopped_early": self.last_step < self.total_steps,
-            "set_aside": state.list_set_aside(),
-            "quarantined": state.list_quarantined(),
-        }
+            "set_aside": state.list_set_aside(), "quarantined": state.list_quarantined(),
+        }  # fmt: skip
 
     def describe(self, job: JobSettings, state: State, *, now: float, uptime_s: float) -> dict[str, Any]:
         """The job as one JSON object, for `trueline status` and for programs.
@@ -255,37 +246,24 @@ class JobProgress:
         known = rates if generation == state.generation and len(rates) == len(state.view) else ()
         members = [
             {
-                "ref": member.ref,
-                "rank": member.rank,
-                "steps": member.steps,
-                "phase": member.phase,
+                "ref": member.ref, "rank": member.rank, "steps": member.steps, "phase": member.phase,
                 "since": round(member.phase_s + now - member.seen_at, 3),
                 "rate": round(known[member.rank] if known and member.rank >= 0 else member.rate, 1),
             }
             for member in state.members.values()
-        ]
+        ]  # fmt: skip
         evaluations = self.list_evaluations()
         epoch_steps = max(1, self.total_steps // max(1, job.epochs))
         return {
-            "name": job.name,
-            "phase": state.phase,
-            "generation": state.generation,
-            "workers": state.workers,
-            "members": members,
-            "pending": list(state.pending),
-            "quarantined": state.list_quarantined(),
-            "set_aside": state.list_set_aside(),
-            "careful": state.careful,
-            "committed": state.committed,
-            "total_steps": self.total_steps,
-            "epoch": min(state.committed // epoch_steps, job.epochs - 1),
-            "loss": self.loss,
-            "records_per_s": round(self.records_per_s(now), 1),
-            "checkpoint": state.checkpoint,
-            "checkpoint_step": state.checkpoint_step,
+            "name": job.name, "phase": state.phase, "generation": state.generation, "workers": state.workers,
+            "members": members, "pending": list(state.pending), "quarantined": state.list_quarantined(),
+            "set_aside": state.list_set_aside(), "careful": state.careful, "committed": state.committed,
+            "total_steps": self.total_steps, "epoch": min(state.committed // epoch_steps, job.epochs - 1),
+            "loss": self.loss, "records_per_s": round(self.records_per_s(now), 1),
+            "checkpoint": state.checkpoint, "checkpoint_step": state.checkpoint_step,
             "evaluations": {"last": evaluations[-1] if evaluations else None, "best": self.find_best()},
             "uptime_s": round(uptime_s, 1),
-        }
+        }  # fmt: skip
 
     def list_evaluations(self) -> list[dict[str, Any]]:
         """The evaluations in the order of their steps, metrics as numbers."""

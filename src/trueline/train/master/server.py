@@ -1,6 +1,6 @@
 """The master's process. No torch.
 
-It may be killed at any instant: training goes on, and the next master replays the journal, asks the engine which
+It may be killed at any instant: training continues, and the next master replays the journal, asks the engine which
 workers run, and adopts them. Workers reconnect to the port.
 """
 

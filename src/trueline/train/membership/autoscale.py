@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 SETTLE_S = 10.0
-"""Length of a measurement, which begins anew when the number of workers changes."""
+"""Length of a measurement, which restarts when the number of workers changes."""
 FORGET_S = 600.0
 PAYS = 0.5
 """A worker pays when it brings this part of the average worker."""

@@ -86,7 +86,7 @@ def scale_fault(workers: int, policy: MembershipPolicy) -> str:
 
 
 def _begin(state: State, event: h.Begin, now: float, policy: MembershipPolicy) -> list[Action]:
-    """Adopts the running workers; when none runs, fills all slots anew."""
+    """Adopts the running workers; if none runs, fills all slots."""
     if event.launch:
         state.workers, state.quarantined = policy.workers, {}
     if not event.alive:

@@ -115,7 +115,7 @@ def find_overdue(state: State, now: float, policy: MembershipPolicy) -> list[Dea
         if now - member.seen_at > lease_s:
             found.append(Death(member.ref, f"silent for {now - member.seen_at:.1f} s"))
         elif member.left_at is not None and now - member.left_at > policy.leave_s:
-            found.append(Death(member.ref, f"still there {now - member.left_at:.0f} s after the others went on"))
+            found.append(Death(member.ref, f"still there {now - member.left_at:.0f} s after the others continued"))
         elif member.rank < 0 and not member.left and state.is_leaving(member):
             found.append(Death(member.ref, "not needed any more"))
     for ref, at in state.pending.items():
@@ -151,11 +151,11 @@ def count_stranded(state: State, policy: MembershipPolicy) -> int:
     if state.released or state.cut_below == state.generation:
         return 0
     view = [state.members[ref] for ref in state.view]
-    went_on = any(member.entered is not None and member.base is not None for member in view)
+    others_left = any(member.entered is not None and member.base is not None for member in view)
     rest = [member for member in view if member.entered is None]
     patience = _patience(state, policy)
     waiting = all(member.phase == "waiting" and member.phase_s > patience for member in rest)
-    return len(rest) if went_on and waiting else 0
+    return len(rest) if others_left and waiting else 0
 
 
 def _patience(state: State, policy: MembershipPolicy) -> float:
@@ -177,7 +177,7 @@ def lease(state: State, policy: MembershipPolicy) -> float:
 
 
 def forgive(state: State, now: float, policy: MembershipPolicy) -> None:
-    """Extends all leases when a tick comes late: the master itself stood still and received nothing."""
+    """Extends all leases when a tick comes late: the master itself was stopped and received nothing."""
     late = math.inf if state.ticked_at is None else now - state.ticked_at - policy.tick_s
     state.ticked_at = now
     state.silence_s = FADE * min(state.silence_s, 10.0 / 3.0 * policy.lease_s)  # a longer one would only last longer

@@ -162,7 +162,7 @@ class Leases:
         return held.stop - held.at
 
     def _merge(self) -> None:
-        """Joins neighbouring ranges, so that the rest of lost leases does not stay in small pieces."""
+        """Joins adjacent ranges, so that the rest of lost leases does not stay in small pieces."""
         found: list[tuple[int, int]] = []
         for start, stop in self._free:
             if found and found[-1][1] == start:
@@ -186,7 +186,7 @@ def replay(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float 
             if body["num_records"] != num_records:
                 raise UsageError(
                     f"epoch {epoch} was begun with {body['num_records']} records, and there are {num_records} now",
-                    hint="restore the data, or begin the job anew",
+                    hint="restore the data, or start a new job",
                 )
             found.incarnation = max(found.incarnation, body["incarnation"] + 1)
         elif kind == "DONE":

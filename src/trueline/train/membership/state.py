@@ -73,7 +73,7 @@ class Member:
     joined: bool = False
     """It is or was in a view."""
     left_at: float | None = None
-    """When the others had all gone on without it; it ends by itself after its last step."""
+    """When all others had continued without it; it ends by itself after its last step."""
     steps: int = -1
     base: int | None = None
     """Steps that the job had when it first took part; it applied the later ones itself."""

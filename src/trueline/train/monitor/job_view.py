@@ -2,7 +2,7 @@
 
     events.jsonl ──replay──▶ JobView ◀──apply── the master's events         JobView.state(now) ──▶ page, metrics
 
-Pure: the same events give the same view, so a restarted master shows the whole history again. Bounded: neighbours
+Pure: the same events give the same view, so a restarted master shows the whole history again. Bounded: adjacent points
 merge, lists keep their newest or most telling entries. An unknown event, or one with fields that it cannot read, only
 becomes a line of the list: the page must never stop the job.
 """
@@ -166,14 +166,14 @@ class JobView:
         """Ends the regroup of the step's generation, if this is its first step.
 
         The reporting worker may have joined just now and know no gap. The gap is then the time since the step before,
-        unless the job stood still already when the view came.
+        unless the job was stopped already when the view came.
         """
         for regroup in reversed(self.regroups):
             if regroup["generation"] != fields.get("generation"):
                 continue
             if regroup["until"] is None:
-                stood_still = when - seconds < regroup["at"] - _STILL_S
-                gap_ms = _number(fields, "gap_ms") or (0.0 if stood_still else seconds * 1e3)
+                was_stopped = when - seconds < regroup["at"] - _STILL_S
+                gap_ms = _number(fields, "gap_ms") or (0.0 if was_stopped else seconds * 1e3)
                 regroup.update(gap_ms=round(gap_ms, 1), until=round(when, 3), workers=self.workers)
                 if gap_ms:
                     self.gaps_s.add(gap_ms / 1e3)

@@ -1,4 +1,4 @@
-"""Steps as a curve of bounded size: neighbours merge as the job gets longer, so a million steps cost what 512 do.
+"""Steps as a curve of bounded size: adjacent points merge as the job gets longer, so its size stays that of 512 steps.
 
     width 1   0 1 2 3 … 511            full: pairs merge, width 2
     width 2   0-1 2-3 … 510-511 512-513 …
@@ -20,7 +20,7 @@ WINDOW_S = 10.0
 
 
 class Point(NamedTuple):
-    """One step, or merged neighbours: sums, and the extremes of the loss. A tuple, since there are many."""
+    """One step, or several merged ones: sums, and the extremes of the loss. A tuple, since there are many."""
 
     step: int
     at: float
@@ -37,21 +37,14 @@ class Point(NamedTuple):
 
 
 def merge(a: Point, b: Point) -> Point:
-    """`a` and its later neighbour `b` as one point."""
+    """`a` and the next point `b` as one point."""
     return Point(
-        step=a.step,
-        at=b.at,
-        loss=a.loss + b.loss,
-        records=a.records + b.records,
-        seconds=a.seconds + b.seconds,
+        step=a.step, at=b.at, loss=a.loss + b.loss, records=a.records + b.records, seconds=a.seconds + b.seconds,
         phases_ms=(
             a.phases_ms[0] + b.phases_ms[0], a.phases_ms[1] + b.phases_ms[1],
             a.phases_ms[2] + b.phases_ms[2], a.phases_ms[3] + b.phases_ms[3],
         ),
-        workers=b.workers,
-        num=a.num + b.num,
-        low=min(a.low, b.low),
-        high=max(a.high, b.high),
+        workers=b.workers, num=a.num + b.num, low=min(a.low, b.low), high=max(a.high, b.high),
     )  # fmt: skip
 
 

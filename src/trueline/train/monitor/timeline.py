@@ -3,7 +3,7 @@
     slot 0  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━▶        a life: started ─▶ ready ─▶ ended (died, left, finished)
     slot 1  ━━━━━━━━✕  ──━━━━━━━━━━━━━━━▶        ✕ a death; ── started and not ready yet
 
-Pure, and bounded: a lane of many lives merges the two neighbours that take the least room in the picture and counts
+Pure, and bounded: a lane of many lives merges the two adjacent lives that take the least room in the picture and counts
 their deaths. A worker's death may be reported twice (given up, then seen to end); it counts once.
 """
 

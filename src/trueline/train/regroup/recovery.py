@@ -1,8 +1,8 @@
-"""Brings a member to the state of the member that is furthest ahead: at once, or beside the training.
+"""Brings members to the state of the member that is furthest ahead: at once, or beside the training.
 
-`heal` runs in every member of a group that was just formed. Small states are broadcast. A large one is copied by its
-source and fetched by the members that are behind while the steps go on. Until it has arrived they **observe**: they
-take part in every allreduce with zeros and keep its results.
+`heal` runs in every member of a new group. A small state is broadcast. A large one is copied by its source, and fetched
+by the members that are behind while the steps continue. Until it has arrived they **observe**: they take part in every
+all-reduce with zeros and keep its results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trueline.train.step.ledger import StepAccount
 from trueline.train.step.replica import Reduced, Replica
 
 MOST_KEPT = 8
-"""Steps that an observer keeps before it lets the others wait for its state."""
+"""Steps that an observer keeps before it makes the others wait for its state."""
 
 
 class Recovery:
@@ -33,15 +33,15 @@ class Recovery:
         self._offer = state_transfer.Offer()
         self.address = self._offer.address
         self.has_state = False
-        """This worker has a state, of whatever step."""
+        """This worker has a state, of any step."""
         self.observed = 0
-        """Steps that the group has applied, while this worker observes."""
+        """Steps that the group has applied while this worker observes."""
         self._fetch: state_transfer.Fetch | None = None
         self._kept: list[Reduced | list[float]] = []
 
     @property
     def holds(self) -> bool:
-        """Whether this worker has the state of the step that the group is at."""
+        """Whether this worker has the state of the group's current step."""
         return self.has_state and self._fetch is None
 
     def heal(self) -> None:
@@ -66,7 +66,7 @@ class Recovery:
         self._group.start_shares(behind if streamed else [False] * len(behind))
 
     def _agree_on_scale(self) -> None:
-        """The source's scale of fp16: a death in a step that overflows leaves some with half of it, at that step."""
+        """Takes the source's fp16 scale: after a death in a step that overflows some members have halved it."""
         scaler = self._replica.optimizer_step.scaler
         if not scaler.is_enabled():
             return
@@ -76,7 +76,7 @@ class Recovery:
         scaler.load_state_dict({**mine, "scale": row[0].item(), "_growth_tracker": int(row[1])})
 
     def _large(self) -> bool:
-        """Decided by what all members know alike: the parameters, and two numbers of an optimizer for each."""
+        """Whether to stream the state, from what all members know: the parameters, with two optimizer values each."""
         if self._replica.options.find_unused_parameters:
             return False  # an observer cannot tell which parameters the others left out
         return 3 * sum(value.nbytes for value in self._replica.model.parameters()) > state_transfer.STREAM_BYTES
@@ -90,31 +90,31 @@ class Recovery:
             self.observed = plan.steps[plan.source]
 
     def _forget_evaluation(self) -> None:
-        """One of the step at hand is made again: not all members need have entered it."""
+        """Drops an evaluation of the current step, which is repeated: some members may not have entered it."""
         ledger = self._replica.ledger
         if self.holds and ledger.evaluations and ledger.evaluations[-1]["step"] == ledger.steps:
             ledger.evaluations.pop()
 
     def forget(self) -> None:
-        """Drops what is under way to this worker: it leaves the group."""
+        """Drops the running transfer: this worker leaves the group."""
         self._offer.withdraw()
         self._fetch = None
         self._kept.clear()
 
     def count_holders(self, holders: int) -> None:
-        """Drops the offered copy once all members put gradients into a step: none fetches it any more."""
+        """Drops the offered copy once all members hold the state."""
         if holders == self._group.size:
             self._offer.withdraw()
 
     def keep(self, account: StepAccount) -> None:
-        """Keeps what was just reduced until the state is here."""
+        """Keeps the sums of the last step until the state has arrived."""
         reduced = self._replica.keep(account)
         self._kept.append(reduced)
         if self._advances(reduced):
             self.observed += 1
 
     def _advances(self, reduced: Reduced) -> bool:
-        """Whether the others applied the step: not when its gradients overflowed, or its loss is no number."""
+        """Whether the others applied the step: not if its gradients overflowed, or its loss is not finite."""
         if not math.isfinite(reduced.account.loss_sum):
             return False
         if not self._replica.optimizer_step.scaler.is_enabled():
@@ -126,22 +126,22 @@ class Recovery:
 
     @property
     def crowded(self) -> bool:
-        """Whether as many steps are kept as may be: the others had better wait for the state."""
+        """Whether the limit of kept steps is reached, so that the others have to wait for the state."""
         return len(self._kept) >= MOST_KEPT
 
     def has_arrived(self) -> bool:
-        """Whether the transfer is over: `take` gives the state, or raises."""
+        """Whether the transfer is over: `take` returns the state, or raises."""
         return self._fetch is not None and self._fetch.over
 
     def wait(self) -> None:
-        """Returns when the transfer is over or a newer view makes it useless."""
+        """Returns when the transfer is over, or a newer view makes it useless."""
         if self._fetch is not None:
             self._fetch.join(self._group.is_overtaken)
 
     def take(self) -> list[Reduced | list[float]]:
-        """Restores the state that has arrived; returns the steps and evaluations to apply to it, oldest first.
+        """Restores the received state; returns the steps and evaluations to apply to it, oldest first.
 
-        Raises RuntimeError, as a failed collective does, when the transfer failed.
+        Raises RuntimeError, as a failed collective does, if the transfer failed.
         """
         fetch, kept, self._kept = self._fetch, self._kept, []
         assert fetch is not None
@@ -158,7 +158,7 @@ class Recovery:
 
 
 def _newest(where: str) -> checkpoint.Checkpoint:
-    """The checkpoint at `where`, or the newest older one when it is torn. Raises CheckpointError, StorageError."""
+    """The checkpoint at `where`, or the newest valid one if it is torn. Raises CheckpointError, StorageError."""
     try:
         return checkpoint.read(where)
     except CheckpointError:

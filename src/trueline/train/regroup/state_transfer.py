@@ -1,10 +1,9 @@
 """Transfers the state of a job from one worker to another: peer to peer, never through the disk, without pickle.
 
-    broadcast   while a group forms: small states, and whenever no member could go on anyway
+    broadcast   while a group forms: small states, and whenever no member can continue anyway
     stream      beside the training: the source offers a copy, a thread of the joiner fetches it in chunks
 
-A streamed state is of the step at which the group formed. The joiner meanwhile takes part in every allreduce with
-zeros and keeps the sums (`recovery.py`).
+A streamed state is of the step at which the group formed (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Offer:
         threading.Thread(target=self._serve, name="state", daemon=True).start()
 
     def publish(self, generation: int, state: dict[str, Any]) -> None:
-        """Offers `state`, which nothing else changes, to the members of `generation`."""
+        """Offers `state`, which must not change, to the members of `generation`."""
         with self._change:
             self._offered = generation, state
             self._change.notify_all()
@@ -96,13 +95,13 @@ class Offer:
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):  # the joiner is gone, or sent something else
             connection.settimeout(PATIENCE_S)
-            asked = json.loads(_receive(connection, _length(connection, most=4096)))
-            if not hmac.compare_digest(str(asked["secret"]), self._secret):
+            request = json.loads(_receive(connection, _length(connection, most=4096)))
+            if not hmac.compare_digest(str(request["secret"]), self._secret):
                 return
             with self._change:
-                self._change.wait_for(lambda: self._offered and self._offered[0] >= asked["generation"], PATIENCE_S)
+                self._change.wait_for(lambda: self._offered and self._offered[0] >= request["generation"], PATIENCE_S)
                 offered = self._offered
-            if offered is None or offered[0] != asked["generation"]:
+            if offered is None or offered[0] != request["generation"]:
                 return
             header, tensors = _pack(offered[1])
             connection.sendall(_LENGTH.pack(len(header)) + header)
@@ -179,8 +178,8 @@ def _unpack(skeleton: Any, shapes: list[list[Any]], flat: torch.Tensor) -> dict[
         piece = flat[at : at + size].clone()  # aligned, and without the large buffer
         tensors.append(piece.view(getattr(torch, dtype)).reshape(shape))
         at += size
-    found: dict[str, Any] = tree.decode(skeleton, tensors)
-    return found
+    state: dict[str, Any] = tree.decode(skeleton, tensors)
+    return state
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

@@ -27,7 +27,7 @@ from trueline.train.step.plan import Ints, JobPlan
 from trueline.train.step.replica import Replica
 
 CONTROLS = 3
-"""Other records, of the step and its neighbour, that are tried when all suspects fail."""
+"""Other records, of this step and the next, that are tried when all suspects fail."""
 
 
 @dataclass(frozen=True, slots=True)

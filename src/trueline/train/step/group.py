@@ -65,7 +65,7 @@ class WorkerGroup:
             view = self._next_view(after)
             if self.link.ref not in view.members:
                 if self.generation >= 0:
-                    raise SystemExit(0)  # a planned departure: the others go on without this worker
+                    raise SystemExit(0)  # a planned departure: the others continue without this worker
                 after = view.generation  # a newcomer whom this view does not hold yet
                 continue
             self.faults.at("entering", max(steps, 0))

@@ -65,7 +65,7 @@ class StepTimer:
     _ahead_s: float = 0.0
     """Spent in this step on reading the next step's batch."""
     _step_s: float = math.inf
-    """Of the last step. A step longer than its neighbours is weighted like them: a member was stopped in it."""
+    """Of the last step. A step longer than the one before is weighted like it: a member was stopped in it."""
     _before_s: float = 0.0
     """Spent in the step before on reading this step's batch."""
 

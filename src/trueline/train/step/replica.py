@@ -173,7 +173,7 @@ class Replica:
         return {"model": self.model.state_dict(), **self.optimizer_step.state(), "ledger": self.ledger.as_tree()}
 
     def snapshot(self) -> dict[str, Any]:
-        """A copy of the whole state in host memory, which a thread may send while training goes on."""
+        """A copy of the whole state in host memory, which a thread may send while training continues."""
         skeleton, tensors = tree.encode(self.state())
         copied: dict[str, Any] = tree.decode(skeleton, [tensor.to("cpu", copy=True) for tensor in tensors])
         return copied

@@ -1,4 +1,4 @@
-"""How a worker reports an error that ends it, and with which exit code it ends."""
+"""Exit codes of a worker, and the report of the error that ends it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LOST_EXIT = 77
 
 
 def describe(error: Exception, code: str) -> tuple[str, str, str]:
-    """Code, message and hint; an error that is not Trueline's has the `code`, and the user's line as its hint."""
+    """Code, message and hint; an error of other code gets `code`, and the user's line as its hint."""
     if isinstance(error, TruelineError):
         return error.code, error.message, error.hint
     return code, f"{type(error).__name__}: {error}", locate(error)
 
 
 def locate(error: Exception) -> str:
-    """Where the user's code raised: the innermost frame that is not Trueline's or a library's."""
+    """The user's line that raised: the innermost frame outside of Trueline and of installed libraries."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).parents[2])
     users = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(ours)]

@@ -1,4 +1,4 @@
-"""The worker process: a recipe's functions in an `Elastic` loop, or a script with a loop of its own.
+"""The worker process: a recipe's functions in an `Elastic` loop, or a script with a custom loop.
 
 The agent forks it; it lives until the job ends. A script runs as `__main__` with its arguments, the same in every
 worker. On SIGTERM a worker leaves between two steps. An exception ends the job, because every worker would meet it.
@@ -44,7 +44,7 @@ from trueline.train.worker import failure
 from trueline.train.worker.measure import call_model, make_measure
 
 TRIED = 8
-"""Records of the forward that is tried before the first step."""
+"""Records in the trial forward before the first step."""
 
 
 def main() -> int:
@@ -104,31 +104,22 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)
     model = recipe.model().to(devices.choose_own(settings.device, repeatable=settings.bitwise))
-    if not model.training:  # as pretrained models come; a part in evaluation mode is frozen on purpose and stays so
+    if not model.training:  # as pretrained models are; a part in evaluation mode is frozen on purpose
         model.train()
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
     source = recipe.source("training")
     facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": source.fingerprint()}
-    options = Options.of(settings)
     return Elastic(
-        model,
-        optimizer,
-        source,
-        global_batch=settings.global_batch,
-        epochs=settings.epochs,
-        seed=settings.seed,
-        scheduler=scheduler,
-        options=options,
-        validation=validation_of(recipe, model, settings),
-        checkpointer=Checkpointer.of(settings, job_dir, facts),
-        faults=settings.faults,
+        model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
+        scheduler=scheduler, options=Options.of(settings), validation=validation_of(recipe, model, settings),
+        checkpointer=Checkpointer.of(settings, job_dir, facts), faults=settings.faults,
         traits=_try_model(recipe, model, source),
-    )
+    )  # fmt: skip
 
 
 def _try_model(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_traits.ModelTraits:
-    """What one forward on the first records shows of the model; what its modules say when that forward fails."""
+    """The traits that one forward on the first records shows, or, if it fails, the module types."""
     first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
 
     def loss() -> torch.Tensor:
@@ -137,7 +128,7 @@ def _try_model(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_
 
     try:
         return model_traits.try_forward(model, loss, len(first))
-    except Exception as error:  # noqa: BLE001  a record that the model cannot take is found out, and told, in its step
+    except Exception as error:  # noqa: BLE001  the step of a bad record finds and reports it
         events.emit("model.untried", why=f"{type(error).__name__}: {error}")
         return model_traits.read_traits(model)
 
@@ -153,20 +144,20 @@ def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings)
 
     def measure(start: int, stop: int) -> list[float]:
         with model_traits.evaluating(model):
-            found = compute(start, stop)
-        return [found["loss"], *(found[f"metric {name}"] for name in names)]
+            sums = compute(start, stop)
+        return [sums["loss"], *(sums[f"metric {name}"] for name in names)]
 
     return Validation(rule=rule, num_records=source.num_records, names=names, measure=measure)
 
 
 def train(recipe: Recipe, job: Elastic, options: Options) -> None:
-    """The loop. A batch that raises is looked into: some of its records may be to blame."""
+    """The loop. If a batch raises, `blame` finds the records that cause it."""
     cast = autocast(job.model, options)
 
     def loss_of(batch: Batch | StepBatch) -> torch.Tensor:
         with cast():
             loss = recipe.loss(call_model(job.model, batch.inputs), batch.labels)
-            return loss if loss.dim() == 0 else loss.mean()  # of one number it is two operations for nothing
+            return loss if loss.dim() == 0 else loss.mean()  # the mean of a scalar would cost two operations
 
     job.try_with(loss_of)
     for batch in job:
@@ -219,7 +210,7 @@ def run_script(settings: JobSettings) -> None:
 
 
 def expect_finished(status: dict[str, object] | None, script: str) -> None:
-    """Raises UsageError when the script has ended and its job has not; a master that is away (None) proves nothing."""
+    """Raises UsageError if the script has ended before its job; an unreachable master (None) proves nothing."""
     if status is not None and not _has_finished(status):
         raise UsageError(
             f"the script {script} ended before its loop over trueline.Elastic did",

@@ -1,4 +1,4 @@
-"""What a model makes of records: its outputs, and the sums of the recipe's loss and metrics over them."""
+"""A model's outputs for records, and the sums of the recipe's loss and metrics over them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def call_model(model: torch.nn.Module, inputs: Any) -> Any:
 def make_measure(recipe: Recipe, model: torch.nn.Module, source: Source) -> Callable[[int, int], dict[str, float]]:
     """A function of (start, stop): the sums over these records of `loss` and of each metric, as `metric NAME`.
 
-    What reading draws depends on `start` alone, so the same chunks give the same sums in every process.
+    Random numbers drawn while reading depend on `start` alone, so the same chunks give the same sums in every process.
     """
     functions = {"loss": recipe.loss}
     functions |= {f"metric {name}": function for name, function in (recipe.metrics() if recipe.metrics else {}).items()}
@@ -45,7 +45,7 @@ def make_measure(recipe: Recipe, model: torch.nn.Module, source: Source) -> Call
 
 
 def sum_values(name: str, values: Any, count: int) -> float:
-    """Sums what the function `name` returned for `count` records: a value for each of them, or their mean.
+    """The sum of the `values` that the function `name` returned for `count` records: one for each, or their mean.
 
     Raises RecipeError for another number of values.
     """
