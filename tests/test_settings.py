@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from trueline.cli.options import setting_options
 from trueline.errors import UsageError
 from trueline.recipe.settings import TrainingSettings
-from trueline.serve.settings import Options, Settings
+from trueline.serve.settings import ServeOptions, ServeSettings
 from trueline.settings import check, declared, setting
 from trueline.train.launch.overrides import Overrides
 
@@ -73,12 +73,12 @@ def test_values_in_range_pass():
 
 
 def test_the_arguments_of_serve_are_the_settings_that_are_declared():
-    assert set(Options.__annotations__) | {"port"} == {one.name for one in declared(Settings)}
+    assert set(ServeOptions.__annotations__) | {"port"} == {one.name for one in declared(ServeSettings)}
 
 
 def test_a_servers_settings_out_of_range_name_the_value_and_the_range():
     with pytest.raises(UsageError, match="max_batch is 0") as raised:
-        Settings(max_batch=0)
+        ServeSettings(max_batch=0)
     assert "at least 1" in raised.value.message
 
 

@@ -53,13 +53,13 @@ def test_a_bundle_comes_from_s3_verified_and_only_the_one_of_its_digest(
     bundle_bucket: tuple[str, Bundle], name: str, tmp_path: Path
 ) -> None:
     root, bundle = bundle_bucket
-    found = download.fetched(f"{root}/{name}#sha256:{bundle.digest}", tmp_path / "cache")
+    found = download.fetch(f"{root}/{name}#sha256:{bundle.digest}", tmp_path / "cache")
     assert found.digest == bundle.digest
     assert found.program_path().read_bytes() == bundle.program_path().read_bytes()
-    with pytest.raises(BundleError, match="asked for was 000000000000"):
-        download.fetched(f"{root}/{name}#sha256:{'0' * 64}", tmp_path / "other")
+    with pytest.raises(BundleError, match="expected 000000000000"):
+        download.fetch(f"{root}/{name}#sha256:{'0' * 64}", tmp_path / "other")
     with pytest.raises(BundleError, match="there is no bundle at"):
-        download.fetched(f"{root}/nobody.tlb", tmp_path / "other")
+        download.fetch(f"{root}/nobody.tlb", tmp_path / "other")
 
 
 def test_what_vouches_for_a_bundle_in_s3_lies_beside_it(bundle_bucket: tuple[str, Bundle]) -> None:
@@ -78,5 +78,5 @@ def test_a_store_that_refuses_the_key_is_an_error_and_names_no_secret(
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": "another-secret-altogether", "endpoint_url": s3_endpoint})
     with pytest.raises((StorageError, BundleError)) as refused:
-        download.fetched(f"{bundle_bucket[0]}/digits.tlb", tmp_path / "cache")
+        download.fetch(f"{bundle_bucket[0]}/digits.tlb", tmp_path / "cache")
     assert "another-secret" not in str(refused.value)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trueline.cli.line import serve as verb
 from trueline.errors import UsageError
-from trueline.serve.models.loader import How, Refused
+from trueline.serve.models.loader import Refused, VersionOptions
 from trueline.torchserve import config
 
 USUAL = r"""
@@ -122,13 +122,15 @@ def test_what_is_written_as_properties_is_read_back(found: dict[str, str]) -> No
 
 
 def test_a_bundle_takes_of_these_what_it_can_use_and_refuses_what_cannot_be() -> None:
-    how = How(usual={"": {"jobQueueSize": 9}, "noop/1": {"batchSize": 4, "maxBatchDelay": 20, "marName": "x"}})
+    how = VersionOptions(
+        usual={"": {"jobQueueSize": 9}, "noop/1": {"batchSize": 4, "maxBatchDelay": 20, "marName": "x"}}
+    )
     found = how.of_bundle("noop", "1")
     assert (found.max_batch, found.max_delay_s, found.workers) == (4, 0.02, None)
     assert how.of_bundle("noop", "2") == how
     assert how.usual_of("noop", "1") == {"jobQueueSize": 9, "batchSize": 4, "maxBatchDelay": 20, "marName": "x"}
-    with pytest.raises(Refused, match=r"model 'noop' version '1' cannot be: .*batchSize"):
-        How(usual={"noop/1": {"batchSize": 0}}).of_bundle("noop", "1")
+    with pytest.raises(Refused, match=r"model 'noop' version '1' are not valid: .*batchSize"):
+        VersionOptions(usual={"noop/1": {"batchSize": 0}}).of_bundle("noop", "1")
 
 
 def test_the_command_line_goes_before_the_file_and_the_environment_before_both(

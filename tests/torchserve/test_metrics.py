@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trueline import events, serve
 from trueline.serve.metrics import gpu
 from trueline.serve.metrics.gpu import Gpus, parsed
-from trueline.serve.models.loader import Found
+from trueline.serve.models.loader import ResolvedSource
 from trueline.web.messages import Request, Response
 from worlds import archives, bundles, servers
 from worlds.servers import StoreApp
@@ -72,7 +72,7 @@ def two_names(tmp_path: Path) -> Iterator[StoreApp]:
     """One bundle, loaded under two names."""
     with StoreApp(bundles.store(tmp_path, "pair")) as made:
         for name in ("pair", "other"):
-            made.run(made.fleet.load(Found(path=tmp_path / "pair.bundle"), name, "1", source="pair.bundle"))
+            made.run(made.fleet.load(ResolvedSource(path=tmp_path / "pair.bundle"), name, "1", source="pair.bundle"))
         yield made
 
 

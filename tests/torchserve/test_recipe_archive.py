@@ -19,7 +19,7 @@ from trueline import files, serve
 from trueline.bundle import Bundle, Contents, Signature, Summary, open_bundle, seal
 from trueline.errors import StorageError, UsageError
 from trueline.serve.handlers.archive import unpack
-from trueline.serve.handlers.recipe_handler import RecipeHandler, named
+from trueline.serve.handlers.recipe_handler import RecipeHandler, inputs_by_name
 from trueline.torchserve.compat.ts.context import Context, RequestProcessor
 from trueline.torchserve.compat.ts.metrics.metrics_store import MetricsStore
 from trueline.torchserve.recipe_archive import archive
@@ -200,14 +200,14 @@ def test_an_explanation_without_a_program_of_torch_is_refused_in_words(made: Pat
 
 def test_inputs_go_by_name_by_order_or_alone() -> None:
     signature = Signature(inputs=(bundles.spec("a", "batch", 2), bundles.spec("b", "batch")), outputs=(), dims={})
-    by_name = named({"b": [1], "a": [[1, 2]]}, signature)
+    by_name = inputs_by_name({"b": [1], "a": [[1, 2]]}, signature)
     assert list(by_name) == ["a", "b"]
     assert by_name["a"].dtype == np.float32
-    assert named(([[1, 2]], np.ones(1)), signature)["b"].dtype == np.float64, "an array keeps its own dtype"
+    assert inputs_by_name(([[1, 2]], np.ones(1)), signature)["b"].dtype == np.float64, "an array keeps its own dtype"
     with pytest.raises(ValueError, match="the model takes"):
-        named({"a": [[1, 2]]}, signature)
+        inputs_by_name({"a": [[1, 2]]}, signature)
     with pytest.raises(ValueError, match="returned 1 inputs"):
-        named([[1, 2]], signature)
+        inputs_by_name([[1, 2]], signature)
 
 
 @pytest.fixture

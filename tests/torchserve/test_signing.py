@@ -24,10 +24,10 @@ from trueline.errors import BundleError, UsageError
 from trueline.registry import register, resolve
 from trueline.serve.handlers.loader import ArchiveLoader
 from trueline.serve.handlers.worker import Limits
+from trueline.serve.models import sources
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Found, How, Refused, Way
-from trueline.serve.models.sources import find
+from trueline.serve.models.loader import Refused, ResolvedSource, RuntimeOptions, VersionOptions
 from trueline.torchserve.signing import sign
 from worlds import archives, bundles, servers
 
@@ -115,11 +115,11 @@ def test_a_url_brings_the_signature_that_lies_beside_its_bundle(
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/signed/tiny.tlb", packed.read_bytes())
     trusted = Trusted.read(ours.with_suffix(".pub"))
-    unsigned = find("memory://signed/tiny.tlb", None, signed=True)
+    unsigned = sources.resolve("memory://signed/tiny.tlb", None, signed=True)
     with pytest.raises(BundleError, match="is not signed"):
         unsigned.check(trusted, bundle.digest)
     memory.pipe_file("/signed/tiny.tlb.sig", sign(packed, ours).read_bytes())
-    find(f"memory://signed/tiny.tlb#sha256:{bundle.digest}", None, signed=True).check(trusted, bundle.digest)
+    sources.resolve(f"memory://signed/tiny.tlb#sha256:{bundle.digest}", None, signed=True).check(trusted, bundle.digest)
 
 
 @pytest.fixture(scope="module")
@@ -215,17 +215,17 @@ def test_a_registered_version_brings_the_signature_that_lay_beside_its_bundle(
     assert not resolve("models:/tiny@champion", tracking_uri=uri).signature
     sign(bundle.path, ours)
     register(bundle.path, name="tiny", tracking_uri=uri)
-    find("models:/tiny@champion", uri, signed=True).check(trusted, bundle.digest)
+    sources.resolve("models:/tiny@champion", uri, signed=True).check(trusted, bundle.digest)
 
 
-def loaded(found: Found, trusted: Trusted) -> list[str]:
+def loaded(found: ResolvedSource, trusted: Trusted) -> list[str]:
     """The models that a fleet serves after it was asked to load `found`, where `trusted` keys are asked for."""
 
     async def act() -> list[str]:
         async def in_thread(work: Callable[[], Any]) -> Any:
             return work()
 
-        how = How(way=Way(threads=1), trusted=trusted)
+        how = VersionOptions(way=RuntimeOptions(threads=1), trusted=trusted)
         loop = asyncio.get_running_loop()
         fleet = Fleet(Models(), loop, in_thread, how=how, loaders=[ArchiveLoader(how, Limits(), loop, in_thread)])
         with contextlib.suppress(Refused):
@@ -240,7 +240,7 @@ def test_a_fleet_that_trusts_keys_serves_what_they_signed_and_nothing_else(tmp_p
     trusted = Trusted.read(ours.with_suffix(".pub"))
     tiny = bundles.double_plus(tmp_path / "tiny.bundle")
     other = bundles.double_plus(tmp_path / "other.bundle", max_rows=3)
-    here = Found(path=tiny.path)
+    here = ResolvedSource(path=tiny.path)
     assert loaded(here, trusted) == []
     for signature in (signing.signed(tiny.digest, others), signing.signed(other.digest, ours), "", "trueline"):
         signing.place_of(tiny.path).write_text(signature)
@@ -254,15 +254,15 @@ def test_what_a_registry_brings_vouches_before_what_lies_beside(tmp_path: Path) 
     trusted = Trusted.read(ours.with_suffix(".pub"))
     tiny = bundles.double_plus(tmp_path / "tiny.bundle")
     good, wrong = signing.signed(tiny.digest, ours), signing.signed("ab" * 32, ours)
-    assert loaded(Found(path=tiny.path, signature=good), trusted) == ["tiny"]
+    assert loaded(ResolvedSource(path=tiny.path, signature=good), trusted) == ["tiny"]
     sign(tiny.path, ours)
-    assert loaded(Found(path=tiny.path, signature=wrong), trusted) == []
+    assert loaded(ResolvedSource(path=tiny.path, signature=wrong), trusted) == []
 
 
 def test_a_signature_has_to_be_of_what_is_here_whatever_the_registry_calls_it(tmp_path: Path) -> None:
     ours = key(tmp_path, "ours")
     trusted = Trusted.read(ours.with_suffix(".pub"))
-    found = Found(path=tmp_path, digest="ab" * 32, signature=signing.signed("ab" * 32, ours))
+    found = ResolvedSource(path=tmp_path, digest="ab" * 32, signature=signing.signed("ab" * 32, ours))
     found.check(trusted, "ab" * 32)
     with pytest.raises(BundleError, match="is not one of its digest"):
         found.check(trusted, "cd" * 32)
@@ -273,7 +273,7 @@ def test_an_archive_is_signed_before_a_line_of_its_code_runs(tmp_path: Path) -> 
     ours, ran = key(tmp_path, "ours"), tmp_path / "ran"
     trusted = Trusted.read(ours.with_suffix(".pub"))
     evil = mar(tmp_path / "tiny.mar", f"open({str(ran)!r}, 'w')\ndef handle(data, context):\n    return []\n")
-    assert loaded(Found(path=evil), trusted) == []
+    assert loaded(ResolvedSource(path=evil), trusted) == []
     assert not ran.exists()
 
 

@@ -15,10 +15,10 @@ import pytest
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotReady
 from trueline.serve.handlers import pool as pools
-from trueline.serve.handlers.config import Plan as HandlerPlan
+from trueline.serve.handlers.config import HandlerPlan
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.worker import Launch
-from trueline.serve.models.servable import Answer, Ask
+from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch",))
 Y = TensorSpec(name="y", datatype="FP32", shape=("batch",))
@@ -53,15 +53,15 @@ class FakeWorker:
         self.answered = 0
         self.since = self.load_s = 0.0
         self.pid = 0
-        self.asked: list[list[Ask]] = []
-        self._answering: asyncio.Future[list[Answer]] | None = None
+        self.asked: list[list[HandlerRequest]] = []
+        self._answering: asyncio.Future[list[HandlerAnswer]] | None = None
         self._loop = loop
         FakeWorker.made.append(self)
 
-    async def started(self) -> None:
+    async def wait_started(self) -> None:
         self.ready = True
 
-    def ask(self, asks: list[Ask]) -> asyncio.Future[list[Answer]]:
+    def ask(self, asks: list[HandlerRequest]) -> asyncio.Future[list[HandlerAnswer]]:
         assert self.ready
         self.asked.append(asks)
         self._answering = self._loop.create_future()
@@ -74,7 +74,7 @@ class FakeWorker:
     def answer(self) -> None:
         assert self._answering is not None
         self.answered += len(self.asked[-1])
-        self._answering.set_result([Answer(body=one.request_id.encode()) for one in self.asked[-1]])
+        self._answering.set_result([HandlerAnswer(body=one.request_id.encode()) for one in self.asked[-1]])
 
     def kill(self, why: str) -> None:
         self.ready = False

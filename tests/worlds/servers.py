@@ -23,7 +23,7 @@ from trueline.serve.batching.policy import Policy
 from trueline.serve.handlers.archive import name_in_store
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Found, How, Way, load
+from trueline.serve.models.loader import ResolvedSource, RuntimeOptions, VersionOptions, load
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.servable import Loaded
 from trueline.serve.protocols.oip.rest import Repository
@@ -116,7 +116,7 @@ class _WithoutSocket:
 def load_as_if(bundle: Bundle, run_s: float) -> Loaded:
     """`bundle`, loaded as on a machine where each run of it takes `run_s` seconds, however busy this one is."""
     with mock.patch.object(execution_plan, "median_s", return_value=run_s):
-        return load(bundle, Way(threads=1), max_batch=64)
+        return load(bundle, RuntimeOptions(threads=1), max_batch=64)
 
 
 class TinyApp(_WithoutSocket):
@@ -146,7 +146,9 @@ class StoreApp(_WithoutSocket):
         super().__init__()
         self.store = Store(folder, name_in_store)
         self.models = Models()
-        self.fleet = Fleet(self.models, self.loop, self._thread, how=How(way=Way(threads=1)), state=state)
+        self.fleet = Fleet(
+            self.models, self.loop, self._thread, how=VersionOptions(way=RuntimeOptions(threads=1)), state=state
+        )
         self.management = Management(self.fleet, self.store, self.find, self.loop)
         repository = Repository(self.fleet, self.store, self.loop)
         self.routes = Routes(self.models, self.loop, loader=repository, extension=TorchServe())
@@ -154,8 +156,8 @@ class StoreApp(_WithoutSocket):
     async def _thread(self, work: Callable[[], Loaded]) -> Loaded:
         return await self.loop.run_in_executor(None, work)
 
-    async def find(self, url: str) -> Found:
-        return Found(path=self.store.find(url))
+    async def find(self, url: str) -> ResolvedSource:
+        return ResolvedSource(path=self.store.find(url))
 
     def manage(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
         return self._ask(self.management, method, path, body, headers)

@@ -13,21 +13,21 @@ from typing import Any, Unpack
 from trueline import events
 from trueline.errors import TruelineError
 from trueline.serve import child_process, settings
-from trueline.serve.settings import Options, Settings, to_arguments
+from trueline.serve.settings import ServeOptions, ServeSettings, to_arguments
 
 
-def serve(source: str | Path | None = None, *, port: int = 8080, **options: Unpack[Options]) -> None:
-    """Serves a bundle, a store of bundles, or both, until SIGINT or SIGTERM; finishes what is under way and returns.
+def serve(source: str | Path | None = None, *, port: int = 8080, **options: Unpack[ServeOptions]) -> None:
+    """Serves a bundle, a store of bundles, or both, until SIGINT or SIGTERM; finishes accepted requests and returns.
 
     `source` is the path of a bundle, its URL in an object store, or `models:/name@alias` or `models:/name/3` of the
-    registry. The other arguments are the fields of `trueline.serve.settings.Settings`, with their help and defaults.
-    Raises PortInUse, UsageError, BundleError, NotProven, RegistryError, StorageError; no request is answered by a
-    version that did not pass its golden examples.
+    registry. `trueline.serve.settings.ServeSettings` has the other arguments with their help and defaults. Raises
+    PortInUse, UsageError, BundleError, NotProven, RegistryError, StorageError; no request is answered by a version that
+    did not reproduce its golden records.
     """
     run(settings.of(source, port, options))
 
 
-def run(chosen: Settings) -> None:
+def run(chosen: ServeSettings) -> None:
     """`serve` with its arguments as one value."""
     import uvloop
 
@@ -73,7 +73,7 @@ def start(
     port: int = 0,
     ready_timeout_s: float = 300.0,
     log: Path | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[ServeOptions],
 ) -> RunningServer:
     """Starts a server process and returns when it is ready. It takes what `serve` takes; the port is a free one, and
     its log goes to the file `log`, or to this process's stderr.
@@ -109,7 +109,7 @@ def start(
 
 def _failure(record: dict[str, Any] | None, process: subprocess.Popen[bytes], timeout_s: float) -> TruelineError:
     if record is not None:
-        return child_process.revived(record["code"], record)
+        return child_process.rebuild_error(record["code"], record)
     if process.poll() is None:
         return TruelineError(f"the server was not ready within {timeout_s:g} s")
     return TruelineError(

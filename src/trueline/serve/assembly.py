@@ -21,13 +21,13 @@ from trueline.serve.handlers.loader import ArchiveLoader
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import How, Way
+from trueline.serve.models.loader import RuntimeOptions, VersionOptions
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.sources import Sources, in_thread
 from trueline.serve.protocols.errors import NO_RESOURCE, is_oip
 from trueline.serve.protocols.oip.rest import Repository
 from trueline.serve.protocols.router import Extension, Routes
-from trueline.serve.settings import Settings
+from trueline.serve.settings import ServeSettings
 from trueline.web import auth, tracing
 from trueline.web.access_log import AccessLog
 from trueline.web.auth import AuthMiddleware, Keys, TokenKind
@@ -44,7 +44,7 @@ EXTENSION = "trueline.torchserve.extension:extend"
 class Core:
     """The parts of a server that an extension builds on."""
 
-    settings: Settings
+    settings: ServeSettings
     fleet: Fleet
     store: Store | None
     sources: Sources
@@ -73,7 +73,7 @@ class Parts:
         return own + self.extension.grpc_services(kind, self.routes, log)
 
 
-def assemble(settings: Settings) -> Parts:
+def assemble(settings: ServeSettings) -> Parts:
     """Called on the loop. Raises UsageError for settings that do not fit together, StorageError, BundleError."""
     loop = asyncio.get_running_loop()
     store = _store(settings)
@@ -97,9 +97,9 @@ def assemble(settings: Settings) -> Parts:
     traced: App = routes if tracer is None else tracing.TracingMiddleware(routes, tracer.get_tracer("trueline"))
     metrics, management = _MetricsOnly(routes), extension.management()
     parts = Parts(core=core, extension=extension, routes=routes, apps={}, tracer=tracer)
-    parts.apps["data"] = _guarded(traced, parts, "inference"), settings.port
-    parts.apps["management"] = _guarded(management, parts, "management"), settings.management_port
-    parts.apps["metrics"] = _guarded(metrics, parts, "inference"), settings.metrics_port
+    parts.apps["data"] = _require_token(traced, parts, "inference"), settings.port
+    parts.apps["management"] = _require_token(management, parts, "management"), settings.management_port
+    parts.apps["metrics"] = _require_token(metrics, parts, "inference"), settings.metrics_port
     return parts
 
 
@@ -110,9 +110,9 @@ def load_extension(name: str, core: Core) -> Extension:
     return extension
 
 
-def _how(settings: Settings) -> How:
-    return How(
-        way=Way(
+def _how(settings: ServeSettings) -> VersionOptions:
+    return VersionOptions(
+        way=RuntimeOptions(
             program=settings.program,
             threads=settings.threads,
             device=settings.device,
@@ -130,14 +130,14 @@ def _how(settings: Settings) -> How:
     )
 
 
-def handlers_of(settings: Settings) -> HandlerLimits | None:
+def handlers_of(settings: ServeSettings) -> HandlerLimits | None:
     """What the processes of archives' handlers may take; None when there are to be none."""
     if not settings.allow_code:
         return None
     return HandlerLimits(address_space=settings.handler_memory_bytes, max_bytes=4 * settings.max_body_bytes)
 
 
-def _guarded(app: App, parts: Parts, kind: TokenKind) -> App:
+def _require_token(app: App, parts: Parts, kind: TokenKind) -> App:
     """`app` behind tokens, if the server has any."""
     if parts.core.keys is None:
         return app
@@ -152,7 +152,7 @@ def _guarded(app: App, parts: Parts, kind: TokenKind) -> App:
     return AuthMiddleware(app, parts.core.keys, kind, render)
 
 
-def _store(settings: Settings) -> Store | None:
+def _store(settings: ServeSettings) -> Store | None:
     if settings.model_store is None:
         if settings.source is None and settings.state is None and settings.workflow_store is None:
             raise UsageError("there is nothing to serve", hint="name a bundle, or a --model-store")
@@ -188,7 +188,7 @@ class _MetricsOnly:
         return self._routes.errors_of("/metrics").encode_malformed(path, status, message)
 
 
-def _usual(settings: Settings) -> dict[str, dict[str, Any]]:
+def _usual(settings: ServeSettings) -> dict[str, dict[str, Any]]:
     try:
         return msgspec.json.decode(settings.models or "{}", type=dict[str, dict[str, Any]])
     except msgspec.DecodeError as error:

@@ -29,7 +29,7 @@ def first_record(stdout: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
     return found
 
 
-def revived(code: str, record: Mapping[str, Any]) -> TruelineError:
+def rebuild_error(code: str, record: Mapping[str, Any]) -> TruelineError:
     """The error that a child wrote as `code`, and `message` and `hint` in `record`."""
     return find_error_class(code)(str(record["message"]), hint=str(record.get("hint", "")))
 

@@ -33,14 +33,14 @@ _OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class JsonRecords:
     """One request, decoded. `single`: it was one record, and one answer is due."""
 
     inputs: dict[str, Array]
     single: bool
 
 
-def decode(body: bytes | bytearray, signature: Signature) -> Records:
+def decode(body: bytes | bytearray, signature: Signature) -> JsonRecords:
     """The records in a body. Raises RequestError."""
     if not body:
         raise RequestError("the body is empty", hint=_forms(signature))
@@ -49,7 +49,7 @@ def decode(body: bytes | bytearray, signature: Signature) -> Records:
     return _values({_only(signature).name: msgspec.Raw(body)}, signature)
 
 
-def _object(body: bytes | bytearray, signature: Signature) -> Records:
+def _object(body: bytes | bytearray, signature: Signature) -> JsonRecords:
     given = _decode(_OBJECT, body)
     names = {spec.name for spec in signature.inputs}
     if INSTANCES in given and INSTANCES not in names:
@@ -68,7 +68,7 @@ def _decode(decoder: msgspec.json.Decoder[Any], text: msgspec.Raw | bytes | byte
         raise RequestError("the body nests too deeply") from error
 
 
-def _values(given: Mapping[str, msgspec.Raw], signature: Signature) -> Records:
+def _values(given: Mapping[str, msgspec.Raw], signature: Signature) -> JsonRecords:
     specs = {spec.name: spec for spec in signature.inputs}
     if given.keys() != specs.keys():
         found = join_names(sorted(name[:64] for name in given)[:8])
@@ -80,7 +80,7 @@ def _values(given: Mapping[str, msgspec.Raw], signature: Signature) -> Records:
     if len(single) > 1:
         raise RequestError("some inputs are one record, others a batch; send all as one or all as the other")
     one = single == {True}
-    return Records({name: array[np.newaxis] if one else array for name, array in arrays.items()}, one)
+    return JsonRecords({name: array[np.newaxis] if one else array for name, array in arrays.items()}, one)
 
 
 def _read(text: msgspec.Raw, spec: TensorSpec) -> Array:
@@ -91,10 +91,10 @@ def _read(text: msgspec.Raw, spec: TensorSpec) -> Array:
     return json_tensors.parse(text, spec.datatype, depth, spec.name)
 
 
-def _instances(text: msgspec.Raw, signature: Signature) -> Records:
+def _instances(text: msgspec.Raw, signature: Signature) -> JsonRecords:
     if len(signature.inputs) == 1 and json_tensors.depth_of(memoryview(text)) == len(signature.inputs[0].shape):
         only = signature.inputs[0]
-        return Records({only.name: json_tensors.parse(text, only.datatype, len(only.shape), only.name)}, False)
+        return JsonRecords({only.name: json_tensors.parse(text, only.datatype, len(only.shape), only.name)}, False)
     rows = _decode(_OBJECTS, text)
     if not rows:
         raise RequestError("'instances' is empty")
@@ -102,10 +102,10 @@ def _instances(text: msgspec.Raw, signature: Signature) -> Records:
     if not all(row.single for row in read):
         raise RequestError("each of 'instances' is to be one record")
     names = [spec.name for spec in signature.inputs]
-    return Records({name: _joined(name, [row.inputs[name] for row in read]) for name in names}, False)
+    return JsonRecords({name: _join(name, [row.inputs[name] for row in read]) for name in names}, False)
 
 
-def _joined(name: str, arrays: list[Array]) -> Array:
+def _join(name: str, arrays: list[Array]) -> Array:
     try:
         return np.concatenate(arrays)
     except ValueError as error:

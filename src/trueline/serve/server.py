@@ -23,14 +23,14 @@ from trueline.serve.assembly import Parts, assemble
 from trueline.serve.handlers import archive
 from trueline.serve.models import desired_state, download
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Found, Refused
+from trueline.serve.models.loader import Refused, ResolvedSource
 from trueline.serve.models.model_store import Entry, Store, check_name
 from trueline.serve.models.sources import Sources, in_thread
 from trueline.serve.models.state_sync import Follower
 from trueline.serve.models.watchers import AliasFollower, StoreFollower, every
 from trueline.serve.process.listeners import Field, Ports
 from trueline.serve.process.signals import Stop
-from trueline.serve.settings import Settings
+from trueline.serve.settings import ServeSettings
 from trueline.web.access_log import AccessLog, AccessLogMiddleware
 from trueline.web.cors import CorsMiddleware, CorsRule
 
@@ -40,7 +40,7 @@ FOLLOW_S = 0.5
 Announce = Callable[[dict[str, Field]], None]
 
 
-async def run(settings: Settings, announce: Announce) -> None:
+async def run(settings: ServeSettings, announce: Announce) -> None:
     """Serves until told to stop. `announce` gets one record when the server is ready. Raises TruelineError."""
     if settings.processes > 1:
         from trueline.serve.process import multiprocess
@@ -77,9 +77,7 @@ async def run(settings: Settings, announce: Announce) -> None:
             if settings.joins:
                 await listen()
             if state is not None:
-                follower = Follower(
-                    fleet, state, parts.core.sources.operator, parts.core.keys, parts.extension.companion
-                )
+                follower = Follower(fleet, state, parts.core.sources.find, parts.core.keys, parts.extension.companion)
                 chores.append(loop.create_task(follower.follow(FOLLOW_S)))
             announce({"event": "server.ready", **ports.places(), **record})
             chores += _following(settings, fleet, parts.core.store, record)
@@ -101,7 +99,7 @@ async def run(settings: Settings, announce: Announce) -> None:
 
 
 def _following(
-    settings: Settings, fleet: Fleet, store: Store | None, record: dict[str, Field]
+    settings: ServeSettings, fleet: Fleet, store: Store | None, record: dict[str, Field]
 ) -> list[asyncio.Task[None]]:
     """What goes on looking for news once the server is ready."""
     loop = asyncio.get_running_loop()
@@ -132,7 +130,7 @@ async def _begin(parts: Parts) -> dict[str, Field]:
     models = fleet.models
     if settings.state is not None:
         kept = desired_state.read(Path(settings.state))
-        for missing in await fleet.restore(kept, sources.operator):
+        for missing in await fleet.restore(kept, sources.find):
             events.emit("version.missing", what=missing)
         for missing in [] if parts.extension.companion is None else await parts.extension.companion.restore(kept):
             events.emit("workflow.missing", what=missing)
@@ -140,10 +138,10 @@ async def _begin(parts: Parts) -> dict[str, Field]:
     if settings.source is not None and not settings.resumed:
         record = await _load_source(settings, settings.source, fleet, sources)
     if store is not None and not settings.resumed:
-        for entry in _named(settings.load, store):
+        for entry in _entries_to_load(settings.load, store):
             if entry.model in models.names() and entry.version in models.versions(entry.model):
                 continue
-            await fleet.load(Found(path=entry.path), entry.model, entry.version, source=entry.source)
+            await fleet.load(ResolvedSource(path=entry.path), entry.model, entry.version, source=entry.source)
             fleet.set_default(entry.model, entry.version)  # the newest comes last
         for name, own in fleet.how.usual.items():
             model, _, version = name.partition("/")
@@ -154,7 +152,7 @@ async def _begin(parts: Parts) -> dict[str, Field]:
     return record | {"models": ",".join(models.names())}
 
 
-def _named(load: str, store: Store) -> list[Entry]:
+def _entries_to_load(load: str, store: Store) -> list[Entry]:
     """The entries of the store that are loaded at start. Raises UsageError for a name that it does not hold."""
     entries = store.entries()
     names = list(dict.fromkeys(entry.model for entry in entries))
@@ -194,8 +192,8 @@ def _version_of(path: Path) -> str:
     return archive.peek(path).version if archive.is_archive(path) else "1"
 
 
-async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: Sources) -> dict[str, Field]:
-    found = await sources.operator(_whole(source))
+async def _load_source(settings: ServeSettings, source: str, fleet: Fleet, sources: Sources) -> dict[str, Field]:
+    found = await sources.find(_whole(source))
     # An alias may move while the server is down: what is wanted is the version that was served.
     kept = _whole(source) if found.version is None else f"models:/{found.name}/{found.version}"
     loop = asyncio.get_running_loop()
@@ -214,7 +212,7 @@ async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: S
     return {"model": name, "version": version, "digest": made.digest}
 
 
-async def _moved_meanwhile(fleet: Fleet, found: Found, name: str, version: str) -> None:
+async def _moved_meanwhile(fleet: Fleet, found: ResolvedSource, name: str, version: str) -> None:
     """The version of the alias takes over from the one that was served before the server went down."""
     before = fleet.models.default(name)
     if before == version or not fleet.models.find(name, before).source.startswith(f"models:/{found.name}/"):

@@ -12,7 +12,7 @@ from trueline.settings import check, declared, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ServeSettings:
     """How to serve a bundle, a store of bundles, or both."""
 
     source: str | None = None
@@ -143,7 +143,7 @@ class Settings:
         return self.key_file is not None or self.client_ca is not None
 
 
-class Options(TypedDict, total=False):
+class ServeOptions(TypedDict, total=False):
     """The settings that `serve` and `start` take beside source and port; a test compares them with Settings."""
 
     name: str | None
@@ -186,20 +186,20 @@ class Options(TypedDict, total=False):
     torchserve_strict: bool
 
 
-def of(source: str | Path | None, port: int, options: Options, **internal: Any) -> Settings:
+def of(source: str | Path | None, port: int, options: ServeOptions, **internal: Any) -> ServeSettings:
     """The settings of a call. Raises UsageError for a value out of its range."""
     given: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    return Settings(source=None if source is None else str(source), port=port, **given, **internal)
+    return ServeSettings(source=None if source is None else str(source), port=port, **given, **internal)
 
 
-def to_arguments(settings: Settings) -> list[str]:
+def to_arguments(settings: ServeSettings) -> list[str]:
     """The command line that says `settings`; `from_arguments` reads it back.
 
-    >>> to_arguments(Settings(source="a.bundle", port=0))
+    >>> to_arguments(ServeSettings(source="a.bundle", port=0))
     ['--port=0', 'a.bundle']
     """
     arguments = []
-    for field in fields(Settings):
+    for field in fields(ServeSettings):
         value = getattr(settings, field.name)
         if field.name == "source" or value == field.default:
             continue
@@ -208,15 +208,15 @@ def to_arguments(settings: Settings) -> list[str]:
     return [*arguments, *([settings.source] if settings.source is not None else [])]
 
 
-def from_arguments(arguments: Sequence[str]) -> Settings:
+def from_arguments(arguments: Sequence[str]) -> ServeSettings:
     """The settings in a command line."""
     parser = argparse.ArgumentParser("python -m trueline.serve", description="Serve bundles.", allow_abbrev=False)
-    kinds = {one.name: one.kind for one in declared(Settings)} | {"most_threads": int}
+    kinds = {one.name: one.kind for one in declared(ServeSettings)} | {"most_threads": int}
     parser.add_argument("source", nargs="?")
-    for field in fields(Settings):
+    for field in fields(ServeSettings):
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_true")
         elif field.name != "source":
             parser.add_argument(flag, type=kinds.get(field.name, str), default=field.default)
-    return Settings(**vars(parser.parse_args(arguments)))
+    return ServeSettings(**vars(parser.parse_args(arguments)))

@@ -77,7 +77,7 @@ class Told:
     """What the file says."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Fields of `serve.settings.Settings`."""
+    """Fields of `serve.settings.ServeSettings`."""
     forced: dict[str, Any] = field(default_factory=dict)
     """Of these, what the environment said."""
     ignored: list[tuple[str, str]] = field(default_factory=list)

@@ -61,13 +61,15 @@ def extend(core: Core) -> TorchServe:
         core.fleet,
         loop,
         lambda work: in_thread(loop, work),
-        core.sources.allowed,
+        core.sources.find_allowed,
         store=_workflow_store(settings.workflow_store, core.store),
         state=core.state,
         handlers=core.handlers,
     )
     strict = settings.torchserve_strict
-    management = Management(core.fleet, core.store, core.sources.allowed, loop, core.keys, workflows, strict=strict)
+    management = Management(
+        core.fleet, core.store, core.sources.find_allowed, loop, core.keys, workflows, strict=strict
+    )
     return TorchServe(management, workflows, core.keys, strict=strict)
 
 

@@ -22,8 +22,8 @@ import msgspec
 
 from trueline.errors import RequestError
 from trueline.serve.handlers import sequences
-from trueline.serve.handlers.result import HandlerFailed
-from trueline.serve.models.servable import Answer, Ask, Servable
+from trueline.serve.handlers.worker import HandlerFailed
+from trueline.serve.models.servable import HandlerAnswer, HandlerRequest, Servable
 from trueline.serve.protocols import grpc_base
 from trueline.serve.protocols.dispatch import KEY_HEADER
 from trueline.serve.protocols.grpc_base import Context, header
@@ -122,7 +122,7 @@ class Inference:
     def _sequence(self, request: pb.PredictionsRequest, context: Context) -> AsyncIterator[pb.PredictionResponse]:
         return self._stream(request, context, named=True)
 
-    async def _ask(self, request: pb.PredictionsRequest, context: Context, *, named: bool = False) -> Answer:
+    async def _ask(self, request: pb.PredictionsRequest, context: Context, *, named: bool = False) -> HandlerAnswer:
         if not request.model_name:
             raise RequestError("Parameter model_name is required.")
         key = header(context, KEY_HEADER.decode())
@@ -137,13 +137,13 @@ class Inference:
                 raise RequestError("Parameter sequenceId is required.", hint=f"or the input {sequences.START}")
             parts = [(name, "", value) for name, value in request.input.items()]
             headers = {"explain": "False"} | _in_sequence(request)
-            return await handler.handle(Ask(request_id=str(uuid4()), parts=parts, headers=headers))
+            return await handler.handle(HandlerRequest(request_id=str(uuid4()), parts=parts, headers=headers))
         return await self._ask_bundle(found, request.input)
 
-    async def _ask_bundle(self, version: Servable, given: Mapping[str, bytes]) -> Answer:
+    async def _ask_bundle(self, version: Servable, given: Mapping[str, bytes]) -> HandlerAnswer:
         path = f"/predictions/{quote(version.model, safe='')}/{quote(version.version, safe='')}"
         response = await _answered(self._routes.handle_uncached(Request("POST", path.encode(), {}, _body(given))))
-        return Answer(body=response.body)
+        return HandlerAnswer(body=response.body)
 
 
 def _body(given: Mapping[str, bytes]) -> bytes:
@@ -166,7 +166,7 @@ def _in_sequence(request: pb.PredictionsRequest) -> dict[str, str]:
     return found
 
 
-def _sequence_of(request: pb.PredictionsRequest, answer: Answer) -> str:
+def _sequence_of(request: pb.PredictionsRequest, answer: HandlerAnswer) -> str:
     """The sequence that the answer names, as one may just have begun."""
     return answer.headers.get(sequences.ID, request.sequence_id)
 
@@ -180,7 +180,7 @@ async def _answered(found: Response | asyncio.Future[Response]) -> Response:
     raise _Refused(response.status, str(told.get("message") or told.get("error") or "refused"))
 
 
-async def _whole(answer: Answer) -> bytes:
+async def _whole(answer: HandlerAnswer) -> bytes:
     assert answer.pieces is not None
     try:
         return await answer.pieces.whole()

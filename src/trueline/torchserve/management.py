@@ -16,13 +16,13 @@ import msgspec
 
 from trueline import events
 from trueline.errors import MethodNotAllowed, NotFound, RequestError
-from trueline.serve.handlers.response import reply
+from trueline.serve.handlers.messages import reply
 from trueline.serve.metrics import dashboard
 from trueline.serve.models.catalog import UnknownVersion
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Found, How
+from trueline.serve.models.loader import ResolvedSource, VersionOptions
 from trueline.serve.models.model_store import Store, check_name
-from trueline.serve.models.servable import Ask, Servable
+from trueline.serve.models.servable import HandlerRequest, Servable
 from trueline.serve.protocols import openapi
 from trueline.serve.protocols.errors import NO_METHOD, NO_RESOURCE
 from trueline.serve.traffic import canary
@@ -35,7 +35,7 @@ from trueline.version import __version__
 from trueline.web.auth import Keys
 from trueline.web.messages import Request, Response, query_of
 
-Find = Callable[[str], Awaitable[Found]]
+Find = Callable[[str], Awaitable[ResolvedSource]]
 Work = Coroutine[Any, Any, Response]
 """A response that takes time."""
 _OF_ARCHIVES = frozenset(
@@ -198,7 +198,7 @@ class Management:
         if runtime not in ("python", "python2", "python3"):
             raise RequestError(f"Invalid RuntimeType value: {runtime[:32]}")
         workers = parse_int(given.get("initial_workers"), 0)
-        how = How(
+        how = VersionOptions(
             max_batch=max(1, parse_int(given.get("batch_size"), 64)),
             max_delay_s=parse_int(given["max_batch_delay"], 0) / 1e3 if "max_batch_delay" in given else None,
             workers=workers,
@@ -266,7 +266,7 @@ class Management:
         return responses.status(f'Traffic of model "{model}" is split: {shares}')
 
     def _canary(self, model: str, version: str, query: Mapping[str, str]) -> Response:
-        rule = canary.Rule(
+        rule = canary.CanaryRule(
             max_error_rate=_number(query, "max_error_rate", canary.MAX_ERROR_RATE),
             max_latency_ratio=_number(query, "max_latency_ratio", canary.MAX_LATENCY_RATIO),
             min_requests=parse_int(query.get("min_requests"), canary.MIN_REQUESTS),
@@ -306,7 +306,7 @@ class Management:
         for one in versions:
             facts = describe_version(one)
             if one.handler is not None and one.state == "ready" and one.policy.lanes:
-                ask = Ask(request_id="describe", parts=[], headers={"describe": "True", "explain": "False"})
+                ask = HandlerRequest(request_id="describe", parts=[], headers={"describe": "True", "explain": "False"})
                 answer = await one.handler.handle(ask, alone=True, loose=True)
                 body = answer.body if answer.pieces is None else await answer.pieces.whole()
                 facts["customizedMetadata"] = _decode(body)

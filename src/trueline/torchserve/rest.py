@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from trueline.errors import RequestError
 from trueline.serve import json_records
-from trueline.serve.handlers import request as bodies
-from trueline.serve.handlers.response import encode_answer, reply
+from trueline.serve.handlers import messages
+from trueline.serve.handlers.messages import encode_answer, reply
 from trueline.serve.protocols import mlflow, openapi
 from trueline.serve.protocols.dispatch import PREDICT_METHODS, PRIORITY_HEADER
 from trueline.serve.protocols.errors import NO_METHOD, allow, check_media, json
@@ -29,9 +29,8 @@ from trueline.version import __version__
 from trueline.web.messages import JSON, Request, Response, query_of
 
 if TYPE_CHECKING:
-    from trueline.serve.models.servable import Answer as Outcome
-    from trueline.serve.models.servable import Outputs
-    from trueline.serve.protocols.dispatch import Answer, Dispatch, RouteHandler
+    from trueline.serve.models.servable import HandlerAnswer, Outputs
+    from trueline.serve.protocols.dispatch import Dispatch, HandlerAnswer, RouteHandler
     from trueline.torchserve.workflows.registry import Workflows
 
 
@@ -79,7 +78,7 @@ class TorchServeRoutes:
         if self._workflows is None:
             raise UnknownWorkflow(name)
         found = self._workflows.find(name)
-        ask = bodies.read(request, explain=False)
+        ask = messages.decode_request(request, explain=False)
         return self._dispatch.respond(request.path, found.predict(ask, strict=self._strict), _of_workflow)
 
     def _invoke(self, request: Request) -> Answer:
@@ -119,7 +118,7 @@ class TorchServeRoutes:
         return self._dispatch.ask(request, found, inputs, None, encode, began, request.headers.get(PRIORITY_HEADER))
 
 
-def _answers(given: json_records.Records, outputs: Outputs) -> Response:
+def _answers(given: json_records.JsonRecords, outputs: Outputs) -> Response:
     return reply(200, json_records.encode(outputs, single=given.single))
 
 
@@ -127,7 +126,7 @@ def _predictions(rows: v1.Rows, outputs: Outputs) -> Response:
     return Response(200, v1.encode(outputs, rows))
 
 
-def _of_workflow(answer: Outcome) -> Response:
+def _of_workflow(answer: HandlerAnswer) -> Response:
     """What the last node answered; TorchServe calls it JSON, whatever it is, and here a handler may say otherwise."""
     made = encode_answer(answer)
     made.content_type = made.content_type or JSON

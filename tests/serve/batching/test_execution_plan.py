@@ -17,7 +17,7 @@ from trueline.errors import BundleError, NotProven
 from trueline.serve.batching import execution_plan as plan
 from trueline.serve.batching.execution_plan import batch_symbol, draw_up
 from trueline.serve.batching.row_independence import fit, neighbours_matter
-from trueline.serve.models.loader import Way, load
+from trueline.serve.models.loader import RuntimeOptions, load
 from worlds import bundles
 from worlds.bundles import spec
 from worlds.servers import load_as_if
@@ -137,19 +137,19 @@ def test_one_run_that_something_else_held_up_does_not_decide(monkeypatch: pytest
 
 def test_a_wrong_golden_answer_is_not_proven_here(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="golden example '4'"):
-        load(bundles.double_plus(tmp_path / "b", wrong=True), Way(), max_batch=64)
+        load(bundles.double_plus(tmp_path / "b", wrong=True), RuntimeOptions(), max_batch=64)
 
 
 def test_a_bundle_other_than_the_registered_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="the registry names"):
-        load(bundles.double_plus(tmp_path / "b"), Way(), max_batch=64, digest="0" * 64)
+        load(bundles.double_plus(tmp_path / "b"), RuntimeOptions(), max_batch=64, digest="0" * 64)
 
 
 def test_a_program_that_takes_one_record_after_the_other_is_not_kept_waiting_for_company(tmp_path: Path) -> None:
     plain = bundles.double_plus(tmp_path / "plain")
     entry = msgspec.structs.replace(plain.program(), notes=fallbacks.BY_RECORDS)
     told = Bundle(path=plain.path, manifest=msgspec.structs.replace(plain.manifest, programs=(entry,)))
-    alone, together = (load(bundle, Way(), max_batch=64).plan for bundle in (told, plain))
+    alone, together = (load(bundle, RuntimeOptions(), max_batch=64).plan for bundle in (told, plain))
     assert together.batch
     assert not alone.batch
     assert "one record after the other" in alone.why

@@ -16,20 +16,18 @@ from typing import Any
 import pytest
 
 from trueline.errors import RequestError, TooLarge
-from trueline.serve.handlers import archive, entry_point, framing, workdir
+from trueline.serve.handlers import archive, entry_point, framing, messages, workdir
 from trueline.serve.handlers import config as plan
-from trueline.serve.handlers import request as body
 from trueline.serve.handlers.archive import ArchiveError, name_in_store
 from trueline.serve.handlers.loader import ArchiveLoader, CodeNotAllowed
+from trueline.serve.handlers.messages import encode_answer
 from trueline.serve.handlers.metrics import MAX_SERIES, Measures
-from trueline.serve.handlers.response import encode_answer
-from trueline.serve.handlers.result import HandlerFailed
-from trueline.serve.handlers.worker import _answer
+from trueline.serve.handlers.worker import HandlerFailed, _answer
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Found, How
+from trueline.serve.models.loader import ResolvedSource, VersionOptions
 from trueline.serve.models.model_store import Store
-from trueline.serve.models.servable import Answer
+from trueline.serve.models.servable import HandlerAnswer
 from trueline.torchserve.compat.ts.context import Context, RequestProcessor
 from trueline.torchserve.compat.ts.metrics.dimension import Dimension
 from trueline.torchserve.compat.ts.metrics.metric_type_enum import MetricTypes
@@ -110,7 +108,7 @@ def request(content: bytes, kind: str = "", **headers: str) -> Request:
 
 
 def test_a_plain_body_is_the_parameter_body_and_the_servers_token_stays_with_the_server() -> None:
-    ask = body.read(
+    ask = messages.decode_request(
         request(b"[1]", "application/json", authorization="Bearer x", **{"x-mine": "1"}), explain=True, url_path="a/b"
     )
     assert list(ask.parts) == [("body", "application/json", b"[1]")]
@@ -123,27 +121,27 @@ def test_each_part_of_a_form_is_a_parameter_by_its_name() -> None:
         b"\xff\xd8\r\n\xff\r\n"
         b'--b\r\nContent-Disposition: form-data; name="target"\r\n\r\n7\r\n--b--\r\n'
     )
-    ask = body.read(request(text, "multipart/form-data; boundary=b"), explain=False)
+    ask = messages.decode_request(request(text, "multipart/form-data; boundary=b"), explain=False)
     assert list(ask.parts) == [("data", "image/jpeg", b"\xff\xd8\r\n\xff"), ("target", "", b"7")]
-    coded = body.read(request(b"data=a%20b&target=", "application/x-www-form-urlencoded"), explain=False)
+    coded = messages.decode_request(request(b"data=a%20b&target=", "application/x-www-form-urlencoded"), explain=False)
     assert list(coded.parts) == [("data", "", b"a b"), ("target", "", b"")]
-    curled = body.read(request(b'{"x": [1, 2]}', "application/x-www-form-urlencoded"), explain=False)
+    curled = messages.decode_request(request(b'{"x": [1, 2]}', "application/x-www-form-urlencoded"), explain=False)
     assert [part[0] for part in curled.parts] == ["body"]
 
 
 def test_torchserves_older_routes_pass_the_query_on_as_parameters() -> None:
-    assert [part[0] for part in body.read(request(b"[1]"), explain=False).parts] == ["body"]
-    both = body.read(request(b"[1]", "application/json"), explain=False, query=True)
+    assert [part[0] for part in messages.decode_request(request(b"[1]"), explain=False).parts] == ["body"]
+    both = messages.decode_request(request(b"[1]", "application/json"), explain=False, query=True)
     assert list(both.parts) == [("body", "application/json", b"[1]"), ("a", "", b"1")]
-    assert list(body.read(request(b""), explain=False, query=True).parts) == [("a", "", b"1")]
-    form = body.read(request(b"data=x", "application/x-www-form-urlencoded"), explain=False, query=True)
+    assert list(messages.decode_request(request(b""), explain=False, query=True).parts) == [("a", "", b"1")]
+    form = messages.decode_request(request(b"data=x", "application/x-www-form-urlencoded"), explain=False, query=True)
     assert [part[0] for part in form.parts] == ["data", "a"]
 
 
 def test_forms_that_are_torn_or_endless_are_a_clients_fault() -> None:
     part = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n'
     with pytest.raises(RequestError, match="needs the boundary"):
-        body.read(request(part, "multipart/form-data"), explain=False)
+        messages.decode_request(request(part, "multipart/form-data"), explain=False)
     for text in (
         b"",
         part,
@@ -151,9 +149,9 @@ def test_forms_that_are_torn_or_endless_are_a_clients_fault() -> None:
         b"--b\r\nContent-Disposition: form-data\r\n\r\n1\r\n--b--",
     ):
         with pytest.raises(RequestError, match="form"):
-            body.read(request(text, "multipart/form-data; boundary=b"), explain=False)
+            messages.decode_request(request(text, "multipart/form-data; boundary=b"), explain=False)
     with pytest.raises(TooLarge, match="more than 256 parts"):
-        body.read(request(part * 300 + b"--b--\r\n", "multipart/form-data; boundary=b"), explain=False)
+        messages.decode_request(request(part * 300 + b"--b--\r\n", "multipart/form-data; boundary=b"), explain=False)
 
 
 # plans and batches
@@ -193,7 +191,7 @@ class Waiting:
 
 
 def test_a_full_batch_goes_at_once_and_one_that_is_not_waits_for_its_oldest() -> None:
-    made = plan.Plan(handler="h", batch_size=3, max_batch_delay_s=1.0)
+    made = plan.HandlerPlan(handler="h", batch_size=3, max_batch_delay_s=1.0)
     queue = [Waiting(10.0), Waiting(10.5)]
     assert plan.gather([], now=0.0, plan=made) == (0, None)
     assert plan.gather(queue, now=10.9, plan=made) == (0, 11.0)
@@ -207,10 +205,10 @@ def test_a_full_batch_goes_at_once_and_one_that_is_not_waits_for_its_oldest() ->
 
 
 def test_an_answer_has_a_content_type_only_if_the_handler_names_one() -> None:
-    plain = render(encode_answer(Answer(body=b"x")), None, date=b"", close=False)
+    plain = render(encode_answer(HandlerAnswer(body=b"x")), None, date=b"", close=False)
     assert b"content-type" not in plain
     assert plain.startswith(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n")
-    told = encode_answer(Answer(body=b"x", status=299, headers={"content-type": "image/png", "x-a": "1"}))
+    told = encode_answer(HandlerAnswer(body=b"x", status=299, headers={"content-type": "image/png", "x-a": "1"}))
     assert b"HTTP/1.1 299 \r\ncontent-type: image/png\r\n" in render(told, None, date=b"", close=False)
     assert b"x-a: 1\r\n" in told.headers
 
@@ -360,7 +358,7 @@ def test_a_handler_that_is_not_there_is_named(load: Callable[[str, str], Any], t
 
 @pytest.mark.parametrize("prefix", [workdir.PREFIX, workdir.WEIGHTS])
 def test_a_folder_that_a_killed_server_left_is_deleted_and_one_that_is_held_is_not(tmp_path: Path, prefix: str) -> None:
-    held = workdir.Place(tmp_path, prefix=prefix)
+    held = workdir.WorkDir(tmp_path, prefix=prefix)
     left = tmp_path / f"{prefix}left"
     (left / "inner").mkdir(parents=True)
     (tmp_path / "other").mkdir()
@@ -390,9 +388,9 @@ def test_without_allow_code_an_archive_is_refused_and_nothing_of_it_runs(tmp_pat
             return work()
 
         loop = asyncio.get_running_loop()
-        fleet = Fleet(Models(), loop, in_thread, loaders=[ArchiveLoader(How(), None, loop, in_thread)])
+        fleet = Fleet(Models(), loop, in_thread, loaders=[ArchiveLoader(VersionOptions(), None, loop, in_thread)])
         with pytest.raises(CodeNotAllowed, match=r"'a\.mar' is a model archive whose handler is code") as refused:
-            await fleet.load(Found(path=path), "noop", "1.0", source="a.mar")
+            await fleet.load(ResolvedSource(path=path), "noop", "1.0", source="a.mar")
         assert (refused.value.status, "--allow-code" in refused.value.hint) == (403, True)
         assert fleet.models.names() == []
 

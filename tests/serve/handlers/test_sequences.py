@@ -15,8 +15,8 @@ from trueline.errors import RequestError
 from trueline.serve.handlers import config as plans
 from trueline.serve.handlers import sequences
 from trueline.serve.handlers.archive import ArchiveError, Manifest
-from trueline.serve.handlers.config import Plan, Terms
-from trueline.serve.handlers.sequences import Part, Refusal, Sequences
+from trueline.serve.handlers.config import HandlerPlan, Terms
+from trueline.serve.handlers.sequences import Refusal, SequencePart, Sequences
 from trueline.torchserve.compat.ts.context import Context, RequestProcessor
 
 MANIFEST = Manifest(model="noop", version="1.0", handler="noop.py")
@@ -31,12 +31,12 @@ CONFIG = {
 
 @dataclass(eq=False)
 class Job:
-    part: Part | None
+    part: SequencePart | None
     since: float = 0.0
     alone: bool = False
 
 
-def plan(**config: Any) -> Plan:
+def plan(**config: Any) -> HandlerPlan:
     return plans.draw_up(MANIFEST, CONFIG | config, {})
 
 
@@ -55,7 +55,7 @@ class World:
         return job
 
     def tried(self, name: str, *, start: bool = False, end: bool = False) -> tuple[Job, Refusal | None]:
-        job = Job(Part(name, start, end), self.now)
+        job = Job(SequencePart(name, start, end), self.now)
         return job, self.sequences.join(job, now=self.now, room=3)
 
     def take(self, worker: int, *workers: int) -> list[Job]:
@@ -63,7 +63,7 @@ class World:
         return self.sequences.take(worker, now=self.now, plan=self.plan)[0]
 
     def answer(self, worker: int, jobs: list[Job], *closed: str) -> list[Job]:
-        return [job for job, _ in self.sequences.answered(worker, jobs, closed, now=self.now)]
+        return [job for job, _ in self.sequences.finish(worker, jobs, closed, now=self.now)]
 
     def pass_s(self, seconds: float) -> list[Job]:
         self.now += seconds
@@ -168,7 +168,7 @@ def test_a_sequence_that_is_idle_or_lasts_too_long_expires_and_frees_its_place()
 
 def test_an_id_is_as_new_when_its_end_is_long_past_but_one_that_the_server_made_never() -> None:
     world = World()
-    made = sequences.part_of({}).id
+    made = sequences.read_part({}).id
     for name in ("a", made):
         world.ask(name, start=True, end=True)
     assert len(world.answer(0, world.take(0))) == 0
@@ -187,7 +187,7 @@ def test_what_a_dead_worker_remembered_is_lost_and_what_it_had_not_begun_is_not(
     world.take(0)
     behind, fresh = world.ask("a"), world.ask("b")
     world.sequences.place([0])
-    dropped = world.sequences.lost(0, now=world.now)
+    dropped = world.sequences.drop_worker(0, now=world.now)
     assert [(job, refused.why) for job, refused in dropped] == [(behind, "sequence 'a' was lost with its worker")]
     assert world.answer(0, [running]) == []
     _, late = world.tried("a")
@@ -196,7 +196,7 @@ def test_what_a_dead_worker_remembered_is_lost_and_what_it_had_not_begun_is_not(
     assert world.take(1) == [fresh]
     again = world.ask("a", start=True, end=True)
     assert world.take(2, 2) == [again]
-    world.answer(2, [running, Job(Part("a", end=True))])
+    world.answer(2, [running, Job(SequencePart("a", end=True))])
     assert world.sequences.num_open == 2, "an answer of the life before does not end this one"
 
 
@@ -219,18 +219,20 @@ def test_a_request_that_is_taken_back_leaves_no_gap_that_keeps_others_waiting() 
 
 
 def test_a_request_says_its_sequence_in_headers_and_one_that_says_none_begins_one() -> None:
-    assert sequences.part_of({"ts_request_sequence_id": "a", "ts_request_sequence_start": "True"}) == Part("a", True)
-    made = sequences.part_of({"ts_request_sequence_start": "false"})
+    assert sequences.read_part({"ts_request_sequence_id": "a", "ts_request_sequence_start": "True"}) == SequencePart(
+        "a", True
+    )
+    made = sequences.read_part({"ts_request_sequence_start": "false"})
     assert re.fullmatch(r"ts-seq-[0-9a-f-]{36}", made.id)
     assert (made.start, made.end) == (True, False)
     for name in ("a\nb", "x" * 129):
         with pytest.raises(RequestError, match="up to 128 printable characters"):
-            sequences.part_of({"ts_request_sequence_id": name})
+            sequences.read_part({"ts_request_sequence_id": name})
 
 
 def test_a_handler_finds_its_sequence_in_the_context() -> None:
     context = Context("noop", "/m", {}, 1, None, "1")
-    headers = sequences.told(Part("a", start=True))
+    headers = sequences.encode_headers(SequencePart("a", start=True))
     context.request_processor = [RequestProcessor(headers)]
     assert context.get_sequence_id(0) == "a"
     assert context.get_request_header(0, context.header_key_sequence_start) == "true"
@@ -243,10 +245,10 @@ def test_a_handler_finds_its_sequence_in_the_context() -> None:
 def test_an_archive_is_stateful_by_its_configuration() -> None:
     made = plan()
     assert made.sequences == Terms(max_idle_s=10.0, timeout_s=60.0, max_sequences=3, queue_size=2)
-    assert plans.ignored(CONFIG | {"useVenv": True}, made) == ["useVenv"]
+    assert plans.find_ignored(CONFIG | {"useVenv": True}, made) == ["useVenv"]
     plain = plan(sequenceBatching=False)
     assert plain.sequences is None
-    assert set(plans.ignored(CONFIG, plain)) == set(plans.OF_SEQUENCES)
+    assert set(plans.find_ignored(CONFIG, plain)) == set(plans.OF_SEQUENCES)
     for config, words in [
         ({"sequenceBatching": True, "sequenceMaxIdleMSec": 0}, "'sequenceMaxIdleMSec'"),
         ({"sequenceBatching": "yes"}, "true or false, not 'yes'"),
@@ -283,7 +285,7 @@ class Anything(RuleBasedStateMachine):
 
     @rule(name=NAMES, start=st.booleans(), end=st.booleans(), alone=st.booleans())
     def request(self, name: str, start: bool, end: bool, alone: bool) -> None:
-        job = Job(Part(name, start, end), self.world.now, alone)
+        job = Job(SequencePart(name, start, end), self.world.now, alone)
         refused = self.world.sequences.join(job, now=self.world.now, room=3)
         self.fates[job] = "refused" if refused else "waits"
         self.numbers[job] = len(self.numbers)
@@ -329,7 +331,7 @@ class Anything(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS))
     def die(self, worker: int) -> None:
         self.settle(self.batches.pop(worker, []), "died")
-        self.settle([job for job, _ in self.world.sequences.lost(worker, now=self.world.now)], "dropped")
+        self.settle([job for job, _ in self.world.sequences.drop_worker(worker, now=self.world.now)], "dropped")
         self.home = {name: where for name, where in self.home.items() if where != worker}
         assert self.world.sequences.on(worker) == 0
 

@@ -14,7 +14,7 @@ from conformance.servable import *  # noqa: F403 - the shared tests
 from conformance.servable import ServableWorld, turns
 from trueline.serve.handlers.archive import Archive, Manifest
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.models.servable import Ask, Servable
+from trueline.serve.models.servable import HandlerRequest, Servable
 from worlds.servables import FakeWorker, fake_workers
 
 
@@ -39,7 +39,7 @@ class HandlerWorld:
         if handler is None:
             servable.check_ready()
         assert handler is not None
-        return handler.handle(Ask(request_id=str(time.monotonic_ns()), parts=[], headers={}))
+        return handler.handle(HandlerRequest(request_id=str(time.monotonic_ns()), parts=[], headers={}))
 
     async def release(self, servable: Servable) -> None:
         for _ in range(4):

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
-from trueline.serve.handlers.config import Plan
+from trueline.serve.handlers.config import HandlerPlan
 from trueline.serve.handlers.pool import Pool
-from trueline.serve.handlers.result import HandlerFailed, StartFailed
-from trueline.serve.handlers.worker import Launch, Limits
-from trueline.serve.models.servable import Answer, Ask
+from trueline.serve.handlers.worker import HandlerFailed, Launch, Limits, StartFailed
+from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from worlds import archives
 
 pytestmark = pytest.mark.slow
@@ -87,13 +86,15 @@ def launch(tmp_path: Path, code: str = MANY, limits: Limits | None = None, **pla
         version="1.0",
         folder=folder,
         config_file="model-config.yaml",
-        plan=replace(Plan(handler="noop.py", max_batch_delay_s=0.0), **plan),
+        plan=replace(HandlerPlan(handler="noop.py", max_batch_delay_s=0.0), **plan),
         limits=limits or Limits(),
     )
 
 
-def ask(act: str = "", content: bytes = b"", kind: str = "", **headers: str) -> Ask:
-    return Ask(request_id="r", parts=[("act", "text/plain", act.encode()), ("body", kind, content)], headers=headers)
+def ask(act: str = "", content: bytes = b"", kind: str = "", **headers: str) -> HandlerRequest:
+    return HandlerRequest(
+        request_id="r", parts=[("act", "text/plain", act.encode()), ("body", kind, content)], headers=headers
+    )
 
 
 def in_pool(told: Launch, act: Callable[[Pool], Awaitable[None]], workers: int = 1, **options: Any) -> None:
@@ -136,7 +137,7 @@ def test_every_outcome_of_a_handler_is_answered_as_torchserve_does(tmp_path: Pat
         large = os.urandom(3_000_000)
         assert (await pool.submit(ask("large", large))).body == large[::-1]
         assert (await pool.submit(ask("torch"))).body == b"false", "a handler without torch runs without torch"
-        pieces: list[Answer] = []
+        pieces: list[HandlerAnswer] = []
         told = ask("pieces")
         told.on_piece = pieces.append
         assert (await pool.submit(told)).body == b"three"
@@ -242,7 +243,7 @@ def test_a_full_queue_refuses_and_scaling_to_nothing_answers_those_that_wait(tmp
             pool.submit(ask("torch"))
         pool.scale(0)
         assert [(await one).body for one in asked] == [b"false"] * 3
-        await pool.emptied()
+        await pool.wait_empty()
         assert (pool.num_workers, pool.workers()) == (0, [])
 
     in_pool(launch(tmp_path, queue_size=2), act)
@@ -326,9 +327,9 @@ WRAPPED = """
 """
 
 
-def posted(value: Any, kind: str = "application/json", **headers: str) -> Ask:
+def posted(value: Any, kind: str = "application/json", **headers: str) -> HandlerRequest:
     content = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return Ask(request_id="r7", parts=[("body", kind, content)], headers={"explain": "False"} | headers)
+    return HandlerRequest(request_id="r7", parts=[("body", kind, content)], headers={"explain": "False"} | headers)
 
 
 def test_what_is_around_the_data_is_taken_off_and_put_on_for_every_request_of_a_batch(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def served(*versions: str, model: str = "tiny") -> Models:
     """A model of ready versions, the first of which is its default."""
     models = Models()
     for version in versions:
-        models.put(ProgramVersion(model=model, version=version, state="ready"))
+        models.show(ProgramVersion(model=model, version=version, state="ready"))
     return models
 
 
@@ -96,7 +96,7 @@ def remembers(models: Models) -> Callable[[], bool]:
 def test_every_act_that_sends_requests_elsewhere_ends_what_is_remembered() -> None:
     models = served("1", "2")
     changed = remembers(models)
-    models.put(ProgramVersion(model="tiny", version="2", state="ready"))
+    models.show(ProgramVersion(model="tiny", version="2", state="ready"))
     assert changed()
     models.set_default("tiny", "2")
     assert changed()
@@ -122,7 +122,7 @@ def test_what_leads_to_one_version_alone_is_a_name_or_the_default_and_no_split()
     models.set_split("tiny", Split({"1": 1}))
     assert not models.leads_to(first, "tiny", None)
     assert models.leads_to(first, "tiny", "1")
-    models.put(ProgramVersion(model="tiny", version="1", state="ready"))
+    models.show(ProgramVersion(model="tiny", version="1", state="ready"))
     assert not models.leads_to(first, "tiny", "1")
 
 
@@ -154,7 +154,7 @@ def test_a_server_is_ready_when_every_default_is_and_while_it_runs_also_when_one
     state: str, at_start: bool, later: bool
 ) -> None:
     models = served("1", "2")
-    models.put(ProgramVersion(model="other", version="1", state=state))  # type: ignore[arg-type]
+    models.show(ProgramVersion(model="other", version="1", state=state))  # type: ignore[arg-type]
     models.find("tiny", "2").state = "failed"  # not the default: the server is ready without it
     assert models.ready is at_start
     models.started = True

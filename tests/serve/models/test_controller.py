@@ -234,7 +234,7 @@ def test_a_restart_brings_back_versions_default_split_and_workers(bundle_store: 
     split = second.models.split("pair")
     assert split is not None
     assert dict(split.weights) == {"1": 1.0, "2": 9.0}
-    assert second.fleet.wanted() == desired_state.read(state)
+    assert second.fleet.desired_state() == desired_state.read(state)
     second.close()
 
 
@@ -254,7 +254,7 @@ def test_a_bundle_that_was_exchanged_since_is_not_restored_and_not_forgotten(
     assert missing[0].startswith("tiny version 1:")
     assert not second.models.ready
     assert second.ask("POST", "/predictions/tiny", b"[1, 2, 3]")[0] == 503
-    assert second.fleet.wanted() == desired_state.read(state)
+    assert second.fleet.desired_state() == desired_state.read(state)
     second.close()
 
 
@@ -277,7 +277,7 @@ def test_a_bundle_that_vanishes_from_the_store_is_served_on_and_missed_where_it_
     assert missing == ["tiny version 1: Model not found at: tiny.bundle"]
     assert later.ask("GET", "/v2/health/ready")[0] == 503
     assert later.ask("POST", "/predictions/tiny", b"[1, 2, 3]")[0] == 503
-    assert later.fleet.wanted() == desired_state.read(state), "it is wanted on"
+    assert later.fleet.desired_state() == desired_state.read(state), "it is wanted on"
     later.close()
 
 
@@ -316,13 +316,13 @@ def test_an_act_that_cannot_be_written_down_is_undone(
         raise StorageError("no space left on the device")
 
     monkeypatch.setattr(files, "write_atomic", full)
-    before = app.fleet.wanted()
+    before = app.fleet.desired_state()
     assert app.manage("POST", "/models?url=tiny.bundle")[0] >= 400
     assert app.manage("PUT", "/models/pair/2/set-default")[0] >= 400
     assert app.manage("PUT", "/models/pair/split?1=1&2=1")[0] >= 400
     assert app.manage("PUT", "/models/pair/1?min_worker=5")[0] >= 400
     assert app.manage("DELETE", "/models/pair")[0] >= 400
-    assert app.fleet.wanted() == before
+    assert app.fleet.desired_state() == before
     assert app.models.find("pair", "1").policy.lanes == 1
     assert app.ask("POST", "/predictions/pair", b"[1, 2, 3]")[0] == 200
     app.close()
@@ -351,7 +351,7 @@ def test_a_state_file_that_is_none_is_one_clear_error(tmp_path: Path, text: str,
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(UsageError, match=words):
         desired_state.read(tmp_path / "s.json")
-    assert desired_state.read(tmp_path / "absent.json") == desired_state.Wanted()
+    assert desired_state.read(tmp_path / "absent.json") == desired_state.DesiredState()
 
 
 def test_statistics_and_configuration_are_what_tritons_tools_read(store_app: StoreApp) -> None:

@@ -13,17 +13,17 @@ import pytest
 
 from trueline.errors import StorageError, UsageError
 from trueline.serve.models import desired_state
-from trueline.serve.models.desired_state import Keeper, Wanted, WantedModel, WantedVersion, WantedWorkflow
+from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion, DesiredWorkflow, Keeper
 
 
-def model(*versions: str, workers: int = 1) -> WantedModel:
+def model(*versions: str, workers: int = 1) -> DesiredModel:
     """A model of `versions`, the first of which is the default."""
-    made = {version: WantedVersion(source=f"{version}.bundle", digest="ab", workers=workers) for version in versions}
-    return WantedModel(versions=made, default=versions[0])
+    made = {version: DesiredVersion(source=f"{version}.bundle", digest="ab", workers=workers) for version in versions}
+    return DesiredModel(versions=made, default=versions[0])
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
-    state = Wanted(models={"a": model("1", "2")}, workflows={"w": WantedWorkflow(source="w.war", digest="cd")})
+    state = DesiredState(models={"a": model("1", "2")}, workflows={"w": DesiredWorkflow(source="w.war", digest="cd")})
     desired_state.write(tmp_path / "served.json", state)
     assert desired_state.read(tmp_path / "served.json") == state
 
@@ -32,14 +32,14 @@ def test_a_state_that_cannot_be_written_leaves_the_file_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "served.json"
-    desired_state.write(path, Wanted(models={"a": model("1")}))
+    desired_state.write(path, DesiredState(models={"a": model("1")}))
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match="no room left"):
-        desired_state.write(path, Wanted(models={"a": model("2")}))
+        desired_state.write(path, DesiredState(models={"a": model("2")}))
     assert desired_state.read(path).models["a"].default == "1"
     assert [one.name for one in tmp_path.iterdir()] == ["served.json"]
 
@@ -54,7 +54,7 @@ def test_a_keeper_writes_its_own_changes_and_what_others_wrote_stays(tmp_path: P
     assert {name: found.default for name, found in desired_state.read(path).models.items()} == {"a": "2", "b": "1"}
     one.keep({})
     assert set(desired_state.read(path).models) == {"b"}
-    Keeper(path, "workflows").keep({"w": WantedWorkflow(source="w.war", digest="cd")})
+    Keeper(path, "workflows").keep({"w": DesiredWorkflow(source="w.war", digest="cd")})
     found = desired_state.read(path)
     assert (set(found.models), set(found.workflows)) == ({"b"}, {"w"})
 
@@ -63,7 +63,7 @@ def test_what_has_not_changed_is_not_written_again_over_what_another_made_of_it(
     path = tmp_path / "served.json"
     one = Keeper(path, "models")
     one.keep({"a": model("1"), "b": model("1")})
-    desired_state.write(path, Wanted(models={"a": model("9"), "b": model("1")}))
+    desired_state.write(path, DesiredState(models={"a": model("9"), "b": model("1")}))
     one.keep({"a": model("1"), "b": model("2")})
     assert {name: found.default for name, found in desired_state.read(path).models.items()} == {"a": "9", "b": "2"}
 
@@ -110,7 +110,7 @@ def test_one_writes_while_all_others_wait(tmp_path: Path) -> None:
                 return False
             return True
 
-    with desired_state.locked(path):
+    with desired_state.lock_file(path):
         assert not free()
     assert free()
 

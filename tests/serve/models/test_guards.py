@@ -17,7 +17,7 @@ from trueline.bundle import Dim, Golden, Signature
 from trueline.bundle.guards import Guard
 from trueline.serve.batching.policy import Policy
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.loader import Way, load
+from trueline.serve.models.loader import RuntimeOptions, load
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.extension import TorchServe
 from trueline.web.messages import Request, Response
@@ -48,7 +48,7 @@ def pairs(out: Path) -> Any:
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     loop, pool, models = asyncio.new_event_loop(), ThreadPoolExecutor(1), Models()
-    loaded = load(pairs(tmp_path_factory.mktemp("pairs") / "b"), Way(threads=1), max_batch=8)
+    loaded = load(pairs(tmp_path_factory.mktemp("pairs") / "b"), RuntimeOptions(threads=1), max_batch=8)
     models.add("tiny", "1").make_ready(loaded, Policy(), pool, loop)
     routes = Routes(models, loop, extension=TorchServe())
 

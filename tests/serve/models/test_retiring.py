@@ -17,21 +17,21 @@ from trueline.serve import host
 from trueline.serve.batching.execution_plan import Plan
 from trueline.serve.batching.policy import Policy
 from trueline.serve.batching.queue import Batcher
-from trueline.serve.handlers.config import Plan as HandlerPlan
+from trueline.serve.handlers.config import HandlerPlan
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Launch
 from trueline.serve.models.catalog import Models, UnknownModel
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Found, Refused
+from trueline.serve.models.loader import Refused, ResolvedSource
 from trueline.serve.models.model_store import Store
-from trueline.serve.models.servable import Ask, Loaded
+from trueline.serve.models.servable import HandlerRequest, Loaded
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import ProgramVersion
 from trueline.serve.models.watchers import AliasFollower
 from trueline.serve.process.signals import Stop
 from trueline.serve.protocols.oip.rest import Repository
-from trueline.serve.traffic.canary import Rule
+from trueline.serve.traffic.canary import CanaryRule
 from trueline.serve.traffic.rollout import Traffic
 from worlds.servables import FakeWorker, Gated, fake_workers, handler
 
@@ -55,7 +55,9 @@ class House:
     async def load(self, version: str, session: Gated) -> ProgramVersion:
         """Serves `session` as a version of `tiny`, in the place of one of the same name."""
         self.next.append(session)
-        return await self.fleet.load(Found(path=Path("tiny.bundle")), "tiny", version, source="", replace_it=True)
+        return await self.fleet.load(
+            ResolvedSource(path=Path("tiny.bundle")), "tiny", version, source="", replace_it=True
+        )
 
     async def begun(self, session: Gated) -> None:
         assert await asyncio.to_thread(session.entered.wait, 100)
@@ -122,7 +124,7 @@ def test_what_waits_and_has_not_begun_is_answered_too_when_its_version_is_replac
         old = await house.load("1", slow)
         house.next.append(fast)
         rollout = house.loop.create_task(
-            house.fleet.load(Found(path=Path("tiny.bundle")), "tiny", "1", source="", replace_it=True)
+            house.fleet.load(ResolvedSource(path=Path("tiny.bundle")), "tiny", "1", source="", replace_it=True)
         )
         asked = [ask(old, value) for value in range(13)]  # nothing of it has reached a thread
         await rollout
@@ -181,7 +183,9 @@ def test_the_version_that_an_alias_leaves_answers_what_it_was_asked() -> None:
         asked = [ask(old, value) for value in range(3)]
         await house.begun(slow)
         house.next.append(fast)
-        moved = house.loop.create_task(follower.moved(Found(path=Path("tiny.bundle"), name="tiny", version="2")))
+        moved = house.loop.create_task(
+            follower.move_to(ResolvedSource(path=Path("tiny.bundle"), name="tiny", version="2"))
+        )
         await house.turns()
         assert (house.models.default("tiny"), house.models.versions("tiny")) == ("2", ["2"])
         assert (old.state, moved.done()) == ("ready", False)
@@ -270,7 +274,7 @@ def test_a_canary_that_gives_its_traffic_back_answers_what_it_was_asked_and_stay
         await house.load("1", first)
         canary = await house.load("2", slow)
         traffic = Traffic(house.fleet, house.loop)
-        traffic.begin_canary("tiny", "2", 0.5, Rule())
+        traffic.begin_canary("tiny", "2", 0.5, CanaryRule())
         asked = [ask(canary, value) for value in range(2)]
         await house.begun(slow)
         traffic.end_canary("tiny")
@@ -301,8 +305,8 @@ def test_a_short_request_that_is_held_for_the_end_of_the_turn_keeps_its_version(
 # handlers
 
 
-def request(name: str) -> Ask:
-    return Ask(request_id=name, parts=[], headers={})
+def request(name: str) -> HandlerRequest:
+    return HandlerRequest(request_id=name, parts=[], headers={})
 
 
 async def turns() -> None:
@@ -426,7 +430,7 @@ def test_a_handlers_request_that_is_withdrawn_is_not_run_and_makes_room(monkeypa
             await turns()
         assert [one.request_id for asks in workers[0].asked for one in asks] == ["runs", "last"]
         assert (running.result().body, last.result().body) == (b"runs", b"last")
-        await asyncio.wait_for(pool.emptied(), 100)
+        await asyncio.wait_for(pool.wait_empty(), 100)
 
     play_handler(monkeypatch, scene)
 
@@ -489,7 +493,7 @@ def test_a_version_whose_taking_over_cannot_be_written_down_leaves_the_old_one_w
         first.gate.set()
         second.gate.set()
         old = await house.load("1", first)
-        before = house.fleet.wanted()
+        before = house.fleet.desired_state()
 
         def full() -> None:
             raise StorageError("no space left on the device")
@@ -499,7 +503,7 @@ def test_a_version_whose_taking_over_cannot_be_written_down_leaves_the_old_one_w
             with pytest.raises(Refused):
                 await house.load("1", second)
         assert house.models.find("tiny") is old
-        assert house.fleet.wanted() == before
+        assert house.fleet.desired_state() == before
         assert await answers([ask(old, 1)]) == [2.0]
         with monkeypatch.context() as patched:
             patched.setattr(house.fleet, "_keep", full)
@@ -563,7 +567,7 @@ def test_a_handlers_request_that_waits_for_company_is_answered_before_its_worker
         pool = planned(batch_size=2, max_batch_delay_s=1000.0)
         await pool.begin(1)
         first = pool.submit(request("a"))
-        empty = pool.emptied()
+        empty = pool.wait_empty()
         pool.scale(0)
         await turns()
         assert (empty.done(), workers[0].asked, workers[0].ended.done()) == (False, [], False)

@@ -18,7 +18,7 @@ from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.errors import BundleError, NotProven, UsageError
 from trueline.serve.batching.execution_plan import BY_RECORD
-from trueline.serve.models.loader import Way, load
+from trueline.serve.models.loader import RuntimeOptions, load
 from trueline.torchserve.recipe_archive import archive
 from worlds import servers
 from worlds.recipes import untrained
@@ -94,7 +94,7 @@ def test_a_server_answers_from_the_program_that_it_is_told(path: Path, program: 
 
 
 def test_a_bundle_without_an_onnx_program_is_served(tmp_path: Path) -> None:
-    loaded = load(open_bundle(sealed(tmp_path / "scripted.bundle", ["torchscript"])), Way(), max_batch=8)
+    loaded = load(open_bundle(sealed(tmp_path / "scripted.bundle", ["torchscript"])), RuntimeOptions(), max_batch=8)
     assert loaded.platform == "pytorch_libtorch"
     assert loaded.golden_cases >= 1
     assert loaded.plan.batch, loaded.plan.why
@@ -103,24 +103,24 @@ def test_a_bundle_without_an_onnx_program_is_served(tmp_path: Path) -> None:
 def test_a_program_that_is_not_in_the_bundle_and_a_device_that_is_not_here_are_said(path: Path) -> None:
     bundle = open_bundle(path)
     with pytest.raises(BundleError, match=r"no program in format 'offload' \(has: .*torchscript"):
-        load(bundle, Way(program="offload"), max_batch=8)
+        load(bundle, RuntimeOptions(program="offload"), max_batch=8)
     with pytest.raises(UsageError, match="'cuda:7'"):
-        load(bundle, Way(program="torch_export", device="cuda:7"), max_batch=8)
+        load(bundle, RuntimeOptions(program="torch_export", device="cuda:7"), max_batch=8)
     with pytest.raises(UsageError, match="no precision 'bf16'"):
-        load(bundle, Way(program="onnx", precision="bf16"), max_batch=8)
+        load(bundle, RuntimeOptions(program="onnx", precision="bf16"), max_batch=8)
 
 
 def test_a_precision_in_which_golden_examples_fail_is_refused(path: Path) -> None:
     with pytest.raises(NotProven, match="fails golden example"):
-        load(open_bundle(path), Way(program="torch_export", precision="bf16"), max_batch=8)
+        load(open_bundle(path), RuntimeOptions(program="torch_export", precision="bf16"), max_batch=8)
 
 
 def test_threads_of_torch_are_left_as_they_are_unless_they_are_asked_for(path: Path) -> None:
     before = torch.get_num_threads()
-    load(open_bundle(path), Way(program="torch_export"), max_batch=8)
+    load(open_bundle(path), RuntimeOptions(program="torch_export"), max_batch=8)
     assert torch.get_num_threads() == before
     try:
-        load(open_bundle(path), Way(program="torch_export", threads=1), max_batch=8)
+        load(open_bundle(path), RuntimeOptions(program="torch_export", threads=1), max_batch=8)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -130,7 +130,7 @@ def test_a_model_that_loops_over_its_records_is_served_unbatched_and_says_so(tmp
     bundle = open_bundle(sealed(tmp_path / "looped.bundle", ["onnx", "torch_export"], lambda: EachRow().eval()))
     for format in ("onnx", "torch_export"):
         assert bundle.program(format).by_record
-        plan = load(bundle, Way(program=format, threads=1), max_batch=64).plan
+        plan = load(bundle, RuntimeOptions(program=format, threads=1), max_batch=64).plan
         assert (plan.batch, plan.why) == (False, BY_RECORD)
     with serve.start(bundle.path) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         told = client.get(f"/v2/models/{server.model}").json()["parameters"]

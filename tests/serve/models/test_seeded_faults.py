@@ -21,7 +21,7 @@ from onnx import helper, numpy_helper
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
 from trueline.errors import TruelineError
 from trueline.runtime.compare import compare
-from trueline.serve.models.loader import Way, load
+from trueline.serve.models.loader import RuntimeOptions, load
 from worlds.bundles import Array, bundle, graph, spec
 
 pytestmark = pytest.mark.slow  # hundreds of servers' starts
@@ -338,7 +338,7 @@ def harmful(made: World, spoilt: onnx.ModelProto) -> bool:
 
 def served(path: Path) -> None:
     """What the server does before a version is ready."""
-    load(open_bundle(path), Way(threads=1), max_batch=8)
+    load(open_bundle(path), RuntimeOptions(threads=1), max_batch=8)
 
 
 def test_there_are_at_least_two_hundred_seeded_faults() -> None:
@@ -385,5 +385,5 @@ def test_golden_examples_of_another_version_block_the_one_they_were_packed_with(
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_bundle_that_is_right_is_never_blocked(name: str, seed: int, threads: int, tmp_path: Path) -> None:
     made = WORLDS[name](np.random.default_rng(seed)).sealed(tmp_path / "b")
-    loaded = load(open_bundle(made.path), Way(threads=threads), max_batch=8)
+    loaded = load(open_bundle(made.path), RuntimeOptions(threads=threads), max_batch=8)
     assert loaded.golden_cases == 2

@@ -15,7 +15,7 @@ from onnx import helper
 from trueline import serve
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
 from trueline.runtime.onnx import OnnxSession
-from trueline.serve.models.loader import Way, load
+from trueline.serve.models.loader import RuntimeOptions, load
 from trueline.torchserve.recipe_archive import archive
 from worlds import bundles, servers
 
@@ -86,7 +86,7 @@ def test_a_run_that_is_long_takes_its_process_share_of_the_cores(
     wide_and_thin: Path, most: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
-    loaded = load(open_bundle(wide_and_thin / "wide" / "1.bundle"), Way(most_threads=most), max_batch=8)
+    loaded = load(open_bundle(wide_and_thin / "wide" / "1.bundle"), RuntimeOptions(most_threads=most), max_batch=8)
     assert not loaded.plan.inline_values
     assert isinstance(loaded.session, OnnxSession)
     assert loaded.session._session.get_session_options().intra_op_num_threads == threads

@@ -14,7 +14,7 @@ import pytest
 from trueline.serve.models import desired_state
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Found
+from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.state_sync import Follower
 from worlds import bundles, servers
 
@@ -36,12 +36,12 @@ class Town:
     def _in_thread(self, work: Callable[[], Any]) -> Any:
         return self.loop.run_in_executor(self.pool, work)
 
-    async def find(self, source: str) -> Found:
-        return Found(path=self.folder / source)
+    async def find(self, source: str) -> ResolvedSource:
+        return ResolvedSource(path=self.folder / source)
 
     def load(self, fleet: int, model: str, version: str) -> None:
         source = f"{version}.bundle"
-        found = Found(path=self.folder / source)
+        found = ResolvedSource(path=self.folder / source)
         self.run(self.fleets[fleet].load(found, model, version, source=source))
 
     def run(self, work: Any) -> Any:
@@ -109,9 +109,9 @@ def test_a_version_that_cannot_be_followed_leaves_what_is_served_and_what_is_wan
     town.load(0, "a", "1")
     town.look()
     told = desired_state.read(town.state)
-    bad = desired_state.WantedVersion(source="wrong.bundle", digest="0" * 64)
-    one = desired_state.WantedModel(versions=told.models["a"].versions | {"9": bad}, default="9")
-    desired_state.write(town.state, desired_state.Wanted(models={"a": one}))
+    bad = desired_state.DesiredVersion(source="wrong.bundle", digest="0" * 64)
+    one = desired_state.DesiredModel(versions=told.models["a"].versions | {"9": bad}, default="9")
+    desired_state.write(town.state, desired_state.DesiredState(models={"a": one}))
     town.look()
     assert town.served(1) == {"a": ["1"]}
     assert town.fleets[1].models.default("a") == "1"

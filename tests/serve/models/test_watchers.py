@@ -17,10 +17,10 @@ from trueline.registry.__main__ import watch
 from trueline.registry.add import register
 from trueline.serve import start
 from trueline.serve.models import download
-from trueline.serve.models.loader import Found
-from trueline.serve.models.sources import find
-from trueline.serve.models.watchers import Act, AliasFollower, Ledger, StoreFollower, stamp
-from trueline.serve.settings import Settings, from_arguments, to_arguments
+from trueline.serve.models.loader import ResolvedSource
+from trueline.serve.models.sources import resolve
+from trueline.serve.models.watchers import Act, AliasFollower, StoreFollower, StoreHistory, stamp
+from trueline.serve.settings import ServeSettings, from_arguments, to_arguments
 from worlds import bundles, servers
 from worlds.servers import StoreApp
 from worlds.waiting import until
@@ -43,28 +43,28 @@ def settled(app: StoreApp, follower: StoreFollower) -> None:
 
 
 def test_a_bundle_is_taken_when_it_looks_the_same_twice() -> None:
-    ledger, name = Ledger(), ("digits", "1")
+    ledger, name = StoreHistory(), ("digits", "1")
     assert ledger.look({name: (1, 10, 7)}) == []
     assert ledger.look({name: (2, 20, 7)}) == []  # still being copied
     assert ledger.look({name: (2, 20, 7)}) == [Act("load", name)]
-    ledger.took(name, (2, 20, 7))
+    ledger.note_loaded(name, (2, 20, 7))
     assert ledger.look({name: (2, 20, 7)}) == []
 
 
 def test_one_that_was_refused_is_tried_again_only_when_it_changes() -> None:
-    ledger, name = Ledger(), ("digits", "1")
-    ledger.refuse(name, (1, 10, 7))
+    ledger, name = StoreHistory(), ("digits", "1")
+    ledger.note_refused(name, (1, 10, 7))
     assert [ledger.look({name: (1, 10, 7)}) for _ in range(3)] == [[], [], []]
     assert [ledger.look({name: (2, 10, 8)}) for _ in range(2)] == [[], [Act("load", name)]]
 
 
 def test_one_that_is_away_for_one_look_is_not_taken_away() -> None:
-    ledger, name = Ledger(), ("digits", "1")
-    ledger.took(name, (1, 10, 7))
+    ledger, name = StoreHistory(), ("digits", "1")
+    ledger.note_loaded(name, (1, 10, 7))
     ledger.look({name: (1, 10, 7)})
     assert ledger.look({}) == []
     assert ledger.look({}) == [Act("retire", name)]
-    ledger.left(name)
+    ledger.note_removed(name)
     assert ledger.look({}) == []
 
 
@@ -126,7 +126,7 @@ def test_a_name_that_was_not_asked_for_is_left_alone(bundle_store: Path) -> None
 def test_what_was_loaded_at_start_is_known_and_not_loaded_again(bundle_store: Path) -> None:
     app = StoreApp(bundle_store)
     entry = app.store.of("pair")[0]
-    made = app.run(app.fleet.load(Found(path=entry.path), "pair", "1", source=entry.source))
+    made = app.run(app.fleet.load(ResolvedSource(path=entry.path), "pair", "1", source=entry.source))
     settled(app, StoreFollower(app.fleet, app.store, "all"))
     assert app.models.find("pair", "1") is made
     app.close()
@@ -147,24 +147,24 @@ def test_the_stamp_of_a_bundle_changes_with_its_seal(tmp_path: Path) -> None:
 def test_when_an_alias_moves_its_version_takes_over_and_the_one_before_leaves(bundle_store: Path) -> None:
     app = StoreApp(bundle_store)
     first, second = bundles.double_plus(bundle_store / "a"), bundles.double_plus(bundle_store / "b", max_rows=9)
-    app.run(app.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
+    app.run(app.fleet.load(ResolvedSource(path=first.path), "digits", "3", source="models:/digits/3"))
     follower = AliasFollower(app.fleet, "models:/digits@champion", "digits", "3")
-    told = Found(path=second.path, name="digits", version="4", digest=second.digest)
-    app.run(follower.moved(told))
-    app.run(follower.moved(told))  # said again: nothing happens
+    told = ResolvedSource(path=second.path, name="digits", version="4", digest=second.digest)
+    app.run(follower.move_to(told))
+    app.run(follower.move_to(told))  # said again: nothing happens
     assert (app.models.default("digits"), app.models.versions("digits")) == ("4", ["4"])
-    assert app.fleet.wanted().models["digits"].versions["4"].source == "models:/digits/4"
+    assert app.fleet.desired_state().models["digits"].versions["4"].source == "models:/digits/4"
     app.close()
 
 
 def test_an_alias_that_moves_to_a_wrong_bundle_moves_nobody(bundle_store: Path) -> None:
     app = StoreApp(bundle_store)
     first, wrong = bundles.double_plus(bundle_store / "a"), bundles.double_plus(bundle_store / "b", wrong=True)
-    app.run(app.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
+    app.run(app.fleet.load(ResolvedSource(path=first.path), "digits", "3", source="models:/digits/3"))
     follower = AliasFollower(app.fleet, "models:/digits@champion", "digits", "3")
-    app.run(follower.moved(Found(path=wrong.path, name="digits", version="4", digest=wrong.digest)))
+    app.run(follower.move_to(ResolvedSource(path=wrong.path, name="digits", version="4", digest=wrong.digest)))
     assert (app.models.default("digits"), app.models.versions("digits")) == ("3", ["3"])
-    app.run(follower.moved(Found(path=first.path, name="digits", version="5", digest=first.digest)))
+    app.run(follower.move_to(ResolvedSource(path=first.path, name="digits", version="5", digest=first.digest)))
     assert app.models.versions("digits") == ["5"]
     app.close()
 
@@ -215,10 +215,10 @@ def uploaded(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("name", ["digits.tlb", "digits.bundle"])
 def test_a_bundle_of_a_store_arrives_verified_and_is_brought_once(uploaded: str, name: str, tmp_path: Path) -> None:
-    found = download.fetched(f"{uploaded}/{name}", tmp_path / "cache")
+    found = download.fetch(f"{uploaded}/{name}", tmp_path / "cache")
     assert found.digest == open_bundle(tmp_path / "digits.bundle").digest
     fsspec.filesystem("memory").store.clear()
-    again = download.fetched(f"{uploaded}/{name}#sha256:{found.digest}", tmp_path / "cache")
+    again = download.fetch(f"{uploaded}/{name}#sha256:{found.digest}", tmp_path / "cache")
     assert again.path == found.path
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [found.digest]
 
@@ -227,15 +227,15 @@ def test_the_server_takes_a_url_where_it_takes_a_path(
     uploaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    found = find(f"{uploaded}/digits.tlb", None)
+    found = resolve(f"{uploaded}/digits.tlb", None)
     assert found.digest == open_bundle(found.path).digest
 
 
 def test_a_bundle_that_was_exchanged_in_the_store_is_refused(uploaded: str, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="asked for was 000000000000"):
-        download.fetched(f"{uploaded}/digits.tlb#sha256:{'0' * 64}", tmp_path / "cache")
+    with pytest.raises(BundleError, match="expected 000000000000"):
+        download.fetch(f"{uploaded}/digits.tlb#sha256:{'0' * 64}", tmp_path / "cache")
     with pytest.raises(UsageError, match="is no digest of a bundle"):
-        download.fetched(f"{uploaded}/digits.tlb#md5:abc", tmp_path / "cache")
+        download.fetch(f"{uploaded}/digits.tlb#md5:abc", tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -251,43 +251,43 @@ def test_a_damaged_object_is_refused_and_leaves_nothing_in_the_cache(
 ) -> None:
     fsspec.filesystem("memory").pipe_file(f"{uploaded.removeprefix('memory:/')}/{file}", content)
     with pytest.raises(BundleError, match=words):
-        download.fetched(f"{uploaded}/{file.split('/')[0]}", tmp_path / "cache")
+        download.fetch(f"{uploaded}/{file.split('/')[0]}", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_bundle_that_was_damaged_in_the_cache_is_brought_again_at_the_next_try(uploaded: str, tmp_path: Path) -> None:
-    found = download.fetched(f"{uploaded}/digits.bundle", tmp_path / "cache")
+    found = download.fetch(f"{uploaded}/digits.bundle", tmp_path / "cache")
     (found.path / "lineage.json").write_bytes(b"")
     with pytest.raises(BundleError, match="it is torn"):
-        download.fetched(f"{uploaded}/digits.bundle", tmp_path / "cache")
-    assert download.fetched(f"{uploaded}/digits.bundle", tmp_path / "cache").digest == found.digest
+        download.fetch(f"{uploaded}/digits.bundle", tmp_path / "cache")
+    assert download.fetch(f"{uploaded}/digits.bundle", tmp_path / "cache").digest == found.digest
 
 
 def test_a_url_that_leads_to_no_bundle_says_so(uploaded: str, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="there is no bundle at"):
-        download.fetched(f"{uploaded}/nobody.tlb", tmp_path / "cache")
+        download.fetch(f"{uploaded}/nobody.tlb", tmp_path / "cache")
     with pytest.raises(StorageError, match="opening nowhere://x failed"):
-        download.fetched("nowhere://x", tmp_path / "cache")
+        download.fetch("nowhere://x", tmp_path / "cache")
 
 
 def test_what_is_followed_is_said_alike_in_a_call_and_in_a_command_line() -> None:
-    settings = Settings(model_store="bundles", load="all", watch=True, follow_s=2.5)
+    settings = ServeSettings(model_store="bundles", load="all", watch=True, follow_s=2.5)
     assert from_arguments(to_arguments(settings)) == settings
 
 
 def test_a_bundle_in_the_cache_is_verified_whenever_it_is_taken_from_there(uploaded: str, tmp_path: Path) -> None:
-    found = download.fetched(f"{uploaded}/digits.tlb", tmp_path / "cache")
+    found = download.fetch(f"{uploaded}/digits.tlb", tmp_path / "cache")
     named = f"{uploaded}/digits.tlb#sha256:{found.digest}"
-    assert download.fetched(named, tmp_path / "cache").path == found.path
+    assert download.fetch(named, tmp_path / "cache").path == found.path
     program = found.program_path()
     content = bytearray(program.read_bytes())
     content[-1] ^= 1
     program.write_bytes(content)
     with pytest.raises(BundleError, match=r"model\.onnx was changed"):
-        download.fetched(named, tmp_path / "cache")
-    assert download.fetched(named, tmp_path / "cache").digest == found.digest
-    with pytest.raises(BundleError, match="asked for was"):
-        download.fetched(f"{uploaded}/digits.bundle#sha256:{'0' * 64}", tmp_path / "cache")
+        download.fetch(named, tmp_path / "cache")
+    assert download.fetch(named, tmp_path / "cache").digest == found.digest
+    with pytest.raises(BundleError, match="expected"):
+        download.fetch(f"{uploaded}/digits.bundle#sha256:{'0' * 64}", tmp_path / "cache")
 
 
 def test_a_manifest_in_a_store_may_have_its_bound_and_not_a_byte_more(
@@ -295,7 +295,7 @@ def test_a_manifest_in_a_store_may_have_its_bound_and_not_a_byte_more(
 ) -> None:
     size = (tmp_path / "digits.bundle" / "bundle.json").stat().st_size
     monkeypatch.setattr(schema, "MANIFEST_BYTES", size)
-    assert download.fetched(f"{uploaded}/digits.bundle", tmp_path / "fits").name == "tiny"
+    assert download.fetch(f"{uploaded}/digits.bundle", tmp_path / "fits").name == "tiny"
     monkeypatch.setattr(schema, "MANIFEST_BYTES", size - 1)
     with pytest.raises(BundleError, match=f"bundle.json has more than {size - 1} bytes"):
-        download.fetched(f"{uploaded}/digits.bundle", tmp_path / "cache")
+        download.fetch(f"{uploaded}/digits.bundle", tmp_path / "cache")

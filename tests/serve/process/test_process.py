@@ -23,7 +23,7 @@ from trueline import serve
 from trueline.bundle import pack
 from trueline.errors import BundleError, NotProven, PortInUse, RegistryError, UsageError
 from trueline.serve import RunningServer
-from trueline.serve.models.sources import find
+from trueline.serve.models.sources import resolve
 from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow
@@ -351,14 +351,14 @@ def test_a_registered_model_is_found_by_asking_another_process(tmp_path: Path, m
     said = json.dumps({"path": "/b", "name": "iris", "version": "3", "digest": "d"})
     monkeypatch.setattr(sys, "executable", registry(tmp_path, said))
     refused = json.dumps({"error": "registry", "message": "no alias 'champion'", "hint": "set one"})
-    found = find("models:/iris@champion", "sqlite:///x")
+    found = resolve("models:/iris@champion", "sqlite:///x")
     assert (str(found.path), found.name, found.version, found.digest) == ("/b", "iris", "3", "d")
     monkeypatch.setattr(sys, "executable", registry(tmp_path, refused, 1))
     with pytest.raises(RegistryError, match="no alias 'champion'"):
-        find("models:/iris@champion", None)
+        resolve("models:/iris@champion", None)
     monkeypatch.setattr(sys, "executable", registry(tmp_path, "Killed", 137))
     with pytest.raises(RegistryError, match="exit code 137"):
-        find("models:/iris@champion", None)
+        resolve("models:/iris@champion", None)
     monkeypatch.setattr(sys, "executable", registry(tmp_path, "[]"))
     with pytest.raises(RegistryError, match="not understood"):
-        find("models:/iris@champion", None)
+        resolve("models:/iris@champion", None)

@@ -323,9 +323,9 @@ def test_what_is_remembered_of_a_refusal_ends_with_the_full_queue_and_with_the_v
     urgent = json.dumps(json.loads(BODY) | {"parameters": {"priority": 1}}).encode()
     assert not isinstance(ask(urgent), Response)  # it takes the place of the one that waits
     assert ask().status == 429
-    full.models.put(ProgramVersion(model="tiny", version="1"))
+    full.models.show(ProgramVersion(model="tiny", version="1"))
     assert ask().status == 503
-    full.models.put(full.tiny)
+    full.models.show(full.tiny)
     assert ask().status == 429
     assert full.routes.stats.by_status[429] >= 4
 

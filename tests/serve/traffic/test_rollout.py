@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trueline.errors import RequestError, StorageError
 from trueline.serve.batching.policy import Policy
 from trueline.serve.counters import BOUNDS_S, Histogram, VersionStats
-from trueline.serve.traffic.canary import Rule, Sample, Verdict, judge, lower_bound, median_s, sample
+from trueline.serve.traffic.canary import CanaryRule, CanaryVerdict, Sample, judge, lower_bound, median_s, sample
 from worlds import bundles
 from worlds.servers import StoreApp
 
@@ -43,7 +43,7 @@ def seen(answered: int, failed: int = 0, seconds: float = 0.001) -> Sample:
     ],
 )
 def test_a_canary_is_judged_by_what_it_did_beside_the_other(base: Sample, canary: Sample, act: str) -> None:
-    assert judge(base, canary, Rule(promote_after=200)).act == act
+    assert judge(base, canary, CanaryRule(promote_after=200)).act == act
 
 
 @given(requests=st.integers(1, 300), failed=st.integers(0, 300))
@@ -211,15 +211,15 @@ async def settled() -> None:
 def test_a_canary_is_judged_from_the_first_request_on_that_the_rule_names(
     base: Sample, canary: Sample, act: str
 ) -> None:
-    assert judge(base, canary, Rule(promote_after=200)).act == act
+    assert judge(base, canary, CanaryRule(promote_after=200)).act == act
 
 
 def test_the_median_may_be_as_many_times_the_others_as_the_rule_says_and_no_more() -> None:
     base, canary = seen(100, seconds=0.001), seen(100, seconds=0.01)
     ratio = median_s(canary) / median_s(base)
-    assert judge(base, canary, Rule(max_latency_ratio=1.001 * ratio)).act == "watch"
-    assert judge(base, canary, Rule(max_latency_ratio=0.999 * ratio)).act == "roll back"
-    assert judge(base, seen(100, seconds=0.0025), Rule()).act == "roll back", "2.5 times, of 2 that are allowed"
+    assert judge(base, canary, CanaryRule(max_latency_ratio=1.001 * ratio)).act == "watch"
+    assert judge(base, canary, CanaryRule(max_latency_ratio=0.999 * ratio)).act == "roll back"
+    assert judge(base, seen(100, seconds=0.0025), CanaryRule()).act == "roll back", "2.5 times, of 2 that are allowed"
 
 
 def test_failures_count_from_the_beginning_of_the_canary_on_and_beside_those_of_the_other(pair_app: StoreApp) -> None:
@@ -363,12 +363,12 @@ def test_the_bound_is_the_lower_end_of_wilsons_interval(failed: int, requests: i
 
 
 def test_a_rule_takes_every_value_up_to_its_bounds() -> None:
-    usual = Rule()
+    usual = CanaryRule()
     assert (usual.max_error_rate, usual.max_latency_ratio) == (0.01, 2.0)
     assert (usual.min_requests, usual.promote_after) == (50, 0)
-    edge = Rule(max_error_rate=0.0, max_latency_ratio=1.0, min_requests=1, promote_after=0)
+    edge = CanaryRule(max_error_rate=0.0, max_latency_ratio=1.0, min_requests=1, promote_after=0)
     assert (edge.max_error_rate, edge.max_latency_ratio, edge.min_requests, edge.promote_after) == (0.0, 1.0, 1, 0)
-    assert Rule(max_error_rate=0.999).max_error_rate == 0.999
+    assert CanaryRule(max_error_rate=0.999).max_error_rate == 0.999
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_a_rule_takes_every_value_up_to_its_bounds() -> None:
 )
 def test_a_rule_refuses_every_value_beyond_its_bounds(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        Rule(**change)
+        CanaryRule(**change)
 
 
 ALLOWED = lower_bound(5, 50)
@@ -393,44 +393,48 @@ ALLOWED = lower_bound(5, 50)
 @pytest.mark.parametrize(
     ("base", "canary", "rule", "verdict"),
     [
-        (seen(90), seen(10), Rule(), Verdict("watch")),
-        (seen(90, 10), seen(88, 12), Rule(), Verdict("watch")),
+        (seen(90), seen(10), CanaryRule(), CanaryVerdict("watch")),
+        (seen(90, 10), seen(88, 12), CanaryRule(), CanaryVerdict("watch")),
         (
             seen(90, 10),
             seen(50, 50),
-            Rule(),
-            Verdict("roll back", "50 of 100 requests failed; 0.11 of them would be allowed"),
+            CanaryRule(),
+            CanaryVerdict("roll back", "50 of 100 requests failed; 0.11 of them would be allowed"),
         ),
         (
             seen(0),
             seen(0, 2),
-            Rule(max_error_rate=0.02),
-            Verdict("roll back", "2 of 2 requests failed; 0.02 of them would be allowed"),
+            CanaryRule(max_error_rate=0.02),
+            CanaryVerdict("roll back", "2 of 2 requests failed; 0.02 of them would be allowed"),
         ),
-        (seen(0), seen(0, 1), Rule(max_error_rate=0.02), Verdict("watch")),
-        (seen(0), seen(45, 5), Rule(max_error_rate=ALLOWED), Verdict("watch")),
+        (seen(0), seen(0, 1), CanaryRule(max_error_rate=0.02), CanaryVerdict("watch")),
+        (seen(0), seen(45, 5), CanaryRule(max_error_rate=ALLOWED), CanaryVerdict("watch")),
         (
             seen(0),
             seen(45, 5),
-            Rule(max_error_rate=0.99 * ALLOWED),
-            Verdict("roll back", "5 of 50 requests failed; 0.043 of them would be allowed"),
+            CanaryRule(max_error_rate=0.99 * ALLOWED),
+            CanaryVerdict("roll back", "5 of 50 requests failed; 0.043 of them would be allowed"),
         ),
-        (seen(60), seen(60), Rule(max_latency_ratio=1.0), Verdict("watch")),
+        (seen(60), seen(60), CanaryRule(max_latency_ratio=1.0), CanaryVerdict("watch")),
         (
             seen(60, seconds=0.001),
             seen(60, seconds=0.01),
-            Rule(),
-            Verdict("roll back", "its median is 7.5 ms, the other version's 0.75 ms; 2 times that would be allowed"),
+            CanaryRule(),
+            CanaryVerdict(
+                "roll back", "its median is 7.5 ms, the other version's 0.75 ms; 2 times that would be allowed"
+            ),
         ),
-        (seen(60, seconds=0.001), seen(60, seconds=0.005), Rule(max_latency_ratio=5.1), Verdict("watch")),
-        (seen(60), seen(99), Rule(promote_after=100), Verdict("watch")),
-        (seen(60), seen(100), Rule(promote_after=100), Verdict("promote", "100 requests, 0 failed")),
-        (seen(60), seen(99, 1), Rule(promote_after=100), Verdict("promote", "100 requests, 1 failed")),
-        (seen(60), seen(1), Rule(promote_after=1), Verdict("promote", "1 requests, 0 failed")),
-        (seen(0), seen(0), Rule(), Verdict("watch")),
+        (seen(60, seconds=0.001), seen(60, seconds=0.005), CanaryRule(max_latency_ratio=5.1), CanaryVerdict("watch")),
+        (seen(60), seen(99), CanaryRule(promote_after=100), CanaryVerdict("watch")),
+        (seen(60), seen(100), CanaryRule(promote_after=100), CanaryVerdict("promote", "100 requests, 0 failed")),
+        (seen(60), seen(99, 1), CanaryRule(promote_after=100), CanaryVerdict("promote", "100 requests, 1 failed")),
+        (seen(60), seen(1), CanaryRule(promote_after=1), CanaryVerdict("promote", "1 requests, 0 failed")),
+        (seen(0), seen(0), CanaryRule(), CanaryVerdict("watch")),
     ],
 )
-def test_a_verdict_says_what_to_do_and_why(base: Sample, canary: Sample, rule: Rule, verdict: Verdict) -> None:
+def test_a_verdict_says_what_to_do_and_why(
+    base: Sample, canary: Sample, rule: CanaryRule, verdict: CanaryVerdict
+) -> None:
     assert judge(base, canary, rule) == verdict
 
 

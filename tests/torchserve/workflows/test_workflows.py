@@ -26,7 +26,7 @@ from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Found, How
+from trueline.serve.models.loader import ResolvedSource, VersionOptions
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.state_sync import Follower
 from trueline.serve.protocols.router import Routes
@@ -249,11 +249,11 @@ class WorkflowApp:
         store = Store(folder, name_in_store)
         limits = Limits() if code else None
 
-        async def find(url: str) -> Found:
-            return Found(path=store.find(url))
+        async def find(url: str) -> ResolvedSource:
+            return ResolvedSource(path=store.find(url))
 
         self.models = Models()
-        loader = ArchiveLoader(How(), limits, loop, self.in_thread)
+        loader = ArchiveLoader(VersionOptions(), limits, loop, self.in_thread)
         self.fleet = Fleet(self.models, loop, self.in_thread, state=self.state, loaders=[loader])
         self.workflows = Workflows(
             self.fleet, loop, self.in_thread, find, store=store, state=self.state, handlers=limits
@@ -413,7 +413,7 @@ def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -
         assert status == 500
         assert "has no function 'pre'" in said["message"]
         assert (app.models.names(), app.workflows.names(), laid_out(store)) == ([], [], [])
-        assert desired_state.read(app.state) == desired_state.Wanted()
+        assert desired_state.read(app.state) == desired_state.DesiredState()
         assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200, "the name is free"
 
     run(store, act)

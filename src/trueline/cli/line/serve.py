@@ -11,7 +11,7 @@ import click
 
 from trueline import events
 from trueline.cli.options import setting_options, verb
-from trueline.serve.settings import Settings
+from trueline.serve.settings import ServeSettings
 
 _EXAMPLES = """
 trueline serve digits.bundle
@@ -40,7 +40,7 @@ trueline serve --ts-config config.properties --allow-code
 
 @verb("serve", examples=_EXAMPLES, shows_progress=True)
 @click.argument("source", required=False)
-@setting_options(Settings)
+@setting_options(ServeSettings)
 @click.option("--ts-config", metavar="FILE", help="TorchServe's config.properties; options given here override it.")
 @click.pass_context
 def command(ctx: click.Context, /, source: str | None, ts_config: str | None, **given: Any) -> None:

@@ -202,7 +202,7 @@ class _Placer:
         try:
             target.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise ArchiveError(f"entry '{_shown(name)}' stands where another entry is a file") from error
+            raise ArchiveError(f"entry '{_printable(name)}' stands where another entry is a file") from error
 
     def file(self, name: str, source: IO[bytes]) -> None:
         """Writes the file `name`. Raises ArchiveError."""
@@ -214,28 +214,28 @@ class _Placer:
                     self._count(name, len(piece))
                     out.write(piece)
         except (FileExistsError, NotADirectoryError) as error:
-            raise ArchiveError(f"entry '{_shown(name)}' comes twice, or stands below a file") from error
+            raise ArchiveError(f"entry '{_printable(name)}' comes twice, or stands below a file") from error
 
     def _target(self, name: str) -> Path:
         self._entries += 1
         if self._entries > self.caps.entries:
-            raise ArchiveError(f"entry '{_shown(name)}' is beyond the {self.caps.entries} that an archive may have")
+            raise ArchiveError(f"entry '{_printable(name)}' is beyond the {self.caps.entries} that an archive may have")
         parts = PurePosixPath(name).parts
         if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in parts or len(name) > 1024:
-            raise ArchiveError(f"entry '{_shown(name)}' leaves the archive's folder, or its name is no path")
+            raise ArchiveError(f"entry '{_printable(name)}' leaves the archive's folder, or its name is no path")
         target = self._root.joinpath(*parts)
         if not Path(os.path.realpath(target)).is_relative_to(self._root):
-            raise ArchiveError(f"entry '{_shown(name)}' leaves the archive's folder")
+            raise ArchiveError(f"entry '{_printable(name)}' leaves the archive's folder")
         return target
 
     def _count(self, name: str, num: int) -> None:
         self._bytes += num
         caps = self.caps
         if self._bytes > caps.total_bytes:
-            raise ArchiveError(f"with entry '{_shown(name)}' the archive is over {caps.total_bytes} bytes unpacked")
+            raise ArchiveError(f"with entry '{_printable(name)}' the archive is over {caps.total_bytes} bytes unpacked")
         if self.packed_bytes and self._bytes > max(caps.ratio_from_bytes, caps.ratio * self.packed_bytes):
             raise ArchiveError(
-                f"with entry '{_shown(name)}' the archive unpacks into more than {caps.ratio:g} times its own size"
+                f"with entry '{_printable(name)}' the archive unpacks into more than {caps.ratio:g} times its own size"
             )
 
 
@@ -244,7 +244,7 @@ def _unzip(file: IO[bytes], placer: _Placer) -> None:
         for info in archive.infolist():
             kind = stat.S_IFMT(info.external_attr >> 16)
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise ArchiveError(f"entry '{_shown(info.filename)}' is a link or a device; files and folders go")
+                raise ArchiveError(f"entry '{_printable(info.filename)}' is a link or a device; files and folders go")
             if info.is_dir():
                 placer.folder(info.filename)
                 continue
@@ -296,7 +296,7 @@ def _untar(file: IO[bytes], placer: _Placer) -> None:
                 assert source is not None  # it is a file
                 placer.file(name, source)
             else:
-                raise ArchiveError(f"entry '{_shown(member.name)}' is a link or a device; files and folders go")
+                raise ArchiveError(f"entry '{_printable(member.name)}' is a link or a device; files and folders go")
 
 
 def _plain(name: str) -> str:
@@ -321,7 +321,7 @@ def _copy_folder(path: Path, placer: _Placer) -> str:
                     source.seek(0)
                     placer.file(inner, source)
             else:
-                raise ArchiveError(f"entry '{_shown(inner)}' is a link or a device; files and folders go")
+                raise ArchiveError(f"entry '{_printable(inner)}' is a link or a device; files and folders go")
     return digest.hexdigest()
 
 
@@ -386,15 +386,15 @@ def read_yaml(folder: Path, name: str) -> dict[str, Any]:
 
     path = inside(folder, name)
     if path.stat().st_size > TEXT_BYTES:
-        raise ArchiveError(f"entry '{_shown(name)}' is over {TEXT_BYTES} bytes; no configuration is")
+        raise ArchiveError(f"entry '{_printable(name)}' is over {TEXT_BYTES} bytes; no configuration is")
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ArchiveError(f"entry '{_shown(name)}' is no YAML of plain values: {str(error)[:300]}") from error
+        raise ArchiveError(f"entry '{_printable(name)}' is no YAML of plain values: {str(error)[:300]}") from error
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ArchiveError(f"entry '{_shown(name)}' is to map names to values, it is {type(found).__name__}")
+        raise ArchiveError(f"entry '{_printable(name)}' is to map names to values, it is {type(found).__name__}")
     return found
 
 
@@ -402,10 +402,10 @@ def inside(folder: Path, name: str) -> Path:
     """The file that a manifest names. Raises ArchiveError for one that the archive does not hold."""
     path = folder / name.replace("\0", "?")
     if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
-        raise ArchiveError(f"the manifest names the file '{_shown(name)}', which the archive does not hold")
+        raise ArchiveError(f"the manifest names the file '{_printable(name)}', which the archive does not hold")
     return path
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
     """An entry's name for a message: short, and without control characters."""
     return "".join(char if char.isprintable() else "?" for char in name[:128])

@@ -41,7 +41,7 @@ class Service:
     def __init__(self, told: Mapping[str, Any], sock: socket.socket) -> None:
         """Loads and initializes. Raises whatever the handler raises."""
         self._sock = sock
-        self._decode = told["decode"]
+        self._decodes = told["decode"]
         self._open: list[int] = []
         """Of the batch under way, which requests the handler is called with."""
         folder = Path(told["folder"])
@@ -71,7 +71,7 @@ class Service:
             given: dict[str, Any] = {}
             headers: dict[str, Any] = {}
             for name, kind in request["parts"]:
-                given[name] = _decoded(parts[at], kind) if self._decode else parts[at]
+                given[name] = _decode(parts[at], kind) if self._decodes else parts[at]
                 headers[name] = {"content-type": kind}
                 at += 1
             data.append(given)
@@ -115,7 +115,7 @@ class Service:
             if index in request_ids:
                 told = _head(self._context.request_processor[index]) | {"status": code}
                 at = self._open[index]
-                framing.send(self._sock, {"kind": "piece", "index": at, "answer": told}, [_encoded(value)])
+                framing.send(self._sock, {"kind": "piece", "index": at, "answer": told}, [_encode(value)])
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _config(folder: Path, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _decoded(value: bytearray, kind: str) -> Any:
+def _decode(value: bytearray, kind: str) -> Any:
     """JSON as its value and text as str, where they can be read as such; else the bytes."""
     try:
         if kind.lower().startswith("application/json"):
@@ -156,12 +156,12 @@ def _bodies(found: Any, count: int) -> list[bytes | bytearray]:
         print(f"the handler returned {len(found)} answers to {count} requests", file=sys.stderr)  # noqa: T201
         raise refused("number of batch response mismatched", 503)
     try:
-        return [_encoded(one) for one in found]
+        return [_encode(one) for one in found]
     except _Unserialisable as error:
         raise refused("Unsupported model output data type.", 503) from error
 
 
-def _encoded(value: Any) -> bytes | bytearray:
+def _encode(value: Any) -> bytes | bytearray:
     if isinstance(value, bytes | bytearray):
         return value
     if isinstance(value, str):

@@ -42,7 +42,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class HandlerPlan:
     """How one version's handler is run."""
 
     handler: str
@@ -70,7 +70,9 @@ class Plan:
         return max(self.sequences.max_sequences, self.batch_size * workers) if self.sequences else 0
 
 
-def draw_up(manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, str], gpus: Sequence[int] = ()) -> Plan:
+def draw_up(
+    manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, str], gpus: Sequence[int] = ()
+) -> HandlerPlan:
     """The plan. `given` are the parameters of the call; `gpus` those that the machine has. Raises ArchiveError."""
     parallel = config.get("parallelType")
     if parallel not in (None, "", "custom") or int(_number(config, "parallelLevel", 1)) > 1:
@@ -81,7 +83,7 @@ def draw_up(manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, s
     usual = _number(config, "minWorkers", _count(given, "default_workers", 0))
     workers = _count(given, "initial_workers", usual)
     delay_ms = _count(given, "max_batch_delay", _number(config, "maxBatchDelay", 100))
-    return Plan(
+    return HandlerPlan(
         handler=given.get("handler") or manifest.handler,
         workers=min(int(workers), MAX_WORKERS),
         batch_size=max(1, int(_count(given, "batch_size", _number(config, "batchSize", 1)))),
@@ -98,7 +100,7 @@ def draw_up(manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, s
     )
 
 
-def ignored(config: Mapping[str, Any], plan: Plan) -> list[str]:
+def find_ignored(config: Mapping[str, Any], plan: HandlerPlan) -> list[str]:
     """The keys of the archive's configuration that say something and change nothing."""
     silent = NOT_RUN if plan.sequences else (*NOT_RUN, *OF_SEQUENCES)
     return [key for key in silent if config.get(key)]
@@ -172,7 +174,7 @@ class Waiting(Protocol):
     alone: bool
 
 
-def gather(queue: Sequence[Waiting], *, now: float, plan: Plan) -> tuple[int, float | None]:
+def gather(queue: Sequence[Waiting], *, now: float, plan: HandlerPlan) -> tuple[int, float | None]:
     """How many requests from the head of the queue an idle worker takes at `now`, and when to ask again if it is 0.
 
     A full batch goes at once, one that is not waits until its oldest has waited `max_batch_delay_s`. A request that

@@ -41,11 +41,11 @@ def _bodies_only(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any
 
 
 def _instances(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
-    parts = [_listed(_object(row), "instances") for row in data]
-    found = answer([_decoded(one) for part in parts for one in part], context)
+    parts = [_get_list(_object(row), "instances") for row in data]
+    found = answer([_decode_base64(one) for part in parts for one in part], context)
     count = sum(map(len, parts))
     if not isinstance(found, list) or len(found) != count:
-        raise _refused(f"the handler was given {count} instances and is to return a list of as many", 503)
+        raise _prediction_error(f"the handler was given {count} instances and is to return a list of as many", 503)
     key = "explanations" if context.get_request_header(0, "explain") == "True" else "predictions"
     answers, at = [], 0
     for part in parts:
@@ -56,9 +56,9 @@ def _instances(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
 
 def _tensors(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
     asked = [_object(row) for row in data]
-    found = answer([_listed(one, "inputs") for one in asked], context)
+    found = answer([_get_list(one, "inputs") for one in asked], context)
     if not isinstance(found, list) or len(found) != len(data):
-        raise _refused(f"the handler was given {len(data)} requests and is to return a list of as many", 503)
+        raise _prediction_error(f"the handler was given {len(data)} requests and is to return a list of as many", 503)
     model = context.manifest["model"]
     return [
         {
@@ -98,20 +98,20 @@ def _object(row: dict[str, Any]) -> dict[str, Any]:
         try:
             body = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise _refused("the body is to be a JSON object", 400) from error
+            raise _prediction_error("the body is to be a JSON object", 400) from error
     if not isinstance(body, dict):
-        raise _refused("the body is to be a JSON object", 400)
+        raise _prediction_error("the body is to be a JSON object", 400)
     return body
 
 
-def _listed(body: dict[str, Any], key: str) -> list[Any]:
+def _get_list(body: dict[str, Any], key: str) -> list[Any]:
     found = body.get(key)
     if not isinstance(found, list) or not found:
-        raise _refused(f"'{key}' of the body is to be a list that is not empty", 400)
+        raise _prediction_error(f"'{key}' of the body is to be a list that is not empty", 400)
     return found
 
 
-def _decoded(value: Any) -> Any:
+def _decode_base64(value: Any) -> Any:
     """{"b64": text} as its bytes, also as a value of an object."""
     if not isinstance(value, dict):
         return value
@@ -119,11 +119,11 @@ def _decoded(value: Any) -> Any:
         try:
             return base64.b64decode(value["b64"], validate=True)
         except (binascii.Error, TypeError, ValueError) as error:
-            raise _refused("'b64' is to be base64", 400) from error
+            raise _prediction_error("'b64' is to be base64", 400) from error
     packed = {name: one for name, one in value.items() if isinstance(one, dict) and list(one) == ["b64"]}
-    return value | {name: _decoded(one) for name, one in packed.items()}
+    return value | {name: _decode_base64(one) for name, one in packed.items()}
 
 
-def _refused(message: str, code: int) -> Exception:
+def _prediction_error(message: str, code: int) -> Exception:
     made: Exception = importlib.import_module("ts.utils.util").PredictionException(message, code)
     return made

@@ -11,8 +11,8 @@ from trueline.errors import RequestError
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Limits
-from trueline.serve.models.desired_state import WantedVersion
-from trueline.serve.models.loader import Found, How
+from trueline.serve.models.desired_state import DesiredVersion
+from trueline.serve.models.loader import ResolvedSource, VersionOptions
 
 
 class CodeNotAllowed(RequestError):
@@ -28,7 +28,7 @@ class ArchiveLoader:
 
     def __init__(
         self,
-        how: How,
+        how: VersionOptions,
         limits: Limits | None,
         loop: asyncio.AbstractEventLoop,
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
@@ -41,7 +41,7 @@ class ArchiveLoader:
     def accepts(self, path: Path) -> bool:
         return archive.is_archive(path)
 
-    def create(self, found: Found, model: str, version: str, source: str) -> HandlerVersion:
+    def create(self, found: ResolvedSource, model: str, version: str, source: str) -> HandlerVersion:
         if self._limits is None:
             raise CodeNotAllowed(
                 f"'{found.path.name[:128]}' is a model archive whose handler is code, and this server runs none",
@@ -49,7 +49,9 @@ class ArchiveLoader:
             )
         return HandlerVersion(model=model, version=version, source=source, limits=self._limits)
 
-    async def load(self, made: HandlerVersion, found: Found, how: How | None, digest: str | None) -> WantedVersion:
+    async def load(
+        self, made: HandlerVersion, found: ResolvedSource, how: VersionOptions | None, digest: str | None
+    ) -> DesiredVersion:
         """Raises ArchiveError, NotStarted."""
         given = (how or self._how).given
         kept = await made.begin(
@@ -63,4 +65,4 @@ class ArchiveLoader:
             weights=self._how.way.shared,
             check=lambda found_digest: found.check(self._how.trusted, found_digest),
         )
-        return WantedVersion(source=made.source, digest=kept, workers=made.policy.lanes, given=dict(given))
+        return DesiredVersion(source=made.source, digest=kept, workers=made.policy.lanes, given=dict(given))

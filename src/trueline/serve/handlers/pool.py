@@ -21,10 +21,9 @@ from trueline import events
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
 from trueline.serve.handlers import sequences
 from trueline.serve.handlers.config import MAX_WORKERS, backoff_s, gather
-from trueline.serve.handlers.result import NoSequence, StartFailed
-from trueline.serve.handlers.sequences import Dropped, Part, Sequences
-from trueline.serve.handlers.worker import Launch, Worker
-from trueline.serve.models.servable import NO_WORKER, Answer, Ask
+from trueline.serve.handlers.sequences import Dropped, SequencePart, Sequences
+from trueline.serve.handlers.worker import Launch, NoSequence, StartFailed, Worker
+from trueline.serve.models.servable import NO_WORKER, HandlerAnswer, HandlerRequest
 
 MAX_QUEUE_BYTES = 256 * 2**20
 """Of what waits for one model; a lone request is let in whatever its size."""
@@ -33,11 +32,11 @@ OnBatch = Callable[[int, float, float], None]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Job:
-    ask: Ask
+    ask: HandlerRequest
     alone: bool
     since: float
-    future: asyncio.Future[Answer]
-    part: Part | None = None
+    future: asyncio.Future[HandlerAnswer]
+    part: SequencePart | None = None
     """In a sequence."""
 
 
@@ -74,7 +73,7 @@ class Pool:
         self._numbers = 0
         self._queue: list[_Job] = []
         self._wake: asyncio.TimerHandle | None = None
-        self._emptied: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._given_up = 0
         terms = launch.plan.sequences
@@ -111,7 +110,7 @@ class Pool:
         """Starts the first workers and returns when all are ready. Raises StartFailed; none is then left."""
         self.scale(workers)
         try:
-            await self.settled()
+            await self.wait_ready()
         except BaseException:
             await self.close()
             raise
@@ -145,7 +144,7 @@ class Pool:
             if last or not self._kept_by(slot):
                 self._remove(slot)
 
-    async def settled(self) -> None:
+    async def wait_ready(self) -> None:
         """Returns when every worker that is wanted has been ready once. Raises StartFailed."""
         firsts = [slot.first for slot in self._slots]
         await asyncio.gather(*(asyncio.shield(one) for one in firsts))
@@ -159,7 +158,9 @@ class Pool:
     def _remove(self, slot: _Slot) -> None:
         self._slots.remove(slot)
         if self._sequences:
-            self._drop(self._sequences.lost(slot.number, now=self._loop.time(), how="was closed with its worker"))
+            self._drop(
+                self._sequences.drop_worker(slot.number, now=self._loop.time(), how="was closed with its worker")
+            )
         assert slot.task is not None
         self._ending.add(slot.task)
         slot.task.add_done_callback(self._ending.discard)
@@ -218,7 +219,7 @@ class Pool:
             raise StartFailed(f"no process could be started: {error.strerror}") from error
         slot.worker = worker
         try:
-            await worker.started()
+            await worker.wait_started()
             events.emit("worker.ready", model=self.launch.model, worker=slot.number, pid=worker.pid)
             if slot.first.done():
                 slot.first = self._loop.create_future()  # that it failed once is forgotten
@@ -238,7 +239,7 @@ class Pool:
             events.emit(
                 "sequences.lost", model=self.launch.model, worker=slot.number, count=self._kept_by(slot), pid=worker.pid
             )
-            self._drop(self._sequences.lost(slot.number, now=self._loop.time()))
+            self._drop(self._sequences.drop_worker(slot.number, now=self._loop.time()))
 
     def _give_up(self, slot: _Slot, why: str) -> None:
         events.emit("worker.given_up", model=self.launch.model, worker=slot.number, why=why)
@@ -249,7 +250,9 @@ class Pool:
 
     # requests
 
-    def submit(self, ask: Ask, *, alone: bool = False, part: Part | None = None) -> asyncio.Future[Answer]:
+    def submit(
+        self, ask: HandlerRequest, *, alone: bool = False, part: SequencePart | None = None
+    ) -> asyncio.Future[HandlerAnswer]:
         """A future of the answer; cancel it to withdraw. `part` is the request's in a sequence of a stateful model.
 
         Raises Overloaded when the queue is full, NoSequence, NotReady. The future raises HandlerFailed for what the
@@ -303,7 +306,7 @@ class Pool:
         elif self._sequences and job.part is not None:
             self._sequences.leave(job)
         self._trim()
-        self._tell_emptied()
+        self._notify_if_empty()
 
     def _expire(self, job: _Job, patience_s: float) -> None:
         if self.launch.plan.client_timeout_s or job in self._waiting():
@@ -318,16 +321,16 @@ class Pool:
         if not job.future.done():
             job.future.set_exception(error)
 
-    def emptied(self) -> asyncio.Future[None]:
+    def wait_empty(self) -> asyncio.Future[None]:
         """Done when nobody waits and no worker is busy."""
         found: asyncio.Future[None] = self._loop.create_future()
-        self._emptied.append(found)
-        self._tell_emptied()
+        self._waiters.append(found)
+        self._notify_if_empty()
         return found
 
-    def _tell_emptied(self) -> None:
-        if self._emptied and not self._waiting() and not any(slot.busy for slot in self._slots):
-            waiters, self._emptied = self._emptied, []
+    def _notify_if_empty(self) -> None:
+        if self._waiters and not self._waiting() and not any(slot.busy for slot in self._slots):
+            waiters, self._waiters = self._waiters, []
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
@@ -351,9 +354,9 @@ class Pool:
                     self._run(slot, jobs)
         wake_at = min((one for one in times if one is not None), default=None)
         if wake_at is not None:
-            self._wake = self._loop.call_at(wake_at, self._pumped)
+            self._wake = self._loop.call_at(wake_at, self._pump_and_trim)
 
-    def _pumped(self) -> None:
+    def _pump_and_trim(self) -> None:
         self._pump()
         self._trim()
 
@@ -375,9 +378,11 @@ class Pool:
         slot.busy = True
         began = self._loop.time()
         answering = worker.ask([job.ask for job in jobs])
-        answering.add_done_callback(lambda done: self._answered(slot, jobs, began, done))
+        answering.add_done_callback(lambda done: self._finish(slot, jobs, began, done))
 
-    def _answered(self, slot: _Slot, jobs: Sequence[_Job], began: float, done: asyncio.Future[list[Answer]]) -> None:
+    def _finish(
+        self, slot: _Slot, jobs: Sequence[_Job], began: float, done: asyncio.Future[list[HandlerAnswer]]
+    ) -> None:
         slot.busy = False
         failure = done.exception()
         if failure is not None:
@@ -394,7 +399,7 @@ class Pool:
         if self._sequences:
             closed = [] if failure else [one for told in done.result() for one in sequences.closed_by(told.headers)]
             parts = [job for job in jobs if job.part is not None]
-            self._drop(self._sequences.answered(slot.number, parts, closed, now=self._loop.time()))
+            self._drop(self._sequences.finish(slot.number, parts, closed, now=self._loop.time()))
         self._pump()
         self._trim()
-        self._tell_emptied()
+        self._notify_if_empty()

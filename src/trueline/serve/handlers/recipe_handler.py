@@ -25,7 +25,7 @@ from trueline.errors import RequestError, TruelineError, UsageError, join_names
 from trueline.recipe.load import load_recipe
 from trueline.serve import json_records
 from trueline.serve.handlers.worker import SHARED_WEIGHTS
-from trueline.serve.models.loader import Way, load
+from trueline.serve.models.loader import RuntimeOptions, load
 from trueline.serve.redaction import without_paths
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class RecipeHandler:
         self._recipe = load_recipe(self._folder / RECIPE)
         self._bundle = open_bundle(self._folder / BUNDLE)
         shared = os.environ.get(SHARED_WEIGHTS)
-        way = Way(threads=int(os.environ.get("OMP_NUM_THREADS", "1")), shared=None if shared is None else Path(shared))
+        way = RuntimeOptions(
+            threads=int(os.environ.get("OMP_NUM_THREADS", "1")), shared=None if shared is None else Path(shared)
+        )
         loaded = load(self._bundle, way, max_batch=MAX_BATCH)
         self._session, self._signature = loaded.session, loaded.session.signature
         self._check = Check(self._signature)
@@ -55,16 +57,16 @@ class RecipeHandler:
     def handle(self, data: Sequence[Mapping[str, Any]], context: Any) -> list[Any]:
         """One answer for each request; the status of one that failed is set beside it."""
         answers: list[Any] = [None] * len(data)
-        given: dict[int, json_records.Records] = {}
+        given: dict[int, json_records.JsonRecords] = {}
         began = time.perf_counter()
         for index, row in enumerate(data):
             try:
-                given[index] = self._prepared(row)
+                given[index] = self._preprocess(row)
             except Exception as error:  # noqa: BLE001 - the user's code on a client's values: it fails this request
-                answers[index] = _failed(context, index, error, "preprocess")
+                answers[index] = _reject(context, index, error, "preprocess")
         context.metrics.add_time("PreprocessTime", (time.perf_counter() - began) * 1e3)
         if given and context.get_request_header(0, "explain") == "True":
-            return [self._explained(data[index], given[index], context, index) for index in given]
+            return [self._explain(data[index], given[index], context, index) for index in given]
         began = time.perf_counter()
         outputs: dict[int, Any] = {}
         for group in self._groups({index: one.inputs for index, one in given.items()}):
@@ -74,17 +76,17 @@ class RecipeHandler:
             try:
                 if isinstance(found, Exception):
                     raise found
-                answers[index] = self._finished(found, single=given[index].single)
+                answers[index] = self._postprocess(found, single=given[index].single)
             except Exception as error:  # noqa: BLE001 - as above
-                answers[index] = _failed(context, index, error, "postprocess")
+                answers[index] = _reject(context, index, error, "postprocess")
         return answers
 
-    def _prepared(self, row: Mapping[str, Any]) -> json_records.Records:
+    def _preprocess(self, row: Mapping[str, Any]) -> json_records.JsonRecords:
         value = _value(row)
         if self._recipe.preprocess is not None:
-            inputs = named(self._recipe.preprocess(value), self._signature)
+            inputs = inputs_by_name(self._recipe.preprocess(value), self._signature)
             self._check(inputs)
-            return json_records.Records(inputs, False)
+            return json_records.JsonRecords(inputs, False)
         text = value if isinstance(value, bytes | bytearray) else msgspec.json.encode(value)
         found = json_records.decode(text, self._signature)
         self._check(found.inputs)
@@ -130,12 +132,12 @@ class RecipeHandler:
             at += rows
         return found
 
-    def _finished(self, outputs: Mapping[str, Array], *, single: bool) -> Any:
+    def _postprocess(self, outputs: Mapping[str, Array], *, single: bool) -> Any:
         if self._recipe.postprocess is None:
             return json_records.encode(outputs, single=single)
         return _plain(self._recipe.postprocess(next(iter(outputs.values())) if len(outputs) == 1 else dict(outputs)))
 
-    def _explained(self, row: Mapping[str, Any], given: json_records.Records, context: Any, index: int) -> Any:
+    def _explain(self, row: Mapping[str, Any], given: json_records.JsonRecords, context: Any, index: int) -> Any:
         try:
             if self._explainer is None:
                 from trueline.runtime.attribution import Explainer
@@ -146,7 +148,7 @@ class RecipeHandler:
             target = row.get("target") or context.get_request_header(index, "target")
             found = self._explainer.explain(given.inputs, _target(target))
         except Exception as error:  # noqa: BLE001 - Captum over the user's model: anything may come
-            return _failed(context, index, error, "explanation")
+            return _reject(context, index, error, "explanation")
         return {
             "output": found.output,
             "target": found.target,
@@ -155,7 +157,7 @@ class RecipeHandler:
         }
 
 
-def named(found: Any, signature: Signature) -> dict[str, Array]:
+def inputs_by_name(found: Any, signature: Signature) -> dict[str, Array]:
     """What a `preprocess` returned as arrays by name, in the signature's order. Raises ValueError."""
     names = [spec.name for spec in signature.inputs]
     if isinstance(found, Mapping):
@@ -208,7 +210,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _failed(context: Any, index: int, error: Exception, stage: str) -> dict[str, Any]:
+def _reject(context: Any, index: int, error: Exception, stage: str) -> dict[str, Any]:
     """The body of one request's refusal: its own fault in words, ours to the log."""
     if isinstance(error, RequestError | ValueError) and stage != "postprocess":
         code, kind, message = 400, "BadRequestException", without_paths(getattr(error, "message", "") or str(error))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from trueline.errors import RequestError
-from trueline.serve.handlers.config import Plan, Terms, gather
+from trueline.serve.handlers.config import HandlerPlan, Terms, gather
 
 ID = "ts_request_sequence_id"
 START = "ts_request_sequence_start"
@@ -38,7 +38,7 @@ _AGAIN = f"begin it again with {START}: true, or another without an id"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SequencePart:
     """Which sequence a request is of, and whether it begins or closes it."""
 
     id: str
@@ -46,20 +46,20 @@ class Part:
     end: bool = False
 
 
-def part_of(headers: Mapping[str, str]) -> Part:
+def read_part(headers: Mapping[str, str]) -> SequencePart:
     """A request's part by its headers; without an id it begins a sequence of a new one. Raises RequestError.
 
-    >>> part_of({"ts_request_sequence_id": "a", "ts_request_sequence_end": "true"})
-    Part(id='a', start=False, end=True)
+    >>> read_part({"ts_request_sequence_id": "a", "ts_request_sequence_end": "true"})
+    SequencePart(id='a', start=False, end=True)
     """
     name = headers.get(ID, "")
     if len(name) > MAX_ID or not name.isprintable():
         raise RequestError(f"{ID} is to be up to {MAX_ID} printable characters, it is {name[:MAX_ID]!r}")
     start, end = (headers.get(key, "").strip().lower() == "true" for key in (START, END))
-    return Part(name or f"{_MADE}{uuid.uuid4()}", start or not name, end)
+    return SequencePart(name or f"{_MADE}{uuid.uuid4()}", start or not name, end)
 
 
-def told(part: Part) -> dict[str, str]:
+def encode_headers(part: SequencePart) -> dict[str, str]:
     """The headers in which the handler finds it."""
     return {ID: part.id} | ({START: "true"} if part.start else {})
 
@@ -78,7 +78,7 @@ class Job(Protocol):
 
     since: float
     alone: bool
-    part: Part | None
+    part: SequencePart | None
 
 
 J = TypeVar("J", bound=Job)
@@ -114,7 +114,7 @@ class _Sequence(Generic[J]):
         return last is not None and _part(last).end
 
 
-def _part(job: Job) -> Part:
+def _part(job: Job) -> SequencePart:
     assert job.part is not None  # others never join
     return job.part
 
@@ -164,7 +164,7 @@ class Sequences(Generic[J]):
         one.waiting.append(job)
         return None
 
-    def _refusal(self, part: Part, now: float, room: int) -> Refusal | None:
+    def _refusal(self, part: SequencePart, now: float, room: int) -> Refusal | None:
         if not part.start:
             why, at = self._ended.get(part.id, ("", -math.inf))
             if now < at + REMEMBERED_S:
@@ -196,7 +196,7 @@ class Sequences(Generic[J]):
                 one.worker = min(load, key=lambda worker: load[worker])
                 load[one.worker] += 1
 
-    def take(self, worker: int, *, now: float, plan: Plan) -> tuple[list[J], float | None]:
+    def take(self, worker: int, *, now: float, plan: HandlerPlan) -> tuple[list[J], float | None]:
         """The batch that an idle worker runs at `now`, the first request of each of several sequences; else when to ask
         again. It does not wait for company when every sequence of the worker is in the batch.
         """
@@ -211,7 +211,7 @@ class Sequences(Generic[J]):
             self._ended.pop(one.id, None)
         return heads[:count], wake_at
 
-    def answered(self, worker: int, jobs: Iterable[J], closed: Iterable[str], *, now: float) -> Dropped[J]:
+    def finish(self, worker: int, jobs: Iterable[J], closed: Iterable[str], *, now: float) -> Dropped[J]:
         """The batch `jobs` of `worker` is over; its handler has closed the sequences `closed`."""
         ending = dict.fromkeys(closed)
         for job in jobs:
@@ -244,7 +244,7 @@ class Sequences(Generic[J]):
             del self._ended[next(iter(self._ended))]
         return dropped
 
-    def lost(self, worker: int, *, now: float, how: str = "was lost with its worker") -> Dropped[J]:
+    def drop_worker(self, worker: int, *, now: float, how: str = "was lost with its worker") -> Dropped[J]:
         """A worker is gone, and what it remembered with it. Sequences that it had not begun go to another."""
         dropped: Dropped[J] = []
         for one in [one for one in self._live.values() if one.worker == worker]:

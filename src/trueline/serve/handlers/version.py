@@ -23,11 +23,10 @@ from trueline.serve.handlers import config as plans
 from trueline.serve.handlers.archive import Archive
 from trueline.serve.handlers.metrics import Measures
 from trueline.serve.handlers.pool import Pool
-from trueline.serve.handlers.result import HandlerFailed, StartFailed
-from trueline.serve.handlers.sequences import Part
-from trueline.serve.handlers.workdir import Place
-from trueline.serve.handlers.worker import Launch, Limits
-from trueline.serve.models.servable import NO_WORKER, Answer, Ask, NoTensors, Program, VersionRecord
+from trueline.serve.handlers.sequences import SequencePart
+from trueline.serve.handlers.workdir import WorkDir
+from trueline.serve.handlers.worker import HandlerFailed, Launch, Limits, StartFailed
+from trueline.serve.models.servable import NO_WORKER, HandlerAnswer, HandlerRequest, NoTensors, Program, VersionRecord
 from trueline.web.streaming import StreamedBody
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class HandlerVersion(VersionRecord):
     archive: Archive | None = None
     measures: Measures | None = None
     _pool: Pool | None = None
-    _place: Place | None = None
+    _place: WorkDir | None = None
 
     @property
     def handler(self) -> HandlerVersion:
@@ -132,7 +131,7 @@ class HandlerVersion(VersionRecord):
 
         Raises ArchiveError (also when the archive is not the one of `digest`), NotStarted; nothing is then left.
         """
-        place = await in_thread(Place)
+        place = await in_thread(WorkDir)
         try:
             found: Archive = await in_thread(functools.partial(_laid_out, path, place.folder))
             if digest is not None and digest != found.digest:
@@ -176,13 +175,13 @@ class HandlerVersion(VersionRecord):
     async def _start(
         self,
         found: Archive,
-        plan: plans.Plan,
+        plan: plans.HandlerPlan,
         loop: asyncio.AbstractEventLoop,
         weights: Path | None,
         *,
         beside: bool,
     ) -> None:
-        ignored = plans.ignored(found.config, plan)
+        ignored = plans.find_ignored(found.config, plan)
         if ignored or found.manifest.requirements_file:
             events.emit(
                 "archive.ignored",
@@ -219,7 +218,7 @@ class HandlerVersion(VersionRecord):
     async def wait_ready(self) -> None:
         """Raises NotStarted."""
         try:
-            await self.pool.settled()
+            await self.pool.wait_ready()
         except StartFailed as error:
             raise NotStarted(
                 f"Failed to start workers for model {self.model} version: {self.version}: {error.message}"
@@ -228,7 +227,7 @@ class HandlerVersion(VersionRecord):
     async def retire(self) -> None:
         """Returns when the last request is answered, the workers are gone and the files deleted."""
         if self._pool is not None:
-            await self._pool.emptied()
+            await self._pool.wait_empty()
         self.state = "retiring"
         await self.close()
 
@@ -242,7 +241,7 @@ class HandlerVersion(VersionRecord):
     def ask(self, inputs: Mapping[str, Any], timeout_s: float | None = None, priority: int = USUAL) -> NoReturn:
         raise NoTensors(self.model)
 
-    def handle(self, ask: Ask, *, alone: bool = False, loose: bool = False) -> asyncio.Future[Answer]:
+    def handle(self, ask: HandlerRequest, *, alone: bool = False, loose: bool = False) -> asyncio.Future[HandlerAnswer]:
         """The handler's answer, or its head once the first piece was sent; `alone`: in a batch of its own; `loose`: of
         no sequence.
 
@@ -256,13 +255,13 @@ class HandlerVersion(VersionRecord):
         began = time.perf_counter()
         part = None
         if self.stateful and not loose:
-            part = sequences.part_of(ask.headers)
-            ask.headers = {**ask.headers, **sequences.told(part)}
+            part = sequences.read_part(ask.headers)
+            ask.headers = {**ask.headers, **sequences.encode_headers(part)}
         told = _Told(part)
         ask.on_piece = told.piece
         waiting = self.pool.submit(ask, alone=alone, part=part)
         told.follow(waiting)
-        waiting.add_done_callback(lambda done: self._answered(began, done))
+        waiting.add_done_callback(lambda done: self._count_answer(began, done))
         return told.answer
 
     @property
@@ -270,7 +269,7 @@ class HandlerVersion(VersionRecord):
         """Whether its requests are of sequences. Raises NotReady."""
         return self.pool.launch.plan.sequences is not None
 
-    def _answered(self, began: float, done: asyncio.Future[Answer]) -> None:
+    def _count_answer(self, began: float, done: asyncio.Future[HandlerAnswer]) -> None:
         if done.cancelled():
             return
         failure = done.exception()
@@ -339,33 +338,33 @@ class HandlerVersion(VersionRecord):
 class _Told:
     """What becomes of one request: an answer at once, or its head and then its pieces."""
 
-    def __init__(self, part: Part | None = None) -> None:
+    def __init__(self, part: SequencePart | None = None) -> None:
         """With a `part` the answer names its sequence, unless the handler does."""
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[HandlerAnswer] = asyncio.get_running_loop().create_future()
         self._own = {} if part is None else {sequences.ID: part.id}
         self._pieces: StreamedBody | None = None
-        self._waiting: asyncio.Future[Answer] | None = None
+        self._waiting: asyncio.Future[HandlerAnswer] | None = None
 
-    def follow(self, waiting: asyncio.Future[Answer]) -> None:
+    def follow(self, waiting: asyncio.Future[HandlerAnswer]) -> None:
         """`waiting` brings the end; a reader who goes away before cancels it."""
         self._waiting = waiting
         waiting.add_done_callback(self._end)
         self.answer.add_done_callback(lambda answer: waiting.cancel() if answer.cancelled() else None)
 
-    def piece(self, piece: Answer) -> None:
+    def piece(self, piece: HandlerAnswer) -> None:
         """One piece; the first brings the head."""
         if self._pieces is None:
             if self.answer.done():
                 return
             self._pieces = StreamedBody(self._stop)
-            self.answer.set_result(replace(self._named(piece), body=b"", pieces=self._pieces))
+            self.answer.set_result(replace(self._with_sequence(piece), body=b"", pieces=self._pieces))
         self._pieces.add(piece.body)
 
     def _stop(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
 
-    def _end(self, waiting: asyncio.Future[Answer]) -> None:
+    def _end(self, waiting: asyncio.Future[HandlerAnswer]) -> None:
         failure = None if waiting.cancelled() else waiting.exception()
         if self._pieces is not None:
             if not waiting.cancelled() and failure is None:
@@ -378,9 +377,9 @@ class _Told:
         elif failure is not None:
             self.answer.set_exception(failure)
         else:
-            self.answer.set_result(self._named(waiting.result()))
+            self.answer.set_result(self._with_sequence(waiting.result()))
 
-    def _named(self, answer: Answer) -> Answer:
+    def _with_sequence(self, answer: HandlerAnswer) -> HandlerAnswer:
         return replace(answer, headers={**self._own, **answer.headers}) if self._own else answer
 
 

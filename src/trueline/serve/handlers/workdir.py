@@ -20,7 +20,7 @@ _YOUNG_S = 60.0
 """A folder of this age may be one whose lock is just being taken."""
 
 
-class Place:
+class WorkDir:
     """An empty folder, held until `remove`."""
 
     def __init__(self, parent: Path | None = None, *, prefix: str = PREFIX) -> None:

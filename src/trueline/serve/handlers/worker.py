@@ -20,15 +20,48 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trueline.errors import DeadlineExceeded, RequestError, TruelineError
 from trueline.serve.handlers import framing
-from trueline.serve.handlers.config import Plan
-from trueline.serve.handlers.result import DIED, HandlerFailed, Hung, StartFailed
-from trueline.serve.models.servable import Answer, Ask
+from trueline.serve.handlers.config import HandlerPlan
+from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}")
 SHARED_WEIGHTS = "TRUELINE_SHARED_WEIGHTS"
 """The variable that tells a handler of ours where the weights are that it shares with others of its model."""
+
+
+DIED = "Worker died."
+"""TorchServe's words for a request whose process ended under it."""
+
+
+class HandlerFailed(RequestError):
+    """The handler refused or failed: `status` and message are its own, or TorchServe's for what happened."""
+
+    code = "handler_failed"
+
+    def __init__(self, message: str, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status if 400 <= status <= 599 else 500
+
+
+class Hung(DeadlineExceeded):
+    """The handler gave no answer in its time, and its process was ended."""
+
+
+class StartFailed(TruelineError):
+    """A handler's process did not become ready. The message says why, and names no path."""
+
+    code = "start_failed"
+
+
+class NoSequence(RequestError):
+    """The request's sequence is closed, expired, lost or full, or there is no room for another; the message says which,
+    behind TorchServe's words for all of them.
+    """
+
+    code = "no_sequence"
+    status = 503
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +83,7 @@ class Launch:
     version: str
     folder: Path
     config_file: str
-    plan: Plan
+    plan: HandlerPlan
     limits: Limits = field(default_factory=Limits)
     weights: Path | None = None
     """Where workers lay the weights that they share; None: each has its own."""
@@ -101,8 +134,8 @@ class Worker:
         self._shares = launch.weights if together or launch.beside else None
         self._why = ""
         self._starting: asyncio.Future[None] = loop.create_future()
-        self._answering: asyncio.Future[list[Answer]] | None = None
-        self._asks: Sequence[Ask] = ()
+        self._answering: asyncio.Future[list[HandlerAnswer]] | None = None
+        self._asks: Sequence[HandlerRequest] = ()
         self._piece_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._begin()
@@ -143,7 +176,7 @@ class Worker:
         """Of a whole batch, and of what its head says."""
         return self._launch.limits.max_bytes * self._launch.plan.batch_size + 16 * 2**20
 
-    def _told(self) -> dict[str, Any]:
+    def _encode_launch(self) -> dict[str, Any]:
         from importlib import metadata
 
         launch = self._launch
@@ -162,10 +195,10 @@ class Worker:
             "max_bytes": self._frame_bytes,
         }
 
-    async def started(self) -> None:
+    async def wait_started(self) -> None:
         """Returns when the handler is initialized. Raises StartFailed; the process is then gone."""
         with contextlib.suppress(framing.Closed, BlockingIOError):  # then it ended already, and _starting says so
-            framing.send(self._sock, self._told())
+            framing.send(self._sock, self._encode_launch())
         try:
             await asyncio.shield(self._starting)
         except StartFailed:
@@ -173,7 +206,7 @@ class Worker:
             await asyncio.shield(self.ended)
             raise
 
-    def ask(self, asks: Sequence[Ask]) -> asyncio.Future[list[Answer]]:
+    def ask(self, asks: Sequence[HandlerRequest]) -> asyncio.Future[list[HandlerAnswer]]:
         """The answers of one batch; one at a time. The future raises HandlerFailed, DeadlineExceeded."""
         assert self._answering is None
         assert self.ready
@@ -296,7 +329,7 @@ class Worker:
         else:
             raise ValueError(f"nobody waits for '{kind}'")
 
-    def _settle(self, act: Callable[[asyncio.Future[list[Answer]]], None]) -> None:
+    def _settle(self, act: Callable[[asyncio.Future[list[HandlerAnswer]]], None]) -> None:
         self._disarm()
         answering, self._answering = self._answering, None
         self.answered += 1
@@ -305,7 +338,7 @@ class Worker:
             act(answering)
 
 
-def _answer(told: Mapping[str, Any], body: bytearray) -> Answer:
+def _answer(told: Mapping[str, Any], body: bytearray) -> HandlerAnswer:
     """Raises ValueError for what cannot stand in an answer."""
     headers = {str(name).lower(): str(value) for name, value in told["headers"].items()}
     status = int(told["status"])
@@ -313,7 +346,7 @@ def _answer(told: Mapping[str, Any], body: bytearray) -> Answer:
     if any(ord(char) < 32 or ord(char) == 127 for char in text) or not 200 <= status <= 599:
         raise ValueError("a header or status that cannot be sent")
     kept = {name: value for name, value in headers.items() if name not in _OURS}
-    return Answer(body=body, status=status, phrase=str(told["phrase"])[:128], headers=kept)
+    return HandlerAnswer(body=body, status=status, phrase=str(told["phrase"])[:128], headers=kept)
 
 
 _OURS = frozenset({"content-length", "transfer-encoding", "connection", "date", "keep-alive", "upgrade"})

@@ -1,4 +1,4 @@
-"""Models and versions of one server: which there are, and which of them a request goes to."""
+"""The models and versions of a server, and which version a request goes to."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from trueline.serve.models.version import ProgramVersion
 
 
 class UnknownModel(NotFound):
-    """No model of this name is served."""
-
     def __init__(self, model: str, names: list[str]) -> None:
         super().__init__(f"model '{model[:64]}' is not served here (serving: {join_names(names)})")
         self.model = model[:64]
 
 
 class UnknownVersion(NotFound):
-    """The model is served, this version of it is not."""
-
     def __init__(self, model: str, version: str, versions: list[str]) -> None:
         super().__init__(f"model '{model}' has no version '{version[:64]}' (has: {join_names(versions)})")
         self.model = model
@@ -27,32 +23,28 @@ class UnknownVersion(NotFound):
 
 
 class Models:
-    """Every version that this server has, by model, and which of them a request without a version goes to.
-
-    The first version of a model is its default until another is named.
-    """
+    """All versions by model. The first version of a model is its default until another is set."""
 
     def __init__(self) -> None:
         self._versions: dict[str, dict[str, Servable]] = {}
         self._defaults: dict[str, str] = {}
         self._splits: dict[str, Split] = {}
         self.changes = 0
-        """Grows when a name may lead to another version than before."""
+        """Grows when a request may go to another version than before."""
         self.shadows: dict[str, Shadow] = {}
-        """By model: who is asked the same, and answers nobody."""
+        """By model: versions that get copies of its requests."""
         self.started = False
-        """Whether all that was asked for at start has been loaded. From then on a model that is loaded beside the
-        others hinders nobody, and a server that is managed is ready with nothing to serve.
+        """Whether everything requested at start is loaded. From then on the server stays ready while further models
+        load, and when nothing is served.
         """
 
     def add(self, model: str, version: str) -> ProgramVersion:
-        """A new version, loading."""
         made = ProgramVersion(model=model, version=version)
-        self.put(made)
+        self.show(made)
         return made
 
-    def put(self, version: Servable) -> Servable | None:
-        """Shows `version` under its name; returns the one that had it."""
+    def show(self, version: Servable) -> Servable | None:
+        """Serves `version` under its name; returns the one that had it."""
         versions = self._versions.setdefault(version.model, {})
         before = versions.get(version.version)
         versions[version.version] = version
@@ -62,7 +54,7 @@ class Models:
         return before
 
     def remove(self, model: str, version: str) -> Servable:
-        """Takes a version away; the model goes with its last one. Raises UnknownModel, UnknownVersion."""
+        """Removes a version, and the model with its last one. Raises UnknownModel, UnknownVersion."""
         found = self.find(model, version)
         del self._versions[model][version]
         self.changes += 1
@@ -78,9 +70,8 @@ class Models:
         return found
 
     def find(self, model: str, version: str | None = None, key: str = "") -> Servable:
-        """The version, or the one that a request without a version goes to: by the split, else the default.
-
-        Requests of one `key` go to one version. Raises UnknownModel, UnknownVersion.
+        """The version; without `version` the split chooses one, else it is the default. Requests with the same `key` go
+        to the same version. Raises UnknownModel, UnknownVersion.
         """
         versions = self._versions.get(model)
         if versions is None:
@@ -94,7 +85,7 @@ class Models:
         return found
 
     def leads_to(self, found: object, model: str, version: str | None) -> bool:
-        """Whether requests for `version` of `model`, or without a version, go to `found`, all of them."""
+        """Whether all requests for `version` of `model`, or for no version, go to `found`."""
         if version is None and model in self._splits:
             return False
         return self._versions.get(model, {}).get(version or self._defaults.get(model, "")) is found
@@ -104,7 +95,7 @@ class Models:
         return self._defaults[model]
 
     def set_default(self, model: str, version: str) -> None:
-        """Requests without a version go to `version`; a split ends. Raises UnknownModel, UnknownVersion, NotReady."""
+        """Ends a split, too. Raises UnknownModel, UnknownVersion, NotReady."""
         self.find(model, version).check_ready()
         self._defaults[model] = version
         self._splits.pop(model, None)
@@ -114,14 +105,13 @@ class Models:
         return self._splits.get(model)
 
     def set_split(self, model: str, split: Split) -> None:
-        """Requests without a version go by weight. Raises UnknownModel, UnknownVersion, NotReady."""
+        """Raises UnknownModel, UnknownVersion, NotReady."""
         for version in split.weights:
             self.find(model, version).check_ready()
         self._splits[model] = split
         self.changes += 1
 
     def restore(self, model: str, default: str, split: Split | None) -> None:
-        """Default and split as they were."""
         self.changes += 1
         self._defaults[model] = default
         self._splits.pop(model, None)
@@ -136,13 +126,13 @@ class Models:
         return list(self._versions[model])
 
     def all(self) -> list[Servable]:
-        """Those that there are now; a scrape asks in a thread of its own, while versions come and go."""
+        """Safe in the thread of a scrape, while versions are added and removed."""
         return [version for versions in list(self._versions.values()) for version in list(versions.values())]
 
     @property
     def ready(self) -> bool:
         """Whether every model has a default version that is ready."""
         fine = ("ready", "loading") if self.started else ("ready",)
-        defaults = list(self._defaults.items())  # in a scrape's thread one may have gone by now
+        defaults = list(self._defaults.items())  # in a scrape's thread one may have been removed
         found = [one for model, version in defaults if (one := self._versions.get(model, {}).get(version)) is not None]
         return all(version.state in fine for version in found) and (bool(found) or self.started)

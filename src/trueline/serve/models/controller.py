@@ -1,11 +1,7 @@
-"""The one writer of what is served: versions come, take over and leave without a request lost.
+"""Loads, replaces and retires versions without losing a request; the only writer of Models.
 
-    load      a new version is made ready beside the old one: digests checked, golden examples answered, measured
-    show      it takes the place of an older one of its name, or stands beside the others
-    retire    what nobody is sent to any more ends with its last request
-
-Acts on one model wait for each other; those on others do not. After each the wanted state is written; an act whose
-outcome cannot be written is undone.
+A new version is made ready beside the old one, then takes its name; the old one retires after its last answer.
+Operations on one model wait for each other. Each writes the desired state, and is undone if that fails.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ from trueline.errors import NotReady, RequestError, TruelineError
 from trueline.serve import host
 from trueline.serve.models import desired_state as wanted
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.desired_state import Wanted, WantedModel, WantedVersion
-from trueline.serve.models.loader import Found, How, Loader, Refused
+from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion
+from trueline.serve.models.loader import Loader, Refused, ResolvedSource, VersionOptions
 from trueline.serve.models.servable import Servable
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import BundleLoader
@@ -34,14 +30,14 @@ from trueline.serve.redaction import public_reason
 
 
 class Conflict(RequestError):
-    """The act does not fit what is there."""
+    """The operation conflicts with what is served."""
 
     code = "conflict"
     status = 409
 
 
 class Fleet:
-    """Loads, shows, splits, retires. All its methods are called on the loop."""
+    """All methods are called on the loop."""
 
     def __init__(
         self,
@@ -49,7 +45,7 @@ class Fleet:
         loop: asyncio.AbstractEventLoop,
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         *,
-        how: How | None = None,
+        how: VersionOptions | None = None,
         state: Path | None = None,
         loaders: Sequence[Loader[Any]] = (),
     ) -> None:
@@ -57,38 +53,37 @@ class Fleet:
         `loaders` come before the one for bundles.
         """
         self.models = models
-        self.how = how or How()
+        self.how = how or VersionOptions()
         self._loop = loop
         self._in_thread = in_thread
         self._keeper = wanted.Keeper(state, "models")
         self._loaders = (*loaders, BundleLoader(self.how, loop, in_thread))
         self._locks: dict[str, asyncio.Lock] = {}
-        self._wanted: dict[Servable, WantedVersion] = {}
+        self._wanted: dict[Servable, DesiredVersion] = {}
         self._retiring: set[asyncio.Task[None]] = set()
 
     def lock(self, model: str) -> AbstractAsyncContextManager[None]:
-        """Held by who acts on a model in several steps."""
+        """Hold it during an operation of several steps on the model."""
         return self._locks.setdefault(model, asyncio.Lock())
 
     def busy(self, model: str) -> bool:
-        """Whether an act on the model is under way."""
         return model in self._locks and self._locks[model].locked()
 
     async def load(
         self,
-        found: Found,
+        found: ResolvedSource,
         model: str,
         version: str,
         *,
         source: str,
-        how: How | None = None,
+        how: VersionOptions | None = None,
         replace_it: bool = False,
         digest: str | None = None,
     ) -> Servable:
-        """Makes a version ready and shows it. With `replace_it` it takes the place of one of the same name.
+        """Makes a version ready and serves it, with `replace_it` in place of one of the same name.
 
-        Raises Conflict when there is one and `replace_it` is not set, Refused when it cannot be served; what was there
-        goes on as it was.
+        Raises Conflict for an existing name without `replace_it`, Refused if it cannot be served; an older version then
+        stays.
         """
         async with self.lock(model):
             self._check_free(model)
@@ -99,13 +94,13 @@ class Fleet:
             made: Servable = loader.create(found, model, version, source)
             fresh = before is None
             if fresh:
-                self.models.put(made)
+                self.models.show(made)
             events.emit("version.loading", model=model, version=version)
             began = time.perf_counter()
             try:
                 self._wanted[made] = await loader.load(made, found, how, digest)
                 made.load_s = time.perf_counter() - began
-                self.models.put(made)
+                self.models.show(made)
                 self._keep()
             except BaseException as error:
                 self._wanted.pop(made, None)
@@ -114,7 +109,7 @@ class Fleet:
                 if fresh:
                     self.models.remove(model, version)
                 elif before is not None:
-                    self.models.put(before)
+                    self.models.show(before)
                 if isinstance(error, TruelineError) and not isinstance(error, RequestError):
                     reason = public_reason(error)
                     events.emit("version.failed", model=model, version=version, why=reason)
@@ -126,12 +121,12 @@ class Fleet:
             return made
 
     def _check_free(self, model: str) -> None:
-        """Raises Conflict for a node of a workflow: it changes with that alone."""
+        """Raises Conflict for a node of a workflow, which only the workflow changes."""
         owners = [one.workflow for one in self.models.all() if one.model == model and one.workflow]
         if owners:
             raise Conflict(
                 f"model '{model}' is a node of workflow '{owners[0]}'",
-                hint=f"unregister the workflow (DELETE /workflows/{owners[0]}) and register it as it is to be",
+                hint=f"unregister the workflow (DELETE /workflows/{owners[0]}) and register the workflow again",
             )
 
     def _at(self, model: str, version: str) -> Servable | None:
@@ -139,36 +134,29 @@ class Fleet:
         return self.models.find(model, version) if known else None
 
     def set_default(self, model: str, version: str) -> None:
-        """Requests without a version go to `version` from now on. Raises NotFound, NotReady, Conflict."""
+        """Raises NotFound, NotReady, Conflict."""
+        self._redirect(model, lambda: self.models.set_default(model, version))
+        events.emit("default.set", model=model, version=version)
+
+    def set_split(self, model: str, weights: Mapping[str, float]) -> None:
+        """Raises NotFound, NotReady, Conflict, RequestError."""
+        self._redirect(model, lambda: self.models.set_split(model, Split(dict(weights))))
+        shares = ", ".join(f"{version}: {weight:g}" for version, weight in weights.items())
+        events.emit("split.set", model=model, weights=shares)
+
+    def _redirect(self, model: str, act: Callable[[], None]) -> None:
+        """Undoes `act` if the state file cannot be written."""
         self._check_free(model)
-        before = (self.models.default(model), self.models.split(model))
-        self.models.set_default(model, version)
+        before = self.models.default(model), self.models.split(model)
+        act()
         try:
             self._keep()
         except TruelineError:
             self.models.restore(model, *before)
             raise
-        events.emit("default.set", model=model, version=version)
-
-    def set_split(self, model: str, weights: Mapping[str, float]) -> None:
-        """Requests without a version go by weight. Raises NotFound, NotReady, Conflict, RequestError."""
-        self._check_free(model)
-        default, before = self.models.default(model), self.models.split(model)
-        self.models.set_split(model, Split(dict(weights)))
-        try:
-            self._keep()
-        except TruelineError:
-            self.models.restore(model, default, before)
-            raise
-        events.emit(
-            "split.set", model=model, weights=", ".join(f"{one}: {weight:g}" for one, weight in weights.items())
-        )
 
     def scale(self, model: str, version: str, workers: int) -> int:
-        """How many runs of a version go on at the same time. Returns how many it is now.
-
-        Raises NotFound, NotReady, Conflict.
-        """
+        """Sets a version's runs or workers and returns their number. Raises NotFound, NotReady, Conflict."""
         self._check_free(model)
         found = self.models.find(model, version)
         before = found.policy.lanes
@@ -186,7 +174,7 @@ class Fleet:
         return found.policy.lanes
 
     async def retire(self, model: str, version: str | None = None) -> None:
-        """Takes a version away, or the model with all its versions; returns when their last requests are answered.
+        """Removes a version, or the model with all its versions; returns when their last requests are answered.
 
         Raises NotFound, Conflict; RequestError (403) for the default version while there are others.
         """
@@ -204,7 +192,7 @@ class Fleet:
             except TruelineError:
                 self._wanted.update(kept)
                 for one in gone:
-                    self.models.put(one)
+                    self.models.show(one)
                 self.models.restore(model, default, split)
                 raise
             await asyncio.gather(*(self._retire(one) for one in gone))
@@ -222,15 +210,13 @@ class Fleet:
         return task
 
     async def close(self) -> None:
-        """Ends the processes of archives' handlers: the server leaves."""
+        """Ends the handlers' processes."""
         handlers = [one.handler for one in self.models.all() if one.handler is not None]
         await asyncio.gather(*(one.close() for one in handlers))
 
-    # the wanted state
-
-    def wanted(self) -> Wanted:
-        """What is served, as the state file says it."""
-        found: dict[str, WantedModel] = {}
+    def desired_state(self) -> DesiredState:
+        """What is served, in the form of the state file."""
+        found: dict[str, DesiredModel] = {}
         for model in self.models.names():
             split = self.models.split(model)
             versions = {}
@@ -241,18 +227,17 @@ class Fleet:
             default = self.models.default(model)
             if default in versions:
                 weights = dict(split.weights) if split is not None else {}
-                found[model] = WantedModel(versions=versions, default=default, split=weights)
-        return Wanted(models=found)
+                found[model] = DesiredModel(versions=versions, default=default, split=weights)
+        return DesiredState(models=found)
 
     def _keep(self) -> None:
-        self._keeper.keep(self.wanted().models)
+        self._keeper.keep(self.desired_state().models)
 
     def following(self, model: str) -> AbstractContextManager[None]:
-        """While a model is brought to what the file says, the file is not written for it."""
-        return self._keeper.following(model, lambda: self.wanted().models)
+        """While the model is changed to what the state file says, the file is not written for it."""
+        return self._keeper.following(model, lambda: self.desired_state().models)
 
-    def how_of(self, told: WantedVersion) -> How:
-        """How a version of the file is to be run."""
+    def how_of(self, told: DesiredVersion) -> VersionOptions:
         return replace(
             self.how,
             workers=told.workers,
@@ -261,15 +246,17 @@ class Fleet:
             given=told.given | {"initial_workers": str(told.workers)},
         )
 
-    async def restore(self, state: Wanted, find: Callable[[str], Awaitable[Found]]) -> list[str]:
-        """Loads what the file wants; returns what could not be had, in words. Those are wanted on."""
+    async def restore(self, state: DesiredState, find: Callable[[str], Awaitable[ResolvedSource]]) -> list[str]:
+        """Loads what the state file lists; returns messages for what could not be loaded, which stays desired."""
         missing: list[str] = []
         for name, model in state.models.items():
             with self.following(name):
                 missing += await self._restore(name, model, find)
         return missing
 
-    async def _restore(self, name: str, model: WantedModel, find: Callable[[str], Awaitable[Found]]) -> list[str]:
+    async def _restore(
+        self, name: str, model: DesiredModel, find: Callable[[str], Awaitable[ResolvedSource]]
+    ) -> list[str]:
         missing: list[str] = []
         for version in sorted(model.versions, key=lambda version: version != model.default):
             told = model.versions[version]
@@ -281,7 +268,7 @@ class Fleet:
                 missing.append(f"{name} version {version}: {error.message}")
                 failed = self.models.add(name, version)
                 failed.source = told.source
-                failed.fail(error.message if isinstance(error, RequestError) else "the bundle cannot be had")
+                failed.fail(error.message if isinstance(error, RequestError) else "its bundle is not available")
                 self._wanted[failed] = told
         if model.split:
             try:

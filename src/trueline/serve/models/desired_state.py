@@ -1,7 +1,6 @@
-"""What a server is to serve, as one file: read at start, written whole after each act.
+"""The state file: which versions, defaults and splits a server is to serve. Read at start, written after each change.
 
-The file is the memory of who manages the server: a restart brings back every version, the defaults and the splits. It
-says where a version came from and which bytes it had; a bundle that was exchanged since then is refused.
+It records each version's source and digest; a bundle that was replaced since then is refused.
 """
 
 from __future__ import annotations
@@ -18,50 +17,44 @@ from trueline import files
 from trueline.errors import StorageError, UsageError
 
 
-class WantedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One version: its source, the digest that it had when it was loaded, and how many runs go on at once."""
-
+class DesiredVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     source: str
     digest: str
     workers: int = 1
     max_batch: int | None = None
     max_delay_s: float | None = None
     given: dict[str, str] = {}
-    """What the call said of an archive's workers, in TorchServe's words."""
+    """TorchServe's registration parameters of an archive."""
 
 
-class WantedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One model."""
-
-    versions: dict[str, WantedVersion]
+class DesiredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    versions: dict[str, DesiredVersion]
     default: str
     split: dict[str, float] = {}
 
 
-class WantedWorkflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One workflow: its archive, and the digests of the archives of its models by node."""
-
+class DesiredWorkflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     source: str
     digest: str
     models: dict[str, str] = {}
+    """Digests of its nodes' archives."""
     given: dict[str, str] = {}
-    """What the call said of its workers, in TorchServe's words."""
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DesiredState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
     schema: int = 1
-    models: dict[str, WantedModel] = {}
-    workflows: dict[str, WantedWorkflow] = {}
+    models: dict[str, DesiredModel] = {}
+    workflows: dict[str, DesiredWorkflow] = {}
 
 
-def read(path: Path) -> Wanted:
-    """The file at `path`; nothing wanted when there is none. Raises UsageError when it is no such file."""
+def read(path: Path) -> DesiredState:
+    """The state in the file at `path`; empty if there is none. Raises UsageError for a file of another form."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Wanted)
+        found = msgspec.json.decode(path.read_bytes(), type=DesiredState)
     except FileNotFoundError:
-        return Wanted()
+        return DesiredState()
     except OSError as error:
         raise UsageError(f"cannot read the state file {path}: {error.strerror or error}") from error
     except msgspec.DecodeError as error:
@@ -80,8 +73,8 @@ def read(path: Path) -> Wanted:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Nobody else reads and writes the file meanwhile who asks for this too. Raises StorageError."""
+def lock_file(path: Path) -> Iterator[None]:
+    """Excludes other processes that lock the file, too. Raises StorageError."""
     beside = path.with_name(path.name + ".lock")
     try:
         lock = beside.open("ab")
@@ -92,30 +85,30 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def write(path: Path, wanted: Wanted) -> None:
-    """Raises StorageError; the file is then as it was."""
-    told = {name: value for name, value in msgspec.structs.asdict(wanted).items() if name != "workflows" or value}
-    files.write_atomic(path, msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
+def write(path: Path, wanted: DesiredState) -> None:
+    """Raises StorageError; the file is then unchanged."""
+    kept = {name: value for name, value in msgspec.structs.asdict(wanted).items() if name != "workflows" or value}
+    files.write_atomic(path, msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
 
 
 class Keeper:
-    """One part of the file as one process changes it: by name, and what others wrote stays."""
+    """Writes one part of the file, and only the names that this process changed."""
 
     def __init__(self, state: Path | None, part: Literal["models", "workflows"]) -> None:
-        """`state` is the file, if there is to be one."""
+        """`state`: None writes nothing."""
         self._state = state
         self._part = part
         self._kept: dict[str, _Kept] = {}
         self._following: set[str] = set()
 
     def keep(self, mine: Mapping[str, _Kept]) -> None:
-        """Writes what of `mine` has changed since it was last written. Raises StorageError, UsageError."""
+        """Writes what has changed in `mine` since the last call. Raises StorageError, UsageError."""
         if self._state is None:
             return
         changed = {name for name in {*mine, *self._kept} if mine.get(name) != self._kept.get(name)} - self._following
         if not changed:
             return
-        with locked(self._state):
+        with lock_file(self._state):
             whole = read(self._state)
             part = {name: one for name, one in getattr(whole, self._part).items() if name not in changed}
             part |= {name: mine[name] for name in mine if name in changed}
@@ -130,7 +123,7 @@ class Keeper:
 
     @contextmanager
     def following(self, name: str, mine: Callable[[], Mapping[str, _Kept]]) -> Iterator[None]:
-        """While `name` is brought to what the file says, the file is not written for it."""
+        """Inside, the file is not written for `name`."""
         self._following.add(name)
         try:
             yield
@@ -139,4 +132,4 @@ class Keeper:
             self._remember([name], mine())
 
 
-_Kept = WantedModel | WantedWorkflow
+_Kept = DesiredModel | DesiredWorkflow

@@ -1,8 +1,7 @@
-"""A bundle in an object store, brought here once: `s3://bucket/digits.tlb`, `gs://bucket/digits.bundle#sha256:…`.
+"""Downloads a bundle (packed file or folder) from a URL that fsspec reads: `s3://bucket/digits.tlb#sha256:…`.
 
-A packed file or a folder, at any URL that fsspec reads. What arrives is opened with every check of a bundle on this
-disk, and kept in the user's cache under its digest. `#sha256:DIGEST` says which bundle it has to be, so that a store
-where others write cannot exchange it. Knows no client: only the operator names URLs.
+It is verified and kept in the user's cache under its digest. `#sha256:DIGEST` protects against a replaced bundle. Only
+operators name URLs, never clients.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
 def is_url(source: str) -> bool:
-    """Whether `source` lies in a store.
+    """Whether `source` is in an object store.
 
     >>> is_url("s3://bucket/digits.tlb"), is_url("models:/digits@champion"), is_url("/srv/digits.bundle")
     (True, False, False)
@@ -36,10 +35,10 @@ def is_url(source: str) -> bool:
     return bool(_URL.match(source))
 
 
-def parted(source: str) -> tuple[str, str | None]:
-    """The URL, and the digest that it has to have. Raises UsageError.
+def split_digest(source: str) -> tuple[str, str | None]:
+    """The URL and the required digest. Raises UsageError.
 
-    >>> parted("s3://bucket/digits.tlb")
+    >>> split_digest("s3://bucket/digits.tlb")
     ('s3://bucket/digits.tlb', None)
     """
     url, mark, digest = source.partition("#")
@@ -54,40 +53,34 @@ def parted(source: str) -> tuple[str, str | None]:
     return url, found[1]
 
 
-def fetched(source: str, cache: Path) -> Bundle:
-    """The bundle at `source`, verified, from `cache` when it is there. Blocks.
-
-    Raises UsageError, StorageError when the store does not answer, BundleError when it holds another bundle or none.
-    """
+def fetch(source: str, cache: Path) -> Bundle:
+    """The verified bundle at `source`, from `cache` if possible. Raises UsageError, StorageError, BundleError."""
     import fsspec
 
-    url, digest = parted(source)
+    url, digest = split_digest(source)
     known = cache / digest if digest is not None else None
     if known is not None and known.is_dir():
-        return _opened(known)
+        return _open(known)
     with translate_errors(url, "opening"):
         fs, root = fsspec.url_to_fs(url)
         folder = not fs.isfile(root)
         if folder and not fs.isfile(f"{root}/{schema.MANIFEST}"):
             raise BundleError(f"there is no bundle at {url}", hint="it is a packed file, or a folder with bundle.json")
     cache.mkdir(parents=True, exist_ok=True)
-    found = _folder(fs, str(root), url, cache) if folder else _packed(fs, str(root), url, cache)
+    found = _fetch_folder(fs, str(root), url, cache) if folder else _fetch_packed(fs, str(root), url, cache)
     if digest is not None and found.digest != digest:
         raise BundleError(
-            f"{url} holds the bundle of digest {found.digest[:12]}, asked for was {digest[:12]}",
-            hint="the stored bundle was exchanged; upload the right one, or name the new digest",
+            f"{url} holds the bundle of digest {found.digest[:12]}, expected {digest[:12]}",
+            hint="the stored bundle was replaced; upload the right one, or name the new digest",
         )
     return found
 
 
 def signature(source: str) -> str | None:
-    """What vouches for the bundle at `source`: what lies there as its name and `.sig`; None when nothing does. Blocks.
-
-    Raises UsageError, StorageError.
-    """
+    """The signature file beside the bundle at `source`, if there is one. Raises UsageError, StorageError."""
     import fsspec
 
-    place = f"{parted(source)[0].rstrip('/')}{signing.SUFFIX}"
+    place = f"{split_digest(source)[0].rstrip('/')}{signing.SUFFIX}"
     with translate_errors(place, "reading"):
         fs, root = fsspec.url_to_fs(place)
         if not fs.isfile(root):
@@ -96,20 +89,20 @@ def signature(source: str) -> str | None:
     return found.decode("ascii", "replace")
 
 
-def _packed(fs: Any, root: str, url: str, cache: Path) -> Bundle:
+def _fetch_packed(fs: Any, root: str, url: str, cache: Path) -> Bundle:
     with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=cache) as scratch:
         file = Path(scratch, "packed.tlb")
         with translate_errors(url, "reading"):
             fs.get_file(root, str(file))
         bundle = open_folder(unpack(file, Path(scratch, "bundle")))
-        return _kept(bundle, cache)
+        return _keep(bundle, cache)
 
 
-def _folder(fs: Any, root: str, url: str, cache: Path) -> Bundle:
+def _fetch_folder(fs: Any, root: str, url: str, cache: Path) -> Bundle:
     manifest = _manifest(fs, root, url)
     known = cache / manifest.digest
     if known.is_dir():
-        return _opened(known)
+        return _open(known)
     with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=cache) as scratch:
         folder = Path(scratch, "bundle")
         for name, entry in manifest.files.items():
@@ -121,7 +114,7 @@ def _folder(fs: Any, root: str, url: str, cache: Path) -> Bundle:
                     raise BundleError(f"{url}/{name} has {size} bytes, sealed were {entry.size}", hint=schema.AGAIN)
                 fs.get_file(f"{root}/{name}", str(target))
         (folder / schema.MANIFEST).write_bytes(schema.encode(manifest))
-        return _kept(open_folder(folder), cache)
+        return _keep(open_folder(folder), cache)
 
 
 def _manifest(fs: Any, root: str, url: str) -> BundleManifest:
@@ -133,19 +126,19 @@ def _manifest(fs: Any, root: str, url: str) -> BundleManifest:
     return schema.decode(text, f"{url}/{schema.MANIFEST}")
 
 
-def _kept(bundle: Bundle, cache: Path) -> Bundle:
-    """`bundle` under its digest in `cache`; another process may have been faster, with the same bytes."""
+def _keep(bundle: Bundle, cache: Path) -> Bundle:
+    """Moves `bundle` to its digest in `cache`, where another process may have put the same bytes meanwhile."""
     target = cache / bundle.digest
     try:
         bundle.path.rename(target)
     except OSError as error:
         if not target.is_dir():
             raise files.storage_error(error, target) from error
-    return _opened(target)
+    return _open(target)
 
 
-def _opened(folder: Path) -> Bundle:
-    """What lies in the cache, verified; what was damaged there is removed, so that the next try brings it again."""
+def _open(folder: Path) -> Bundle:
+    """The verified bundle in the cache; a damaged one is deleted, so that the next call downloads it again."""
     try:
         return open_folder(folder)
     except BundleError:

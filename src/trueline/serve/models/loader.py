@@ -1,7 +1,6 @@
-"""From a bundle on disk to a program that may answer: opened, replayed and measured.
+"""Opens a bundle's program, replays its golden records and measures it, in the session that will serve.
 
-Nothing that is not proven here is handed out: the golden examples are asked of the very session that will serve, with
-the device, the precision and the threads that it will have.
+The replay uses the device, the precision and the threads of that session: nothing is served that is not proven here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from trueline.errors import BundleError, RequestError
 from trueline.runtime.open import open_program, replay
 from trueline.serve import host
 from trueline.serve.batching.execution_plan import draw_up
-from trueline.serve.models.desired_state import WantedVersion
+from trueline.serve.models.desired_state import DesiredVersion
 from trueline.serve.models.servable import Loaded, Servable
 
 V = TypeVar("V", bound=Servable)
@@ -36,26 +35,25 @@ PLATFORMS = {
     "torchscript": "pytorch_libtorch",
     "aotinductor": "pytorch_aotinductor",
 }
-"""What the protocol calls the formats of programs. Of `pytorch_` are those whose threads are the process's own."""
+"""Names of program formats in the Open Inference Protocol. The threads of `pytorch_` formats are process-wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """Which of a bundle's programs is run, and by what."""
+class RuntimeOptions:
+    """Which of a bundle's programs runs, and how."""
 
     program: str = ""
-    """One of `runtime.session.FORMATS`; empty: the one that the bundle says."""
+    """One of `runtime.session.FORMATS`; empty: the bundle's default."""
     threads: int = 0
-    """Of one run; 0: one when runs are short, else as many as the runtime likes. torch has one number for all of its
-    programs, and 0 leaves it as it is."""
+    """Of one run; 0: one if runs are short, else the runtime decides. torch has one process-wide number; 0 keeps it."""
     device: str = ""
     precision: str = ""
     native: bool = False
-    """Whether machine code may be opened."""
+    """Whether machine code may be loaded."""
     shared: Path | None = None
-    """Where this server's processes lay the weights that they share; None: there is one process."""
+    """Folder of the weights that several server processes share; None: there is one process."""
     most_threads: int = 0
-    """Of one run where nobody says how many, so that processes beside each other have the cores once; 0: no bound."""
+    """Upper bound where `threads` is 0, so that several processes share the cores; 0: no bound."""
 
 
 class Refused(RequestError):
@@ -66,54 +64,53 @@ class Refused(RequestError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """Where a source's bundle lies, and what the registry says about it."""
+class ResolvedSource:
+    """Where the bundle or archive of a source lies, and what the registry knows of it."""
 
     path: Path
     name: str | None = None
     version: str | None = None
     digest: str | None = None
     signature: str | None = None
-    """What vouches for it; None: what lies beside it, if anything does."""
+    """None: the signature file beside it, if there is one."""
 
     def check(self, trusted: Trusted | None, digest: str) -> None:
-        """Raises BundleError unless a trusted key has signed what is here, and has `digest`."""
+        """Raises BundleError unless a trusted key has signed `digest`."""
         if trusted is not None:
             trusted.check(f"'{self.path.name}'", digest, self.signature or signing.beside(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
-    """How a version is to be run, where nothing else is said for it."""
+class VersionOptions:
+    """How a version runs, unless its own configuration says otherwise."""
 
-    way: Way = field(default_factory=Way)
+    way: RuntimeOptions = field(default_factory=RuntimeOptions)
     max_batch: int = 64
     max_delay_s: float | None = None
-    """How long an idle model waits for company; None: as is learned to pay."""
+    """How long an idle model waits for more requests; None: learned."""
     max_queue: int = 256
     workers: int | None = None
-    """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
+    """Runs at a time; None: as measured; 0: requests are rejected."""
     shared: bool = False
     """Whether other processes answer on the same ports."""
     trusted: Trusted | None = None
-    """Whose signatures are asked for; None: nobody's. Of the server: what a single version says does not count."""
+    """One of these keys must have signed what is served; None: no signature is needed."""
     usual: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What versions have that say nothing of it, in model-config.yaml's words: by `MODEL/VERSION`, or under an empty
-    name for every archive."""
+    """Defaults in the keys of model-config.yaml: by `MODEL/VERSION`, or under "" for every archive."""
     given: Mapping[str, str] = field(default_factory=lambda: {"default_workers": "1"})
-    """What an archive's workers are to be like where its own configuration says otherwise, in TorchServe's words."""
+    """TorchServe's registration parameters; they override an archive's configuration."""
 
     def usual_of(self, model: str, version: str) -> dict[str, Any]:
-        """What an archive's own configuration goes before."""
+        """The defaults of an archive's configuration."""
         return {**self.usual.get("", {}), **self.usual.get(f"{model}/{version}", {})}
 
-    def of_bundle(self, model: str, version: str) -> How:
-        """The same for a bundle: batch, delay and workers are what is read. Raises Refused."""
+    def of_bundle(self, model: str, version: str) -> VersionOptions:
+        """With the batch size, delay and workers set for this version. Raises Refused."""
         own = self.usual.get(f"{model}/{version}", {})
         try:
             found = msgspec.convert({key: own[key] for key in _OF_BUNDLES if key in own}, _OfBundle)
         except msgspec.ValidationError as error:
-            raise Refused(f"what is said of model '{model}' version '{version}' cannot be: {error}") from error
+            raise Refused(f"the settings of model '{model}' version '{version}' are not valid: {error}") from error
         return replace(
             self,
             max_batch=found.batch_size or self.max_batch,
@@ -138,22 +135,20 @@ class Loader(Protocol[V]):
     """Makes versions of one kind of source ready."""
 
     def accepts(self, path: Path) -> bool:
-        """Whether what lies at `path` is of this kind."""
-        ...
+        """Whether the file or folder at `path` is of this kind."""
 
-    def create(self, found: Found, model: str, version: str, source: str) -> V:
+    def create(self, found: ResolvedSource, model: str, version: str, source: str) -> V:
         """A version that is not loaded yet. Raises CodeNotAllowed."""
-        ...
 
-    async def load(self, made: V, found: Found, how: How | None, digest: str | None) -> WantedVersion:
-        """Makes `made` ready, of the bytes of `digest` if it is given; returns its record for the state file.
-
-        Raises TruelineError; nothing is then left.
+    async def load(
+        self, made: V, found: ResolvedSource, how: VersionOptions | None, digest: str | None
+    ) -> DesiredVersion:
+        """Makes `made` ready and returns its record for the state file. Raises TruelineError and cleans up, also when
+        the bytes do not have `digest`.
         """
-        ...
 
 
-def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None) -> Loaded:
+def load(bundle: Bundle, way: RuntimeOptions, *, max_batch: int, digest: str | None = None) -> Loaded:
     """Opens, replays and measures a program of a verified bundle. Raises BundleError, NotProven, UsageError."""
     if digest is not None and digest != bundle.digest:
         raise BundleError(
@@ -182,7 +177,7 @@ def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None)
     return loaded
 
 
-def _load(bundle: Bundle, way: Way, max_batch: int) -> Loaded:
+def _load(bundle: Bundle, way: RuntimeOptions, max_batch: int) -> Loaded:
     with host.opening():
         session = open_program(
             bundle,

@@ -1,9 +1,8 @@
-"""Where a name that a client gives may lead: the model store, and nowhere else.
+"""The model store: the folder of bundles and archives that clients may load by name.
 
-A store is a folder of bundles, sealed folders or packed files (`.tlb`): `NAME.bundle` is version 1 of NAME,
-`NAME/VERSION.bundle` a version of its own. TorchServe's model archives may stand among them, named by their manifests.
-A client names entries of it, never paths: what has a `..`, is absolute, or leaves the store by a link is refused
-(CVE-2024-35198 was such a hole).
+`NAME.bundle` and `NAME.tlb` are version 1 of NAME, `NAME/VERSION.bundle` is another version; archives have the names of
+their manifests. Clients name entries, never paths: `..`, absolute paths and links that leave the store are rejected
+(compare CVE-2024-35198).
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ MANIFEST = "bundle.json"
 
 
 class NotInStore(NotFound):
-    """No such bundle in the store."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A bundle or an archive in the store. `source` is what a client calls it."""
+    """A bundle or an archive; clients name it by `source`."""
 
     model: str
     version: str
@@ -34,7 +33,7 @@ class Entry:
 
 
 def check_name(what: str, name: str) -> str:
-    """`name`, if it may name a model or a version. Raises RequestError."""
+    """`name`, if it is a valid name of a model or a version. Raises RequestError."""
     if not NAME.fullmatch(name):
         raise RequestError(
             f"{what} '{name[:64]}' is no name here: letters, digits and . _ - go, at most 128, not a dot first"
@@ -43,30 +42,24 @@ def check_name(what: str, name: str) -> str:
 
 
 class Store:
-    """The bundles under one folder, as they are now."""
-
     def __init__(self, folder: Path, name_of: Callable[[Path], tuple[str, str] | None] = lambda _: None) -> None:
         """`name_of`: model and version of an archive; None for other files."""
         self.folder = folder.resolve()
         self._name_of = name_of
 
     def find(self, source: str) -> Path:
-        """The bundle that a client calls `source`. Raises RequestError for what leads elsewhere, NotInStore."""
+        """The path of the entry `source`. Raises NotFound for a path outside the store, NotInStore."""
         parts = source.split("/")
-        if source.startswith("/") or "\\" in source or not 1 <= len(parts) <= 2:
-            raise NotFound(f"Relative path is not allowed in url: {source[:128]}")
-        for part in parts:
-            if not NAME.fullmatch(part):
-                raise NotFound(f"Relative path is not allowed in url: {source[:128]}")
-        path = (self.folder / source).resolve()
-        if not path.is_relative_to(self.folder):
+        named = len(parts) <= 2 and all(map(NAME.fullmatch, parts))
+        path = (self.folder / source).resolve() if named else None
+        if path is None or not path.is_relative_to(self.folder):
             raise NotFound(f"Relative path is not allowed in url: {source[:128]}")
         if not path.exists():
             raise NotInStore(f"Model not found at: {source[:128]}")
         return path
 
     def entries(self) -> list[Entry]:
-        """Every bundle, by model and version."""
+        """All bundles and archives."""
         found: list[Entry] = []
         for path in sorted(self._visible(self.folder)):
             if _is_bundle(path):
@@ -83,7 +76,7 @@ class Store:
         return found
 
     def of(self, model: str) -> list[Entry]:
-        """The versions of one model, the newest last: by number where all are numbers, else by name."""
+        """The versions of one model, the newest last: by number if all are numbers, else by name."""
         found = [entry for entry in self.entries() if entry.model == model]
         numbered = all(entry.version.isdecimal() for entry in found)
         return sorted(found, key=lambda entry: int(entry.version) if numbered else entry.version)

@@ -40,13 +40,13 @@ class NoTensors(RequestError):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Ask:
+class HandlerRequest:
     """One request for a handler: its parts (name, content type, bytes) and headers."""
 
     request_id: str
     parts: Sequence[tuple[str, str, bytes | bytearray]]
     headers: Mapping[str, str]
-    on_piece: Callable[[Answer], None] | None = None
+    on_piece: Callable[[HandlerAnswer], None] | None = None
     """Called with each piece that the handler sends before the whole answer."""
 
     @property
@@ -55,7 +55,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HandlerAnswer:
     """A handler's answer to one request, or one piece of it. Header names are lower-case and include the content type.
 
     A streamed answer has its pieces in `pieces`; its status and headers are those of the first piece.
@@ -85,33 +85,26 @@ class Handler(Protocol):
     @property
     def stateful(self) -> bool:
         """Whether its requests belong to sequences. Raises NotReady."""
-        ...
 
     @property
     def parameters(self) -> dict[str, Any]:
         """For the model metadata of the Open Inference Protocol. Raises NotReady."""
-        ...
 
     @property
     def description(self) -> dict[str, Any]:
         """For TorchServe's description of the model. Raises NotReady."""
-        ...
 
-    def handle(self, ask: Ask, *, alone: bool = False, loose: bool = False) -> asyncio.Future[Answer]:
+    def handle(self, ask: HandlerRequest, *, alone: bool = False, loose: bool = False) -> asyncio.Future[HandlerAnswer]:
         """The answer; `alone`: in a batch of its own; `loose`: outside of any sequence. Raises RequestError."""
-        ...
 
     def collect(self, host: str) -> Iterator[Metric]:
         """The metrics that its code counted, labelled with the name of the `host`."""
-        ...
 
     async def wait_ready(self) -> None:
         """Returns when the workers of the last `scale` are ready. Raises NotStarted."""
-        ...
 
     async def close(self) -> None:
         """Ends the processes at once."""
-        ...
 
 
 class Program(CachedProgram, Protocol):
@@ -120,16 +113,13 @@ class Program(CachedProgram, Protocol):
     @property
     def loaded(self) -> Loaded:
         """Raises NotReady."""
-        ...
 
     @property
     def signature(self) -> Signature:
         """Raises NotReady."""
-        ...
 
     def no_room(self, priority: int) -> Overloaded | None:
         """Why a request of `priority` is rejected now; the same object until the queue changes."""
-        ...
 
 
 class Servable(Protocol):
@@ -152,27 +142,22 @@ class Servable(Protocol):
     @property
     def handler(self) -> Handler | None:
         """None for a version that takes tensors."""
-        ...
 
     @property
     def program(self) -> Program:
         """Raises NoTensors for a handler."""
-        ...
 
     @property
     def digest(self) -> str:
         """Of the bytes that it was loaded from. Raises NotReady."""
-        ...
 
     @property
     def policy(self) -> Policy:
         """How its requests are batched and how many runs go on at a time. Raises NotReady."""
-        ...
 
     @property
     def sick(self) -> bool:
         """Whether it cannot answer and will not recover by itself."""
-        ...
 
     @property
     def num_waiting(self) -> int: ...
@@ -180,33 +165,27 @@ class Servable(Protocol):
     @property
     def full(self) -> bool:
         """Whether its queue accepts a further request only in place of a less urgent one."""
-        ...
 
     @property
     def load_times(self) -> dict[str, float]:
         """Seconds from start to ready, by TorchServe's names of workers."""
-        ...
 
     def check_ready(self) -> None:
         """Raises NotReady."""
-        ...
 
     def ask(
         self, inputs: Mapping[str, Array], timeout_s: float | None = None, priority: int = USUAL
     ) -> Outputs | asyncio.Future[Outputs]:
         """The outputs, immediately if the run is short, else a future. Raises RequestError, NoTensors, NotReady."""
-        ...
 
     def scale(self, lanes: int) -> None:
         """How many runs or workers go on at a time; with 0, new requests are rejected. Waiting ones are answered."""
-        ...
 
     async def retire(self) -> None:
         """Returns when the last accepted request is answered, and releases what was loaded.
 
         Call it when Models no longer finds the version.
         """
-        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -1,7 +1,6 @@
-"""A shadow: a version that is asked what another answers, and whose answers are compared and thrown away.
+"""A shadow: a version that gets copies of answered requests; its answers are compared and dropped.
 
-It costs the requests nothing but the machine's time: the shadow is asked after the answer is there, and left out when
-its queue is more than half full. What differs is counted, and the largest difference kept.
+Clients do not wait for it. A copy is skipped when the shadow's queue is more than half full.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Shadow:
-    """One version in another's shadow, and what was seen of it."""
+    """One shadow and its results."""
 
     version: Servable
     asked: int = 0
@@ -35,23 +34,23 @@ class Shadow:
     _pending: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
 
     def show(self, inputs: dict[str, Any], answer: Mapping[str, Array]) -> None:
-        """Asks the shadow the same and compares, now or later. Never raises."""
+        """Sends `inputs` to the shadow and compares its answer when it comes. Never raises."""
         try:
             if self.version.num_waiting > self.version.policy.max_requests // 2:
                 self.left_out += 1
                 return
             self.asked += 1
             found = self.version.ask(inputs)
-        except Exception as error:  # noqa: BLE001 - blind on purpose: a shadow is not seen by who asks
+        except Exception as error:  # noqa: BLE001 - blind on purpose: it must not fail a request
             self._count_failure(error)
             return
         if isinstance(found, dict):
             self._compare(answer, found)
             return
         self._pending.add(found)
-        found.add_done_callback(lambda done: self._later(answer, done))
+        found.add_done_callback(lambda done: self._finish(answer, done))
 
-    def _later(self, answer: Mapping[str, Array], done: asyncio.Future[dict[str, Array]]) -> None:
+    def _finish(self, answer: Mapping[str, Array], done: asyncio.Future[dict[str, Array]]) -> None:
         self._pending.discard(done)
         if done.cancelled():
             return
@@ -79,7 +78,6 @@ class Shadow:
             events.emit("shadow.differed", model=self.version.model, version=self.version.version, why=one.reason)
 
     def facts(self) -> dict[str, Any]:
-        """What was seen, for who manages."""
         return {
             "version": self.version.version,
             "asked": self.asked,

@@ -1,6 +1,6 @@
-"""Where the bundle behind a source lies: a path, a URL, a registry's name, an entry of the store.
+"""Resolves a source to a local bundle: a path, a URL, a name in the registry, an entry of the model store.
 
-The operator may name all of them, a client what the operator allows. What blocks happens in threads.
+Operators may use all of them, clients what the operator allows.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from typing import TypeVar
 
 from trueline import files
 from trueline.errors import NotFound, RegistryError
-from trueline.serve.child_process import revived
+from trueline.serve.child_process import rebuild_error
 from trueline.serve.models import download
-from trueline.serve.models.loader import Found
+from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.model_store import Store
-from trueline.serve.settings import Settings
+from trueline.serve.settings import ServeSettings
 
 _RESOLVE_S = 300.0
 
 T = TypeVar("T")
 
 
-def find(source: str, tracking_uri: str | None, *, signed: bool = False) -> Found:
-    """The bundle behind `source`: a path, a URL, or a registry's name; `signed`: with what vouches for it.
+def resolve(source: str, tracking_uri: str | None, *, signed: bool = False) -> ResolvedSource:
+    """The bundle of a path, a URL, or a registry's name; `signed`: with its signature. Blocks.
 
-    A registry is asked in a child process: it is heavy. Raises RegistryError, BundleError, StorageError, UsageError.
+    A child process reads the registry, whose client is heavy. Raises RegistryError, BundleError, StorageError,
+    UsageError.
     """
     if download.is_url(source):
-        bundle = download.fetched(source, files.user_cache() / "served")
+        bundle = download.fetch(source, files.user_cache() / "served")
         signature = download.signature(source) if signed else None
-        return Found(path=bundle.path, digest=bundle.digest, signature=signature)
+        return ResolvedSource(path=bundle.path, digest=bundle.digest, signature=signature)
     if not source.startswith("models:/"):
-        return Found(path=Path(source))
+        return ResolvedSource(path=Path(source))
     command = [sys.executable, "-P", "-m", "trueline.registry", "resolve", source]
     if tracking_uri is not None:
         command += ["--tracking-uri", tracking_uri]
@@ -52,8 +53,8 @@ def find(source: str, tracking_uri: str | None, *, signed: bool = False) -> Foun
     try:
         reply = json.loads(done.stdout.strip().splitlines()[-1])
         if done.returncode:
-            raise revived(reply["error"], reply)
-        return Found(
+            raise rebuild_error(reply["error"], reply)
+        return ResolvedSource(
             path=Path(reply["path"]),
             name=reply["name"],
             version=str(reply["version"]),
@@ -62,39 +63,37 @@ def find(source: str, tracking_uri: str | None, *, signed: bool = False) -> Foun
         )
     except (IndexError, KeyError, TypeError, ValueError) as error:
         said = done.stderr.strip().splitlines()
-        last = f"; it said: {said[-1]}" if said else ""
+        last = f"; its last line: {said[-1]}" if said else ""
         raise RegistryError(
             f"the registry's answer for {source} is not understood (exit code {done.returncode}){last}"
         ) from error
 
 
 class Sources:
-    """What a source leads to: for the operator anything, for a client what the operator allows."""
-
-    def __init__(self, settings: Settings, store: Store | None, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, settings: ServeSettings, store: Store | None, loop: asyncio.AbstractEventLoop) -> None:
         self._uri = settings.tracking_uri
         self._signed = settings.trusted_keys is not None
         self._registry = settings.tracking_uri is not None or (settings.source or "").startswith("models:/")
         self._store = store
         self._loop = loop
 
-    async def operator(self, source: str) -> Found:
-        """A path, a URL, a registry URI, or an entry of the store as the state file names it."""
+    async def find(self, source: str) -> ResolvedSource:
+        """For operators: a path, a URL, a registry URI, or an entry of the store."""
         if self._store is not None and not source.startswith(("/", "models:/")) and not download.is_url(source):
-            return Found(path=self._store.find(source))
-        return await in_thread(self._loop, lambda: find(source, self._uri, signed=self._signed))
+            return ResolvedSource(path=self._store.find(source))
+        return await in_thread(self._loop, lambda: resolve(source, self._uri, signed=self._signed))
 
-    async def allowed(self, url: str) -> Found:
-        """Raises NotFound for what no client may load."""
+    async def find_allowed(self, url: str) -> ResolvedSource:
+        """For clients. Raises NotFound for what they may not load."""
         if url.startswith("models:/") and self._registry:
-            return await in_thread(self._loop, lambda: find(url, self._uri, signed=self._signed))
+            return await in_thread(self._loop, lambda: resolve(url, self._uri, signed=self._signed))
         if self._store is None or ":" in url:
             raise NotFound(f"Given URL {url[:128]} does not match any allowed URL(s)")
-        return Found(path=self._store.find(url))
+        return ResolvedSource(path=self._store.find(url))
 
 
 def in_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` returns, from a daemon thread: a server that is told to stop does not wait for a load to end."""
+    """Runs `work` in a daemon thread, so that a stopping server does not wait for a load."""
     answer: asyncio.Future[T] = loop.create_future()
 
     def settle(act: Callable[[], None]) -> None:
@@ -105,9 +104,9 @@ def in_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> asyncio
         try:
             made = work()
             act = partial(answer.set_result, made)
-        except Exception as error:  # noqa: BLE001 - blind on purpose: it is raised again where the answer is awaited
+        except Exception as error:  # noqa: BLE001 - raised where the answer is awaited
             act = partial(answer.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, act)
 
     threading.Thread(target=body, name="load", daemon=True).start()

@@ -1,7 +1,7 @@
-"""Which version a request goes to when several share a model's traffic. Pure.
+"""Chooses a version when several share a model's traffic. Pure.
 
-Requests that name a key (a user, a session) stay with one version as long as the weights stay; when one weight grows,
-keys move to the version that grew and to no other (weighted rendezvous hashing). The rest is spread at random.
+Requests with a key (a user, a session) stay with one version while the weights stay; when a weight grows, keys move
+only to that version (weighted rendezvous hashing). Requests without a key are spread at random.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trueline.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Weights by version, e.g. `{"1": 90, "2": 10}`; they need not sum to anything."""
+    """Weights by version, e.g. `{"1": 90, "2": 10}`; they may have any sum."""
 
     weights: Mapping[str, float]
 
@@ -41,5 +41,5 @@ class Split:
 
 
 def place(key: str) -> float:
-    """Where a key lies in (0, 1): the same on every machine and in every run."""
+    """A hash of the key in (0, 1), the same on every machine and in every run."""
     return (int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big") + 0.5) / 2**48

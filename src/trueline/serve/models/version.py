@@ -21,8 +21,8 @@ from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.batching.queue import Batcher
 from trueline.serve.fastpath.bound_run import BoundRuns
 from trueline.serve.fastpath.templates import TemplateCache
-from trueline.serve.models.desired_state import WantedVersion
-from trueline.serve.models.loader import Found, How, load
+from trueline.serve.models.desired_state import DesiredVersion
+from trueline.serve.models.loader import ResolvedSource, VersionOptions, load
 from trueline.serve.models.servable import NO_WORKER, Loaded, VersionRecord
 from trueline.serve.redaction import without_paths
 
@@ -190,7 +190,10 @@ class BundleLoader:
     """Makes the programs of bundles ready."""
 
     def __init__(
-        self, how: How, loop: asyncio.AbstractEventLoop, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
+        self,
+        how: VersionOptions,
+        loop: asyncio.AbstractEventLoop,
+        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
     ) -> None:
         self._how = how
         self._loop = loop
@@ -199,10 +202,12 @@ class BundleLoader:
     def accepts(self, path: Path) -> bool:
         return True
 
-    def create(self, found: Found, model: str, version: str, source: str) -> ProgramVersion:
+    def create(self, found: ResolvedSource, model: str, version: str, source: str) -> ProgramVersion:
         return ProgramVersion(model=model, version=version, source=source)
 
-    async def load(self, made: ProgramVersion, found: Found, how: How | None, digest: str | None) -> WantedVersion:
+    async def load(
+        self, made: ProgramVersion, found: ResolvedSource, how: VersionOptions | None, digest: str | None
+    ) -> DesiredVersion:
         """Raises BundleError, NotProven."""
         usual, how = self._how, how or self._how.of_bundle(made.model, made.version)
         loaded: Loaded = await self._in_thread(lambda: _load(found, how, digest, usual.trusted))
@@ -215,7 +220,7 @@ class BundleLoader:
             max_requests=how.max_queue,
         )
         made.make_ready(loaded, policy, ThreadPoolExecutor(MAX_LANES, thread_name_prefix="run"), self._loop)
-        return WantedVersion(
+        return DesiredVersion(
             source=made.source,
             digest=loaded.digest,
             workers=made.policy.lanes,
@@ -224,11 +229,11 @@ class BundleLoader:
         )
 
 
-def _load(found: Found, how: How, digest: str | None, trusted: Trusted | None) -> Loaded:
+def _load(found: ResolvedSource, how: VersionOptions, digest: str | None, trusted: Trusted | None) -> Loaded:
     """Opens, verifies, replays and measures. Blocks. Raises BundleError, NotProven."""
     bundle = open_bundle(found.path)
     found.check(trusted, bundle.digest)
     loaded = load(bundle, how.way, max_batch=how.max_batch, digest=digest or found.digest)
-    if how.max_delay_s:  # the operator wants requests to wait for a batch
+    if how.max_delay_s:  # requests are to wait for a batch
         return replace(loaded, plan=replace(loaded.plan, inline_values=0))
     return loaded

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trueline import events
-from trueline.serve.settings import Settings
+from trueline.serve.settings import ServeSettings
 from trueline.web import tls
 from trueline.web.limits import HttpLimits
 from trueline.web.messages import App
@@ -41,7 +41,7 @@ class _Calls:
 class Ports:
     """What is open, as it was told."""
 
-    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, settings: ServeSettings, loop: asyncio.AbstractEventLoop) -> None:
         """Raises UsageError for certificates that cannot be read."""
         self._settings = settings
         self._loop = loop

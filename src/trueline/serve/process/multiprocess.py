@@ -25,10 +25,10 @@ from typing import Any
 
 from trueline import events
 from trueline.errors import TruelineError
-from trueline.serve.child_process import revived
-from trueline.serve.handlers.workdir import WEIGHTS, Place
+from trueline.serve.child_process import rebuild_error
+from trueline.serve.handlers.workdir import WEIGHTS, WorkDir
 from trueline.serve.process.signals import Stop
-from trueline.serve.settings import Settings, to_arguments
+from trueline.serve.settings import ServeSettings, to_arguments
 from trueline.web.sockets import listen
 
 READY_S = 300.0
@@ -36,12 +36,12 @@ _PAUSE_S = (0.1, 1.0, 5.0, 30.0)
 """Before a process that died is started again, by how often it died without having been ready."""
 
 
-async def run(settings: Settings, announce: Callable[[dict[str, Any]], None]) -> None:
+async def run(settings: ServeSettings, announce: Callable[[dict[str, Any]], None]) -> None:
     """Serves until told to stop. Raises what the first process would have raised."""
     stop = Stop()
     stop.listen(asyncio.get_running_loop(), lifeline=settings.lifeline)
     with contextlib.ExitStack() as held:
-        each = held.enter_context(_fixed(settings))
+        each = held.enter_context(_fix_ports(settings))
         children = [_Child(_of(each, number)) for number in range(settings.processes)]
         try:
             record = await _unless(stop, children[0].start())
@@ -61,7 +61,7 @@ async def run(settings: Settings, announce: Callable[[dict[str, Any]], None]) ->
 
 
 @contextlib.contextmanager
-def _fixed(settings: Settings) -> Iterator[Settings]:
+def _fix_ports(settings: ServeSettings) -> Iterator[ServeSettings]:
     """The settings with every port a number, which stays ours, and a state file if versions are managed."""
     with contextlib.ExitStack() as held:
         fixed: dict[str, Any] = {}
@@ -73,14 +73,14 @@ def _fixed(settings: Settings) -> Iterator[Settings]:
             folder = Path(tempfile.mkdtemp(prefix="trueline-state-"))
             held.callback(shutil.rmtree, folder, ignore_errors=True)
             fixed["state"] = str(folder / "served.json")
-        weights = Place(prefix=WEIGHTS)
+        weights = WorkDir(prefix=WEIGHTS)
         held.callback(weights.remove)
         fixed["shared_weights"] = str(weights.folder)
         fixed["most_threads"] = max(1, len(os.sched_getaffinity(0)) // settings.processes)
         yield replace(settings, processes=1, shared=True, lifeline=True, **fixed)
 
 
-def _hold(settings: Settings, port: int, held: contextlib.ExitStack) -> int:
+def _hold(settings: ServeSettings, port: int, held: contextlib.ExitStack) -> int:
     """The number of a port that nobody else can take; this process does not listen on it."""
     if port:  # in use by others? then say so now, in words
         listen(settings.host, port, guarded=settings.guarded).close()
@@ -94,7 +94,7 @@ def _hold(settings: Settings, port: int, held: contextlib.ExitStack) -> int:
     return int(address[1])
 
 
-def _of(settings: Settings, number: int) -> Settings:
+def _of(settings: ServeSettings, number: int) -> ServeSettings:
     port = settings.metrics_port
     return replace(settings, metrics_port=port + number) if port else settings
 
@@ -114,7 +114,7 @@ async def _unless(stop: Stop, work: Any) -> Any:
 class _Child:
     """One server process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
 
@@ -136,7 +136,7 @@ class _Child:
             raise TruelineError(f"a server process ended with code {await process.wait()} before it was ready")
         record: dict[str, Any] = json.loads(line)
         if record["event"] != "server.ready":
-            raise revived(record["code"], record)
+            raise rebuild_error(record["code"], record)
         events.emit("process.ready", pid=process.pid)
         return record
 

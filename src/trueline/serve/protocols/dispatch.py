@@ -14,8 +14,8 @@ from trueline import events
 from trueline.errors import NotFound, NotReady, Overloaded, RequestError
 from trueline.serve.batching.policy import USUAL
 from trueline.serve.counters import ServerStats
-from trueline.serve.handlers import request as bodies
-from trueline.serve.handlers.response import encode_answer
+from trueline.serve.handlers import messages
+from trueline.serve.handlers.messages import encode_answer
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.servable import Handler, Servable
 from trueline.serve.protocols.errors import NO_METHOD, ErrorFormat, allow
@@ -152,7 +152,7 @@ class Dispatch:
         query: bool = False,
     ) -> Answer:
         began = perf_counter()
-        ask = bodies.read(request, explain=explain, url_path=rest, query=query)
+        ask = messages.decode_request(request, explain=explain, url_path=rest, query=query)
         version.stats.decode_s += perf_counter() - began
         return self.respond(request.path, handler.handle(ask, alone=explain), encode_answer)
 

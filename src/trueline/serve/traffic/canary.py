@@ -26,7 +26,7 @@ MIN_REQUESTS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class CanaryRule:
     """When a canary ends, and how."""
 
     max_error_rate: float = MAX_ERROR_RATE
@@ -66,7 +66,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CanaryVerdict:
     """What to do, and why."""
 
     act: Act
@@ -82,24 +82,24 @@ def sample(stats: VersionStats, before: Sample | None = None) -> Sample:
     return Sample(answered=sum(since), failed=stats.failed - before.failed, seconds=since)
 
 
-def judge(base: Sample, canary: Sample, rule: Rule) -> Verdict:
+def judge(base: Sample, canary: Sample, rule: CanaryRule) -> CanaryVerdict:
     """What becomes of the canary."""
     allowed = rule.max_error_rate + (base.failed / base.requests if base.requests else 0.0)
     if canary.failed >= MIN_FAILURES and lower_bound(canary.failed, canary.requests) > allowed:
-        return Verdict(
+        return CanaryVerdict(
             "roll back", f"{canary.failed} of {canary.requests} requests failed; {allowed:.3g} of them would be allowed"
         )
     if min(canary.answered, base.answered) >= rule.min_requests:
         ours, theirs = median_s(canary), median_s(base)
         if ours > rule.max_latency_ratio * theirs:
-            return Verdict(
+            return CanaryVerdict(
                 "roll back",
                 f"its median is {ours * 1e3:.3g} ms, the other version's {theirs * 1e3:.3g} ms; "
                 f"{rule.max_latency_ratio:g} times that would be allowed",
             )
     if rule.promote_after and canary.requests >= rule.promote_after:
-        return Verdict("promote", f"{canary.requests} requests, {canary.failed} failed")
-    return Verdict("watch")
+        return CanaryVerdict("promote", f"{canary.requests} requests, {canary.failed} failed")
+    return CanaryVerdict("watch")
 
 
 def lower_bound(failed: int, requests: int) -> float:

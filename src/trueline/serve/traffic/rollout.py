@@ -15,7 +15,7 @@ from trueline.errors import NotFound, RequestError, TruelineError
 from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.servable import Servable
 from trueline.serve.models.shadow import Shadow
-from trueline.serve.traffic.canary import Rule, Sample, Verdict, judge, sample
+from trueline.serve.traffic.canary import CanaryRule, CanaryVerdict, Sample, judge, sample
 
 TICK_S = 0.2
 """How often canaries are looked at."""
@@ -29,10 +29,10 @@ class Canary:
     version: Servable
     base: Servable
     weight: float
-    rule: Rule
+    rule: CanaryRule
     base_before: Sample
     before: Sample
-    verdict: Verdict
+    verdict: CanaryVerdict
     over: bool = False
 
 
@@ -46,7 +46,7 @@ class Traffic:
         self._canaries: dict[str, Canary] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin_canary(self, model: str, version: str, weight: float, rule: Rule) -> None:
+    def begin_canary(self, model: str, version: str, weight: float, rule: CanaryRule) -> None:
         """Sends `weight` (0 to 1) of the requests without a version to `version`, and watches it.
 
         Raises NotFound, NotReady, Conflict when a canary is under way or `version` is the default, RequestError.
@@ -69,7 +69,7 @@ class Traffic:
             rule=rule,
             base_before=sample(base.stats),
             before=sample(found.stats),
-            verdict=Verdict("watch"),
+            verdict=CanaryVerdict("watch"),
         )
         events.emit("canary.begun", model=model, version=version, weight=weight)
         self._wait()
@@ -79,7 +79,7 @@ class Traffic:
         found = self._canaries.get(model)
         if found is None or found.over:
             raise NotFound(f"model '{model}' has no canary")
-        self._end(found, Verdict("roll back", "it was ended by hand"))
+        self._end(found, CanaryVerdict("roll back", "it was ended by hand"))
 
     def tick(self) -> None:
         """Judges every canary on what it has done until now."""
@@ -93,7 +93,7 @@ class Traffic:
             if found.verdict.act != "watch":
                 self._end(found, found.verdict)
 
-    def _end(self, canary: Canary, verdict: Verdict) -> None:
+    def _end(self, canary: Canary, verdict: CanaryVerdict) -> None:
         canary.over, canary.verdict = True, verdict
         to = canary.version if verdict.act == "promote" else canary.base
         try:
@@ -106,9 +106,9 @@ class Traffic:
 
     def _wait(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(TICK_S, self._ticked)
+            self._timer = self._loop.call_later(TICK_S, self._tick_again)
 
-    def _ticked(self) -> None:
+    def _tick_again(self) -> None:
         self._timer = None
         self.tick()
         if any(not one.over for one in self._canaries.values()):

@@ -17,11 +17,11 @@ import msgspec
 
 from trueline import events
 from trueline.errors import NotFound, Overloaded, RequestError
-from trueline.serve.handlers.result import HandlerFailed
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.handlers.workdir import Place
-from trueline.serve.models.desired_state import WantedWorkflow
-from trueline.serve.models.servable import Answer, Ask
+from trueline.serve.handlers.workdir import WorkDir
+from trueline.serve.handlers.worker import HandlerFailed
+from trueline.serve.models.desired_state import DesiredWorkflow
+from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from trueline.torchserve.workflows.spec import Node, Spec
 from trueline.web.streaming import StreamBroken
 
@@ -54,14 +54,14 @@ class Workflow:
     """One workflow, with the version that runs each node."""
 
     name: str
-    registered: WantedWorkflow
+    registered: DesiredWorkflow
     """As in the state file."""
     spec: Spec
     versions: Mapping[str, HandlerVersion]
-    place: Place
-    _running: set[asyncio.Task[Answer]] = field(default_factory=set)
+    place: WorkDir
+    _running: set[asyncio.Task[HandlerAnswer]] = field(default_factory=set)
 
-    def predict(self, ask: Ask, *, strict: bool = False) -> asyncio.Task[Answer]:
+    def predict(self, ask: HandlerRequest, *, strict: bool = False) -> asyncio.Task[HandlerAnswer]:
         """The answer of the last nodes; cancel the task to withdraw the request everywhere.
 
         The task raises NodeFailed, Overloaded, and HandlerFailed of 4xx where a handler rejects its input; with
@@ -72,10 +72,10 @@ class Workflow:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _run(self, ask: Ask, *, strict: bool) -> Answer:
-        tasks: dict[str, asyncio.Task[Answer]] = {}
+    async def _run(self, ask: HandlerRequest, *, strict: bool) -> HandlerAnswer:
+        tasks: dict[str, asyncio.Task[HandlerAnswer]] = {}
 
-        async def run(node: Node) -> Answer:
+        async def run(node: Node) -> HandlerAnswer:
             answers = [(parent, await tasks[parent]) for parent in node.parents]
             parts = _join_inputs(answers) if answers else ask.parts
             return await self._run_node(node, parts, ask.headers, strict=strict)
@@ -88,10 +88,12 @@ class Workflow:
             raise _first(errors) from None  # the events of its attempts have the reasons
         return _join_outputs([(name, tasks[name].result()) for name in self.spec.leaves])
 
-    async def _run_node(self, node: Node, parts: Sequence[Part], headers: Mapping[str, str], *, strict: bool) -> Answer:
+    async def _run_node(
+        self, node: Node, parts: Sequence[Part], headers: Mapping[str, str], *, strict: bool
+    ) -> HandlerAnswer:
         """Raises NodeFailed, Overloaded, HandlerFailed of 4xx."""
         for attempt in range(1, node.attempts + 1):
-            ask = Ask(request_id=str(uuid.uuid4()), parts=parts, headers=headers)
+            ask = HandlerRequest(request_id=str(uuid.uuid4()), parts=parts, headers=headers)
             try:
                 async with asyncio.timeout(node.timeout_s):
                     answer = await self.versions[node.name].handle(ask)
@@ -124,7 +126,7 @@ class Workflow:
         self.place.remove()
 
 
-def _join_inputs(answers: Sequence[tuple[str, Answer]]) -> list[Part]:
+def _join_inputs(answers: Sequence[tuple[str, HandlerAnswer]]) -> list[Part]:
     """A node's input from its parents' answers, without a content type.
 
     >>> _join_inputs([("a", Answer(body=b"1"))]), _join_inputs([("a", Answer(body=b"1")), ("b", Answer(body=b"2"))])
@@ -135,7 +137,7 @@ def _join_inputs(answers: Sequence[tuple[str, Answer]]) -> list[Part]:
     return [(name, "", answer.body) for name, answer in answers]
 
 
-def _join_outputs(ends: Sequence[tuple[str, Answer]]) -> Answer:
+def _join_outputs(ends: Sequence[tuple[str, HandlerAnswer]]) -> HandlerAnswer:
     """The answer of a single last node as it is; of several, an object of their texts by node, as in TorchServe.
 
     >>> _join_outputs([("a", Answer(body=b"1")), ("b", Answer(body=b"{}"))]).body
@@ -144,7 +146,7 @@ def _join_outputs(ends: Sequence[tuple[str, Answer]]) -> Answer:
     if len(ends) == 1:
         return ends[0][1]
     texts = {name: bytes(answer.body).decode("utf-8", "replace") for name, answer in ends}
-    return Answer(body=msgspec.json.encode(texts), headers={"content-type": "application/json"})
+    return HandlerAnswer(body=msgspec.json.encode(texts), headers={"content-type": "application/json"})
 
 
 def _first(errors: ExceptionGroup[Exception]) -> Exception:

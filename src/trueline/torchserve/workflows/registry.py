@@ -22,12 +22,12 @@ from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import Archive, ArchiveError
 from trueline.serve.handlers.loader import CodeNotAllowed
 from trueline.serve.handlers.version import HandlerVersion, InThread
-from trueline.serve.handlers.workdir import Place
+from trueline.serve.handlers.workdir import WorkDir
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Conflict, Fleet
-from trueline.serve.models.desired_state import Wanted, WantedWorkflow
-from trueline.serve.models.loader import Found, Refused
+from trueline.serve.models.desired_state import DesiredState, DesiredWorkflow
+from trueline.serve.models.loader import Refused, ResolvedSource
 from trueline.serve.models.model_store import NotInStore, Store, check_name
 from trueline.serve.redaction import public_reason
 from trueline.torchserve.workflows import archive as war
@@ -68,7 +68,7 @@ class Workflows:
         fleet: Fleet,
         loop: asyncio.AbstractEventLoop,
         in_thread: InThread,
-        find: Callable[[str], Awaitable[Found]],
+        find: Callable[[str], Awaitable[ResolvedSource]],
         *,
         store: Store | None = None,
         state: Path | None = None,
@@ -82,7 +82,7 @@ class Workflows:
         self._find, self._store, self._handlers = find, store, handlers
         self._keeper = desired_state.Keeper(state, "workflows")
         self._served: dict[str, Workflow] = {}
-        self._missing: dict[str, tuple[WantedWorkflow, str]] = {}
+        self._missing: dict[str, tuple[DesiredWorkflow, str]] = {}
         """Workflows that are desired and failed to load, and why."""
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -103,7 +103,7 @@ class Workflows:
         """Whether a desired workflow failed to load."""
         return bool(self._missing)
 
-    def desired(self) -> dict[str, WantedWorkflow]:
+    def desired(self) -> dict[str, DesiredWorkflow]:
         """Workflows that are served or failed to load, as in the state file."""
         served = {name: one.registered for name, one in self._served.items()}
         return served | {name: registered for name, (registered, _) in self._missing.items()}
@@ -122,18 +122,18 @@ class Workflows:
         Raises CodeNotAllowed, NotFound, Conflict, Refused, NotRegistered; nothing of it remains then.
         """
         own = {key: value for key, value in (given or {}).items() if key in NODE_PARAMETERS}
-        return await self._register(WantedWorkflow(source=url, digest="", given=own), name, replace_it=False)
+        return await self._register(DesiredWorkflow(source=url, digest="", given=own), name, replace_it=False)
 
-    async def bring(self, name: str, entry: WantedWorkflow) -> None:
+    async def bring(self, name: str, entry: DesiredWorkflow) -> None:
         """Loads an entry of the state file in place of the workflow of its name. Raises as `register`."""
         await self._register(entry, name, replace_it=True)
 
-    async def _register(self, entry: WantedWorkflow, name: str, *, replace_it: bool) -> Workflow:
+    async def _register(self, entry: DesiredWorkflow, name: str, *, replace_it: bool) -> Workflow:
         path = self._path(entry.source)
-        place = await self._in_thread(Place)
+        place = await self._in_thread(WorkDir)
         try:
             found: War = await self._in_thread(partial(_unpack, path, place.folder, entry.digest))
-            self._check(Found(path=path), found.digest)
+            self._check(ResolvedSource(path=path), found.digest)
             name = check_name("workflow", name or found.name)
             async with self._locks.setdefault(name, asyncio.Lock()):
                 if name in self._served and not replace_it:
@@ -171,7 +171,7 @@ class Workflows:
         except NotFound as error:
             raise NotStored(error.message) from error
 
-    async def _start(self, name: str, found: War, entry: WantedWorkflow, place: Place) -> Workflow:
+    async def _start(self, name: str, found: War, entry: DesiredWorkflow, place: WorkDir) -> Workflow:
         """Starts all nodes. Raises NotRegistered; none remains then."""
         if found.spec.ignored:
             events.emit("workflow.ignored", workflow=name, keys=",".join(found.spec.ignored)[:500])
@@ -192,10 +192,10 @@ class Workflows:
             raise
         versions = {node: task.result() for node, task in tasks.items()}
         digests = {node.name: versions[node.name].digest for node in found.spec.nodes if node.url}
-        registered = WantedWorkflow(source=entry.source, digest=found.digest, models=digests, given=entry.given)
+        registered = DesiredWorkflow(source=entry.source, digest=found.digest, models=digests, given=entry.given)
         return Workflow(name=name, registered=registered, spec=found.spec, versions=versions, place=place)
 
-    async def _start_node(self, workflow: str, node: Node, found: War, entry: WantedWorkflow) -> HandlerVersion:
+    async def _start_node(self, workflow: str, node: Node, found: War, entry: DesiredWorkflow) -> HandlerVersion:
         """Raises RequestError."""
         model = check_name("model", f"{workflow}__{node.name}")
         assert self._handlers is not None  # checked before anything was read
@@ -224,7 +224,7 @@ class Workflows:
                 raise
             raise Refused(public_reason(error)) from error
 
-    def _check(self, found: Found, digest: str) -> None:
+    def _check(self, found: ResolvedSource, digest: str) -> None:
         """Raises Refused for an archive that no trusted key has signed."""
         try:
             found.check(self._fleet.how.trusted, digest)
@@ -257,7 +257,7 @@ class Workflows:
         for one in old.versions.values() if old is not None else ():
             self._models.remove(one.model, one.version)
         for one in new.versions.values() if new is not None else ():
-            self._models.put(one)
+            self._models.show(one)
         if old is not None:
             del self._served[old.name]
         if new is not None:
@@ -276,7 +276,7 @@ class Workflows:
                 await found.retire()
             events.emit("workflow.retired", workflow=name)
 
-    async def restore(self, state: Wanted) -> list[str]:
+    async def restore(self, state: DesiredState) -> list[str]:
         """Registers the workflows of the file; returns a line for each that fails, which stays desired."""
         failures = []
         for name, entry in state.workflows.items():
@@ -289,7 +289,7 @@ class Workflows:
                     self._missing[name] = entry, why
         return failures
 
-    async def follow(self, state: Wanted) -> bool:
+    async def follow(self, state: DesiredState) -> bool:
         """Brings the server to the file's workflows; failures become events. False: call it again."""
         settled = True
         for name in {**state.workflows, **self.desired()}:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trueline.errors import NotFound, RequestError
-from trueline.serve.handlers.response import reply
+from trueline.serve.handlers.messages import reply
 from trueline.torchserve import responses
 from trueline.torchserve.workflows.registry import Workflows
 from trueline.web.messages import Response

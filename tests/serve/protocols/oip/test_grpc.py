@@ -136,7 +136,7 @@ def test_the_nearer_of_the_two_deadlines_counts(
 ) -> None:
     models = Models()
     version = Echo(model="tiny", version="1", state="ready")
-    models.put(version)
+    models.show(version)
     request = asked(TWO)
     if timeout_us is not None:
         request.parameters["timeout"].int64_param = timeout_us
@@ -166,7 +166,7 @@ def test_each_method_asks_for_its_own_token_and_health_for_none(
 
 def test_a_server_that_drains_is_not_ready_and_none_of_its_models_is(loop: asyncio.AbstractEventLoop) -> None:
     models = Models()
-    models.put(Echo(model="tiny", version="1", state="ready"))
+    models.show(Echo(model="tiny", version="1", state="ready"))
     told = OipService(Routes(models, loop), None)
 
     def ready() -> tuple[bool, bool]:

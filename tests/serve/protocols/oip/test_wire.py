@@ -16,7 +16,7 @@ from trueline.serve.fastpath.templates import TemplateCache
 from trueline.serve.models import download
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.sources import Sources
-from trueline.serve.settings import Settings
+from trueline.serve.settings import ServeSettings
 from trueline.serve.tensors import binary, codec, json_tensors
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", 3))
@@ -105,18 +105,18 @@ def test_a_known_kind_of_request_is_of_its_length_and_else_read_anew(cut: int) -
 @pytest.mark.parametrize("mark", ["sha256:" + "a" * 63, "sha256:" + "a" * 65, "sha256:" + "A" * 64, "sha256:",
                                   "a" * 64, "sha256:" + "a" * 64 + " ", "sha1:" + "a" * 40, ""])  # fmt: skip
 def test_a_digest_behind_a_url_is_whole_or_refused(mark: str) -> None:
-    assert download.parted("s3://b/d#sha256:" + "a" * 64) == ("s3://b/d", "a" * 64)
+    assert download.split_digest("s3://b/d#sha256:" + "a" * 64) == ("s3://b/d", "a" * 64)
     with pytest.raises(UsageError, match="is no digest of a bundle"):
-        download.parted(f"s3://b/d#{mark}")
+        download.split_digest(f"s3://b/d#{mark}")
 
 
 @pytest.mark.parametrize("url", ["models:/digits@champion", "s3://bucket/digits.tlb", "file:///etc/passwd", "C:digits",
                                  "http://host/m.mar"])  # fmt: skip
 def test_a_client_names_entries_of_the_store_and_nothing_that_lies_elsewhere(tmp_path: Path, url: str) -> None:
     async def scene(store: Store | None) -> None:
-        sources = Sources(Settings(), store, asyncio.get_running_loop())
+        sources = Sources(ServeSettings(), store, asyncio.get_running_loop())
         with pytest.raises(NotFound, match="does not match any allowed URL"):
-            await sources.allowed(url)
+            await sources.find_allowed(url)
 
     for store in (None, Store(tmp_path)):
         asyncio.run(scene(store))

@@ -14,7 +14,7 @@ import msgspec
 
 from trueline.errors import NotFound, RequestError
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Found
+from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.model_store import Entry, Store, check_name
 from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch
 from trueline.serve.protocols.errors import allow, check_media, json
@@ -192,7 +192,9 @@ class Repository:
     async def _load(self, model: str, entry: Entry) -> Response:
         models = self._fleet.models
         older = [one for one in models.versions(model) if one != entry.version] if model in models.names() else []
-        await self._fleet.load(Found(path=entry.path), model, entry.version, source=entry.source, replace_it=True)
+        await self._fleet.load(
+            ResolvedSource(path=entry.path), model, entry.version, source=entry.source, replace_it=True
+        )
         self._fleet.set_default(model, entry.version)
         for version in older:
             await self._fleet.retire(model, version)
