@@ -30,7 +30,7 @@ from trueline.web.messages import JSON, Request, Response, query_of
 
 if TYPE_CHECKING:
     from trueline.serve.models.servable import HandlerAnswer, Outputs
-    from trueline.serve.protocols.dispatch import Dispatch, HandlerAnswer, RouteHandler
+    from trueline.serve.protocols.dispatch import Answer, Dispatch, RouteHandler
     from trueline.torchserve.workflows.registry import Workflows
 
 
