@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants test-long test-s3 check docs bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -94,6 +94,9 @@ test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exact
 
 mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many of a sample the tests catch; half an hour
 	$(BIN)/python tests/mutants.py $(MUTANTS)
+
+patches: $(STAMP)  ## the workarounds for upstream defects: issue, versions, cost, models that need each
+	$(BIN)/python tests/patches.py
 
 test-long: $(STAMP)  ## what takes long beside neighbours that try nearly the same
 	$(BIN)/python -m pytest -m long $(call MARKED,long)

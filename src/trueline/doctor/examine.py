@@ -25,8 +25,7 @@ from trueline.capture.export.tracing import followable
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Place
 from trueline.capture.patches import nonzero_loops as places
-from trueline.capture.patches import size_lists, size_tensors
-from trueline.capture.patches.lru_cache import uncached
+from trueline.capture.patches import size_lists
 from trueline.doctor import divisible_sizes
 from trueline.doctor.recorded_calls import (
     FlatModule,
@@ -200,19 +199,8 @@ def of_other_ranks(oracle: Oracle) -> Finding | None:
 
 
 def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
-    with torch.no_grad(), silence_exporters(), followable(), uncached(flat):
+    with torch.no_grad(), silence_exporters(), followable():
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
-
-
-def _with_sizes(
-    flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any
-) -> torch.export.ExportedProgram | None:
-    """Traced once more, such that sizes that go through tensors stay sizes; None where that is not enough."""
-    try:
-        with size_tensors.kept(flat):
-            return _program(flat, tensors, free)
-    except Exception:  # noqa: BLE001 (blind except): what torch.export said of the module as it stands is raised
-        return None
 
 
 def _without_ranges(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -234,8 +222,6 @@ def _trace_like_capture(
     except Exception as error:
         if _CONSTANT.search(str(error)) and (size_lists.may_help(flat) or size_lists.counts(flat)):
             kept = size_lists.kept(flat)
-        elif size_tensors.may_help(flat, str(error)) and (program := _with_sizes(flat, tensors, free)) is not None:
-            return program
         elif places.may_help(flat, str(error)) and places.left_out(flat, (call.tensors for call in oracle.answered)):
             kept = places.all_of_them(flat)
         else:

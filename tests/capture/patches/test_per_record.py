@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trueline.capture.export import torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
-from trueline.capture.patches import constant_folding
+from trueline.capture.patches import per_record
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
@@ -94,7 +94,7 @@ def test_what_is_drawn_for_each_record_is_an_order_of_it_in_both_formats(tmp_pat
 
 def test_a_traced_value_that_is_written_into_a_known_one_is_refused_and_not_lost() -> None:
     known = torch.tensor([1.0, 2.0])
-    with constant_folding.Known():
+    with per_record.Known():
         ours = torch.zeros(2)
         with pytest.raises(NotImplementedError, match="__setitem__"):
             ours[:1] = known[:1]  # made outside the block, as what is traced is

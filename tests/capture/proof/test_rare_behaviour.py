@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from trueline.capture.api import capture
 from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import Recall
-from trueline.capture.patches.lru_cache import uncached
 from trueline.capture.proof.observe import observe
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.rare_behaviour import seldom
@@ -289,23 +287,3 @@ def test_a_loop_that_never_ends_is_ended_and_said(monkeypatch: pytest.MonkeyPatc
     assert ended
     assert all((one.probe.inputs["x"] <= 0).any() for one in ended)
     assert any(one.outputs is not None for one in found)
-
-
-@functools.lru_cache
-def waves(n: int) -> Tensor:
-    return torch.arange(n).sin()
-
-
-class Waves(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + waves(x.shape[1])
-
-
-def test_what_a_function_keeps_by_a_size_is_computed_where_it_is_traced() -> None:
-    model = Waves().eval()
-    before = waves.cache_info().currsize
-    with uncached(model):
-        dims = {1: torch.export.Dim.DYNAMIC}
-        program = torch.export.export(model, (torch.ones(2, 5),), dynamic_shapes=(dims,), strict=False)
-    assert waves.cache_info().currsize == before
-    torch.testing.assert_close(program.module()(torch.ones(2, 9)), model(torch.ones(2, 9)))

@@ -4,7 +4,6 @@
 |---|---|
 | a list of numbers that is made of a size, the `len` of a tensor | it stays a function of the size (`size_lists`) |
 | a look at values that the model's own tensors decide | it is answered with them (`held_choices`) |
-| a number of a size that went through a tensor | it stays a size (`size_tensors`) |
 | a gradient that it takes of itself, a part that is TorchScript | the operators beneath are traced (`beneath`) |
 | a loop over the places where a mask holds | each place has a step (`places`) |
 | code that goes through the batch record by record | one record is traced, and the program asks for each (`records`) |
@@ -32,7 +31,6 @@ from trueline.capture.patches import (
     parameter_branches,
     per_record,
     size_lists,
-    size_tensors,
 )
 from trueline.errors import CaptureError
 from trueline.runtime import compare
@@ -62,12 +60,6 @@ def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export
                 return _told(export(flat), "lists of numbers and lengths stay functions of a size")
         except CaptureError:
             pass  # what is raised is what torch.export said of the model as it stands
-    if size_tensors.may_help(module, error.message):
-        try:
-            with size_tensors.kept(flat):
-                return _told(export(flat), "sizes that go through tensors stay sizes")
-        except CaptureError as again:
-            events.emit("program.unfollowed", by="sizes", why=again.message)
     if calling.signature.state:
         return None
     if parameter_branches.may_help(error.message):

@@ -24,10 +24,7 @@ from trueline.capture.export.tracing import tracing
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resized
 from trueline.capture.model.signature import BATCH, Calling, Flat
-from trueline.capture.patches import (
-    lru_cache,
-    rounding,
-)
+from trueline.capture.patches import rounding
 from trueline.errors import BundleError, CaptureError, join_names
 from trueline.runtime import torch_export_archive
 from trueline.runtime.tensors import to_arrays, to_tensors
@@ -67,7 +64,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     example = tuple(_tiled(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
     fixed: Mapping[int, code_paths.Place] = {}
     try:
-        with tracing(), lru_cache.uncached(flat), specialization.watched() as fixed:
+        with tracing(), specialization.watched() as fixed:
             program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
             mutated = _mutated(program)
             program = custom_ops.as_aten(program)
@@ -99,7 +96,7 @@ def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedPro
     axes = [[axis for axis in one if axis] for one in _free_axes(calling)]
     tensors = [resized(tensor, {0: 1}) for tensor in calling.example]
     example = tuple(_tiled(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
-    with tracing(), lru_cache.uncached(flat):
+    with tracing():
         program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, {}),), strict=False)
         functional: torch.export.ExportedProgram = program.run_decompositions({})
     return functional

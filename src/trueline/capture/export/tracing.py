@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from trueline.capture.export.silence import quiet
 from trueline.capture.model.signature import as_trained
 from trueline.capture.patches import (
+    Patch,
     causal_mask,
     einsum_order,
     module_to,
@@ -19,6 +20,13 @@ from trueline.capture.patches import (
     symbolic_sizes,
 )
 from trueline.capture.patches.decomposition_cache import looked_up_once
+
+PATCH = Patch(
+    issue="none found",
+    versions="torch 2.13",
+    cost="under 0.1 ms",
+    helps=("all",),
+)
 
 
 @contextmanager

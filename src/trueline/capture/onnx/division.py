@@ -15,6 +15,15 @@ from onnxscript import ir
 from onnxscript.function_libs.torch_lib.ops import core
 from onnxscript.onnx_opset import opset18
 
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="https://github.com/microsoft/onnxscript/issues/989",
+    versions="onnxscript 0.7.2",
+    cost="up to nine operators for a division",
+    helps=("mixtral", "dlrm", "wide_and_deep", "detr"),
+)
+
 _ATEN = torch.ops.aten
 op: Any = opset18
 _EXACT = (ir.DataType.FLOAT, ir.DataType.DOUBLE)

@@ -16,6 +16,15 @@ from onnxscript import ir
 from onnxscript.function_libs.torch_lib.ops import core, nn
 from onnxscript.onnx_opset import opset18
 
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="https://github.com/microsoft/onnxscript/pull/2479",
+    versions="onnxscript 0.7.2, onnxruntime 1.31",
+    cost="more operators for each that is translated",
+    helps=("bert", "gpt2", "t5", "whisper", "qrnn"),
+)
+
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 MOST_DOUBLINGS = 40
 """Of what runs along a size that is free: 2 to the power of it is more than any tensor has."""

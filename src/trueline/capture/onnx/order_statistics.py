@@ -14,6 +14,14 @@ from onnxscript import ir
 from onnxscript.onnx_opset import opset18
 
 from trueline.capture.onnx.numerics import MOST_DOUBLINGS
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="none found",
+    versions="onnxscript 0.7.2, onnxruntime 1.31",
+    cost="more operators for each that is translated",
+    helps=("clip", "dueling_q", "tagger", "shufflenet", "dgcnn", "densenet", "vq_vae"),
+)
 
 _ATEN = torch.ops.aten
 op: Any = opset18

@@ -9,6 +9,15 @@ from __future__ import annotations
 
 import onnx_ir
 
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="https://github.com/microsoft/onnxruntime/pull/18136",
+    versions="onnxruntime 1.31",
+    cost="one output more for each MaxPool behind a Pad",
+    helps=("bit", "dpt_hybrid"),
+)
+
 
 def apart(model: onnx_ir.Model) -> None:
     """Each MaxPool of what a Pad gives has its places as a second output, which nobody reads."""

@@ -1,23 +1,28 @@
-"""Programs over which torch.onnx's own passes stumble, written otherwise: the same values, other operators.
+"""Programs on which passes of torch.onnx fail, rewritten to other operators of the same values.
 
-Its pass over dtypes runs the program once more, and there an attention may lie in memory otherwise than when it was
-exported, so that a view of it cannot be taken; and a number minus a tensor is turned around into a call that torch does
-not have. Its folding of constants fails over parts whose size is known only when the program runs. These are bugs of
-the passes (torch 2.13, onnxscript 0.7); what is written here is proven as any other program.
+Its pass over dtypes turns `1.0 - x` of integers into a call that torch does not have; its constant folding fails on
+parts whose size is known only at run time.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from trueline.capture.export.silence import quiet
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="none found",
+    versions="torch 2.13, onnxscript 0.7.2",
+    cost="a second export, after the first one failed",
+    helps=("xlnet", "t5"),
+)
 
 _ATEN = torch.ops.aten
-_STUMBLES = ("Cannot view a tensor", "compatible OpOverload for aten.sub", "SplitToSequence")
+_STUMBLES = ("compatible OpOverload for aten.sub", "SplitToSequence")
 
 
 def helps(error: Exception) -> bool:
@@ -31,26 +36,16 @@ def helps(error: Exception) -> bool:
 
 
 def mended(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """`program` with a copy before each view, tensors on the left of each difference, and slices for parts."""
+    """`program` with tensors on the left of each difference, and slices in place of parts."""
     with quiet():
         found: torch.export.ExportedProgram = program.run_decompositions({})
     for node in list(found.graph.nodes):
-        if node.target is _ATEN.view.default:
-            _copied_first(found.graph, node)
-        elif node.target is _ATEN.rsub.Scalar and len(node.args) == 2 and not node.kwargs:
+        if node.target is _ATEN.rsub.Scalar and len(node.args) == 2 and not node.kwargs:
             _turned(found.graph, node)
         elif node.target is _ATEN.split.Tensor and isinstance(node.args[1], Node):
             _sliced(found.graph, node)
     found.graph.lint()
     return found
-
-
-def _copied_first(graph: Graph, node: Node) -> None:
-    given: Any = node.args[0]
-    with graph.inserting_before(node):
-        copy = graph.call_function(_ATEN.clone.default, (given,), {"memory_format": torch.contiguous_format})
-    copy.meta = {**given.meta, "val": given.meta["val"].clone(memory_format=torch.contiguous_format)}
-    node.args = (copy, *node.args[1:])
 
 
 def _turned(graph: Graph, node: Node) -> None:

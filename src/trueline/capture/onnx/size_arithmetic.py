@@ -14,7 +14,15 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
+from trueline.capture.patches import Patch
 from trueline.errors import CaptureError
+
+PATCH = Patch(
+    issue="https://github.com/pytorch/pytorch/issues/153115",
+    versions="torch 2.13",
+    cost="one pass over the graph",
+    helps=("BestShare", "nllb_moe"),
+)
 
 _SAID = "pkg.torch.onnx.fx_node"
 _CALL = re.compile(r"call_function\[target=((?:operator|math|builtins|torch\.sym_)[\w.]*)\]\(args = \((.*)\), kwargs")

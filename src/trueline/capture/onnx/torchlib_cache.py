@@ -17,6 +17,15 @@ from typing import Any
 from torch.onnx._internal import _lazy_import
 from torch.onnx._internal.exporter import _schemas
 
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="none found",
+    versions="torch 2.13, onnxscript 0.7.2",
+    cost="saves 900 ms from the second export of a process on",
+    helps=("all",),
+)
+
 _APIS: Any = vars(_lazy_import)["onnxscript_apis"]
 _SIGNATURES: Any = _schemas
 

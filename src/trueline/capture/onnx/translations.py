@@ -18,6 +18,14 @@ from onnxscript.onnx_opset import opset18
 from torch.onnx._internal.exporter._torchlib.ops import hop
 
 from trueline.capture.onnx import division, numerics, order_statistics
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="none found",
+    versions="onnxscript 0.7.2, onnxruntime 1.31",
+    cost="more operators for each that is translated",
+    helps=("resnet", "mobilenet_v2", "funnel", "codegen", "gat", "nerf", "segmenter", "elman_rnn", "vilt"),
+)
 
 _ATEN = torch.ops.aten
 op: Any = opset18

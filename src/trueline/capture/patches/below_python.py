@@ -14,6 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from trueline.capture.model.dynamic_dims import resized
 from trueline.capture.model.signature import Calling
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="https://github.com/pytorch/pytorch/issues/125984",
+    versions="torch 2.13",
+    cost="a second export, after the first one failed",
+    helps=("force fields", "models with torch.jit parts"),
+)
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 

@@ -15,6 +15,15 @@ from typing import Any
 import torch
 from torch.backends import opt_einsum
 
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="none found",
+    versions="torch 2.13, with opt_einsum installed",
+    cost="under 0.1 ms",
+    helps=("linear_attention", "fnet"),
+)
+
 SOME = 8
 """Taken for a size that is known only when the program runs; it can make the order slower and changes no answer by more
 than the order of a sum does."""

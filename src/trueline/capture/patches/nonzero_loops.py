@@ -21,7 +21,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import users_functions
-from trueline.capture.patches.mode_scope import within
+from trueline.capture.patches import Patch
+from trueline.capture.patches.size_lists import within
+
+PATCH = Patch(
+    issue="https://github.com/huggingface/transformers/issues/38518",
+    versions="torch 2.13",
+    cost="a second export, after the first one failed; each place has a step in the program",
+    helps=("switch_transformers", "nllb_moe"),
+)
 
 MOST = 64
 """Steps that a loop may have: each is written out in the program."""

@@ -21,6 +21,15 @@ import torch
 from torch import _VF, Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="https://github.com/pytorch/pytorch/issues/112044",
+    versions="torch 2.13",
+    cost="under 0.1 ms; steps beyond a sequence's end are computed",
+    helps=("PackedLstm", "PackedGru"),
+)
+
 _FUNCTIONS: Any = _VF
 _LAYERS: tuple[Any, ...] = (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN)
 _ALWAYS = 1e30

@@ -17,7 +17,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trueline.capture.patches.constant_folding import Drawn, NoDraws, writes
+from trueline.capture.patches import Patch
+from trueline.capture.patches.per_record import Drawn, NoDraws, writes
+
+PATCH = Patch(
+    issue="none found",
+    versions="torch 2.13",
+    cost="a second export, after the first one failed",
+    helps=("torchdiffeq", "vector-quantize-pytorch"),
+)
 
 LARGEST = 65_536
 """Elements. What decides is small; a large weight is not computed twice to find out that nobody looks at it."""

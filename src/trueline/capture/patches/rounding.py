@@ -16,6 +16,15 @@ from typing import Any
 
 import torch
 
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="https://github.com/pytorch/pytorch/issues/138852",
+    versions="torch 2.13",
+    cost="a copy of the graph, when the program is saved",
+    helps=("BestShare", "nllb_moe"),
+)
+
 _BEYOND: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
     math.ceil: (operator.gt, operator.add),
     math.floor: (operator.lt, operator.sub),

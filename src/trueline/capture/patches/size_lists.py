@@ -20,7 +20,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trueline.capture.model.code_paths import users_functions
-from trueline.capture.patches.mode_scope import within
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="https://github.com/pytorch/pytorch/pull/185804",
+    versions="torch 2.13",
+    cost="a second export, after the first one failed",
+    helps=("funnel", "models of other libraries that call len(x)"),
+)
 
 Int = Any
 """An int, or a torch.SymInt, which torch types for some operators only."""
@@ -281,3 +288,18 @@ def counts(module: torch.nn.Module) -> bool:
     """Whether code of the users that `module` is made of takes the length of anything, or makes a number of it."""
     named = {"len", "int", "float"}
     return any(not named.isdisjoint(function.__code__.co_names) for function in users_functions(module))
+
+
+@contextmanager
+def within(module: torch.nn.Module, mode: Any) -> Iterator[None]:
+    """In the block each call of `module` enters `mode`, after the exporter has entered its own modes: the last mode
+    that was entered sees a call first."""
+    hooks = (
+        module.register_forward_pre_hook(lambda *_: mode.__enter__() and None),
+        module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,422 @@
+"""Each patch is needed: without it, the shortest reproducer still shows the upstream defect.
+
+A test that fails after an upgrade names a patch to delete, with its module and its tests.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._export import utils as export_utils
+from torch.backends import opt_einsum
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.onnx._internal._lazy_import import onnxscript_apis
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
+
+import patches
+from trueline.capture.export.silence import quiet
+from trueline.capture.onnx import emit
+from trueline.capture.onnx.translations import TRANSLATIONS
+from trueline.capture.patches import recurrent as recurrent_patch
+from trueline.capture.patches import symbolic_sizes
+
+FREE = torch.export.Dim.DYNAMIC
+X = torch.linspace(-2, 2, 60).reshape(3, 5, 4)
+SPECIALIZED = "as dynamic but .* be a constant"
+"""What torch.export says when an operation makes a number of a size."""
+DATA_DEPENDENT = "data-dependent"
+
+Reproducer = Callable[[], bool]
+REPRODUCERS: dict[str, Reproducer] = {}
+"""Name of a module with a patch -> whether the defect is there."""
+
+
+def shows(name: str) -> Callable[[Reproducer], Reproducer]:
+    """Registers the reproducer of the defect that the patch in module `name` works around."""
+
+    def register(reproducer: Reproducer) -> Reproducer:
+        REPRODUCERS[name] = reproducer
+        return reproducer
+
+    return register
+
+
+class Of(nn.Module):
+    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*self.parts, *tensors)
+
+
+def export(module: Of, *tensors: Tensor, free: Sequence[int] = (1,)) -> torch.export.ExportedProgram:
+    """`module` as torch alone exports it; the axes `free` of each tensor are dynamic."""
+    shapes = tuple({axis: FREE for axis in free if axis < tensor.ndim} for tensor in tensors)
+    with torch.no_grad(), quiet():
+        return torch.export.export(module.eval(), tensors, dynamic_shapes=(shapes,), strict=False)
+
+
+def refused(module: Of, *tensors: Tensor, message: str) -> bool:
+    """Whether torch.export raises an error with this message when axis 1 is dynamic."""
+    with pytest.raises(Exception, match=message):
+        export(module, *tensors)
+    return True
+
+
+def answers(program: torch.export.ExportedProgram, *tensors: Tensor) -> list[Any]:
+    """What ONNX Runtime computes with the program as torch.onnx writes it."""
+    with torch.no_grad(), quiet():
+        made = torch.onnx.export(program, (), dynamo=True, verbose=False)
+    assert made is not None
+    return run(made, *tensors)
+
+
+def run(program: torch.onnx.ONNXProgram, *tensors: Tensor) -> list[Any]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(
+        program.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    names = [one.name for one in session.get_inputs()]
+    return session.run(None, {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)})  # type: ignore[no-any-return]
+
+
+# ---- torch.export
+
+
+@shows("patches/recurrent")
+def unrolls_a_recurrent_layer() -> bool:
+    return refused(Of(lambda layer, x: layer(x)[0], nn.LSTM(4, 3, batch_first=True)), X, message=SPECIALIZED)
+
+
+@shows("patches/packed_sequence")
+def refuses_packed_sequences() -> bool:
+    def packed(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        found = layer(pack_padded_sequence(x, lengths, batch_first=True))[0]
+        return pad_packed_sequence(found, batch_first=True, total_length=x.shape[1])[0]
+
+    return refused(
+        Of(packed, nn.GRU(4, 3, batch_first=True)), X, torch.tensor([5, 3, 2]), message="must be tuple of ints"
+    )
+
+
+@shows("patches/causal_mask")
+def compares_a_mask_with_the_causal_one() -> bool:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    module = Of(lambda body, x: body(x, mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool()), body)
+    return refused(module, X, message=DATA_DEPENDENT)
+
+
+@shows("patches/symbolic_sizes")
+def fixes_the_sizes_of_grids_ramps_and_distances() -> bool:
+    def grid(x: Tensor) -> Tensor:
+        return F.affine_grid(torch.ones(1, 2, 3), [1, 1, x.shape[1], 4], align_corners=False)
+
+    for function in (grid, lambda x: torch.linspace(0, 1, x.shape[1])):
+        refused(Of(function), X, message=SPECIALIZED)
+    near = export(Of(lambda x: torch.cdist(x, x)), X)
+    return any(span.upper <= 25 for span in near.range_constraints.values())
+
+
+@shows("patches/module_to")
+def replaces_the_weights_of_a_part_that_is_converted() -> bool:
+    return refused(Of(lambda layer, x: layer.to(x.dtype)(x), nn.Linear(4, 4)), X, message="Couldn't swap Linear.weight")
+
+
+@shows("patches/einsum_order")
+def makes_numbers_of_the_sizes_of_a_product_of_three() -> bool:
+    """With opt_einsum, which is not installed here: it makes an int of each size."""
+
+    def contract_path(equation: str, *operands: Tensor, optimize: object) -> tuple[list[tuple[int, int]], str]:
+        assert all(int(size) for one in operands for size in one.shape)
+        return [(1, 2), (0, 1)], ""
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(opt_einsum, "get_opt_einsum", lambda: SimpleNamespace(contract_path=contract_path))
+        patched.setattr(opt_einsum, "is_available", lambda: True)
+        patched.setattr(opt_einsum, "enabled", True, raising=False)
+        return refused(Of(lambda x: torch.einsum("bnd,bne,bn->bde", x, x, x[..., 0])), X, message=SPECIALIZED)
+
+
+@shows("patches/size_lists")
+def makes_numbers_of_lengths_and_lists() -> bool:
+    refused(Of(lambda x: x.new_zeros(len(x.transpose(0, 1)))), X, message=SPECIALIZED)
+    return refused(Of(lambda x: x[:, torch.tensor(list(range(x.shape[1])))]), X, message=SPECIALIZED)
+
+
+@shows("patches/parameter_branches")
+def refuses_a_branch_on_a_parameter() -> bool:
+    module = Of(lambda layer, x: layer(x) if (layer.weight < 9).all() else x, nn.Linear(4, 4))
+    return refused(module, X, message=DATA_DEPENDENT)
+
+
+@shows("patches/nonzero_loops")
+def refuses_a_loop_over_the_places_of_a_mask() -> bool:
+    def chosen(x: Tensor) -> Tensor:
+        found = torch.zeros_like(x)
+        for place in (x.sum((0, 1)) > 0).nonzero():
+            found = found + x * place
+        return found
+
+    return refused(Of(chosen), X, message=DATA_DEPENDENT)
+
+
+@shows("patches/below_python")
+def refuses_a_gradient_inside_forward() -> bool:
+    def slope(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            return torch.autograd.grad(x.tanh().sum(), x)[0]
+
+    return refused(Of(slope), X, message="fake tensor in the exported program constant")
+
+
+@shows("patches/per_record")
+def unrolls_a_loop_over_records() -> bool:
+    return refused(Of(lambda x: torch.stack([row.tanh() for row in x.transpose(0, 1)])), X, message=SPECIALIZED)
+
+
+@shows("patches/rounding")
+def cannot_save_a_size_that_python_rounded() -> bool:
+    program = export(Of(lambda x: x[:, : math.ceil(0.5 * x.shape[1])]), X)
+    with pytest.raises(Exception, match="ceil"), quiet():
+        torch.export.save(program, io.BytesIO())
+    return True
+
+
+@shows("export/tracing")
+def leaves_its_mode_behind_when_a_model_enters_another_and_fails() -> bool:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    module, mode = Of(lambda x: x if x.sum() > 0 else -x), Mode()
+    module.register_forward_pre_hook(lambda *_: mode.__enter__() and None)
+    module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True)
+    refused(module, X, message=DATA_DEPENDENT)
+    left = len(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    for _ in range(left):
+        _pop_mode()  # type: ignore[no-untyped-call]
+    return left > 0
+
+
+@shows("patches/decomposition_cache")
+def looks_its_operators_up_for_each_namespace() -> bool:
+    looked_up: list[None] = []
+    materialize: Any = export_utils._materialize_cpp_cia_ops
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(export_utils, "_materialize_cpp_cia_ops", lambda: looked_up.append(materialize()))
+        program = export(Of(torch.tanh), X)
+        with quiet():
+            program.run_decompositions()
+    return len(looked_up) > 1
+
+
+# ---- torch.onnx and ONNX Runtime
+
+
+@shows("onnx/torchlib_cache")
+def lists_its_translations_for_each_export() -> bool:
+    apis: Any = onnxscript_apis
+    return apis.get_torchlib_ops() is not apis.get_torchlib_ops()
+
+
+@shows("onnx/pass_workarounds")
+def stumbles_over_a_difference_of_integers_and_parts_of_a_size() -> bool:
+    for function, message in ((lambda x: x * (1.0 - (x > 0).long()), "export"), (lambda x: x.chunk(2, 1), "pass")):
+        with pytest.raises(Exception, match=message):
+            answers(export(Of(function), X), X)
+    return True
+
+
+@shows("onnx/padded_pool")
+def makes_the_zeros_of_a_pad_part_of_the_window() -> bool:
+    below = -torch.rand(1, 1, 5)
+    module = Of(nn.Sequential(nn.ConstantPad1d(1, 0.0), nn.MaxPool1d(3, stride=2)))
+    return not np.allclose(answers(export(module, below, free=()), below)[0], module(below))
+
+
+@shows("onnx/size_arithmetic")
+def computes_shares_of_sizes_in_single_precision() -> bool:
+    """0.29 * 100 is 28.999999999999996 in Python."""
+    module, x = Of(lambda x: x[:, : math.floor(0.29 * x.shape[1])]), torch.ones(1, 100)
+    return tuple(answers(export(module, x[:, :7]), x)[0].shape) != module(x).shape
+
+
+@shows("onnx/small_constants")
+def takes_a_small_constant_for_zero() -> bool:
+    module, x = Of(lambda x: torch.log(x + 1e-12)), torch.zeros(1, 3)
+    return bool(np.isinf(answers(export(module, x, free=()), x)[0]).any())
+
+
+# ---- translations of single operators
+
+NAN, INF = math.nan, math.inf
+A = torch.tensor([[0.0, -0.0, 1.0, -1.0, NAN, 2.0], [3.0, 1.0, 1.0, -INF, INF, 0.5]])
+B = A.flip(1).contiguous()
+R = 3 * torch.sin(torch.arange(12.0)).reshape(2, 6)
+SEVENTHS = torch.arange(1.0, 51.0) * 0.7
+SHOWN = torch.tensor([[True, False], [False, False]])
+CUBE = torch.sin(torch.arange(24.0)).reshape(2, 3, 4)
+IMAGE = torch.sin(torch.arange(210.0)).reshape(2, 3, 7, 5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that torch.onnx cannot write, or writes so that it answers otherwise than torch."""
+
+    module: Of
+    example: tuple[Tensor, ...]
+    free: tuple[int, ...] = ()
+    others: tuple[Tensor, ...] = ()
+    """Inputs of other sizes, where the example shows nothing."""
+    atol: float = 1e-6
+
+
+def of(function: Callable[..., Any], *example: Tensor, parts: Sequence[nn.Module] = (), **more: Any) -> Case:
+    return Case(Of(function, *parts), example, **more)
+
+
+def nearest(axes: int) -> Case:
+    """Wrong at lengths of 25, 26, 30, 35, … and right at most others."""
+    longer = [torch.arange(1.0 * n).reshape(1, 1, n, *[1] * (axes - 1)) for n in (10, 25, 26, 30, 35)]
+    module = Of(lambda x: F.interpolate(x, size=(x.shape[2] // 2 + 3, *[1] * (axes - 1))))
+    return Case(module, (longer[0],), free=(2,), others=tuple(longer))
+
+
+def attention(mask: Tensor) -> Case:
+    heads = torch.ones(1, 1, 2, 4)
+    return of(lambda x, mask: F.scaled_dot_product_attention(x, x, x, mask), heads, mask)
+
+
+def recurrent(activation: str) -> Case:
+    layer = nn.RNN(4, 3, batch_first=True, nonlinearity=activation)
+    return of(lambda layer, x: layer(x)[0], CUBE, parts=[layer])
+
+
+_ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
+CASES: dict[Any, Case] = {
+    _ATEN.remainder.Scalar: of(lambda x: x % 0.7, SEVENTHS),
+    _ATEN.remainder.Tensor: of(lambda x, y: x % y, SEVENTHS, torch.full((50,), 0.7)),
+    _ATEN.floor_divide.default: of(lambda x: x // 0.7, SEVENTHS),
+    _ATEN.div.Tensor_mode: of(lambda x: torch.div(x, 0.7, rounding_mode="floor"), SEVENTHS),
+    _ATEN.div.Scalar_mode: of(lambda x: _ATEN.div.Scalar_mode(x, 0.7, rounding_mode="floor"), SEVENTHS),
+    _ATEN.signbit.default: of(torch.signbit, A),
+    _PRIMS.signbit.default: of(torch.copysign, A.nan_to_num(1.0), B.nan_to_num(1.0)),
+    _ATEN.atan2.default: of(torch.atan2, A, B),
+    _PRIMS.hypot.default: of(torch.hypot, A * 1e30, B * 1e30),
+    _PRIMS.fmax.default: of(torch.fmax, A, B),
+    _PRIMS.fmin.default: of(torch.fmin, A, B),
+    _ATEN.logaddexp.default: of(torch.logaddexp, R * 300, R.flip(1) * 300),
+    _ATEN.logcumsumexp.default: of(lambda x: torch.logcumsumexp(x, 1), R * 300),
+    _ATEN.log_sigmoid.default: of(F.logsigmoid, R * 300),
+    _ATEN.roll.default: of(lambda x: x.roll(x.shape[1] // 2, 1), R, free=(1,)),
+    _ATEN.scatter_reduce.two: of(lambda x: x.scatter_reduce(1, torch.zeros(2, 6, dtype=torch.int64), x, "mean"), R),
+    _ATEN.scaled_dot_product_attention.default: attention(SHOWN),
+    _ATEN.argmax.default: of(lambda x: x.argmax(1), A),
+    _ATEN.argmin.default: of(lambda x: x.argmin(1), A),
+    _ATEN.amax.default: of(lambda x: x.amax(), R),
+    _ATEN.amin.default: of(lambda x: x.amin(), R),
+    _ATEN.kthvalue.default: of(lambda x: x.kthvalue(2, 1)[0], R),
+    _ATEN.median.dim: of(lambda x: x.median(1)[0], R),
+    _ATEN.median.default: of(torch.median, R),
+    _ATEN.nanmedian.dim: of(lambda x: x.nanmedian(1)[0], R),
+    _ATEN.mode.default: of(lambda x: x.round().mode(1)[0], R),
+    _ATEN.cummax.default: of(lambda x: tuple(x.cummax(1)), R),
+    _ATEN.cummin.default: of(lambda x: tuple(x.cummin(1)), R),
+    _ATEN.searchsorted.Tensor: of(torch.searchsorted, R.sort(1)[0], R),
+    _ATEN.sort.stable: of(lambda x: tuple(torch.sort(x, dim=1, stable=True)), R.round()),
+    _ATEN.adaptive_max_pool2d.default: of(lambda x: F.adaptive_max_pool2d(x, (2, 4), return_indices=True), IMAGE),
+    _ATEN.where.self: of(lambda x: torch.where(x > 0, x > 0.5, x < -0.5), R),
+    _ATEN.instance_norm.default: of(
+        lambda norm, x: norm(x), torch.full((1, 2, 31, 31), 1 / 3), parts=[nn.InstanceNorm2d(2)], atol=1e-5
+    ),
+    _ATEN.rnn_tanh.input: recurrent("tanh"),
+    _ATEN.rnn_relu.input: recurrent("relu"),
+    _ATEN.repeat_interleave.self_int: of(lambda x: x.repeat_interleave(x.shape[1], dim=1), CUBE, free=(1,)),
+    _PRIMS.prod.default: of(lambda x: x.cumprod(1), R),
+    _ATEN._cdist_forward.default: of(lambda x: torch.cdist(x, x.flip(1)), CUBE),
+    _ATEN.adaptive_avg_pool2d.default: of(
+        lambda pool, x: pool(x),
+        IMAGE,
+        parts=[nn.AdaptiveAvgPool2d((3, 2))],
+        free=(2, 3),
+        others=(torch.ones(2, 3, 9, 8),),
+    ),
+    _ATEN.upsample_nearest1d.vec: nearest(1),
+    _ATEN.upsample_nearest2d.vec: nearest(2),
+    _ATEN.upsample_nearest3d.vec: nearest(3),
+    _ATEN.multinomial.default: of(lambda x: torch.multinomial(x, 6).sort(1)[0], torch.ones(2, 6)),
+    torch.ops.higher_order.map_impl: of(lambda x: torch._higher_order_ops.map(lambda row: row * 2, x), R),
+}
+"""Operator of `onnx.translations.TRANSLATIONS` -> a call that needs the translation."""
+
+
+def is_right(case: Case, operators: Mapping[Any, Any]) -> bool:
+    """Whether ONNX Runtime answers as torch when these operators have our translation."""
+    with recurrent_patch.whole(), symbolic_sizes.free_sizes():
+        program = export(case.module, *case.example, free=case.free)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(emit, "TRANSLATIONS", operators)
+        inputs = [f"input{at}" for at in range(len(case.example))]
+        outputs = [f"output{at}" for at in range(len(program.graph_signature.user_outputs))]
+        try:
+            made = emit.translated(program, inputs, outputs)
+            found = [run(made, *([one] if case.others else case.example)) for one in case.others or (None,)]
+        except Exception:  # noqa: BLE001 - what it cannot write or run it does not answer
+            return False
+    for one, answer in zip(case.others or (None,), found, strict=True):
+        with torch.no_grad():
+            expected = case.module(*case.example if one is None else (one,))
+        for ours, theirs in zip(answer, expected if isinstance(expected, tuple) else (expected,), strict=True):
+            if ours.shape != theirs.shape or not np.allclose(ours, theirs, rtol=1e-5, atol=case.atol, equal_nan=True):
+                return False
+    return True
+
+
+@pytest.mark.slow  # exports programs
+@pytest.mark.parametrize("operator", CASES, ids=str)
+def test_torch_onnx_still_needs_the_translation(operator: Any) -> None:
+    others = {name: written for name, written in TRANSLATIONS.items() if name is not operator}
+    assert is_right(CASES[operator], TRANSLATIONS)
+    assert not is_right(CASES[operator], others), f"the translation of {operator} is no longer needed: delete it"
+
+
+@pytest.mark.slow
+def test_each_translation_has_a_case() -> None:
+    assert CASES.keys() == TRANSLATIONS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", sorted(REPRODUCERS))
+def test_upstream_still_has_the_defect(name: str) -> None:
+    assert REPRODUCERS[name](), f"{name} is no longer needed: delete it with its tests"
+
+
+TABLES = {f"onnx/{name}" for name in ("division", "numerics", "order_statistics", "translations")}
+"""Patches that are translations of operators: each operator has a case above."""
+
+
+def test_each_patch_has_a_complete_header_a_reproducer_and_two_models_that_need_it() -> None:
+    found = patches.patches()
+    modules = {f"patches/{path.stem}" for path in (patches.ROOT / "patches").glob("*.py") if path.stem != "__init__"}
+    assert modules <= found.keys()
+    assert found.keys() == REPRODUCERS.keys() | TABLES
+    for name, patch in found.items():
+        assert patch["issue"] == "none found" or patch["issue"].startswith("https://github.com/"), name
+        assert all(patch[field] for field in patches.FIELDS), name
+        assert len(patch["helps"]) > 1 or patch["helps"] == ("all",), name
