@@ -1,10 +1,9 @@
-"""TorchServe's config.properties as settings of this server. Reads a file, starts nothing.
+"""Translates TorchServe's config.properties to settings of the server.
 
-Of its keys some mean here what they meant there, some are answered by something else, and some have lost their sense
-(Netty's threads, Java's arguments). The first are taken, the others named with the reason: nothing is passed over
-without a word. An environment variable `TS_<KEY>` goes before the command line, and that before the file, as in
-TorchServe; variables are looked at only when the file says `enable_envvars_config=true`. Source: TorchServe 0.12's
-ConfigManager, as the contract page has it; Java's Properties.load for the syntax.
+A key is either used or reported with the reason why it has no effect (Netty's threads, Java's arguments). An
+environment variable `TS_<KEY>` overrides the command line, which overrides the file, as in TorchServe; variables count
+only if the file has `enable_envvars_config=true`. Source: TorchServe 0.12's ConfigManager, as the contract page has it;
+Java's Properties.load for the syntax.
 """
 
 from __future__ import annotations
@@ -23,83 +22,68 @@ from trueline.serve.handlers.envelopes import NAMES
 
 _LINE = re.compile(r"((?:\\.|[^\\=:\s])*)\s*[=:]?\s*(.*)", re.DOTALL)
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
-_ELSEWHERE = {
-    "allowed_urls": "clients load names of the store, never URLs",
-    "use_env_allowed_urls": "clients load names of the store, never URLs",
-    "blacklist_env_vars": "handlers never see variables that look like secrets",
-    "install_py_dep_per_model": "nothing is installed for an archive; put it into the server's environment",
-    "enable_model_api": "models are managed on the management port, by who has its token",
-    "model_api_enabled": "models are managed on the management port, by who has its token",
-    "prefer_direct_buffer": "there are no buffers of Netty",
-    "number_of_netty_threads": "there are no threads of Netty",
-    "netty_client_threads": "there are no threads of Netty",
-    "vmargs": "there is no JVM",
-    "async_logging": "the log never holds up a request",
-    "metrics_mode": "/metrics always answers",
-    "metrics_config": "every metric of a handler stands on /metrics; none has to be declared",
-    "model_metrics_auto_detect": "every metric of a handler stands on /metrics; none has to be declared",
-    "disable_system_metrics": "the machine is asked only when /metrics is",
-    "ts_open_inference_protocol": "it is always spoken",
-    "grpc_inference_max_connection_age_ms": "gRPC connections are not ended by age",
-    "grpc_management_max_connection_age_ms": "gRPC connections are not ended by age",
-    "grpc_inference_max_connection_age_grace_ms": "gRPC connections are not ended by age",
-    "grpc_management_max_connection_age_grace_ms": "gRPC connections are not ended by age",
-    "max_response_size": "an answer has the bound of what the server takes, four times over",
-    "unregister_model_timeout": "a version leaves when its last request is answered",
-    "limit_max_image_pixels": "images are bounded at 89 million pixels",
-    "number_of_gpu": "handlers see the machine's GPUs, or those that model-config.yaml names",
-    "job_queue_type": "one queue for each model",
-    "system_metrics_cmd": "the server asks the machine itself",
-    "cpu_launcher_enable": "workers are started plainly; pin the server with taskset or numactl",
-    "cpu_launcher_args": "workers are started plainly; pin the server with taskset or numactl",
-    "ipex_enable": "handlers import what they need themselves",
-    "ipex_gpu_enable": "handlers import what they need themselves",
-    "keystore_pass": "it belongs to a Java keystore",
-    "keystore_type": "it belongs to a Java keystore",
-    "token_expiration_min": "tokens have 256 bits and no end, unless the key file gives them one",
-    "header_key_id": "not read",
-    "ts_header_key_sequence_id": "sequences are named by the header ts_request_sequence_id",
-    "ts_header_key_sequence_start": "sequences begin by the header ts_request_sequence_start",
-    "ts_header_key_sequence_end": "sequences are closed by the header ts_request_sequence_end",
+_UNUSED_FOR = {
+    "clients load names of the store, never URLs": "allowed_urls use_env_allowed_urls",
+    "handlers never see variables that look like secrets": "blacklist_env_vars",
+    "nothing is installed for an archive; put it into the server's environment": "install_py_dep_per_model",
+    "models are managed on the management port, with its token": "enable_model_api model_api_enabled",
+    "there are no buffers of Netty": "prefer_direct_buffer",
+    "there are no threads of Netty": "number_of_netty_threads netty_client_threads",
+    "there is no JVM": "vmargs",
+    "the log never delays a request": "async_logging",
+    "/metrics always answers": "metrics_mode",
+    "every metric of a handler is on /metrics; none has to be declared": "metrics_config model_metrics_auto_detect",
+    "the machine's metrics are read only for /metrics": "disable_system_metrics",
+    "it is always on": "ts_open_inference_protocol",
+    "gRPC connections are not ended by age": "grpc_inference_max_connection_age_ms "
+    "grpc_management_max_connection_age_ms grpc_inference_max_connection_age_grace_ms "
+    "grpc_management_max_connection_age_grace_ms",
+    "a response may be four times as large as the largest request": "max_response_size",
+    "a version leaves when its last request is answered": "unregister_model_timeout",
+    "images are bounded at 89 million pixels": "limit_max_image_pixels",
+    "handlers see the machine's GPUs, or those that model-config.yaml names": "number_of_gpu",
+    "one queue for each model": "job_queue_type",
+    "the server reads the machine's metrics itself": "system_metrics_cmd",
+    "workers are started plainly; pin the server with taskset or numactl": "cpu_launcher_enable cpu_launcher_args",
+    "handlers import what they need themselves": "ipex_enable ipex_gpu_enable",
+    "it belongs to a Java keystore": "keystore_pass keystore_type",
+    "tokens have 256 bits and no end, unless the key file gives them one": "token_expiration_min",
+    "not read": "header_key_id",
+    "sequences are named by the header ts_request_sequence_id": "ts_header_key_sequence_id",
+    "sequences begin by the header ts_request_sequence_start": "ts_header_key_sequence_start",
+    "sequences are closed by the header ts_request_sequence_end": "ts_header_key_sequence_end",
 }
-"""Keys that are known and change nothing, and why."""
-_PER_MODEL = {
-    "default_workers_per_model": "minWorkers",
-    "default_response_timeout": "responseTimeout",
-    "default_startup_timeout": "startupTimeout",
-    "job_queue_size": "jobQueueSize",
-}
-"""Keys that every archive without a value of its own has, in model-config.yaml's words."""
+_UNUSED = {key: why for why, keys in _UNUSED_FOR.items() for key in keys.split()}
+"""Known keys without effect, and why."""
 
 
 @dataclass(slots=True)
-class Told:
-    """What the file says."""
+class TorchServeConfig:
+    """The content of a config.properties."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of `serve.settings.ServeSettings`."""
     forced: dict[str, Any] = field(default_factory=dict)
-    """Of these, what the environment said."""
+    """Of these, the ones from the environment."""
     ignored: list[tuple[str, str]] = field(default_factory=list)
-    """Keys that change nothing, and why."""
+    """Keys without effect, and why."""
 
 
-def read(path: Path, environ: Mapping[str, str]) -> Told:
-    """The file at `path`. Raises UsageError that names the key whose value cannot be."""
+def read(path: Path, environ: Mapping[str, str]) -> TorchServeConfig:
+    """The file at `path`. Raises UsageError that names the key of a wrong value."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"cannot read the configuration {path}: {reason}") from error
     given = parse(text)
-    told = translate(given, where=str(path))
-    if given.get("enable_envvars_config", "false").lower() == "true":
-        keys = {name.removeprefix("TS_").lower(): value for name, value in environ.items() if name.startswith("TS_")}
-        over = {key: value for key, value in keys.items() if key in _TAKEN or key in _PER_MODEL}
-        both = translate(given | over, where=f"{path} and the environment")
-        forced = {name: both.options[name] for name in translate(over, where="the environment").options}
-        told = Told(options=both.options, forced=forced, ignored=both.ignored)
-    return told
+    if given.get("enable_envvars_config", "false").lower() != "true":
+        return translate(given, where=str(path))
+    keys = {name.removeprefix("TS_").lower(): value for name, value in environ.items() if name.startswith("TS_")}
+    over = {key: value for key, value in keys.items() if key in _TRANSLATED}
+    config = translate(given | over, where=f"{path} and the environment")
+    config.forced = {name: config.options[name] for name in translate(over, where="the environment").options}
+    return config
 
 
 def parse(text: str) -> dict[str, str]:
@@ -109,79 +93,59 @@ def parse(text: str) -> dict[str, str]:
     {'port': '8085', 'models': '{"a": 1}', 'key': 'value'}
     """
     found: dict[str, str] = {}
-    whole = ""
-    for line in text.splitlines():
-        line = line.lstrip()
-        if not whole and (not line or line[0] in "#!"):
+    lines = iter(text.splitlines())
+    for line in lines:
+        whole = line.lstrip()
+        if not whole or whole[0] in "#!":
             continue
-        whole += line
-        if (len(whole) - len(whole.rstrip("\\"))) % 2:
-            whole = whole[:-1]
-            continue
+        while (len(whole) - len(whole.rstrip("\\"))) % 2:  # an odd number of backslashes continues the line
+            whole = whole[:-1] + next(lines, "").lstrip()
         match = _LINE.fullmatch(whole)
         assert match is not None
-        found[_unescaped(match[1])] = _unescaped(match[2]).rstrip()
-        whole = ""
-    if whole:
-        match = _LINE.fullmatch(whole)
-        assert match is not None
-        found[_unescaped(match[1])] = _unescaped(match[2]).rstrip()
+        found[_unescape(match[1])] = _unescape(match[2]).rstrip()
     return found
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     return re.sub(r"\\(u([0-9a-fA-F]{4})|.)", lambda m: chr(int(m[2], 16)) if m[2] else _ESCAPES.get(m[1], m[1]), text)
 
 
-def translate(given: Mapping[str, str], *, where: str) -> Told:
+def translate(given: Mapping[str, str], *, where: str) -> TorchServeConfig:
     """`given` as settings. Raises UsageError."""
-    told = Told()
+    config = TorchServeConfig()
     models: dict[str, dict[str, Any]] = {}
     hosts: dict[str, str] = {}
     for key, value in given.items():
-        if key in _TAKEN:
-            try:
-                found = _TAKEN[key](value)
-            except ValueError as error:
-                raise UsageError(f"{where}: {key} is '{value[:80]}'; {error}") from error
-            host = found.pop("host", None)
-            if host is not None:
-                hosts[key] = host
-            for model, own in found.pop("models", {}).items():
-                models.setdefault(model, {}).update(own)
-            told.options |= found
-        elif key in _PER_MODEL:
-            models.setdefault("", {})[_PER_MODEL[key]] = _whole(where, key, value)
-        elif key != "enable_envvars_config":
-            told.ignored.append((key, _why_not(key)))
+        if key == "enable_envvars_config":
+            continue
+        if key not in _TRANSLATED:
+            near = closest(key, [*_TRANSLATED, *_UNUSED])
+            unknown = f"no key that is known here{f'; did you mean {near}?' if near else ''}"
+            config.ignored.append((key, _UNUSED.get(key, unknown)))
+            continue
+        try:
+            found = _TRANSLATED[key](value)
+        except ValueError as error:
+            raise UsageError(f"{where}: {key} is '{value[:80]}'; {error}") from error
+        if "host" in found:
+            hosts[key] = found.pop("host")
+        for model, own in found.pop("models", {}).items():
+            models.setdefault(model, {}).update(own)
+        config.options |= found
     secured = [key for key in hosts if given[key].startswith("https:")]
-    if secured and "certificate" not in told.options:
+    if secured and "certificate" not in config.options:
         raise UsageError(
             f"{where}: {secured[0]} is '{given[secured[0]]}', and there is no certificate for it",
             hint="name the PEM file: certificate_file=server.pem",
         )
     if len(set(hosts.values())) > 1:
-        told_apart = ", ".join(f"{key}: {host}" for key, host in hosts.items())
-        raise UsageError(f"{where}: all ports are of one address here ({told_apart})", hint="name one address in each")
+        addresses = ", ".join(f"{key}: {host}" for key, host in hosts.items())
+        raise UsageError(f"{where}: all ports are of one address here ({addresses})", hint="name one address in each")
     if hosts:
-        told.options["host"] = next(iter(hosts.values()))
+        config.options["host"] = next(iter(hosts.values()))
     if models:
-        told.options["models"] = msgspec.json.encode(models).decode()
-    return told
-
-
-def _why_not(key: str) -> str:
-    if key in _ELSEWHERE:
-        return _ELSEWHERE[key]
-    near = closest(key, [*_TAKEN, *_PER_MODEL, *_ELSEWHERE])
-    return f"no key that is known here{f'; did you mean {near}?' if near else ''}"
-
-
-def _whole(where: str, key: str, value: str) -> int:
-    try:
-        return _number(value)
-    except ValueError as error:
-        raise UsageError(f"{where}: {key} is '{value[:80]}'; {error}") from error
+        config.options["models"] = msgspec.json.encode(models).decode()
+    return config
 
 
 def _number(value: str) -> int:
@@ -211,10 +175,6 @@ def _address(port: str) -> Callable[[str], dict[str, Any]]:
     return read
 
 
-def _grpc_address(value: str) -> dict[str, Any]:
-    return {"host": value}
-
-
 def _port(name: str) -> Callable[[str], dict[str, Any]]:
     def read(value: str) -> dict[str, Any]:
         number = _number(value)
@@ -229,8 +189,9 @@ def _text(name: str) -> Callable[[str], dict[str, Any]]:
     return lambda value: {name: value}
 
 
-def _load_models(value: str) -> dict[str, Any]:
-    return {"load": "" if value.lower() == "none" else value}
+def _for_all(name: str, parse: Callable[[str], Any]) -> Callable[[str], dict[str, Any]]:
+    """A default of all archives, by its name in model-config.yaml."""
+    return lambda value: {"models": {"": {name: parse(value)}}}
 
 
 def _keystore(value: str) -> dict[str, Any]:
@@ -238,10 +199,6 @@ def _keystore(value: str) -> dict[str, Any]:
         "a Java keystore is not read: export it (openssl pkcs12 -in store.p12 -out server.pem -nodes) and name it as "
         "certificate_file"
     )
-
-
-def _no_tokens(value: str) -> dict[str, Any]:
-    return {"key_file": None if _flag(value) else "key_file.json"}
 
 
 def _models(value: str) -> dict[str, Any]:
@@ -253,14 +210,14 @@ def _models(value: str) -> dict[str, Any]:
     return {"models": {f"{model}/{version}": own for model, all in given.items() for version, own in all.items()}}
 
 
-def _envelope(value: str) -> dict[str, Any]:
+def _envelope(value: str) -> str:
     if value not in NAMES:
         raise ValueError(f"expected one of {', '.join(NAMES)}")
-    return {"models": {"": {"serviceEnvelope": value}}}
+    return value
 
 
 def _snapshot(value: str) -> dict[str, Any]:
-    """`{"name": ..., "modelCount": 1, "models": {...}}`: what was served when TorchServe stopped."""
+    """`{"name": ..., "modelCount": 1, "models": {...}}`: the models when TorchServe stopped."""
     try:
         given = msgspec.json.decode(value, type=dict[str, Any])
         found = _models(msgspec.json.encode(given.get("models", {})).decode())
@@ -270,28 +227,32 @@ def _snapshot(value: str) -> dict[str, Any]:
     return found | {"load": ",".join(dict.fromkeys(archives))}
 
 
-_TAKEN: dict[str, Callable[[str], dict[str, Any]]] = {
+_TRANSLATED: dict[str, Callable[[str], dict[str, Any]]] = {
     "inference_address": _address("port"),
     "management_address": _address("management_port"),
     "metrics_address": _address("metrics_port"),
-    "grpc_inference_address": _grpc_address,
-    "grpc_management_address": _grpc_address,
+    "grpc_inference_address": _text("host"),
+    "grpc_management_address": _text("host"),
     "grpc_inference_port": _port("grpc_port"),
     "grpc_management_port": _port("grpc_management_port"),
-    "load_models": _load_models,
+    "load_models": lambda value: {"load": "" if value.lower() == "none" else value},
     "model_store": _text("model_store"),
     "workflow_store": _text("workflow_store"),
     "models": _models,
-    "service_envelope": _envelope,
+    "service_envelope": _for_all("serviceEnvelope", _envelope),
+    "decode_input_request": _for_all("decodeInputRequest", _flag),
+    "default_workers_per_model": _for_all("minWorkers", _number),
+    "default_response_timeout": _for_all("responseTimeout", _number),
+    "default_startup_timeout": _for_all("startupTimeout", _number),
+    "job_queue_size": _for_all("jobQueueSize", _number),
     "cors_allowed_origin": _text("cors_origin"),
     "cors_allowed_methods": _text("cors_methods"),
     "cors_allowed_headers": _text("cors_headers"),
-    "decode_input_request": lambda value: {"models": {"": {"decodeInputRequest": _flag(value)}}},
     "model_snapshot": _snapshot,
     "max_request_size": lambda value: {"max_body_bytes": _number(value)},
-    "disable_token_authorization": _no_tokens,
+    "disable_token_authorization": lambda value: {"key_file": None if _flag(value) else "key_file.json"},
     "keystore": _keystore,
     "certificate_file": _text("certificate"),
     "private_key_file": _text("private_key"),
 }
-"""Keys that mean here what they mean there."""
+"""Keys that have an effect."""

@@ -1,4 +1,4 @@
-"""TorchServe's side of the server, as an extension of `trueline.serve`."""
+"""TorchServe's interfaces, as an extension of `trueline.serve`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,13 @@ from trueline.web.auth import Keys
 
 
 class TorchServe:
-    """Its REST and gRPC calls, its management API, its workflows, its errors."""
+    """The REST and gRPC APIs, the management API, workflows and errors."""
 
     def __init__(
-        self,
-        management: Management | None = None,
-        workflows: Workflows | None = None,
-        keys: Keys | None = None,
-        *,
+        self, management: Management | None = None, workflows: Workflows | None = None, keys: Keys | None = None, *,
         strict: bool = False,
-    ) -> None:
-        """`strict`: its statuses also where the server's own say more."""
+    ) -> None:  # fmt: skip
+        """`strict`: TorchServe's statuses also where the server's own are more precise."""
         self.errors = TorchServeErrors(strict=strict)
         self.companion, self.strict = workflows, strict
         self._management, self._keys = management, keys
@@ -47,7 +43,7 @@ class TorchServe:
     def grpc_services(
         self, kind: Literal["inference", "management"], routes: Routes, log: AccessLog | None
     ) -> list[Any]:
-        from trueline.torchserve import grpc  # grpc takes time and memory: only a server with such a port pays
+        from trueline.torchserve import grpc  # takes time and memory that only servers with such a port spend
 
         if kind == "inference":
             return [grpc.Inference(routes, self._keys, log, strict=self.strict).handler()]
@@ -55,7 +51,7 @@ class TorchServe:
 
 
 def extend(core: Core) -> TorchServe:
-    """TorchServe's side of a server. Raises UsageError for a workflow store that is no folder."""
+    """TorchServe's interfaces for a server. Raises UsageError for a workflow store that is no folder."""
     settings, loop = core.settings, asyncio.get_running_loop()
     workflows = Workflows(
         core.fleet,

@@ -1,18 +1,20 @@
-"""TorchServe's gRPC services, over what its HTTP routes use. Only translates; imported where it is asked for.
+"""TorchServe's gRPC services, over the HTTP routes of the same calls. Only translates; imported for servers with gRPC.
 
     InferenceAPIsService   Ping, Predictions, StreamPredictions, StreamPredictions2
     ManagementAPIsService  DescribeModel, ListModels, RegisterModel, ScaleWorker, SetDefault, UnregisterModel
 
-A field that the client did not set is as if it were not there, and has its default. Statuses are those of the protocol
-beside it (an unknown model is NOT_FOUND, a full queue RESOURCE_EXHAUSTED); with `strict` they are TorchServe's, which
-answers INTERNAL for an unknown model and one without workers. Source: TorchServe 0.12's inference.proto and
-management.proto, as the contract page has them; see wire/torchserve.proto.
+Fields that the client did not set have their defaults. Statuses are those of the Open Inference Protocol's service (an
+unknown model is NOT_FOUND, a full queue RESOURCE_EXHAUSTED); with `strict` they are TorchServe's, which answers
+INTERNAL for an unknown model and one without workers. Source: TorchServe 0.12's inference.proto and management.proto,
+as the contract page has them; see wire/torchserve.proto.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode
 from uuid import uuid4
@@ -23,7 +25,7 @@ import msgspec
 from trueline.errors import RequestError
 from trueline.serve.handlers import sequences
 from trueline.serve.handlers.worker import HandlerFailed
-from trueline.serve.models.servable import HandlerAnswer, HandlerRequest, Servable
+from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from trueline.serve.protocols import grpc_base
 from trueline.serve.protocols.dispatch import KEY_HEADER
 from trueline.serve.protocols.grpc_base import Context, header
@@ -38,11 +40,20 @@ from trueline.wire import torchserve_pb2 as pb
 INFERENCE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
 MANAGEMENT = "org.pytorch.serve.grpc.management.ManagementAPIsService"
 _WHOLE = ("data", "body")
-"""Names under which clients send what is the whole body over HTTP."""
+"""Names of a single input that is the whole body over HTTP."""
+_MANAGED: dict[str, tuple[type[Any], str, set[str] | None]] = {
+    "DescribeModel": (pb.DescribeModelRequest, "GET", {"customized"}),
+    "ListModels": (pb.ListModelsRequest, "GET", {"limit", "next_page_token"}),
+    "RegisterModel": (pb.RegisterModelRequest, "POST", None),
+    "ScaleWorker": (pb.ScaleWorkerRequest, "PUT", {"min_worker", "max_worker", "synchronous"}),
+    "SetDefault": (pb.SetDefaultRequest, "PUT", set()),
+    "UnregisterModel": (pb.UnregisterModelRequest, "DELETE", set()),
+}
+"""Calls of the management API: request, HTTP method, and the fields that go into the query (None: all)."""
 
 
 class _Refused(RequestError):
-    """What HTTP would have answered."""
+    """An error response of the HTTP route."""
 
     code = "refused"
 
@@ -54,45 +65,45 @@ class _Refused(RequestError):
 def _interceptor(
     kind: TokenKind, keys: Keys | None, log: AccessLog | None, *, strict: bool
 ) -> grpc_base.AuthInterceptor:
-    """Who may call, and what a refusal is called."""
+    """Checks tokens and translates refusals to statuses."""
 
     def check(name: str, context: Context) -> None:
         if keys is not None and name != "Ping":
             keys.check(kind, header(context, "authorization"))
 
     def code(error: RequestError) -> grpc.StatusCode:
-        if not strict or isinstance(error, HandlerFailed):
-            return grpc_base.code_of(error)
-        if error.status == 401:
-            return grpc.StatusCode.PERMISSION_DENIED
-        if kind == "inference" and error.status in (404, 503):
-            return grpc.StatusCode.INTERNAL
+        if strict and not isinstance(error, HandlerFailed):
+            if error.status == 401:
+                return grpc.StatusCode.PERMISSION_DENIED
+            if kind == "inference" and error.status in (404, 503):
+                return grpc.StatusCode.INTERNAL
         return grpc_base.code_of(error)
 
-    if kind == "inference":
-        return grpc_base.AuthInterceptor(service=INFERENCE, check=check, code=code, log=log)
-    return grpc_base.AuthInterceptor(service=MANAGEMENT, check=check, code=code, log=log, face="grpc_management")
+    service, face = (INFERENCE, "grpc") if kind == "inference" else (MANAGEMENT, "grpc_management")
+    return grpc_base.AuthInterceptor(service=service, check=check, code=code, log=log, face=face)
 
 
 class Inference:
-    """What is asked of models."""
+    """The inference service."""
 
     def __init__(
         self, routes: Routes, keys: Keys | None, log: AccessLog | None = None, *, strict: bool = False
     ) -> None:
         self._routes = routes
-        self._interceptor = _interceptor("inference", keys, log, strict=strict)
+        self._calls = _interceptor("inference", keys, log, strict=strict)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The service under TorchServe's name."""
-        interceptor, asked = self._interceptor, pb.PredictionsRequest
+        calls, request = self._calls, pb.PredictionsRequest
         return grpc.method_handlers_generic_handler(
             INFERENCE,
             {
-                "Ping": interceptor.unary("Ping", pb.Nothing, self._ping),
-                "Predictions": interceptor.unary("Predictions", asked, self._predictions),
-                "StreamPredictions": interceptor.server_stream("StreamPredictions", asked, self._stream),
-                "StreamPredictions2": interceptor.bidirectional("StreamPredictions2", asked, self._sequence, _told),
+                "Ping": calls.unary("Ping", pb.Nothing, self._ping),
+                "Predictions": calls.unary("Predictions", request, self._predictions),
+                "StreamPredictions": calls.server_stream("StreamPredictions", request, self._stream),
+                "StreamPredictions2": calls.bidirectional(
+                    "StreamPredictions2", request, partial(self._stream, named=True), _encode_refusal
+                ),
             },
         )
 
@@ -101,26 +112,22 @@ class Inference:
 
     async def _predictions(self, request: pb.PredictionsRequest, context: Context) -> pb.PredictionResponse:
         answer = await self._ask(request, context)
-        body = bytes(answer.body) if answer.pieces is None else await _whole(answer)
+        with _broken_stream_as_failure():
+            body = bytes(answer.body) if answer.pieces is None else await answer.pieces.whole()
         return pb.PredictionResponse(prediction=body, sequence_id=_sequence_of(request, answer))
 
     async def _stream(
         self, request: pb.PredictionsRequest, context: Context, *, named: bool = False
     ) -> AsyncIterator[pb.PredictionResponse]:
-        """`named`: a request of a stateful model is to name its sequence."""
+        """`named`: a request to a stateful model has to name its sequence."""
         answer = await self._ask(request, context, named=named)
         name = _sequence_of(request, answer)
         if answer.pieces is None:
             yield pb.PredictionResponse(prediction=bytes(answer.body), sequence_id=name)
             return
-        try:
+        with _broken_stream_as_failure():
             async for piece in answer.pieces.each():
                 yield pb.PredictionResponse(prediction=bytes(piece), sequence_id=name)
-        except StreamBroken as error:
-            raise HandlerFailed("the answer broke off: its handler failed") from error
-
-    def _sequence(self, request: pb.PredictionsRequest, context: Context) -> AsyncIterator[pb.PredictionResponse]:
-        return self._stream(request, context, named=True)
 
     async def _ask(self, request: pb.PredictionsRequest, context: Context, *, named: bool = False) -> HandlerAnswer:
         if not request.model_name:
@@ -136,20 +143,26 @@ class Inference:
             if named and not known and handler.stateful:
                 raise RequestError("Parameter sequenceId is required.", hint=f"or the input {sequences.START}")
             parts = [(name, "", value) for name, value in request.input.items()]
-            headers = {"explain": "False"} | _in_sequence(request)
+            headers = {"explain": "False"} | _sequence_headers(request)
             return await handler.handle(HandlerRequest(request_id=str(uuid4()), parts=parts, headers=headers))
-        return await self._ask_bundle(found, request.input)
-
-    async def _ask_bundle(self, version: Servable, given: Mapping[str, bytes]) -> HandlerAnswer:
-        path = f"/predictions/{quote(version.model, safe='')}/{quote(version.version, safe='')}"
-        response = await _answered(self._routes.handle_uncached(Request("POST", path.encode(), {}, _body(given))))
+        path = f"/predictions/{quote(found.model, safe='')}/{quote(found.version, safe='')}"
+        body = _encode_body(request.input)
+        response = await _resolve(self._routes.handle_uncached(Request("POST", path.encode(), {}, body)))
         return HandlerAnswer(body=response.body)
 
 
-def _body(given: Mapping[str, bytes]) -> bytes:
-    """The body that says the same over HTTP: the only value, or an object of values by name.
+@contextmanager
+def _broken_stream_as_failure() -> Iterator[None]:
+    try:
+        yield
+    except StreamBroken as error:
+        raise HandlerFailed("the answer broke off: its handler failed") from error
 
-    >>> _body({"data": b"[1, 2]"}), _body({"x": b"[1]", "y": b"[2]"})
+
+def _encode_body(given: Mapping[str, bytes]) -> bytes:
+    """The body of the same request over HTTP: the only value, or an object of values by name.
+
+    >>> _encode_body({"data": b"[1, 2]"}), _encode_body({"x": b"[1]", "y": b"[2]"})
     (b'[1, 2]', b'{"x":[1],"y":[2]}')
     """
     if len(given) == 1 and next(iter(given)) in _WHOLE:
@@ -157,95 +170,66 @@ def _body(given: Mapping[str, bytes]) -> bytes:
     return msgspec.json.encode({name: msgspec.Raw(value or b"null") for name, value in given.items()})
 
 
-def _in_sequence(request: pb.PredictionsRequest) -> dict[str, str]:
-    """What HTTP says in headers: the id has a field of its own, begin and end are inputs."""
-    found = {sequences.ID: request.sequence_id} if request.sequence_id else {}
-    for name in (sequences.START, sequences.END):
-        if name in request.input:
-            found[name] = request.input[name].decode("utf-8", "replace")
-    return found
+def _sequence_headers(request: pb.PredictionsRequest) -> dict[str, str]:
+    """The headers of the same request over HTTP: the id is a field here, begin and end are inputs."""
+    marks = {name: request.input[name] for name in (sequences.START, sequences.END) if name in request.input}
+    headers = {name: value.decode("utf-8", "replace") for name, value in marks.items()}
+    return headers | ({sequences.ID: request.sequence_id} if request.sequence_id else {})
 
 
 def _sequence_of(request: pb.PredictionsRequest, answer: HandlerAnswer) -> str:
-    """The sequence that the answer names, as one may just have begun."""
+    """The sequence that the answer names, which may be new."""
     return answer.headers.get(sequences.ID, request.sequence_id)
 
 
-async def _answered(found: Response | asyncio.Future[Response]) -> Response:
-    """Raises _Refused for an answer that is none."""
+async def _resolve(found: Response | asyncio.Future[Response]) -> Response:
+    """Raises _Refused for an error response."""
     response = found if isinstance(found, Response) else await found
     if response.status < 400:
         return response
-    told = msgspec.json.decode(response.body, type=dict[str, Any])
-    raise _Refused(response.status, str(told.get("message") or told.get("error") or "refused"))
+    body = msgspec.json.decode(response.body, type=dict[str, Any])
+    raise _Refused(response.status, str(body.get("message") or body.get("error") or "refused"))
 
 
-async def _whole(answer: HandlerAnswer) -> bytes:
-    assert answer.pieces is not None
-    try:
-        return await answer.pieces.whole()
-    except StreamBroken as error:
-        raise HandlerFailed("the answer broke off: its handler failed") from error
-
-
-def _told(request: pb.PredictionsRequest, code: grpc.StatusCode, message: str) -> pb.PredictionResponse:
+def _encode_refusal(request: pb.PredictionsRequest, code: grpc.StatusCode, message: str) -> pb.PredictionResponse:
     status = pb.Status(code=int(code.value[0]), message=message)
     return pb.PredictionResponse(sequence_id=request.sequence_id, status=status)
 
 
 class Managed:
-    """What is done with models; each call is the request of the HTTP API that does the same."""
+    """The management service; each call is the request of the HTTP API that does the same."""
 
     def __init__(
         self, management: Management, keys: Keys | None, log: AccessLog | None = None, *, strict: bool = False
     ) -> None:
         self._management = management
-        self._interceptor = _interceptor("management", keys, log, strict=strict)
+        self._calls = _interceptor("management", keys, log, strict=strict)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The service under TorchServe's name."""
-        methods: dict[str, tuple[type[Any], Callable[[Any, Context], Awaitable[Any]]]] = {
-            "DescribeModel": (pb.DescribeModelRequest, self._describe),
-            "ListModels": (pb.ListModelsRequest, self._list),
-            "RegisterModel": (pb.RegisterModelRequest, self._register),
-            "ScaleWorker": (pb.ScaleWorkerRequest, self._scale),
-            "SetDefault": (pb.SetDefaultRequest, self._set_default),
-            "UnregisterModel": (pb.UnregisterModelRequest, self._unregister),
+        calls = {
+            name: self._calls.unary(name, kind, partial(self._call, name)) for name, (kind, _, _) in _MANAGED.items()
         }
-        made = {name: self._interceptor.unary(name, kind, answer) for name, (kind, answer) in methods.items()}
-        return grpc.method_handlers_generic_handler(MANAGEMENT, made)
+        return grpc.method_handlers_generic_handler(MANAGEMENT, calls)
 
-    async def _describe(self, request: pb.DescribeModelRequest, context: Context) -> pb.ManagementResponse:
-        return await self._do("GET", _of(request), _given(request, {"customized"}))
-
-    async def _list(self, request: pb.ListModelsRequest, context: Context) -> pb.ManagementResponse:
-        return await self._do("GET", "/models", _given(request, {"limit", "next_page_token"}))
-
-    async def _register(self, request: pb.RegisterModelRequest, context: Context) -> pb.ManagementResponse:
-        return await self._do("POST", "/models", _given(request))
-
-    async def _scale(self, request: pb.ScaleWorkerRequest, context: Context) -> pb.ManagementResponse:
-        return await self._do("PUT", _of(request), _given(request, {"min_worker", "max_worker", "synchronous"}))
-
-    async def _set_default(self, request: pb.SetDefaultRequest, context: Context) -> pb.ManagementResponse:
-        if not request.model_version:
-            raise RequestError("Parameter model_version is required.")
-        return await self._do("PUT", f"{_of(request)}/set-default", {})
-
-    async def _unregister(self, request: pb.UnregisterModelRequest, context: Context) -> pb.ManagementResponse:
-        return await self._do("DELETE", _of(request), {})
-
-    async def _do(self, method: str, path: str, query: Mapping[str, str]) -> pb.ManagementResponse:
-        """What HTTP answers: its status line of words, or the whole description."""
-        target = f"{path}?{urlencode(query)}" if query else path
-        response = await _answered(self._management.answer(Request(method, target.encode(), {}, b"")))
-        told = msgspec.json.decode(response.body)
-        if isinstance(told, dict) and set(told) == {"status"}:
-            return pb.ManagementResponse(msg=told["status"])
+    async def _call(self, name: str, request: Any, context: Context) -> pb.ManagementResponse:
+        """Returns the HTTP API's status text, or its whole description."""
+        _, method, fields = _MANAGED[name]
+        path = "/models" if name in ("ListModels", "RegisterModel") else _path_of(request)
+        if name == "SetDefault":
+            if not request.model_version:
+                raise RequestError("Parameter model_version is required.")
+            path += "/set-default"
+        query = urlencode(_set_fields(request, fields))
+        target = f"{path}?{query}" if query else path
+        response = await _resolve(self._management.answer(Request(method, target.encode(), {}, b"")))
+        body = msgspec.json.decode(response.body)
+        if isinstance(body, dict) and set(body) == {"status"}:
+            return pb.ManagementResponse(msg=body["status"])
         return pb.ManagementResponse(msg=response.body.decode())
 
 
-def _of(request: Any) -> str:
+def _path_of(request: Any) -> str:
     """The path of the model that a request names. Raises RequestError."""
     if not request.model_name:
         raise RequestError("Parameter model_name is required.")
@@ -253,10 +237,10 @@ def _of(request: Any) -> str:
     return f"{path}/{quote(request.model_version, safe='')}" if request.model_version else path
 
 
-def _given(request: Any, names: set[str] | None = None) -> dict[str, str]:
-    """The fields that the client set, as a query has them."""
-    found = {}
-    for field, value in request.ListFields():
-        if names is None or field.name in names:
-            found[field.name] = str(value).lower() if isinstance(value, bool) else str(value)
-    return found
+def _set_fields(request: Any, names: set[str] | None) -> dict[str, str]:
+    """The fields that the client set, as values of a query."""
+    return {
+        field.name: str(value).lower() if isinstance(value, bool) else str(value)
+        for field, value in request.ListFields()
+        if names is None or field.name in names
+    }

@@ -1,6 +1,6 @@
-"""A bundle and its recipe in one model archive, so that `preprocess` and `postprocess` are served too.
+"""Writes a bundle and its recipe as one model archive, so that `preprocess` and `postprocess` are served too.
 
-MAR-INF/MANIFEST.json    TorchServe's manifest; the handler is ours
+MAR-INF/MANIFEST.json    TorchServe's manifest; the handler is Trueline's
 model-config.yaml        batch and workers
 model.bundle/            the bundle, whole
 recipe.py, ...           the recipe, and the modules beside it that it imports
@@ -30,21 +30,14 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def archive(
-    bundle: str | Path | Bundle,
-    recipe: str | Path,
-    out: str | Path,
-    *,
-    version: str = "1.0",
-    batch_size: int = 8,
-    max_batch_delay_ms: int = 5,
-    workers: int = 1,
-    any_recipe: bool = False,
-    overwrite: bool = False,
-) -> Path:
+    bundle: str | Path | Bundle, recipe: str | Path, out: str | Path, *, version: str = "1.0",
+    any_recipe: bool = False, overwrite: bool = False, **batching: int,
+) -> Path:  # fmt: skip
     """Writes the `.mar` at `out`, whole or not at all; equal arguments give equal bytes.
 
-    The recipe is loaded to find the modules beside it that it imports. Raises UsageError when the bundle was captured
-    from another recipe (unless `any_recipe`); BundleError, RecipeError, StorageError.
+    `batching` goes to model-config.yaml: `batch_size`, `max_batch_delay_ms` and `workers`. The recipe is loaded to find
+    the modules beside it that it imports. Raises UsageError if the bundle was captured from another recipe (unless
+    `any_recipe`); BundleError, RecipeError, StorageError.
     """
     found = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     loaded, out = load_recipe(recipe), Path(out)
@@ -53,17 +46,17 @@ def archive(
     if loaded.digest != found.manifest.lineage.recipe_digest and not any_recipe:
         raise UsageError(
             f"bundle '{found.name}' was captured from another recipe than {loaded.path.name}: its digest differs",
-            hint="capture the bundle again, or say --any-recipe if only what stands around the model has changed",
+            hint="capture the bundle again, or add --any-recipe if only the code around the model has changed",
         )
     if out.suffix != ".mar":
-        raise UsageError(f"{out} is to end in .mar: that is how servers know an archive")
+        raise UsageError(f"{out} is to end in .mar: servers recognize archives by it")
     if out.exists() and not overwrite:
         raise StorageError(f"{out} exists already", hint="choose another name or ask to replace it")
     texts = {
         MANIFEST: _manifest(found, version),
-        "model-config.yaml": f"minWorkers: {workers}\nbatchSize: {batch_size}\nmaxBatchDelay: {max_batch_delay_ms}\n",
+        "model-config.yaml": _config(**batching),
     }
-    sources = {RECIPE: loaded.path, **_helpers(loaded.path)}
+    sources = {RECIPE: loaded.path, **_find_helpers(loaded.path)}
     sources |= {f"{BUNDLE}/{name}": found.path / name for name in (schema.MANIFEST, *found.manifest.files)}
     with files.atomic_file(out) as file:
         _write(file, texts, sources)
@@ -72,37 +65,35 @@ def archive(
 
 
 def _manifest(bundle: Bundle, version: str) -> str:
-    model = {
-        "modelName": bundle.name,
-        "modelVersion": version,
-        "handler": HANDLER,
-        "configFile": "model-config.yaml",
-    }
-    told = {"createdOn": bundle.manifest.created, "runtime": "python", "model": model, "bundle": bundle.digest}
-    return json.dumps(told, indent=1, sort_keys=True) + "\n"
+    model = {"modelName": bundle.name, "modelVersion": version, "handler": HANDLER, "configFile": "model-config.yaml"}
+    content = {"createdOn": bundle.manifest.created, "runtime": "python", "model": model, "bundle": bundle.digest}
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
-def _helpers(recipe: Path) -> dict[str, Path]:
-    """Modules in the recipe's folder that are imported now, by their place below it."""
+def _config(*, workers: int = 1, batch_size: int = 8, max_batch_delay_ms: int = 5) -> str:
+    return f"minWorkers: {workers}\nbatchSize: {batch_size}\nmaxBatchDelay: {max_batch_delay_ms}\n"
+
+
+def _find_helpers(recipe: Path) -> dict[str, Path]:
+    """Modules in the recipe's folder that are imported now, by their path below it."""
     folder = recipe.parent.resolve()
-    found = {}
+    helpers = {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/")
-        ours = module.__name__.partition(".")[0]
-        theirs = path.suffix == ".py" and path != recipe and path.is_relative_to(folder)
-        if theirs and not ours.startswith("trueline") and "site-packages" not in path.parts:
-            found[path.relative_to(folder).as_posix()] = path
-    return dict(sorted(found.items()))
+        beside = path.suffix == ".py" and path != recipe and path.is_relative_to(folder)
+        if beside and not module.__name__.startswith("trueline") and "site-packages" not in path.parts:
+            helpers[path.relative_to(folder).as_posix()] = path
+    return dict(sorted(helpers.items()))
 
 
 def _write(file: BinaryIO, texts: Mapping[str, str], sources: Mapping[str, Path]) -> None:
-    with zipfile.ZipFile(file, "w") as made:
+    with zipfile.ZipFile(file, "w") as zipped:
         for name, text in texts.items():
-            made.writestr(_member(name), text)
+            zipped.writestr(_member(name), text)
         for name, path in sources.items():
             member = _member(name)
             member.file_size = path.stat().st_size
-            with path.open("rb") as source, made.open(member, "w") as target:
+            with path.open("rb") as source, zipped.open(member, "w") as target:
                 shutil.copyfileobj(source, target, 2**20)
 
 

@@ -1,4 +1,4 @@
-"""TorchServe's paths of the data port, and SageMaker's among them; of those /invocations is MLflow's too.
+"""The route table of TorchServe's inference API and of SageMaker's; /invocations is also MLflow's.
 
     /ping
     /predictions/{m}[/{ver}[/more/path]], /explanations/{m}[/{ver}]
@@ -79,10 +79,10 @@ class TorchServeRoutes:
             raise UnknownWorkflow(name)
         found = self._workflows.find(name)
         ask = messages.decode_request(request, explain=False)
-        return self._dispatch.respond(request.path, found.predict(ask, strict=self._strict), _of_workflow)
+        return self._dispatch.respond(request.path, found.predict(ask, strict=self._strict), _encode_workflow)
 
     def _invoke(self, request: Request) -> Answer:
-        """SageMaker's route, and MLflow's: the model is named in the query, or the only one."""
+        """SageMaker's route, and MLflow's: the query names the model, unless there is only one."""
         allow(request, PREDICT_METHODS, NO_METHOD)
         names = self._dispatch.models.names()
         model = query_of(request.target).get("model_name") or (names[0] if len(names) == 1 else "")
@@ -91,15 +91,9 @@ class TorchServeRoutes:
         return self._predict(request, model, None, older=True, scored=True)
 
     def _predict(
-        self,
-        request: Request,
-        model: str,
-        version: str | None,
-        rest: str = "",
-        *,
-        older: bool = False,
+        self, request: Request, model: str, version: str | None, rest: str = "", *, older: bool = False,
         scored: bool = False,
-    ) -> Answer:
+    ) -> Answer:  # fmt: skip
         allow(request, PREDICT_METHODS, NO_METHOD)
         began = perf_counter()
         found = self._dispatch.find(request, model, version or None)
@@ -111,23 +105,25 @@ class TorchServeRoutes:
         rows = mlflow.decode(request.body, media, found.program.signature) if scored else None
         encode: Callable[[Outputs], Response]
         if rows is not None:
-            inputs, encode = rows.inputs, partial(_predictions, rows)
+            inputs = rows.inputs
+            encode = partial(_encode_predictions, rows)
         else:
-            given = json_records.decode(request.body, found.program.signature)
-            inputs, encode = given.inputs, partial(_answers, given)
+            records = json_records.decode(request.body, found.program.signature)
+            inputs = records.inputs
+            encode = partial(_encode_records, records)
         return self._dispatch.ask(request, found, inputs, None, encode, began, request.headers.get(PRIORITY_HEADER))
 
 
-def _answers(given: json_records.JsonRecords, outputs: Outputs) -> Response:
-    return reply(200, json_records.encode(outputs, single=given.single))
+def _encode_records(records: json_records.JsonRecords, outputs: Outputs) -> Response:
+    return reply(200, json_records.encode(outputs, single=records.single))
 
 
-def _predictions(rows: v1.Rows, outputs: Outputs) -> Response:
+def _encode_predictions(rows: v1.Rows, outputs: Outputs) -> Response:
     return Response(200, v1.encode(outputs, rows))
 
 
-def _of_workflow(answer: HandlerAnswer) -> Response:
-    """What the last node answered; TorchServe calls it JSON, whatever it is, and here a handler may say otherwise."""
-    made = encode_answer(answer)
-    made.content_type = made.content_type or JSON
-    return made
+def _encode_workflow(answer: HandlerAnswer) -> Response:
+    """Labeled as JSON, as in TorchServe, unless the handler set a content type."""
+    response = encode_answer(answer)
+    response.content_type = response.content_type or JSON
+    return response

@@ -1,4 +1,1 @@
-"""What others' programs import, in our own writing. `ts` stands in for TorchServe's package in handlers' processes.
-
-This folder is put on the path of a handler's process and of nothing else; no room of Trueline imports it.
-"""
+"""TorchServe's package `ts` for users' handlers. Only the processes of handlers have it on their path."""

@@ -36,7 +36,7 @@ class SpecError(ArchiveError):
     """A specification that cannot be used; the message names the part."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
     """Settings of one model, or of all; None: not set."""
 
     min_workers: _Count | None = None
@@ -52,20 +52,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
         """TorchServe starts `max-workers` of them."""
         return max((count for count in (self.min_workers, self.max_workers) if count is not None), default=None)
 
-    def over(self, other: Settings) -> Settings:
+    def over(self, other: NodeSettings) -> NodeSettings:
         """These settings, completed by `other`."""
         own = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
         return msgspec.structs.replace(other, **{name: own[name] for name in SETTINGS if name in own})
 
 
-SETTINGS = tuple(one.name for one in msgspec.structs.fields(Settings))
-_KEYS = tuple(one.encode_name for one in msgspec.structs.fields(Settings))
-DEFAULTS = Settings(min_workers=1, max_workers=1, batch_size=1, max_batch_delay=50, retry_attempts=1, timeout_ms=10_000)
+SETTINGS = tuple(one.name for one in msgspec.structs.fields(NodeSettings))
+_KEYS = tuple(one.encode_name for one in msgspec.structs.fields(NodeSettings))
+DEFAULTS = NodeSettings(
+    min_workers=1, max_workers=1, batch_size=1, max_batch_delay=50, retry_attempts=1, timeout_ms=10_000
+)
 """TorchServe's."""
-_NOTHING = Settings()
+_NOTHING = NodeSettings()
 
 
-class _Model(Settings, frozen=True, kw_only=True, rename="kebab"):
+class _Model(NodeSettings, frozen=True, kw_only=True, rename="kebab"):
     url: str
 
 
@@ -79,7 +81,7 @@ class Node:
     name: str
     url: str = ""
     """Of its archive; empty for a function."""
-    settings: Settings = _NOTHING
+    settings: NodeSettings = _NOTHING
     """The node's own and those of all models."""
     parents: tuple[str, ...] = ()
     """The nodes whose answers it gets."""
@@ -109,7 +111,7 @@ class Spec:
 
     nodes: tuple[Node, ...]
     dag: Mapping[str, tuple[str, ...]]
-    common: Settings = DEFAULTS
+    common: NodeSettings = DEFAULTS
     """The settings of all models."""
     ignored: tuple[str, ...] = field(default=())
     """Entries without effect: models that the graph does not use, unknown keys."""
@@ -139,7 +141,7 @@ def read(found: Mapping[str, Any], functions: Collection[str] | None) -> Spec:
             f"node '{unknown[0][:64]}' of the dag is neither a model of the specification (it has: {_names(models)}) "
             f"nor a function of the handler (it has: {_names(functions or ())})"
         )
-    every = Settings(retry_attempts=common.retry_attempts, timeout_ms=common.timeout_ms)
+    every = NodeSettings(retry_attempts=common.retry_attempts, timeout_ms=common.timeout_ms)
     nodes = tuple(
         Node(
             name=name,
@@ -171,7 +173,7 @@ def _mapping(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return mapping
 
 
-def _models(given: Mapping[str, Any]) -> tuple[Settings, dict[str, _Model]]:
+def _models(given: Mapping[str, Any]) -> tuple[NodeSettings, dict[str, _Model]]:
     """The settings of all models, and the models by name."""
     settings = {key: value for key, value in given.items() if key in _KEYS}
     models = {}
@@ -184,7 +186,7 @@ def _models(given: Mapping[str, Any]) -> tuple[Settings, dict[str, _Model]]:
                 f"settings {', '.join(_KEYS)}"
             )
         models[name] = _convert(value, _Model, f"model '{name[:64]}'")
-    return _convert(settings, Settings, "'models'"), models
+    return _convert(settings, NodeSettings, "'models'"), models
 
 
 def _convert(value: Any, kind: type[T], what: str) -> T:

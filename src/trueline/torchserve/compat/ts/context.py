@@ -1,13 +1,14 @@
-"""What a handler is told beside its data: `context`."""
+"""`context`: a handler's second argument."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 
 class RequestProcessor:
-    """Headers of one request, and what its answer is to carry."""
+    """Headers of one request, status and headers of its response."""
 
     def __init__(self, request_header: Mapping[str, Any]) -> None:
         self._request_header = dict(request_header)
@@ -16,7 +17,7 @@ class RequestProcessor:
         self._response_header: dict[str, str] = {}
 
     def get_request_property(self, key: str) -> Any:
-        """A header, whatever its case; None when it was not sent."""
+        """A header, whatever its case; None if it is missing."""
         found = self._request_header.get(key)
         return self._request_header.get(key.lower()) if found is None else found
 
@@ -43,54 +44,43 @@ class RequestProcessor:
         return self._response_header.get(key)
 
 
+@dataclass(eq=False)
 class Context:
-    """Facts of the model and the worker, and the headers of the batch under way."""
+    """Facts of the model and the worker, and the headers of the batch."""
 
-    def __init__(
-        self,
-        model_name: str,
-        model_dir: str,
-        manifest: dict[str, Any],
-        batch_size: int,
-        gpu: int | None,
-        mms_version: str,
-        limit_max_image_pixels: bool = True,
-        metrics: Any = None,
-        model_yaml_config: dict[str, Any] | None = None,
-    ) -> None:
-        self.model_name = model_name
-        self.manifest = manifest
-        self.metrics = metrics
-        self.model_yaml_config = model_yaml_config or {}
+    model_name: str
+    model_dir: InitVar[str]
+    manifest: dict[str, Any]
+    batch_size: InitVar[int]
+    gpu: InitVar[int | None]
+    mms_version: InitVar[str]
+    limit_max_image_pixels: InitVar[bool] = True
+    metrics: Any = None
+    model_yaml_config: dict[str, Any] | None = None
+    header_key_sequence_id = "ts_request_sequence_id"
+    header_key_sequence_start = "ts_request_sequence_start"
+    header_key_sequence_end = "ts_request_sequence_end"
+
+    def __post_init__(self, model_dir: str, batch_size: int, gpu: int | None, version: str, limit: bool) -> None:
+        self.model_yaml_config = self.model_yaml_config or {}
         self.request_ids: dict[int, str] | None = None
         self.request_processor: list[RequestProcessor] = []
         self.cache: dict[Any, Any] = {}
         """The handler's own, as long as its process lives."""
         self.stopping_criteria: Any = None
-        """By index: called with an answer, False wants another call for more of it, True and None do not."""
-        self.header_key_sequence_id = "ts_request_sequence_id"
-        self.header_key_sequence_start = "ts_request_sequence_start"
-        self.header_key_sequence_end = "ts_request_sequence_end"
+        """By index: called with an answer, False means another call for more of it, True and None the end."""
         self.send_piece: Callable[[Sequence[Any], Mapping[int, str], int], None] | None = None
-        """How a piece of an answer is sent before the whole: set by the worker."""
-        self._system_properties = {
-            "model_dir": model_dir,
-            "gpu_id": gpu,
-            "batch_size": batch_size,
-            "server_name": "MMS",
-            "server_version": mms_version,
-            "limit_max_image_pixels": limit_max_image_pixels,
-        }
-
-    @property
-    def system_properties(self) -> dict[str, Any]:
-        return self._system_properties
+        """Sends a piece of an answer before the whole: set by the worker."""
+        self.system_properties: dict[str, Any] = {
+            "model_dir": model_dir, "gpu_id": gpu, "batch_size": batch_size, "server_name": "MMS",
+            "server_version": version, "limit_max_image_pixels": limit,
+        }  # fmt: skip
 
     def get_request_id(self, idx: int = 0) -> str | None:
         return None if self.request_ids is None else self.request_ids.get(idx)
 
     def get_sequence_id(self, idx: int) -> Any:
-        """Of a stateful model, which sequence request `idx` of the batch is of."""
+        """The sequence of request `idx` of the batch, of a stateful model."""
         return self.get_request_header(idx, self.header_key_sequence_id)
 
     def get_request_header(self, idx: int, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""The decorator that measures the steps of a handler."""
+"""Measures the steps of a handler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def timed(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = getattr(self, "context", None)
-        told = getattr(context, "model_yaml_config", {}).get("handler")
-        if context is None or not isinstance(told, dict) or not told.get("profile"):
+        config = getattr(context, "model_yaml_config", {}).get("handler")
+        if context is None or not isinstance(config, dict) or not config.get("profile"):
             return func(self, *args, **kwargs)
         began = time.perf_counter()
         result = func(self, *args, **kwargs)

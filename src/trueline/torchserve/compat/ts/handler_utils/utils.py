@@ -1,4 +1,4 @@
-"""Answers in pieces."""
+"""Sends answers in pieces."""
 
 from __future__ import annotations
 

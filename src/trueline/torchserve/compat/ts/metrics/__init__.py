@@ -1,1 +1,1 @@
-"""What a handler counts ends on the server's /metrics page."""
+"""Metrics of handlers."""

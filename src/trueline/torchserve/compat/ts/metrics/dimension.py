@@ -1,14 +1,5 @@
-"""A label of a metric."""
+"""TorchServe's module of labels."""
 
-from __future__ import annotations
+from .metrics_store import Dimension
 
-
-class Dimension:
-    """A name and its value."""
-
-    def __init__(self, name: str, value: object) -> None:
-        self.name = name
-        self.value = value
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.value}"
+__all__ = ["Dimension"]

@@ -1,11 +1,5 @@
-"""Kinds of metrics."""
+"""TorchServe's module of the kinds of metrics."""
 
-import enum
+from .metrics_store import MetricTypes
 
-
-class MetricTypes(enum.Enum):
-    """By the names of TorchServe's metrics.yaml."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
+__all__ = ["MetricTypes"]

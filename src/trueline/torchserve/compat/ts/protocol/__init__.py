@@ -1,1 +1,1 @@
-"""Where older handlers find `send_intermediate_predict_response`."""
+"""Older handlers import `send_intermediate_predict_response` from here."""

@@ -1,4 +1,4 @@
-"""Of TorchServe's wire protocol only what handlers call."""
+"""The part of TorchServe's wire protocol that handlers call."""
 
 from ..handler_utils.utils import send_intermediate_predict_response
 

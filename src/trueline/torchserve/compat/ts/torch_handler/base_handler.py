@@ -1,7 +1,7 @@
 """Loads a model's file, and answers in three steps: preprocess, inference, postprocess.
 
-No file is unpickled: a TorchScript archive is loaded by torch.jit, a state dict by torch.load(weights_only=True). What
-is neither is refused in words.
+No file is unpickled: torch.jit loads a TorchScript archive, torch.load(weights_only=True) a state dict. Anything
+else is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..utils.util import PredictionException, list_classes_from_module, load_lab
 
 
 class BaseHandler:
-    """Derive from it and override what is different; `initialize` and `handle` are what the worker calls."""
+    """Derive from it and override what differs; the worker calls `initialize` and `handle`."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -36,7 +36,7 @@ class BaseHandler:
         self.target = 0
 
     def initialize(self, context: Any) -> None:
-        """Loads the model and its labels. Raises RuntimeError for a file of no form that is loaded here."""
+        """Loads the model and its labels. Raises RuntimeError for a file in another form."""
         self.context = context
         self.manifest = context.manifest
         self.model_yaml_config = context.model_yaml_config
@@ -45,8 +45,8 @@ class BaseHandler:
             self.map_location = "cuda"
             self.device = torch.device(f"cuda:{properties['gpu_id']}")
         model_dir = properties["model_dir"]
-        told = self.manifest["model"]
-        serialized, model_file = told.get("serializedFile"), told.get("modelFile")
+        model = self.manifest["model"]
+        serialized, model_file = model.get("serializedFile"), model.get("modelFile")
         self.model_pt_path = os.path.join(model_dir, serialized) if serialized else None
         if model_file:
             self.model = self._load_pickled_model(model_dir, model_file, self.model_pt_path)
@@ -106,16 +106,14 @@ class BaseHandler:
         return model
 
     def _compile(self) -> None:
-        """torch.compile where model-config.yaml asks for it under `pt2`."""
-        told = self.model_yaml_config.get("pt2")
-        options: dict[str, Any] | None = None
-        if isinstance(told, str):
-            options = {"backend": told}
-        elif isinstance(told, dict) and isinstance(told.get("compile"), dict):
-            chosen = dict(told["compile"])
-            options = chosen if chosen.pop("enable", False) else None
-        if options is not None:
-            self.model = torch.compile(self.model, **options)
+        """torch.compile if model-config.yaml has it under `pt2`."""
+        config = self.model_yaml_config.get("pt2")
+        if isinstance(config, str):
+            self.model = torch.compile(self.model, backend=config)
+        elif isinstance(config, dict) and isinstance(config.get("compile"), dict):
+            options = dict(config["compile"])
+            if options.pop("enable", False):
+                self.model = torch.compile(self.model, **options)
 
     @timed
     def preprocess(self, data: Any) -> Any:
@@ -149,13 +147,9 @@ class BaseHandler:
         return output
 
     def explain_handle(self, data_preprocess: Any, raw_data: Any) -> Any:
-        """What `get_insights` says of the first request; its parameter `target` names the class that is explained."""
-        row = raw_data[0] if raw_data else None
-        inputs, target = None, 0
-        if isinstance(row, dict):
-            inputs = row.get("data") or row.get("body")
-            target = row.get("target") or 0
-        return self.get_insights(data_preprocess, inputs, target)
+        """The `get_insights` of the first request; its parameter `target` names the class to explain."""
+        row = raw_data[0] if raw_data and isinstance(raw_data[0], dict) else {}
+        return self.get_insights(data_preprocess, row.get("data") or row.get("body"), row.get("target") or 0)
 
     def get_insights(self, tensor_data: Any, _: Any, target: Any = 0) -> Any:
         """Override it to explain."""
@@ -165,15 +159,15 @@ class BaseHandler:
         """Override it to describe."""
         return None
 
-    def _asked(self, header: str) -> bool:
+    def _has_header(self, header: str) -> bool:
         return bool(self.context is not None and self.context.get_request_header(0, header) == "True")
 
     def _is_explain(self) -> bool:
-        self.explain = self._asked("explain")
+        self.explain = self._has_header("explain")
         return self.explain
 
     def _is_describe(self) -> bool:
-        return self._asked("describe")
+        return self._has_header("describe")
 
     def get_device(self) -> torch.device:
         return self.device

@@ -1,4 +1,4 @@
-"""The likeliest classes of an image."""
+"""Classifies images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The class of every pixel of an image."""
+"""Classifies the pixels of an image."""
 
 from __future__ import annotations
 

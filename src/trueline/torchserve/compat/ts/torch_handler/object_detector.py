@@ -1,4 +1,4 @@
-"""The objects in an image."""
+"""Detects objects in an image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .vision_handler import VisionHandler
 
 
 class ObjectDetector(VisionHandler):
-    """Answers [{label: box, "score": s}, ...] for each image; what scores less than `threshold` is left out."""
+    """Answers [{label: box, "score": s}, ...] for each image, without scores below `threshold`."""
 
     threshold = 0.5
 

@@ -1,4 +1,4 @@
-"""The classes of a text, by a model over bags of n-grams (nn.EmbeddingBag with offsets)."""
+"""Classifies text with a model over bags of n-grams (nn.EmbeddingBag with offsets)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TextClassifier(TextHandler):
     ngrams = 2
 
     def preprocess(self, data: Any) -> Any:
-        """Numbers of the text's n-grams. Raises PredictionException for more than one text, and for what is no text."""
+        """Numbers of the text's n-grams. Raises PredictionException for several texts, and for other data."""
         if len(data) != 1:
             raise PredictionException("the text classifier answers one text at a time; set batchSize to 1", 500)
         words = self._words(data[0].get("data") or data[0].get("body"))
@@ -45,39 +45,38 @@ class TextClassifier(TextHandler):
         return map_class_to_label(torch.softmax(data, dim=1).tolist(), self.mapping)
 
     def get_insights(self, tensor_data: Any, text: Any, target: Any = 0) -> Any:
-        """[{words, importances}]: what each n-gram adds to the score of the class `target`, by integrated gradients
-        from embeddings of zeros on; together they add what the text does. Raises PredictionException without an
-        embedding.
+        """[{words, importances}]: how much each n-gram adds to the score of the class `target`, by integrated gradients
+        from embeddings of zeros. Raises PredictionException without an embedding.
 
-        captum's LayerIntegratedGradients sees what an EmbeddingBag gives, which is one vector for all n-grams, and
-        nothing inside TorchScript; the rows of the table that were looked up are seen here in both.
+        captum's LayerIntegratedGradients only sees the output of an EmbeddingBag, one vector for all n-grams, and
+        nothing inside TorchScript; this works on the table's rows in both.
         Source: Sundararajan, Taly, Yan, Axiomatic Attribution for Deep Networks, ICML 2017.
         """
         table = _embedding(self.model)
-        wished = class_to_explain(target, self.inference(tensor_data))
+        label = class_to_explain(target, self.inference(tensor_data))
         rows, repeated, times = tensor_data.unique(return_inverse=True, return_counts=True)
         whole = table.detach().clone()
         slope = torch.zeros_like(whole[rows])
-        wanted = table.requires_grad
+        required = table.requires_grad
         try:
             table.requires_grad_(True)
             for step in range(STEPS):
                 with torch.no_grad():
                     table.copy_(whole * ((step + 0.5) / STEPS))
                 with torch.enable_grad():
-                    score = self.model(tensor_data, torch.as_tensor([0], device=self.device))[0, wished]
+                    score = self.model(tensor_data, torch.as_tensor([0], device=self.device))[0, label]
                 (gradient,) = torch.autograd.grad(score, table)
                 slope += gradient.to_dense()[rows] if gradient.is_sparse else gradient[rows]
         finally:
             with torch.no_grad():
                 table.copy_(whole)
-            table.requires_grad_(wanted)
+            table.requires_grad_(required)
         adds = (whole[rows] * slope / STEPS).sum(dim=1) / times
         return [{"words": self._words(text), "importances": adds[repeated].tolist()}]
 
 
 STEPS = 50
-"""Of the path from zeros to the embeddings, at each of which the gradient is taken."""
+"""Points on the path from zeros to the embeddings at which the gradient is computed."""
 
 
 def _embedding(model: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Text in: cleaned, cut into tokens, looked up in the archive's vocabulary. torchtext is not needed.
+"""Cleans text, cuts it into tokens and looks them up in the archive's vocabulary, without torchtext.
 
-The vocabulary is `source_vocab.json`, {token: number}, or `source_vocab.pt`, a dict saved by torch.save. The pickled
+The vocabulary is `source_vocab.json`, {token: number}, or `source_vocab.pt`, a dict saved by torch.save. A pickled
 Vocab object of torchtext is not unpickled; write it out once with `json.dump(vocab.get_stoi(), file)`.
 """
 
@@ -33,7 +33,6 @@ _CONTRACTIONS = (
     (re.compile(r"\b(he|she|it|that|what|where|who|there)'s\b"), r"\1 is"),
 )
 _SPACED = re.compile(r"([.,()!?'])")
-_DROPPED = re.compile(r'["]')
 _BLANK = re.compile(r"<br\s*/>|[;:]")
 
 
@@ -49,7 +48,7 @@ class TextHandler(BaseHandler):
         self.source_vocab = self._vocabulary()
 
     def get_source_vocab_path(self, ctx: Any) -> str:
-        """Where the vocabulary lies. Raises FileNotFoundError."""
+        """Raises FileNotFoundError."""
         for name in ("source_vocab.json", "source_vocab.pt"):
             path = os.path.join(ctx.system_properties["model_dir"], name)
             if os.path.isfile(path):
@@ -95,5 +94,5 @@ class TextHandler(BaseHandler):
 
     def _tokenize(self, text: str) -> list[str]:
         """Lower-case words; punctuation that ends or encloses is a token of its own."""
-        text = _BLANK.sub(" ", _DROPPED.sub("", text.lower()))
+        text = _BLANK.sub(" ", text.lower().replace('"', ""))
         return _SPACED.sub(r" \1 ", text).split()

@@ -1,6 +1,6 @@
-"""Images in: decoded within bounds, made into tensors. torchvision is not needed.
+"""Decodes images within bounds and makes them tensors, without torchvision.
 
-Steps that derive from ours may be torchvision's transforms as well: any function from a PIL image to a tensor.
+`image_processing` of a derived handler may be any function from a PIL image to a tensor, torchvision's transforms too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..utils.util import PredictionException, class_to_explain
 from .base_handler import BaseHandler
 
 MAX_PIXELS = 89_478_485
-"""What PIL warns above; here it is a bound."""
+"""PIL warns above it; here it is a limit."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -38,20 +38,20 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
 def resize(image: Image.Image, size: int) -> Image.Image:
     """The shorter side becomes `size`, bilinear and antialiased."""
     width, height = image.size
-    if width <= height:
-        return image.resize((size, max(1, int(size * height / width))), Image.Resampling.BILINEAR)
-    return image.resize((max(1, int(size * width / height)), size), Image.Resampling.BILINEAR)
+    shorter = min(image.size)
+    target = max(1, int(size * width / shorter)), max(1, int(size * height / shorter))
+    return image.resize(target, Image.Resampling.BILINEAR)
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """The middle, `size` by `size`; a smaller image is surrounded with black."""
+    """The middle, `size` by `size`; a smaller image is padded with black."""
     width, height = image.size
     left, top = round((width - size) / 2), round((height - size) / 2)
     return image.crop((left, top, left + size, top + size))
 
 
 def imagenet(image: Image.Image) -> torch.Tensor:
-    """What ImageNet's classifiers were trained on: 256, the middle 224, normalised. Any image is taken as RGB."""
+    """The input of ImageNet's classifiers: 256, the middle 224, normalised, RGB."""
     tensor = to_tensor(center_crop(resize(image.convert("RGB"), 256), 224))
     mean, std = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
     return (tensor - mean[:, None, None]) / std[:, None, None]
@@ -70,7 +70,7 @@ class VisionHandler(BaseHandler):
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """The batch as one tensor. Raises PredictionException (400, 413) for what is no image or too large a one."""
+        """The batch as one tensor. Raises PredictionException (400, 413) for other data and for too large an image."""
         return torch.stack([self._tensor(row.get("data") or row.get("body")) for row in data]).to(self.device)
 
     def _tensor(self, image: Any) -> Any:
@@ -80,7 +80,7 @@ class VisionHandler(BaseHandler):
             except (binascii.Error, ValueError) as error:
                 raise PredictionException("an image sent as text is to be base64", 400) from error
         if isinstance(image, bytes | bytearray):
-            return self.image_processing(self._decoded(image))
+            return self.image_processing(self._decode(image))
         if not isinstance(image, list):
             raise PredictionException("send an image as 'data' or as the body, or its values as a JSON list", 400)
         try:
@@ -90,10 +90,10 @@ class VisionHandler(BaseHandler):
                 "the list of an image's values is ragged or holds what is no number", 400
             ) from error
 
-    def _decoded(self, content: bytes | bytearray) -> Image.Image:
+    def _decode(self, content: bytes | bytearray) -> Image.Image:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound below is ours
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is an error
                 image = Image.open(io.BytesIO(content))
                 width, height = image.size
                 if self.max_pixels is not None and width * height > self.max_pixels:
@@ -113,5 +113,5 @@ class VisionHandler(BaseHandler):
             from captum.attr import IntegratedGradients  # an extra of the operator
         except ImportError as error:
             raise PredictionException("explanations need the package captum on the server", 501) from error
-        wished = class_to_explain(target, self.inference(tensor_data))
-        return IntegratedGradients(self.model).attribute(tensor_data, target=wished, n_steps=15).tolist()
+        label = class_to_explain(target, self.inference(tensor_data))
+        return IntegratedGradients(self.model).attribute(tensor_data, target=label, n_steps=15).tolist()

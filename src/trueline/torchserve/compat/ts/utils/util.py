@@ -1,4 +1,4 @@
-"""Labels, classes of a module, and the exception by which a handler names its own status."""
+"""Labels, classes of a module, and the exception with which a handler sets the response's status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class PredictionException(Exception):
-    """Raised by a handler: the whole batch is answered with `error_code` and `message`."""
+    """Raised by a handler: every request of the batch gets `error_code` and `message`."""
 
     def __init__(self, message: str, error_code: int = 500) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class PredictionException(Exception):
 
 
 def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
-    """The classes that the module itself defines, those of `parent_class` if it is given."""
+    """The classes that the module itself defines; if given, subclasses of `parent_class`."""
     own = [one for _, one in inspect.getmembers(module, inspect.isclass) if one.__module__ == module.__name__]
     return own if parent_class is None else [one for one in own if issubclass(one, parent_class)]
 
@@ -35,7 +35,7 @@ def list_classes_from_module(module: ModuleType, parent_class: type | None = Non
 def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
     """Labels by class number as text, from JSON: {"0": "cat"}, {"0": ["n01", "cat"]} or {"object_type_names": [...]}.
 
-    None when there is no such file. Raises ValueError when it holds something else.
+    None if there is no such file. Raises ValueError if it holds something else.
     """
     if not os.path.isfile(mapping_file_path):
         logger.warning("no %s: answers name classes by number", os.path.basename(mapping_file_path))
@@ -67,7 +67,7 @@ def map_class_to_label(
     if mapping is not None and not isinstance(mapping, dict):
         raise TypeError("the mapping is to be a dict of labels by class number")
     classes = itertools.repeat(range(len(probs[0])) if probs else ()) if lbl_classes is None else lbl_classes
-    rows = zip(classes, probs, strict=False)  # without labels of its own every row has the same, endlessly
+    rows = zip(classes, probs, strict=False)  # the default labels repeat without end
     return [
         {(str(one) if mapping is None else mapping[str(one)]): value for one, value in zip(row, values, strict=True)}
         for row, values in rows
