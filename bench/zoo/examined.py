@@ -124,7 +124,7 @@ def captured(
         if explicit:
             module, batches = with_state(module, batches)
         eager = EagerSession(module, batches[0], dynamic_shapes=architecture.dynamic_shapes)
-        found.beginning = eager.beginning
+        found.beginning = eager.initial_state
         found.rungs = climb(Subject(module=module, eager=eager, data={}, random=random), formats, work)
     except TruelineError as error:
         found.error, found.draws = str(error), error.hint == RANDOM_HINT

@@ -33,22 +33,22 @@ def seen(batch: int, length: int) -> Observation:
 
 def test_a_claim_is_reached_when_each_thing_that_it_leaves_out_is_broken_by_a_probe() -> None:
     wide, strict = claim(), claim(NOT_SEVEN, EVEN)
-    assert not claims._reached(wide, strict, [])
-    assert not claims._reached(wide, strict, [seen(2, 7)])
-    assert not claims._reached(wide, strict, [seen(3, 5)])
-    assert claims._reached(wide, strict, [seen(2, 7), seen(3, 5)])
-    assert claims._reached(wide, strict, [seen(3, 7)])
-    assert claims._reached(claim(EVEN), strict, [seen(2, 7)])
+    assert not claims._tests_difference(wide, strict, [])
+    assert not claims._tests_difference(wide, strict, [seen(2, 7)])
+    assert not claims._tests_difference(wide, strict, [seen(3, 5)])
+    assert claims._tests_difference(wide, strict, [seen(2, 7), seen(3, 5)])
+    assert claims._tests_difference(wide, strict, [seen(3, 7)])
+    assert claims._tests_difference(claim(EVEN), strict, [seen(2, 7)])
 
 
 def test_a_wider_range_is_reached_when_a_probe_lies_outside_of_the_narrower_one() -> None:
     wide, strict = claim(), claim(length=Dim(min=2, max=8))
-    assert not claims._reached(wide, strict, [seen(1, 2), seen(1, 8)])
-    assert claims._reached(wide, strict, [seen(1, 1)])
-    assert claims._reached(wide, strict, [seen(1, 9)])
+    assert not claims._tests_difference(wide, strict, [seen(1, 2), seen(1, 8)])
+    assert claims._tests_difference(wide, strict, [seen(1, 1)])
+    assert claims._tests_difference(wide, strict, [seen(1, 9)])
     both = claim(length=Dim(min=2, max=8), batch=Dim(max=4))
-    assert not claims._reached(wide, both, [seen(1, 9)])
-    assert claims._reached(wide, both, [seen(1, 9), seen(5, 3)])
+    assert not claims._tests_difference(wide, both, [seen(1, 9)])
+    assert claims._tests_difference(wide, both, [seen(1, 9), seen(5, 3)])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_last_size_that_is_answered_is_found_on_either_side(first: int, last
 
 def test_a_probe_lies_inside_a_claim_by_its_sizes_and_its_guards() -> None:
     some = claim(NOT_SEVEN, length=Dim(max=8))
-    assert [claims.allowed(some, seen(1, length).probe) for length in (6, 7, 8, 9)] == [True, False, True, False]
+    assert [claims.allows(some, seen(1, length).probe) for length in (6, 7, 8, 9)] == [True, False, True, False]
 
 
 class Doubling:
@@ -118,7 +118,7 @@ def borne_out(
         weight_bytes=0,
     )
     monkeypatch.setattr(claims, "LoadedProgram", lambda one: Doubling(one.signature, wrong=wrong))
-    found = claims.borne_out(exported, [answered(*one) for one in sizes])
+    found = claims.choose(exported, [answered(*one) for one in sizes])
     return whole.index(found.signature)
 
 

@@ -30,13 +30,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The formats that were tried of a model that looks steady, is not exported, and answers as `observed` says."""
     formats: list[str] = []
     for room, name, answer in (
-        (ladder.determinism, "unsteady", None),
-        (ladder.rare_behaviour, "seldom", None),
-        (ladder.determinism, "recalled", None),
-        (ladder.determinism, "searched", REMEMBERS),
+        (ladder.determinism, "check_twice", None),
+        (ladder.determinism, "check_rare", None),
+        (ladder.determinism, "check_order", None),
+        (ladder.determinism, "find_cause", REMEMBERS),
     ):
         monkeypatch.setattr(room, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(ladder, "_observed", lambda *_, random: (NOTHING, (seen(1), seen(1))))
+    monkeypatch.setattr(ladder, "_export_and_observe", lambda *_, random: (NOTHING, (seen(1), seen(1))))
 
     def attempt(format: str, *_: Any) -> Any:
         formats.append(format)
@@ -60,13 +60,13 @@ def test_a_model_that_answers_alike_is_tried_in_every_format(tried: list[str]) -
 def test_a_model_that_answers_equal_questions_differently_is_refused_for_all(
     tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ladder, "_observed", lambda *_, random: (NOTHING, (seen(1), seen(2))))
+    monkeypatch.setattr(ladder, "_export_and_observe", lambda *_, random: (NOTHING, (seen(1), seen(2))))
     with pytest.raises(NotProven, match="the model keeps a state"):
         climb()
     assert tried == []
 
 
-@pytest.mark.parametrize("look", ["unsteady", "recalled"])
+@pytest.mark.parametrize("look", ["check_twice", "check_order"])
 def test_a_model_that_another_look_finds_out_is_refused_for_all(
     tried: list[str], monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_model_that_another_look_finds_out_is_refused_for_all(
 def test_a_model_that_does_something_only_once_is_refused_for_all(
     tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ladder.rare_behaviour, "seldom", lambda *_: REMEMBERS)
+    monkeypatch.setattr(ladder.determinism, "check_rare", lambda *_: REMEMBERS)
     with pytest.raises(NotProven):
         climb()
     assert tried == []
@@ -89,17 +89,17 @@ def test_random_answers_are_refused_unless_they_are_allowed_and_other_states_alw
     tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws = Unsteady(why="it draws", place=None, hint="", random=True)
-    monkeypatch.setattr(ladder.determinism, "unsteady", lambda *_: draws)
+    monkeypatch.setattr(ladder.determinism, "check_twice", lambda *_: draws)
     with pytest.raises(NotProven, match="it draws"):
         climb()
     eager = SimpleNamespace(signature=SimpleNamespace(state={}))
     allowed: Any = SimpleNamespace(eager=eager, random=True, module=None)
     ladder.climb(allowed, ["onnx"], Path())
     assert tried == ["onnx"]
-    monkeypatch.setattr(ladder.determinism, "unsteady", lambda *_: REMEMBERS)
+    monkeypatch.setattr(ladder.determinism, "check_twice", lambda *_: REMEMBERS)
     with pytest.raises(NotProven, match="keeps a state"):
         ladder.climb(allowed, ["onnx"], Path())
     eager.signature.state = {"state.h": "next.h"}
-    monkeypatch.setattr(ladder.determinism, "unsteady", lambda *_: draws)
+    monkeypatch.setattr(ladder.determinism, "check_twice", lambda *_: draws)
     with pytest.raises(NotProven, match="and it keeps a state"):
         ladder.climb(allowed, ["onnx"], Path())

@@ -10,7 +10,7 @@ import torch
 
 from conformance.session import *  # noqa: F403 - the shared tests
 from trueline.capture.export import torch_export, torchscript
-from trueline.capture.model.eager import CompiledSession, EagerSession
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.capture.onnx.opsets import checked, opset_for
 from trueline.cli.line import capture as capture_verb
@@ -22,14 +22,12 @@ from worlds.models import Mlp
 
 pytestmark = pytest.mark.slow  # exports programs
 
-NAMES = ("eager", "compile", "onnx", "openvino", "torch_export", "torchscript")
+NAMES = ("eager", "onnx", "openvino", "torch_export", "torchscript")
 
 
 def opened(name: str, eager: EagerSession, folder: Path) -> Session:
     if name == "eager":
         return eager
-    if name == "compile":
-        return CompiledSession(eager.module, torch.zeros(5, 8), backend="aot_eager")
     if name == "torchscript":
         path, _ = torchscript.emit(eager.module, eager.calling, folder, "script")
         return open_session(name, path, eager.signature)

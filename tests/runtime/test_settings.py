@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trueline.capture.export import torch_export, torchscript
-from trueline.capture.model.eager import CompiledSession, EagerSession
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.errors import UsageError
 from trueline.runtime import openvino
@@ -103,7 +103,6 @@ def test_autocast_computes_in_bf16_and_answers_in_the_signatures_dtype(programs:
     for session in (
         opened(programs, "torch_export", precision="bf16"),
         EagerSession(eager.module, torch.randn(5, 8), settings=Settings(precision="bf16")),
-        CompiledSession(eager.module, torch.randn(5, 8), backend="eager", settings=Settings(precision="bf16")),
     ):
         found = session.run(X)["output"]
         assert found.dtype == np.float32

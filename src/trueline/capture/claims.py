@@ -1,6 +1,7 @@
-"""Which sizes a bundle claims: what the model answers, and the widest of the exporter's claims that values bear out.
+"""The claim of a bundle: the sizes that the model answers, and the widest of the exporter's claims that values bear
+out.
 
-    exporter's claims ─settled: cut to the sizes that the eager model answers─▶ probes ─▶ the first that agrees
+    exporter's claims ─settle: cut to the sizes that the eager model answers─▶ probes ─choose─▶ the first that agrees
 
 Guards are neither necessary nor sufficient: a claim that leaves an assumption of the exporter out is taken when the
 exported program agrees with the eager model on the probes that lie between it and the strictest.
@@ -8,20 +9,20 @@ exported program agrees with the eager model on the probes that lie between it a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from trueline.bundle.schema import Evidence
-from trueline.bundle.signature import Dim, Rows, Signature
+from trueline.bundle.signature import Rows, Signature
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof.observe import Observation
-from trueline.capture.proof.probes import Probe, fitting, is_mask, resize
+from trueline.capture.proof.probes import Probe, fit, is_mask, resize
 from trueline.capture.proof.prove import judge
 from trueline.errors import RequestError
 
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 LARGEST = 4096
-"""An end of a range beyond it (torch.quantile takes 16,777,216 numbers) is not probed: it would take minutes."""
+"""An end of a range above this (torch.quantile takes 16,777,216 numbers) is not probed: it would take minutes."""
 FAR = 64
-"""Up to twice the example, and at least this size, a length is tried on the eager model; see `settled`."""
+"""A length is tried on the eager model up to twice the example, and at least up to this size; see `settle`."""
 
 
-def settled(eager: EagerSession, exported: Exported) -> Exported:
+def settle(eager: EagerSession, exported: Exported) -> Exported:
     """The claims cut to the sizes that the eager model answers, found by halving.
 
     A table of 64 positions ends a length at 64, which no guard says. The batch is left as it is: a model that cannot
@@ -43,28 +44,33 @@ def settled(eager: EagerSession, exported: Exported) -> Exported:
     claims = list(exported.claims)
     for symbol in claims[0].symbols:
         if symbol != BATCH:
-            low, high = _answered(eager, claims[0], symbol)
+            low, high = _find_range(eager, claims[0], symbol)
             claims = [_cut(claim, symbol, low, high) for claim in claims]
     unique = tuple(claim for i, claim in enumerate(claims) if claim not in claims[:i])
-    borders = {symbol: (*_edges(unique[0].dims[symbol]), *sizes) for symbol, sizes in exported.boundaries.items()}
+    borders = {}
+    for symbol, sizes in exported.boundaries.items():
+        dim = unique[0].dims[symbol]
+        ends = [dim.max, None if dim.max is None else dim.max + 1, dim.min if dim.min > 1 else None]
+        borders[symbol] = (*(size for size in ends if size is not None and size <= LARGEST), *sizes)
     return replace(exported, claims=unique, signature=unique[0], boundaries=borders)
 
 
-def _edges(dim: Dim) -> tuple[int, ...]:
-    ends = [dim.max, None if dim.max is None else dim.max + 1, dim.min if dim.min > 1 else None]
-    return tuple(size for size in ends if size is not None and size <= LARGEST)
-
-
-def _answered(eager: EagerSession, claim: Signature, symbol: str) -> tuple[int, int | None]:
-    """The smallest and the largest size that the model answers; None for the latter when no end was met."""
+def _find_range(eager: EagerSession, claim: Signature, symbol: str) -> tuple[int, int | None]:
+    """The smallest and the largest size that the model answers; None for the latter when no end was found."""
     base = claim.sizes(eager.example)
-    base = fitting(claim, base, {BATCH: 2}) or base  # two records are enough to ask
+    base = fit(claim, base, {BATCH: 2}) or base  # two records are enough
     dim, here = claim.dims[symbol], base[symbol]
     step = dim.multiple_of
 
     def answers(size: int) -> bool | None:
-        sizes = fitting(claim, base, {symbol: size})
-        return None if sizes is None else _takes(eager, resize(eager.example, claim, sizes))
+        sizes = fit(claim, base, {symbol: size})
+        if sizes is None:
+            return None
+        try:
+            eager.run(resize(eager.example, claim, sizes))
+        except Exception:  # noqa: BLE001 - the user's forward at a size it may not accept may raise anything
+            return False
+        return True
 
     low = dim.min
     if answers(low) is False:
@@ -77,11 +83,9 @@ def _answered(eager: EagerSession, claim: Signature, symbol: str) -> tuple[int, 
     return low, dim.max
 
 
-def _edge(answers: object, good: int, bad: int, step: int) -> int:
-    """The last size from `good` towards `bad` that is answered; sizes that the claim does not allow count as answered
-    when their neighbours do.
-    """
-    assert callable(answers)
+def _edge(answers: Callable[[int], bool | None], good: int, bad: int, step: int) -> int:
+    """The last size from `good` towards `bad` that is answered; sizes that the claim does not allow count as
+    answered."""
     while abs(bad - good) > step:
         middle = good + (bad - good) // (2 * step) * step if bad > good else good - (good - bad) // (2 * step) * step
         if middle in (good, bad):
@@ -93,14 +97,6 @@ def _edge(answers: object, good: int, bad: int, step: int) -> int:
     return good
 
 
-def _takes(eager: EagerSession, inputs: Mapping[str, Array]) -> bool:
-    try:
-        eager.run(inputs)
-    except Exception:  # noqa: BLE001 - the user's forward at a size it may not know: whatever it raises is the answer
-        return False
-    return True
-
-
 def _cut(claim: Signature, symbol: str, low: int, high: int | None) -> Signature:
     dim = claim.dims[symbol]
     bounds = [bound for bound in (dim.max, high) if bound is not None]
@@ -108,13 +104,13 @@ def _cut(claim: Signature, symbol: str, low: int, high: int | None) -> Signature
     return msgspec.structs.replace(claim, dims={**claim.dims, symbol: cut})
 
 
-def borne_out(exported: Exported, observations: Sequence[Observation]) -> Exported:
-    """`exported` with the first claim on which it agrees with what the eager model answered."""
+def choose(exported: Exported, observations: Sequence[Observation]) -> Exported:
+    """`exported` with the first claim on which it agrees with the eager model's answers."""
     strict = exported.claims[-1]
     for claim in exported.claims[:-1]:
         candidate = replace(exported, signature=claim)
-        between = [seen for seen in observations if allowed(claim, seen.probe) and not allowed(strict, seen.probe)]
-        if _reached(claim, strict, between) and judge(LoadedProgram(candidate), between).proven:
+        between = [seen for seen in observations if allows(claim, seen.probe) and not allows(strict, seen.probe)]
+        if _tests_difference(claim, strict, between) and judge(LoadedProgram(candidate), between).proven:
             return candidate
     return replace(exported, signature=strict)
 
@@ -125,19 +121,19 @@ def narrower(exported: Exported) -> Exported | None:
     return replace(exported, signature=exported.claims[at + 1]) if at + 1 < len(exported.claims) else None
 
 
-def _reached(claim: Signature, strict: Signature, between: Sequence[Observation]) -> bool:
-    """Whether every single thing that `claim` leaves out is broken by a probe: else nobody asked."""
-    asked = [strict.sizes(seen.probe.inputs) for seen in between]
+def _tests_difference(claim: Signature, strict: Signature, between: Sequence[Observation]) -> bool:
+    """Whether a probe breaks each condition of `strict` that `claim` leaves out: else nothing was tested."""
+    tested = [strict.sizes(seen.probe.inputs) for seen in between]
     return all(
-        any(not guard.holds(sizes) for sizes in asked) for guard in strict.guards if guard not in claim.guards
+        any(not guard.holds(sizes) for sizes in tested) for guard in strict.guards if guard not in claim.guards
     ) and all(
-        any(not strict.dims[symbol].allows(sizes[symbol]) for sizes in asked)
+        any(not strict.dims[symbol].allows(sizes[symbol]) for sizes in tested)
         for symbol in claim.symbols
         if claim.dims[symbol] != strict.dims[symbol]
     )
 
 
-def allowed(claim: Signature, probe: Probe) -> bool:
+def allows(claim: Signature, probe: Probe) -> bool:
     return claim.allows(claim.sizes(probe.inputs))
 
 
@@ -168,16 +164,16 @@ def without_masked_rows(
 def narrowings(signature: Signature, example: Mapping[str, Array]) -> tuple[Signature, ...]:
     """`signature` with what its masks have to show, from the widest claim to the strictest.
 
-    A mask of the user's example that does not keep to a claim is left out of it: that is how the model is used.
+    A mask of the user's example that breaks a claim is left out of it: the model is used that way.
     """
     masks = [name for name, array in example.items() if array.ndim > 1 and array.size and is_mask(array)]
-    found: list[Signature] = []
+    claims: list[Signature] = []
     for rows in WIDEST_FIRST:
         alone = {name: signature.with_rows({name: rows}) for name in masks}
         kept = {name: rows for name, claim in alone.items() if takes(claim, example)}
         if kept:
-            found.append(signature.with_rows(kept))
-    return tuple(found)
+            claims.append(signature.with_rows(kept))
+    return tuple(claims)
 
 
 def takes(claim: Signature, inputs: Mapping[str, Array]) -> bool:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from trueline import events
 from trueline.bundle.describe import range_text
@@ -24,23 +21,18 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
 from trueline.capture.onnx import diagnostics, emit
 from trueline.capture.onnx import offload as offload_emit
-from trueline.capture.proof import blame as submodules
-from trueline.capture.proof import determinism, rare_behaviour, stateful
+from trueline.capture.proof import determinism, stateful
 from trueline.capture.proof.attempt import Attempt, emit_event
-from trueline.capture.proof.blame import NOBODY, Blame
-from trueline.capture.proof.observe import Observation, hidden_state, parting
+from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
+from trueline.capture.proof.observe import Observation, find_parting, hidden_state
 from trueline.capture.proof.probes import LIMIT, Probe, make_probes
 from trueline.capture.proof.prove import Proof, judge
-from trueline.capture.proof.shrink import shrink
 from trueline.capture.proof.torchscript import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
 from trueline.runtime import distribution, offload
 from trueline.runtime.open import open_session
 from trueline.runtime.session import Format
-
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
 
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "onnx": emit.emit,
@@ -51,7 +43,9 @@ EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
 }
 """All but torchscript, which needs the module and no exported program."""
 ALONE = 12
-"""Probes of single calls that a model with a long memory is asked at least, beside its sequences."""
+"""Fewest probes of single calls for a model with a long memory, beside its sequences."""
+ANOTHER = "capture it in another format (--any tries them all), or ask `trueline doctor` for a rewrite"
+_PLACE = re.compile(r".+:\d+: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +58,9 @@ class Rung:
     signature: Signature | None
     evidence: tuple[Evidence, ...]
     disagreeing: Probe | None = None
-    """The smallest probe on which the program answers otherwise than the model."""
+    """The smallest probe on which program and model disagree."""
     random: bool = False
-    """Whether its answers were compared as draws of a distribution."""
+    """Whether the answers were compared as draws of a distribution."""
 
 
 def climb(
@@ -83,48 +77,47 @@ def climb(
     Raises NotProven for a model that is no function of its inputs: no format can hold it.
     """
     started = time.monotonic()
+    eager = subject.eager
     events.emit("model.examined")
-    found = determinism.unsteady(subject.eager) or rare_behaviour.seldom(subject.eager)
-    if found is not None and not (found.random and subject.random):
-        raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
-    if found is not None and subject.eager.signature.state:
+    unsteady = determinism.check_twice(eager) or determinism.check_rare(eager)
+    if unsteady is not None and not (unsteady.random and subject.random):
+        raise unsteady.as_error()
+    if unsteady is not None and eager.signature.state:
         raise NotProven(
-            f"{found.why}; and it keeps a state ({join_names(subject.eager.signature.state)})",
+            f"{unsteady.why}; and it keeps a state ({join_names(eager.signature.state)})",
             hint="what random answers do to a state cannot be compared: take the random numbers as an input",
         )
-    exported, observations = _observed(subject, random=found is not None)
+    exported, observations = _export_and_observe(subject, random=unsteady is not None)
     if not isinstance(exported, CaptureError):
         exported = replace(exported, opset=opset)
-    hidden = hidden_state(observations)
-    if hidden:  # asked twice it was the same: a state that shows only after other questions
-        found = determinism.searched(subject.eager, hidden)
-        raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
-    recalled = determinism.recalled(subject.eager, observations)
-    if recalled is not None:
-        raise NotProven(recalled.why + (f"; see {recalled.place}" if recalled.place else ""), hint=recalled.hint)
+    hidden = hidden_state(observations)  # asked twice in a row it answered the same
+    unsteady = determinism.find_cause(eager, hidden) if hidden else determinism.check_order(eager, observations)
+    if unsteady is not None:
+        raise unsteady.as_error()
     shared_s = time.monotonic() - started
 
     def attempt(exported: Exported | CaptureError, format: Format) -> Rung:
+        started = time.monotonic() - shared_s
         if format == "torchscript":
-            return _try_scripted(subject, exported, observations, work / format, shared_s)
-        return _try(format, exported, observations, subject.eager, work / format, shared_s)
+            return _try_torchscript(eager, exported, observations, work / format, started)
+        return _try(format, exported, observations, eager, work / format, started)
 
     while True:
         rungs = [attempt(exported, format) for format in formats]
-        stricter = _stricter(exported, rungs)
+        stricter = _narrow(exported, rungs)
         if stricter is None and not any(rung.attempt.verdict == "proven" for rung in rungs):
             rungs += [attempt(exported, format) for format in otherwise]
-            stricter = _stricter(exported, rungs)
+            stricter = _narrow(exported, rungs)
         if stricter is None:
             return rungs
         events.emit("claim.narrowed", to=range_text(stricter.signature))
         exported = stricter
 
 
-def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
-    """The exported program with the widest claim that it bears out, and what the eager model answers.
+def _export_and_observe(subject: Subject, *, random: bool) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
+    """The exported program with the widest claim that it bears out, and the eager model's answers.
 
-    A model that draws random numbers is asked fewer probes, each many times.
+    A model that draws random numbers gets fewer probes, each many times.
     """
     eager = subject.eager
     limit, num_draws = (
@@ -133,7 +126,7 @@ def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureErro
     covered = stateful.covering(eager)
     events.emit("model.tracing")
     try:
-        exported = claims.settled(eager, torch_export.export(subject.module, eager.calling))
+        exported = claims.settle(eager, torch_export.export(subject.module, eager.calling))
     except CaptureError as error:
         probes = make_probes(eager.example, signature=eager.calling.presumed, limit=limit, covered=covered)
         return error, subject.observe(probes, num_draws=num_draws)
@@ -141,49 +134,38 @@ def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureErro
         eager.example, signature=exported.signature, sizes=exported.boundaries, limit=limit, covered=covered
     )
     observations = subject.observe(probes, num_draws=num_draws)
-    return claims.borne_out(exported, observations), observations
+    return claims.choose(exported, observations), observations
 
 
-def _stricter(exported: Exported | CaptureError, rungs: Sequence[Rung]) -> Exported | None:
-    """What claims less, where a program disagrees only since too much was claimed for it; else None."""
-    if isinstance(exported, CaptureError) or not _overreached(exported, rungs):
+def _narrow(exported: Exported | CaptureError, rungs: Sequence[Rung]) -> Exported | None:
+    """The next stricter claim, where an emitted program disagrees on what only the present claim covers; else None."""
+    if isinstance(exported, CaptureError) or exported.signature == exported.claims[-1]:
+        return None
+    strict = exported.claims[-1]
+    if all(rung.disagreeing is None or claims.allows(strict, rung.disagreeing) for rung in rungs):
         return None
     return claims.narrower(exported)
 
 
-def _overreached(exported: Exported, rungs: Sequence[Rung]) -> bool:
-    """Whether a program that was emitted disagrees where only this claim, and not the strictest, reaches."""
-    strict = exported.claims[-1]
-    return exported.signature != strict and any(
-        rung.disagreeing is not None and not claims.allowed(strict, rung.disagreeing) for rung in rungs
-    )
-
-
-def _try_scripted(
-    subject: Subject,
+def _try_torchscript(
+    eager: EagerSession,
     exported: Exported | CaptureError,
     observations: Sequence[Observation],
     folder: Path,
-    shared_s: float,
+    started: float,
 ) -> Rung:
-    started = time.monotonic()
     signature = None if isinstance(exported, CaptureError) else exported.signature
-    found = climb_scripted(subject.eager, signature, observations, folder)
-    seconds = shared_s + time.monotonic() - started
-    if found.path is None or found.proof is None:
-        return _refused(
-            "torchscript",
-            CaptureError(found.why, hint=found.line),
-            observations,
-            folder,
-            seconds,
-            emitted=found.proof is not None,
-        )
-    size = found.path.stat().st_size
-    made = folder / found.path.relative_to(folder).parts[0]
-    judged = Judged(proof=found.proof, signature=found.signature)
-    rung = _rung("torchscript", judged, found.signature, observations, found.path, made, size, seconds)
-    how = "; ".join(one for one in (found.how, rung.attempt.how, DEPRECATED) if one)
+    tried = climb_scripted(eager, signature, observations, folder)
+    if tried.path is None or tried.proof is None:
+        error = CaptureError(tried.why, hint=tried.line)
+        return _refuse("torchscript", error, observations, folder, started, emitted=tried.proof is not None)
+    judged = Judged(proof=tried.proof, signature=tried.signature)
+    made = folder / tried.path.relative_to(folder).parts[0]
+    return _with_how(_rung("torchscript", judged, observations, tried.path, made, started), tried.how, DEPRECATED)
+
+
+def _with_how(rung: Rung, before: str, after: str) -> Rung:
+    how = "; ".join(part for part in (before, rung.attempt.how, after) if part)
     return replace(rung, attempt=replace(rung.attempt, how=how))
 
 
@@ -193,39 +175,35 @@ def _try(
     observations: Sequence[Observation],
     eager: EagerSession,
     folder: Path,
-    shared_s: float,
+    started: float,
 ) -> Rung:
-    started, emitted = time.monotonic(), False
+    """`started`: the time of the attempt's start, less the seconds that all attempts share."""
+    path: Path | None = None
     try:
         if isinstance(exported, CaptureError):
             raise exported
         events.emit("program.emitting", format=format)
+        began = time.monotonic()
         path = EMITTERS[format](exported, folder)
-        emitted = True
-        size = sum(file.stat().st_size for file in path.parent.iterdir())
-        events.emit("program.emitted", format=format, size_bytes=size, seconds=time.monotonic() - started)
+        events.emit("program.emitted", format=format, size_bytes=_size(path), seconds=time.monotonic() - began)
         judged = _prove(format, path, exported, observations, eager)
     except (CaptureError, BundleError, UsageError) as error:
-        seconds = shared_s + time.monotonic() - started
         own = error is not exported
-        if (
-            emitted
-            and isinstance(error, BundleError)
-            and isinstance(exported, Exported)
-            and format in ("onnx", "openvino")
-        ):
-            error = _unopened(error, path, exported)
-        return _refused(format, error, observations, folder, seconds, emitting=own, emitted=emitted)
-    seconds = shared_s + time.monotonic() - started
+        onnx = format in ("onnx", "openvino")
+        if path is not None and isinstance(error, BundleError) and isinstance(exported, Exported) and onnx:
+            error = _locate(error, path, exported)
+        return _refuse(format, error, observations, folder, started, emitting=own, emitted=path is not None)
     if judged.signature != exported.signature and format in ("onnx", "openvino"):
         emit.restate(path, judged.signature)
-    rung = _placed(_rung(format, judged, judged.signature, observations, path, folder, size, seconds), eager)
-    parts = str(offload.read(path)) if format == "offload" else ""
-    how = "; ".join(one for one in (exported.how, rung.attempt.how, parts) if one)
-    return replace(rung, attempt=replace(rung.attempt, how=how))
+    rung = _with_line(_rung(format, judged, observations, path, folder, started), eager)
+    return _with_how(rung, exported.how, str(offload.read(path)) if format == "offload" else "")
 
 
-def _unopened(error: BundleError, path: Path, exported: Exported) -> CaptureError:
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.parent.iterdir())
+
+
+def _locate(error: BundleError, path: Path, exported: Exported) -> CaptureError:
     """`error` of a program that its runtime does not open, with the dtypes and the line of the node that it names."""
     node = diagnostics.named(error.message)
     kinds = diagnostics.dtypes(path, node) if node else []
@@ -236,20 +214,18 @@ def _unopened(error: BundleError, path: Path, exported: Exported) -> CaptureErro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A proof, and where it fails on a probe, what is known about it."""
+    """A proof, and where it fails on a probe, what explains it."""
 
     proof: Proof
     signature: Signature
-    """What it was proven for: what was exported, or less."""
-    smallest: str = ""
-    """The smallest input that shows it, and how."""
-    blame: Blame = NOBODY
+    """The proven range: the exported one, or less."""
+    explanation: Explanation = UNEXPLAINED
 
 
 def _prove(
     format: Format, path: Path, exported: Exported, observations: Sequence[Observation], eager: EagerSession
 ) -> Judged:
-    session = open_session(format, path, exported.signature, native=True)  # it was made here
+    session = open_session(format, path, exported.signature, native=True)  # this process emitted it
 
     def progress(done: int, total: int) -> None:
         events.emit("proof.advanced", format=format, done=done, total=total)
@@ -260,69 +236,38 @@ def _prove(
         events.emit("claim.narrowed", to=range_text(claim))
         session = open_session(format, path, claim, native=True)
         proof = judge(session, observations, progress=progress)
-    proof = stateful.proven(proof, session, eager)
-    probe = _named(observations, proof.disagreeing)
+    proof = stateful.prove_sequences(proof, session, eager)
+    probe = _find_probe(observations, proof.disagreeing)
     if probe is None or any(seen.draws is not None for seen in observations):
         return Judged(proof=proof, signature=session.signature)  # of two random answers none is wrong
-    found = shrink(session, eager, probe)
-    smallest = f"; the smallest input that shows it: {found}: {found.reason}" if found else ""
-    blame = _blame(format, exported, eager, found.inputs if found else probe.inputs)
-    return Judged(proof=_told(proof, blame), signature=session.signature, smallest=smallest, blame=blame)
+    explanation = explain(format, exported, session, eager, probe)
+    return Judged(proof=explanation.amend(proof), signature=session.signature, explanation=explanation)
 
 
-def _blame(format: Format, exported: Exported, eager: EagerSession, inputs: Mapping[str, Array]) -> Blame:
-    """Where the program parts from the model. That it does is known already: what fails here takes nothing away."""
-    try:
-        return submodules.blame(format, exported, eager, inputs)
-    except Exception as error:  # noqa: BLE001 - the graph of a wrong program, run node by node: it may raise anything
-        events.emit("submodule.unknown", format=format, why=f"{type(error).__name__}: {error}")
-        return NOBODY
-
-
-def _told(proof: Proof, blame: Blame) -> Proof:
-    """`proof` with the submodule in the evidence of the probe that shows it."""
-    if blame.submodule is None:
-        return proof
-    evidence = tuple(
-        msgspec.structs.replace(one, reason=f"{one.reason}; first in submodule {blame.submodule}")
-        if one.probe == proof.disagreeing
-        else one
-        for one in proof.evidence
-    )
-    return replace(proof, evidence=evidence)
-
-
-def _named(observations: Sequence[Observation], name: str) -> Probe | None:
+def _find_probe(observations: Sequence[Observation], name: str) -> Probe | None:
     return next((seen.probe for seen in observations if seen.probe.name == name), None)
 
 
 def _rung(
-    format: Format,
-    judged: Judged,
-    signature: Signature,
-    observations: Sequence[Observation],
-    path: Path,
-    folder: Path,
-    size: int,
-    seconds: float,
+    format: Format, judged: Judged, observations: Sequence[Observation], path: Path, folder: Path, started: float
 ) -> Rung:
-    batch, proof, part = signature.dims[BATCH], judged.proof, judged.blame.submodule
-    why = proof.reason + judged.smallest + (f"; {judged.blame.stage}" if judged.blame.stage else "")
+    signature, proof, explanation = judged.signature, judged.proof, judged.explanation
+    batch, part = signature.dims[BATCH], explanation.submodule
+    why = proof.reason + explanation.text
     if proof.proven and batch.min > 1:
         why = f"it holds for batches of at least {batch.min} only; a server has to answer a single request"
     bounded = batch.max is not None or bool(signature.guards)
-    found = _line(observations, proof.disagreeing) if why or bounded else ""
     attempt = Attempt(
         format=format,
         verdict="refused" if why else "proven",
         emitted=True,
         why=why,
-        line=found,
-        seconds=seconds,
-        size_bytes=size,
+        line=_parting_line(observations, proof.disagreeing) if why or bounded else "",
+        seconds=time.monotonic() - started,
+        size_bytes=_size(path),
         probes=len(proof.evidence),
         max_abs_error=proof.max_abs_error,
-        how=_statistical(observations, proof),
+        how=_statistics(observations, proof),
         submodule=f"{part}" if part else "",
         defined=part.place if part else "",
         range="" if why else range_text(signature),
@@ -334,18 +279,14 @@ def _rung(
         file=path.relative_to(folder).as_posix(),
         signature=signature,
         evidence=proof.evidence,
-        disagreeing=_named(observations, proof.disagreeing),
-        random=_is_random(observations),
+        disagreeing=_find_probe(observations, proof.disagreeing),
+        random=any(seen.draws for seen in observations),
     )
 
 
-def _is_random(observations: Sequence[Observation]) -> bool:
-    return any(seen.draws for seen in observations)
-
-
-def _statistical(observations: Sequence[Observation], proof: Proof) -> str:
+def _statistics(observations: Sequence[Observation], proof: Proof) -> str:
     """How a random model was compared; empty for any other."""
-    if not _is_random(observations):
+    if not any(seen.draws for seen in observations):
         return ""
     hows = {one.tolerance for one in proof.evidence if one.verdict == "agrees"}
     if hows and all(how.startswith(distribution.SAME_SEEDS) for how in hows):
@@ -354,33 +295,29 @@ def _statistical(observations: Sequence[Observation], proof: Proof) -> str:
     return f"random answers, compared statistically ({how})"
 
 
-ANOTHER = "capture it in another format (--any tries them all), or ask `trueline doctor` for a rewrite"
-_PLACED = re.compile(r".+:\d+: ")
-
-
-def _refused(
+def _refuse(
     format: Format,
     error: TruelineError,
     observations: Sequence[Observation],
     folder: Path,
-    seconds: float,
+    started: float,
     *,
     emitting: bool = False,
     emitted: bool = False,
 ) -> Rung:
-    """A rung that was not reached. The hint of `error` is the user's line, or what to do.
+    """The rung of a refused format. The hint of `error` is the user's line, or what to do.
 
-    What cannot be emitted is a matter of its own line; why a model is not exported the ways of its code show better.
+    A failure of the emitter has a line of its own; a failed export is better explained by where the code's paths part.
     """
-    line = error.hint if _PLACED.match(error.hint) else ""
+    line = error.hint if _PLACE.match(error.hint) else ""
     attempt = Attempt(
         format=format,
         verdict="refused",
         emitted=emitted,
         why=error.message.replace(f"{folder}{os.sep}", ""),  # the bundle keeps it, and no folder of this machine
-        line=line if emitting and line else _line(observations) or line,
+        line=line if emitting and line else _parting_line(observations) or line,
         hint="" if line else error.hint,
-        seconds=seconds,
+        seconds=time.monotonic() - started,
         size_bytes=0,
         probes=0,
         max_abs_error=0.0,
@@ -389,24 +326,24 @@ def _refused(
     return Rung(attempt=attempt, folder=folder, file="", signature=None, evidence=())
 
 
-def _placed(rung: Rung, eager: EagerSession) -> Rung:
-    """A refusal that nothing else explains with the line of `squeeze()`, which drops a batch of 1, or of the model."""
+def _with_line(rung: Rung, eager: EagerSession) -> Rung:
+    """An otherwise unexplained refusal with the line of `squeeze()`, which drops a batch of 1, or of `forward`."""
     attempt = rung.attempt
     if attempt.verdict == "proven" or attempt.line or attempt.defined:
         return rung
-    squeezed = None
+    squeeze = None
     if "has shape" in attempt.why:
-        with code_paths.watching() as way:
+        with code_paths.watch() as way:
             eager.run(eager.example)
-        squeezed = code_paths.reading(way, ".squeeze()")
-    place = squeezed or code_paths.forward_of(explicit_state.users_own(eager.module))
-    hint = "squeeze() drops a batch of 1 too: name the dimension, as in squeeze(-1)" if squeezed else attempt.hint
+        squeeze = code_paths.find_line(way, ".squeeze()")
+    place = squeeze or code_paths.forward_of(explicit_state.users_own(eager.module))
+    hint = "squeeze() drops a batch of 1 too: name the dimension, as in squeeze(-1)" if squeeze else attempt.hint
     return replace(rung, attempt=replace(attempt, line=f"{place}" if place else "", hint=hint or ANOTHER))
 
 
-def _line(observations: Sequence[Observation], disagreeing: str = "") -> str:
-    found = parting(observations, disagreeing)
-    if found is None:
+def _parting_line(observations: Sequence[Observation], disagreeing: str = "") -> str:
+    parting = find_parting(observations, disagreeing)
+    if parting is None:
         return ""
-    place, one, other = found
+    place, one, other = parting
     return f"{place} (goes another way for '{other}' than for '{one}')"

@@ -1,4 +1,4 @@
-"""From proven rungs to a bundle: golden examples, lineage, and the choice of what to serve."""
+"""From proven rungs to a bundle: golden records, lineage, and the choice of the program to serve."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trueline.bundle import seal as seal_bundle
 from trueline.capture.claims import takes
 from trueline.capture.ladder import Rung
 from trueline.capture.model.signature import BATCH
-from trueline.capture.proof import padding
-from trueline.capture.proof.probes import fitting, resize
+from trueline.capture.proof.padding import prove_padding
+from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.prove import versions
 from trueline.capture.subject import Subject
 from trueline.checkpoint.checkpoint import read_manifest
@@ -43,7 +43,7 @@ def seal(
     signature = next(rung.signature for rung in proven if rung.signature is not None)
     random = any(rung.random for rung in proven)
     signature = msgspec.structs.replace(signature.with_rows({}), random=random)
-    signature = padding.proven(subject.eager, signature, subject.eager.example)
+    signature = prove_padding(subject.eager, signature, subject.eager.example)
     lineage, summary = _lineage(recipe, checkpoint, subject, rungs)
     contents = Contents(
         name=recipe.name,
@@ -76,29 +76,29 @@ def make_entry(rung: Rung) -> ProgramEntry:
 def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature]) -> list[Golden]:
     """The example at several batch sizes, and one case for the smallest of every other free dimension.
 
-    Each program has to answer each case, so what lies outside one of the `claims` is left out.
+    Each program has to answer each case, so cases outside one of the `claims` are left out.
     """
-    example = {**subject.eager.example, **subject.eager.beginning}
+    example = {**subject.eager.example, **subject.eager.initial_state}
     base = signature.sizes(example)
     cases = {f"batch-{size}": {**base, BATCH: size} for size in GOLDEN_SIZES}
     for symbol in (symbol for symbol in base if symbol != BATCH):
-        sizes = fitting(signature, base, {symbol: signature.dims[symbol].min})
+        sizes = fit(signature, base, {symbol: signature.dims[symbol].min})
         if sizes is not None and sizes != base:
             cases[f"{symbol}-{sizes[symbol]}"] = sizes
-    found = []
+    records = []
     for case, sizes in cases.items():
         inputs = resize(example, signature, sizes)
         if signature.allows(sizes) and all(takes(claim, inputs) for claim in claims):
-            found.append(Golden(case=case, inputs=inputs, outputs=_answer(subject, signature, inputs)))
+            records.append(Golden(case=case, inputs=inputs, outputs=_answer(subject, signature, inputs)))
     if signature.state:
-        first = found[0]
+        first = records[0]
         inputs = {**first.inputs, **{given: first.outputs[left] for given, left in signature.state.items()}}
-        found.append(Golden(case="second-call", inputs=inputs, outputs=subject.eager.run(inputs)))
-    return found
+        records.append(Golden(case="second-call", inputs=inputs, outputs=subject.eager.run(inputs)))
+    return records
 
 
 def _answer(subject: Subject, signature: Signature, inputs: dict[str, Array]) -> dict[str, Array]:
-    """What the eager model answers; many answers, stacked, where they are random."""
+    """The eager model's answer; many answers, stacked, where they are random."""
     answer = subject.eager.run(inputs)
     return distribution.sample(subject.eager, inputs, distribution.golden_draws(answer)) if signature.random else answer
 
@@ -107,10 +107,11 @@ def _lineage(
     recipe: Recipe, checkpoint: Location | None, subject: Subject, rungs: Sequence[Rung]
 ) -> tuple[dict[str, Any], Summary]:
     manifest = read_manifest(checkpoint) if checkpoint is not None else {}
+    kept = ("digest", "step", "created", "recipe", "progress")
     lineage: dict[str, Any] = {
         "recipe": {"name": recipe.name, "digest": recipe.digest},
         "data": subject.data,
-        "checkpoint": _checkpoint(manifest),
+        "checkpoint": {key: manifest[key] for key in kept if key in manifest} or None,
         "certificates": manifest.get("certificates") or [],
         "attempts": [rung.attempt.as_record() for rung in rungs],
         "versions": versions(),
@@ -123,8 +124,3 @@ def _lineage(
         step=manifest.get("step"),
     )
     return lineage, summary
-
-
-def _checkpoint(manifest: dict[str, Any]) -> dict[str, Any] | None:
-    kept = ("digest", "step", "created", "recipe", "progress")
-    return {key: manifest[key] for key in kept if key in manifest} or None

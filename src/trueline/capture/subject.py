@@ -1,4 +1,4 @@
-"""What is captured: the model in evaluation mode, its oracle, and examples of what it is asked."""
+"""The subject of a capture: the model in evaluation mode, its oracle, and examples of its inputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from trueline.capture.model import code_paths, explicit_state, first_call, signature
-from trueline.capture.model import dataclasses as structures
+from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model.arguments import as_arguments, register_dataclasses
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import as_trained
 from trueline.capture.proof.attempt import State
@@ -28,14 +28,9 @@ if TYPE_CHECKING:
     from trueline.recipe.contract import Mode, Recipe
 
 NUM_EXAMPLES = 5
-"""Records of the example batch:
-
-a prime, so that it is seldom equal to another size of the model by chance.
-"""
-
-
+"""Records of the example batch: a prime, so that it is seldom equal to another size of the model by chance."""
 NUM_LOOKED_AT = 4
-"""Further records, spread over the data, that are looked at for dimensions in which records differ."""
+"""Further records, spread over the data, that show the dimensions in which records differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +41,10 @@ class Subject:
     eager: EagerSession
     data: dict[str, str | int]
     random: bool = False
-    """Whether the model may draw random numbers, and is then compared by the distribution of its answers."""
+    """Whether the model may draw random numbers; it is then compared by the distribution of its answers."""
 
     def observe(self, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
-        """Asks the model each probe once; all later steps compare with these answers."""
+        """Runs the model once on each probe; all later steps compare with these answers."""
         return observe(self.eager, probes, num_draws=num_draws)
 
 
@@ -66,14 +61,14 @@ def prepare(
     With `state="explicit"` the buffers that the model writes become inputs and outputs. Raises RecipeError,
     CheckpointError, DataError, CaptureError.
     """
-    with _asked(recipe, "model"):
+    with _located(recipe, "model"):
         made = load_model(recipe, checkpoint)
     module = _on_this_machine(made, recipe).eval()
-    with _asked(recipe, "dataset" if recipe.examples is None else "examples"):
+    with _located(recipe, "dataset" if recipe.examples is None else "examples"):
         batches, data = _examples(recipe)
     if state == "explicit":
         module, batches = with_state(module, batches)
-    with _asked(recipe, "dynamic_shapes"):
+    with _located(recipe, "dynamic_shapes"):
         declared = dict(recipe.dynamic_shapes()) if recipe.dynamic_shapes is not None else {}
     for name, axes in (dynamic_shapes or {}).items():
         declared[name] = {**axes, **declared.get(name, {})}
@@ -83,8 +78,8 @@ def prepare(
 
 
 @contextmanager
-def _asked(recipe: Recipe, blank: str) -> Iterator[None]:
-    """Whatever the user's own code raises while it is asked for `blank` is a RecipeError with its line."""
+def _located(recipe: Recipe, blank: str) -> Iterator[None]:
+    """An exception of the recipe's function `blank` becomes a RecipeError with the user's line."""
     try:
         yield
     except TruelineError:
@@ -93,9 +88,9 @@ def _asked(recipe: Recipe, blank: str) -> Iterator[None]:
         place = code_paths.users_line(error)
         if place is None:
             raise
-        told = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        message = "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
         raise RecipeError(
-            f"recipe '{recipe.name}': {blank}() raises {type(error).__name__}{': ' if told else ''}{told}; see {place}",
+            f"recipe '{recipe.name}': {blank}() raises {type(error).__name__}{message}; see {place}",
             hint=f"{blank}() is called as it stands in the recipe, on this machine and from this folder",
         ) from error
 
@@ -115,22 +110,22 @@ def _on_this_machine(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
 
 def with_state(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.nn.Module, list[Any]]:
     """`module` with its state explicit, and the examples with a state. Raises CaptureError."""
-    with explicit_state.sheltered(module):
+    with explicit_state.preserve_buffers(module):
         first = EagerSession(module, batches[0])  # raises, in words, what is wrong with the example
     weights = [name for name, _ in module.named_parameters() if name in first.changed]
     if weights:
-        place = first_call.writing_line(module, tuple(weights))
+        place = code_paths.writing_line(module, tuple(weights))
         raise CaptureError(
             f"the model writes its own parameters when it is called ({join_names(weights)})"
             + (f"; see {place}" if place else ""),
             hint="a state is made of buffers; call the model on its data once and capture what it then is",
         )
-    calls = [signature.asked(batch) for batch in batches]
+    calls = [as_arguments(batch) for batch in batches]
     with as_trained():
-        found = explicit_state.lifted(module, calls)
-    if found is None:
+        explicit = explicit_state.lift_state(module, calls)
+    if explicit is None:
         return module, list(batches)
-    return found.eval(), [explicit_state.asked(found, call) for call in calls]
+    return explicit.eval(), [explicit_state.with_state(explicit, call) for call in calls]
 
 
 def _check_mode(module: torch.nn.Module) -> None:
@@ -138,15 +133,21 @@ def _check_mode(module: torch.nn.Module) -> None:
     if turned:
         raise CaptureError(
             f"the model turns itself to training mode when it is called ({turned[0]} is then in training): "
-            "what it answers is not what a served model answers",
-            hint="forward must not call self.train(); who calls the model decides its mode",
+            "its answers are not those of a served model",
+            hint="forward must not call self.train(); the caller of the model decides its mode",
         )
 
 
 def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:
     """Batches of examples: dimensions in which they differ are free."""
     if recipe.examples is not None:
-        return _given(recipe), {"examples": "recipe.examples()"}
+        given = recipe.examples()
+        batches = list(given) if isinstance(given, Iterator) else [given]
+        if not batches:
+            raise RecipeError(
+                f"recipe '{recipe.name}': examples() yielded nothing", hint="yield at least one small batch"
+            )
+        return [_as_tensors(batch) for batch in batches], {"examples": "recipe.examples()"}
     source, mode = _source(recipe)
     count = min(NUM_EXAMPLES, source.num_records)
     ends = np.linspace(0, source.num_records - 1, NUM_LOOKED_AT).round()
@@ -158,8 +159,7 @@ def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:
         "num_records": source.num_records,
         "fingerprint": source.fingerprint(),
     }
-    batches = [first, *alone.values()]
-    return [_as_tensors(batch) for batch in batches], facts
+    return [_as_tensors(batch) for batch in (first, *alone.values())], facts
 
 
 def _first(source: Source, count: int, alone: Mapping[int, Any]) -> tuple[Any, str]:
@@ -169,25 +169,15 @@ def _first(source: Source, count: int, alone: Mapping[int, Any]) -> tuple[Any, s
     try:
         return source.read(np.arange(count, dtype=np.int64)).inputs, f"first {count} records"
     except DataError as error:
-        largest = max(alone, key=lambda index: sum(math.prod(one.shape) for one in _arrays(alone[index])))
+        sizes = {
+            index: sum(math.prod(leaf.shape) for leaf in pytree.tree_leaves(inputs) if hasattr(leaf, "shape"))
+            for index, inputs in alone.items()
+        }
+        largest = max(sizes, key=sizes.__getitem__)
         try:
             return source.read(np.full(count, largest)).inputs, f"record {largest}, {count} times"
         except DataError:
             raise error from None
-
-
-def _arrays(inputs: Any) -> list[Any]:
-    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor | np.ndarray)]
-
-
-def _given(recipe: Recipe) -> list[Any]:
-    """What examples() returned, or each of the batches that it yielded."""
-    assert recipe.examples is not None
-    found = recipe.examples()
-    batches = list(found) if isinstance(found, Iterator) else [found]
-    if not batches:
-        raise RecipeError(f"recipe '{recipe.name}': examples() yielded nothing", hint="yield at least one small batch")
-    return [_as_tensors(batch) for batch in batches]
 
 
 def _source(recipe: Recipe) -> tuple[Source, Mode]:
@@ -217,11 +207,9 @@ def _as_tensors(inputs: Any) -> Any:
                 f"the example holds a tensor {list(leaf.shape)} on device 'meta', which has no numbers",
                 hint="examples() returns real tensors",
             )
-        return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else _to_cpu(leaf)
+        if isinstance(leaf, np.ndarray):
+            return torch.from_numpy(leaf)
+        return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
-    structures.know(inputs)
+    register_dataclasses(inputs)
     return pytree.tree_map(change, inputs)
-
-
-def _to_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf

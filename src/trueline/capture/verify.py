@@ -3,8 +3,8 @@
     golden examples ──replay──▶ every program
     probes (seeded) ──against──▶ the recipe's model, or, without one, every program against the one that is served
 
-Promises a verdict for every program and never stops at the first that fails. Runs no code of the bundle; with a
-recipe it runs the recipe, which the caller chose. Importing this imports no torch.
+Every program gets a verdict, also after one that fails. No code of the bundle runs; with a recipe, the recipe does.
+Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -18,35 +18,32 @@ from trueline import events
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.bundle.schema import Evidence
 from trueline.capture.proof.attempt import State
-from trueline.errors import RequestError, TruelineError, UsageError
+from trueline.errors import TruelineError, UsageError
 from trueline.runtime.open import open_program, replay
 from trueline.runtime.session import NATIVE, Session
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature
     from trueline.capture.proof.observe import Observation
-    from trueline.capture.proof.probes import Probe
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location
 
 FRESH_SEED = 1
-"""Not the seed of capture: its probes were passed already. With seed 0 they are asked again."""
+"""Capture uses seed 0, whose probes were passed already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of one program on this machine."""
+    """The result for one program on this machine."""
 
     format: str
     holds: bool
     why: str
     """Empty when it holds."""
     golden: int
-    """Golden examples that it answered rightly."""
+    """Golden examples that it answered correctly."""
     probes: int
-    """Probes inside the proven range that were compared and agree; 0 for the program that the others are held against
-    when there is no recipe.
-    """
+    """Probes inside the proven range that agree; 0 for the program that is the oracle when there is no recipe."""
     max_abs_error: float
     evidence: tuple[Evidence, ...]
 
@@ -61,11 +58,11 @@ class Verified:
     seed: int
     programs: tuple[Verdict, ...]
     notes: tuple[str, ...]
-    """What makes the comparison weaker than at capture, e.g. another recipe than the bundle was made from."""
+    """Reasons why the comparison is weaker than at capture, e.g. another recipe than the bundle's."""
 
     @property
     def holds(self) -> bool:
-        """Whether all programs hold that were looked at; false where none was."""
+        """Whether all programs that were checked hold; false where none was."""
         return bool(self.programs) and all(program.holds for program in self.programs)
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,41 +90,42 @@ def verify(
     """Proves the programs of `bundle` again here: golden examples, and probes made from `seed`.
 
     `against` is the recipe (or the Hugging Face folder) whose model, with the parameters of `checkpoint`, is the
-    oracle; without it the programs are held against the one that is served. A program that fails is a Verdict, not an
-    exception. Machine code is opened, which runs it, only with `native`, by who trusts its maker; else it is left out,
-    and a note says so. Raises BundleError, UsageError, RecipeError, CheckpointError, CaptureError.
+    oracle; without it the oracle is the program that is served. A program that fails is a Verdict, not an exception.
+    Machine code is opened, which runs it, only with `native`, for bundles of a trusted maker; else it is left out, and
+    a note says so. Raises BundleError, UsageError, RecipeError, CheckpointError, CaptureError.
     """
-    found = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     if checkpoint is not None and against is None:
         raise UsageError(
             "a checkpoint holds parameters, and no recipe says of which model", hint="add --against RECIPE"
         )
-    wanted = [found.program(format)] if format else list(found.manifest.programs)
+    wanted = [opened.program(format)] if format else list(opened.manifest.programs)
     closed = [entry.format for entry in wanted if entry.format in NATIVE and not native]
     if closed and format:
         raise UsageError(
-            f"the {format} program of '{found.name}' is machine code, and proving it runs it",
+            f"the {format} program of '{opened.name}' is machine code, and proving it runs it",
             hint="if you trust who made the bundle: --native (native=True)",
         )
-    oracle, example, notes = _oracle(found, against, checkpoint)
-    notes += [f"the {name} program was not looked at: it is machine code, and --native runs it" for name in closed]
+    oracle, example, notes = _oracle(opened, against, checkpoint)
+    notes += [f"the {format} program was not checked: it is machine code, and --native runs it" for format in closed]
     wanted = [entry for entry in wanted if entry.format not in closed]
-    observations = _observed(oracle, found, example, seed)
+    observations = _observe(oracle, opened, example, seed)
     verdicts = []
     for entry in wanted:
         itself = against is None and entry.format == oracle.format
-        verdicts.append(_verdict(found, entry.format, None if itself else observations, oracle, native=native))
+        verdicts.append(_verdict(opened, entry.format, None if itself else observations, oracle, native=native))
         events.emit("program.verified", format=entry.format, holds=verdicts[-1].holds, why=verdicts[-1].why or None)
-    said = "eager model" if against is not None else f"{oracle.format} program"
+    name = "eager model" if against is not None else f"{oracle.format} program"
     return Verified(
-        path=found.path, digest=found.digest, against=said, seed=seed, programs=tuple(verdicts), notes=tuple(notes)
+        path=opened.path, digest=opened.digest, against=name, seed=seed, programs=tuple(verdicts), notes=tuple(notes)
     )
 
 
 def _oracle(
     bundle: Bundle, against: str | Path | Recipe | None, checkpoint: Location | None
 ) -> tuple[Session, Mapping[str, Any], list[str]]:
-    """Who is asked for the right answers, an example, and what makes it less than the oracle of the capture."""
+    """The session with the right answers, an example, and the reasons why it is weaker than the oracle of the
+    capture."""
     if against is None:
         notes = ["no recipe was given: beside the golden examples, programs are compared with each other only"]
         return open_program(bundle), bundle.golden()[-1 if len(bundle.golden()) < 3 else 2].inputs, notes
@@ -161,41 +159,33 @@ def _check_interface(bundle: Bundle, seen: Signature) -> None:
         )
 
 
-def _observed(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
-    """Answers of the oracle at the ends of every range, and at the sizes that were asked when the bundle was made."""
+def _observe(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
+    """The oracle's answers at the ends of every range, and at the sizes of the capture's probes."""
+    from trueline.capture.claims import takes
     from trueline.capture.proof.observe import observe
     from trueline.capture.proof.probes import LIMIT, make_probes
     from trueline.runtime import distribution
 
     signature = bundle.signature
     sizes: dict[str, dict[int, None]] = {symbol: {} for symbol in signature.symbols}
-    for symbol, found in sizes.items():
+    for symbol, known in sizes.items():
         dim = signature.dims[symbol]
         ends = (dim.min, dim.max, None if dim.max is None else dim.max + 1)
-        found.update(dict.fromkeys(size for size in ends if size is not None))
+        known.update(dict.fromkeys(size for size in ends if size is not None))
     for one in bundle.evidence():
         for symbol, (name, axis) in signature.symbols.items():
             if name in one.shapes:
                 sizes[symbol][one.shapes[name][axis]] = None
     limit, num_draws = (distribution.PROBES, distribution.DRAWS) if signature.random else (LIMIT, 0)
     probes = make_probes(example, signature=signature, sizes=sizes, seed=seed, limit=limit)
-    asked = [probe for probe in probes if _takes(oracle.signature, probe) or not _takes(signature, probe)]
-    return observe(oracle, asked, num_draws=num_draws)
-
-
-def _takes(claim: Signature, probe: Probe) -> bool:
-    """Whether the probe lies inside `claim`: one program may be proven for masks that another is not."""
-    try:
-        claim.check(probe.inputs)
-    except RequestError:
-        return False
-    return True
+    kept = [probe for probe in probes if takes(oracle.signature, probe.inputs) or not takes(signature, probe.inputs)]
+    return observe(oracle, kept, num_draws=num_draws)
 
 
 def _verdict(
     bundle: Bundle, format: str, observations: Sequence[Observation] | None, oracle: Session, *, native: bool
 ) -> Verdict:
-    """`observations` of the oracle; None for the program that is the oracle."""
+    """`observations` is None for the program that is the oracle itself."""
     from trueline.capture.model.eager import EagerSession
     from trueline.capture.proof import stateful
     from trueline.capture.proof.prove import judge
@@ -205,7 +195,7 @@ def _verdict(
         replayed = replay(bundle, session)
         proof = None if observations is None else judge(session, observations)
         if proof is not None and isinstance(oracle, EagerSession):
-            proof = stateful.proven(proof, session, oracle)
+            proof = stateful.prove_sequences(proof, session, oracle)
     except TruelineError as error:
         return Verdict(
             format=format, holds=False, why=error.message, golden=0, probes=0, max_abs_error=0.0, evidence=()

@@ -192,7 +192,7 @@ def of_other_ranks(oracle: Oracle) -> Finding | None:
                 shapes = [list(earlier.arrays[name].shape), list(array.shape)]
                 sizes = [", ".join(str(list(tensor.shape)) for tensor in one.tensors) for one in (first, call)]
                 reason = f"{name} has shape {shapes[0]} for inputs of {sizes[0]} and {shapes[1]} for {sizes[1]}"
-                place = code_paths.reading(answer.way, ".squeeze()")
+                place = code_paths.find_line(answer.way, ".squeeze()")
                 advice = ": squeeze() drops a batch of 1 too; name the dimension, as in squeeze(-1)" if place else ""
                 return Finding(reason=reason + advice, places=(place,) if place is not None else ())
     return None

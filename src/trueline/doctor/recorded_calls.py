@@ -88,7 +88,7 @@ def answer_of(function: Callable[..., Any], call: RecordedCall, *, watch: bool =
     try:
         with torch.no_grad():
             if watch:
-                with code_paths.watching(ends=True) as way:
+                with code_paths.watch(ends=True) as way:
                     found = function(*args, **kwargs)
             else:
                 found = function(*args, **kwargs)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from trueline.capture.model import explicit_state
-from trueline.capture.model.explicit_state import GIVEN, NEXT, Asked, Explicit
+from trueline.capture.model.arguments import Arguments
+from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit
 from trueline.doctor.recorded_calls import RecordedCall, flat_answer
 from trueline.errors import CaptureError
 
@@ -51,14 +52,14 @@ class Remembered:
 def make_state_explicit(module: torch.nn.Module, base: RecordedCall) -> Remembered | str | None:
     """`module` (a copy that may be changed) with the buffers explicit that the call `base` writes; None where it writes
     none, and why where they keep no form."""
-    asked = Asked(*base.arguments(base.tensors))
+    asked = Arguments(*base.arguments(base.tensors))
     try:
-        found = explicit_state.lifted(module, [asked])
+        found = explicit_state.lift_state(module, [asked])
     except CaptureError as error:
         return error.message
     if found is None:
         return None
-    given = explicit_state.asked(found, asked).kwargs
+    given = explicit_state.with_state(found, asked).kwargs
     axes = [(found.records.get(name), found.grows.get(name)) for name in found.names]
     return Remembered(
         module=FlatStateModule(found, base),

@@ -52,7 +52,7 @@ def test_a_model_of_control_flow_answers_as_before_after_values_that_are_no_numb
     asked = [one for one in seen if not one.probe.wild]
     assert [one.error for one in asked] == [""] * 4
     assert hidden_state(asked) == ""
-    assert determinism.searched(eager, "as it is told").random is False
+    assert determinism.find_cause(eager, "as it is told").random is False
     assert set(eager.run(eager.example)) == {"output"}
 
 

@@ -25,7 +25,7 @@ def often() -> Iterator[Callable[[], list[list[int]]]]:
 
 
 def test_a_collection_of_garbage_stands_on_nobodys_way(often: Callable[[], list[list[int]]]) -> None:
-    with code_paths.watching() as way:
+    with code_paths.watch() as way:
         often()
     assert way
     assert heard.__code__ not in {code for _, code, _ in way}

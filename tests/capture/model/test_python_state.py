@@ -16,8 +16,9 @@ from trueline.bundle import Bundle, open_bundle
 from trueline.bundle.describe import describe
 from trueline.capture.api import capture
 from trueline.capture.model import explicit_state
+from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.model.explicit_state import Asked, Explicit
+from trueline.capture.model.explicit_state import Explicit
 from trueline.capture.proof import stateful
 from trueline.capture.proof.probes import LIMIT, make_probes
 from trueline.capture.proof.prove import prove
@@ -122,9 +123,9 @@ def recipe(model: Callable[[], nn.Module], num_records: int = 4) -> Recipe:
 
 
 def lifted(model: nn.Module, x: Tensor) -> EagerSession:
-    found = explicit_state.lifted(model.eval(), [Asked((x,))])
+    found = explicit_state.lift_state(model.eval(), [Arguments((x,))])
     assert found is not None
-    return EagerSession(found.eval(), explicit_state.asked(found, Asked((x,))))
+    return EagerSession(found.eval(), explicit_state.with_state(found, Arguments((x,))))
 
 
 def followed(bundle: Bundle, format: str, model: nn.Module, inputs: list[np.ndarray[Any, Any]]) -> None:
@@ -230,8 +231,8 @@ def test_a_program_that_drops_or_mixes_up_the_state_is_caught_by_the_sequences_a
     eager = lifted(Mean(), torch.randn(4, 8))
     right = prove(eager, eager, make_probes(eager.example, signature=eager.signature))
     assert right.proven
-    assert stateful.proven(right, eager, eager).proven
-    found = stateful.proven(right, kind(eager), eager)
+    assert stateful.prove_sequences(right, eager, eager).proven
+    found = stateful.prove_sequences(right, kind(eager), eager)
     assert not found.proven
     assert found.reason.startswith("in sequence ")
 
@@ -335,6 +336,6 @@ def test_a_choice_that_there_is_not_is_told_from_those_there_are(tmp_path: Path)
 
 def test_looking_for_written_buffers_leaves_the_model_as_it_was() -> None:
     model, x = Mean(), torch.randn(4, 8)
-    assert explicit_state.written(model, [Asked((x,))]) == ("total", "count")
+    assert explicit_state.written_buffers(model, [Arguments((x,))]) == ("total", "count")
     assert (model.total == 0).all()
     assert model.count == 0

@@ -46,10 +46,10 @@ class Keeping(nn.Module):
 
 def test_a_model_that_answers_nan_to_its_own_example_is_found_out_before_anything_is_compared() -> None:
     example = torch.tensor([[1.0, 2.0], [0.0, 4.0]])
-    found = determinism.unsteady(EagerSession(Dividing().eval(), example))
+    found = determinism.check_twice(EagerSession(Dividing().eval(), example))
     assert found is not None
     assert "answers NaN to its own example, in 1 of 4 elements of 'output'" in found.why
-    assert determinism.unsteady(EagerSession(Dividing().eval(), torch.ones(2, 2))) is None
+    assert determinism.check_twice(EagerSession(Dividing().eval(), torch.ones(2, 2))) is None
 
 
 def test_a_tensor_that_is_written_into_is_no_longer_what_it_was() -> None:
@@ -105,6 +105,6 @@ def test_a_sequence_is_proven_when_every_call_of_it_agrees(
         format="onnx", proven=True, reason="", disagreeing="", evidence=(evidence("agrees", "p"),), max_abs_error=0.0
     )
     eager: Any = SimpleNamespace(module=Explicit.__new__(Explicit))
-    found = stateful.proven(alone, None, eager)  # type: ignore[arg-type]
+    found = stateful.prove_sequences(alone, None, eager)  # type: ignore[arg-type]
     assert (found.proven, found.reason == "") == (proven, proven)
     assert len(found.evidence) == 1 + len(verdicts)

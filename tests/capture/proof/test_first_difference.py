@@ -16,7 +16,7 @@ from trueline.capture.api import capture
 from trueline.capture.export import torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
-from trueline.capture.proof import blame
+from trueline.capture.proof import disagreement
 from trueline.errors import NotProven
 from trueline.recipe.contract import Recipe
 from worlds import marks, recipes
@@ -80,10 +80,10 @@ def oracle(model: nn.Module) -> EagerSession:
     return EagerSession(model.eval(), torch.randn(4, 8))
 
 
-def guilty(model: nn.Module) -> blame.Submodule | None:
+def guilty(model: nn.Module) -> disagreement.Submodule | None:
     eager = oracle(model)
     exported = torch_export.export(eager.module, eager.calling)
-    return blame.blame("torch_export", exported, eager, eager.example).submodule
+    return disagreement.blame("torch_export", exported, eager, eager.example)[1]
 
 
 def test_the_refusal_names_the_frozen_submodule_its_class_and_where_that_is_defined(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_nobody_is_named_when_every_part_agrees() -> None:
 def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = oracle(Chain(Part()))
     exported = torch_export.export(eager.module, eager.calling)
-    assert blame.blame("onnx", exported, eager, eager.example).submodule is None
+    assert disagreement.blame("onnx", exported, eager, eager.example)[1] is None
     translated = emit.translated
 
     def wrong(*given: Any) -> Any:
@@ -139,25 +139,25 @@ def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monke
         return program
 
     monkeypatch.setattr(emit, "translated", wrong)
-    found = blame.blame("onnx", exported, eager, eager.example)
-    assert found.submodule is not None
-    assert found.submodule.name == "middle"
-    assert "its translation to ONNX does not" in found.stage
-    assert "not in OpenVINO" not in found.stage
+    stage, submodule = disagreement.blame("onnx", exported, eager, eager.example)
+    assert submodule is not None
+    assert submodule.name == "middle"
+    assert "its translation to ONNX does not" in stage
+    assert "not in OpenVINO" not in stage
 
 
 def test_what_is_compiled_from_a_right_export_is_blamed_on_the_compiler() -> None:
     eager = oracle(Chain(Part()))
     exported = torch_export.export(eager.module, eager.calling)
-    found = blame.blame("aotinductor", exported, eager, eager.example)
-    assert "what was compiled from it does not" in found.stage
-    assert found.submodule is None
+    stage, submodule = disagreement.blame("aotinductor", exported, eager, eager.example)
+    assert "what was compiled from it does not" in stage
+    assert submodule is None
 
 
 def test_calls_are_noted_in_the_order_in_which_they_end() -> None:
     eager = oracle(Chain(Part()))
-    calls = blame.called(eager, eager.example)
-    assert [call.name for call in calls] == [
+    calls = disagreement.record_calls(eager, eager.example)
+    assert [name for name, _ in calls] == [
         "first.linear",
         "first",
         "middle.linear",
@@ -166,4 +166,4 @@ def test_calls_are_noted_in_the_order_in_which_they_end() -> None:
         "last",
         "",
     ]
-    assert all(isinstance(array, np.ndarray) for call in calls for array in call.outputs)
+    assert all(isinstance(array, np.ndarray) for _, outputs in calls for array in outputs)

@@ -10,7 +10,7 @@ import pytest
 
 from trueline.bundle.padding import Padding, cut, fill_up
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
-from trueline.capture.proof.padding import proven
+from trueline.capture.proof.padding import prove_padding
 
 MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
 X = np.random.default_rng(0).standard_normal((3, 4, 2)).astype(np.float32)
@@ -74,14 +74,14 @@ def normalised(x: Any, mask: Any) -> Any:
     ],
 )
 def test_a_length_may_be_filled_up_if_the_mask_hides_what_was_added(answer: Any, padded: Any, fill: int) -> None:
-    found = proven(Model(answer, signature()), signature(), EXAMPLE)
+    found = prove_padding(Model(answer, signature()), signature(), EXAMPLE)
     assert found.padded == padded
     assert [spec.fill for spec in found.inputs] == [0, fill]
 
 
 def test_answers_for_each_place_are_cut_to_what_was_asked() -> None:
     claim = signature(each=True)
-    found = proven(Model(each_doubled, claim), claim, EXAMPLE)
+    found = prove_padding(Model(each_doubled, claim), claim, EXAMPLE)
     assert found.padded == ("length",)
     longer = fill_up(found, EXAMPLE, {"length": 9})
     assert longer["x"].shape == (3, 9, 2)
@@ -92,9 +92,9 @@ def test_answers_for_each_place_are_cut_to_what_was_asked() -> None:
 
 def test_without_a_mask_or_room_nothing_is_filled_up() -> None:
     ids = {"x": X, "mask": MASK + 3}  # no mask: values are 3 and 4
-    assert proven(Model(masked_mean, signature(ids)), signature(ids), ids).padded == ()
+    assert prove_padding(Model(masked_mean, signature(ids)), signature(ids), ids).padded == ()
     tight = signature(length=Dim(min=4, max=4))
-    assert proven(Model(masked_mean, tight), tight, EXAMPLE).padded == ()
+    assert prove_padding(Model(masked_mean, tight), tight, EXAMPLE).padded == ()
 
 
 def test_a_length_keeps_to_its_divisor() -> None:
@@ -105,12 +105,12 @@ def test_a_length_keeps_to_its_divisor() -> None:
         asked.append(x.shape[1])
         return masked_mean(x, mask)
 
-    assert proven(Model(answer, claim), claim, EXAMPLE).padded == ("length",)
+    assert prove_padding(Model(answer, claim), claim, EXAMPLE).padded == ("length",)
     assert set(asked) == {4, 8}
 
 
 def test_lengths_of_a_bucket_share_a_run_and_others_do_not() -> None:
-    padding = Padding(proven(Model(masked_mean, signature()), signature(), EXAMPLE))
+    padding = Padding(prove_padding(Model(masked_mean, signature()), signature(), EXAMPLE))
 
     def of(length: int, rows: int = 1) -> Any:
         return {"x": np.zeros((rows, length, 2), np.float32), "mask": np.ones((rows, length), np.int64)}
@@ -125,9 +125,9 @@ def test_lengths_of_a_bucket_share_a_run_and_others_do_not() -> None:
 
 def test_a_model_that_draws_or_keeps_a_state_is_never_filled_up() -> None:
     claim = signature()
-    assert proven(Model(masked_mean, claim), claim, EXAMPLE).padded == ("length",)
+    assert prove_padding(Model(masked_mean, claim), claim, EXAMPLE).padded == ("length",)
     drawing = Signature(inputs=claim.inputs, outputs=claim.outputs, dims=claim.dims, random=True)
-    assert proven(Model(masked_mean, drawing), drawing, EXAMPLE) == drawing
+    assert prove_padding(Model(masked_mean, drawing), drawing, EXAMPLE) == drawing
     state = TensorSpec(name="state.h", datatype="FP32", shape=("batch", 2), role="state")
     left = TensorSpec(name="next.h", datatype="FP32", shape=("batch", 2), role="state")
     keeping = Signature(inputs=(*claim.inputs, state), outputs=(*claim.outputs, left), dims=claim.dims)
@@ -137,4 +137,4 @@ def test_a_model_that_draws_or_keeps_a_state_is_never_filled_up() -> None:
             return {**super().run(inputs), "next.h": inputs["state.h"]}
 
     example = {**EXAMPLE, "state.h": np.zeros((3, 2), np.float32)}
-    assert proven(Remembering(masked_mean, keeping), keeping, example) == keeping
+    assert prove_padding(Remembering(masked_mean, keeping), keeping, example) == keeping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trueline.capture.proof.probes import make_probes, rows
+from trueline.capture.proof.probes import make_probes
 
 EXAMPLE = {
     "x": np.array([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]], np.float32),
@@ -57,10 +57,6 @@ def test_the_example_is_asked_first_and_last() -> None:
 def test_names_of_probes_are_unique() -> None:
     names = [probe.name for probe in make_probes(EXAMPLE, sizes=(1, 2, 300))]
     assert len(names) == len(set(names))
-
-
-def test_rows_start_again_when_there_are_fewer() -> None:
-    assert rows(EXAMPLE, 4)["x"].tolist() == [[1, -2], [3, 4], [5, 6], [1, -2]]
 
 
 def test_one_record_of_bare_numbers_is_enough() -> None:

@@ -17,7 +17,7 @@ from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof.observe import Careful, Observation, care, hidden_state, observe, parting
+from trueline.capture.proof.observe import Careful, Observation, care, find_parting, hidden_state, observe
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.prove import Proof, disagreement, judge, prove, versions
 from trueline.errors import CaptureError
@@ -66,7 +66,7 @@ def test_a_branch_on_values_that_was_frozen_is_caught_and_its_line_is_found() ->
     found, eager = proof_of(Branch(), lambda x: x * np.float32(2))
     assert not found.proven
     assert found.reason.startswith("on probe 'batch 1, ")
-    parted = parting(observe(eager, make_probes(eager.example)), found.disagreeing)
+    parted = find_parting(observe(eager, make_probes(eager.example)), found.disagreeing)
     assert parted is not None
     assert place_of("data branch") in str(parted[0])
     assert parted[0].source.startswith("if x.sum() > 0:")
@@ -75,7 +75,7 @@ def test_a_branch_on_values_that_was_frozen_is_caught_and_its_line_is_found() ->
 
 def test_a_branch_within_one_line_is_found_too() -> None:
     found, eager = proof_of(Ternary(), lambda x: x * np.float32(2))
-    parted = parting(observe(eager, make_probes(eager.example)), found.disagreeing)
+    parted = find_parting(observe(eager, make_probes(eager.example)), found.disagreeing)
     assert parted is not None
     assert place_of("ternary") in str(parted[0])
 
@@ -84,7 +84,7 @@ def test_a_branch_on_the_shape_that_was_frozen_is_caught_at_the_smallest_size_th
     found, eager = proof_of(ShapeBranch(), lambda x: x + np.float32(1))
     assert not found.proven
     assert found.disagreeing == "batch 8, as given"
-    parted = parting(observe(eager, make_probes(eager.example)), found.disagreeing)
+    parted = find_parting(observe(eager, make_probes(eager.example)), found.disagreeing)
     assert parted is not None
     assert place_of("shape branch") in str(parted[0])
 
@@ -101,7 +101,7 @@ def test_the_same_program_is_proven_within_a_range_that_it_enforces() -> None:
 def test_a_model_that_is_no_function_of_its_inputs_is_refused(module: nn.Module) -> None:
     found, _ = proof_of(module, lambda x: x)
     assert not found.proven
-    assert "asked the same again" in found.reason
+    assert "equal inputs differently" in found.reason
 
 
 def test_a_program_with_a_memory_is_caught_by_asking_the_same_again() -> None:
@@ -167,7 +167,7 @@ def test_two_equal_ways_do_not_part_and_a_loop_that_runs_longer_does() -> None:
 
     ways = []
     for n in (3, 3, 4):
-        with code_paths.watching() as way:
+        with code_paths.watch() as way:
             loop(n)
         ways.append(way)
     assert code_paths.divergence(ways[0], ways[1]) is None
@@ -185,7 +185,7 @@ def test_watching_leaves_the_tracer_that_was_there_in_place() -> None:
     before = sys.gettrace()
     sys.settrace(mine)
     try:
-        with code_paths.watching():
+        with code_paths.watch():
             pass
         assert sys.gettrace() is mine
     finally:
@@ -292,7 +292,7 @@ def test_a_model_that_answers_a_little_otherwise_the_second_time_is_no_function(
     once, again = seen("first", rows(2), rows(2, 1)), seen("last", rows(2), rows(2, 1.01))
     found = judge(program(lambda x: x + np.float32(1)), [once, again])
     assert not found.proven
-    assert found.reason.startswith("the model answers differently when it is asked the same again")
+    assert found.reason.startswith("the model answers equal inputs differently")
 
 
 def test_a_wild_probe_is_asked_only_where_every_output_of_the_model_is_numbers() -> None:
@@ -414,7 +414,7 @@ def test_a_proof_of_no_probes_and_one_of_a_hidden_state_are_whole_too() -> None:
     first, last = seen("first", rows(1), rows(1, 1)), seen("last", rows(1), rows(1, 2))
     differs = "output 'output' differs by 1 (2 of 2 elements beyond 1e-05+0.0001*scale)"
     found = judge(program(lambda x: x + np.float32(1)), [first, last])
-    assert found.reason == f"the model answers differently when it is asked the same again: {differs}"
+    assert found.reason == f"the model answers equal inputs differently: {differs}"
     assert (found.proven, found.disagreeing, found.max_abs_error) == (False, "", 0.0)
     assert [(one.verdict, one.reason) for one in found.evidence] == [("agrees", ""), ("disagrees", differs)]
 
@@ -746,16 +746,16 @@ def test_probes_part_where_one_that_answers_went_another_way() -> None:
     wide = steps_of(seen("wide", rows(3), rows(3)), 0, 6)
     cut = steps_of(seen("cut", rows(1), None), 0, 8)
     names = {
-        "same": parting([a, b]),
-        "none": parting([]),
-        "first": parting([a, parted]),
-        "named": parting([a, b, parted], "parted"),
-        "unknown": parting([parted, a], "nothing of this name"),
-        "cut short": parting([cut, a, b], "a"),
-        "after one cut short": parting([a, cut, parted], "a"),
-        "of its size": parting([wide, a, parted], "parted"),
-        "of another size": parting([wide, a, b], "b"),
-        "itself cut short": parting([a, cut], "cut"),
+        "same": find_parting([a, b]),
+        "none": find_parting([]),
+        "first": find_parting([a, parted]),
+        "named": find_parting([a, b, parted], "parted"),
+        "unknown": find_parting([parted, a], "nothing of this name"),
+        "cut short": find_parting([cut, a, b], "a"),
+        "after one cut short": find_parting([a, cut, parted], "a"),
+        "of its size": find_parting([wide, a, parted], "parted"),
+        "of another size": find_parting([wide, a, b], "b"),
+        "itself cut short": find_parting([a, cut], "cut"),
     }
     assert {key: found and found[1:] for key, found in names.items()} == {
         "same": None,

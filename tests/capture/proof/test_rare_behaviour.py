@@ -16,9 +16,9 @@ from trueline.capture.api import capture
 from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import Recall
+from trueline.capture.proof.determinism import check_rare
 from trueline.capture.proof.observe import observe
 from trueline.capture.proof.probes import make_probes
-from trueline.capture.proof.rare_behaviour import seldom
 from trueline.errors import CaptureError, NotProven
 from trueline.runtime.open import open_program
 from worlds import marks, recipes
@@ -158,9 +158,9 @@ def captured(model: Any, out: Path, **options: Any) -> Bundle:
         (NoisyNumpy, "draws random numbers outside of torch, and it answers differently", "numpy"),
         (WarmsUp, "keeps a state in the Python attribute calls: it answers differently when that is 999", "warming"),
         (TakesItsScale, r"changes itself when it is first called \(scale, ready\)", "first batch"),
-        (KeepsAMean, r"\(means\): it answers differently after another question of the same sizes", "mean of a size"),
-        (TakesAPlainScale, r"\(scale\): it answers differently after another question", "plain scale"),
-        (TakesNotes, r"\(notes\): it answers differently after another question", "notes"),
+        (KeepsAMean, r"\(means\): it answers differently after another input of the same sizes", "mean of a size"),
+        (TakesAPlainScale, r"\(scale\): it answers differently after another input", "plain scale"),
+        (TakesNotes, r"\(notes\): it answers differently after another input", "notes"),
     ],
 )
 def test_what_a_model_does_once_or_seldom_is_called_so_with_its_line(
@@ -241,7 +241,7 @@ class CountsInADefault(nn.Module):
 @pytest.mark.parametrize("kind", [CountsInItsClass, CountsInItsFile, CountsInADict, CountsInADefault])
 def test_a_counter_is_found_wherever_it_is_kept(kind: type[nn.Module]) -> None:
     eager = EagerSession(kind().eval(), torch.ones(3, 4))
-    found = seldom(eager)
+    found = check_rare(eager)
     assert found is not None
     assert "answers differently when that is 999" in found.why
     assert found.place is not None

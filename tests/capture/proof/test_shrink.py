@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trueline.bundle.signature import Dim, Signature, TensorSpec
+from trueline.capture.proof.disagreement import shrink
 from trueline.capture.proof.probes import Probe
-from trueline.capture.proof.shrink import shrink
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -23,7 +23,7 @@ from trueline import events
 from trueline.bundle.schema import BY_RECORD
 from trueline.capture.export.exported import Exported, Fixed
 from trueline.capture.export.tracing import tracing
-from trueline.capture.model.dynamic_dims import resized
+from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, Flat, as_trained
 from trueline.capture.patches import (
     below_python,
@@ -102,7 +102,7 @@ def _small_calls(calling: Calling) -> Iterator[tuple[torch.Tensor, ...]]:
     free = [[at for at, size in enumerate(spec.shape) if isinstance(size, str)] for spec in calling.signature.inputs]
     for most in (0, 1, None):
         sizes = [dict.fromkeys(axes[:most], 1) for axes in free]
-        tensors = tuple(resized(tensor, size) for tensor, size in zip(calling.example, sizes, strict=True))
+        tensors = tuple(resize_tensor(tensor, size) for tensor, size in zip(calling.example, sizes, strict=True))
         yield tensors
         yield tuple(torch.zeros_like(tensor) for tensor in tensors)
 
@@ -147,7 +147,7 @@ def _draws(program: GraphModule) -> bool:
 
 
 def _agree(one: torch.nn.Module, other: torch.nn.Module, calling: Calling, more: int) -> bool:
-    tensors = [resized(tensor, {0: tensor.shape[0] + more}) for tensor in calling.example]
+    tensors = [resize_tensor(tensor, {0: tensor.shape[0] + more}) for tensor in calling.example]
     with torch.no_grad(), as_trained():
         answers = [
             {str(at): tensor.numpy() for at, tensor in enumerate(asked(*(tensor.clone() for tensor in tensors)))}

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from trueline.capture.model.code_paths import Place, line_at_hand
+from trueline.capture.model.code_paths import Place, current_line
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def watched() -> Iterator[dict[int, Place]]:
 
     def noting(env: ShapeEnv, symbol: Any, target: Any, why: str) -> None:
         if target.is_Integer and int(target) not in found:
-            place = line_at_hand()
+            place = current_line()
             if place is not None:
                 found[int(target)] = place
         original(env, symbol, target, why)

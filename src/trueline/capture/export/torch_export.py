@@ -22,7 +22,7 @@ from trueline.capture.export import buffer_writes, custom_ops, divisible_dims, f
 from trueline.capture.export.exported import STATE_HINT, Exported, Fixed
 from trueline.capture.export.tracing import tracing
 from trueline.capture.model import code_paths
-from trueline.capture.model.dynamic_dims import Place, resized
+from trueline.capture.model.dynamic_dims import Place, resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, Flat
 from trueline.capture.patches import rounding
 from trueline.errors import BundleError, CaptureError, join_names
@@ -94,7 +94,7 @@ def _mutated(program: torch.export.ExportedProgram) -> Mapping[str, str]:
 def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:
     """What torch.export makes of `flat` for one record, in functional form. Raises what it raises."""
     axes = [[axis for axis in one if axis] for one in _free_axes(calling)]
-    tensors = [resized(tensor, {0: 1}) for tensor in calling.example]
+    tensors = [resize_tensor(tensor, {0: 1}) for tensor in calling.example]
     example = tuple(_tiled(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
     with tracing():
         program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, {}),), strict=False)
@@ -122,7 +122,7 @@ def _dynamic(calling: Calling, axes: Sequence[Sequence[int]], steps: Mapping[str
 
 def _tiled(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """At least 2 of what is free: a dimension of size 1 would be taken for a constant."""
-    return resized(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
+    return resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
 
 
 def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, code_paths.Place]) -> None:
@@ -196,9 +196,11 @@ def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_p
                 raise _fixed(spec, axis, shape[axis], fixed)
             if isinstance(wanted, str):
                 same[spec.name, axis] = str(shape[axis])
-    groups = calling.free.grouped(same)
+    groups = calling.free.group(same)
     return {
-        same[place]: name for group, name in zip(groups, calling.free.named(groups), strict=True) for place in group
+        same[place]: name
+        for group, name in zip(groups, calling.free.name_groups(groups), strict=True)
+        for place in group
     }
 
 

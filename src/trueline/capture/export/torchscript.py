@@ -31,7 +31,7 @@ from trueline.bundle.signature import TensorSpec
 from trueline.capture.export.silence import quiet
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Place
-from trueline.capture.model.dynamic_dims import resized
+from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, Flat
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import torchscript_archive
@@ -86,7 +86,7 @@ def _noting_frozen(places: list[Place]) -> Iterator[None]:
 
 def _made(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str]:
     example = tuple(
-        resized(tensor, {axis: max(2, tensor.shape[axis]) for axis in _led(spec)})
+        resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in _led(spec)})
         for spec, tensor in zip(calling.signature.inputs, calling.example, strict=True)
     )
     if way == "trace":

@@ -1,10 +1,8 @@
-"""Which way did the user's code go? Two calls that went different ways show a branch that a tracer would
-freeze.
+"""Which way did the user's code go? Two calls that went different ways show a branch that a tracer would freeze.
 
-While a call runs, every instruction of the user's own Python code is noted (`sys.settrace` with opcode
-events: it works on every Python that Trueline supports, and sees a one-line `a if c else b` that line
-events would miss). Code of torch, of the standard library and of Trueline is not noted. Only this thread
-is watched.
+While a call runs, every instruction of the user's own Python code is recorded (`sys.settrace` with opcode events, on
+every Python that Trueline supports, sees a one-line `a if c else b` that line events would miss). Code of torch, of the
+standard library and of Trueline is not recorded. Only this thread is watched.
 """
 
 from __future__ import annotations
@@ -16,11 +14,12 @@ import re
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, TracebackType
+from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from trueline.runtime.torch_export_archive import SOURCE_LINE
@@ -29,17 +28,16 @@ if TYPE_CHECKING:
     import torch
 
 MAX_EVENTS = 200_000
-"""What comes after is not watched: enough for a large model, and a bound on memory for an endless loop."""
-
+"""Later events are not recorded: enough for a large model, and a bound on memory for an endless loop."""
 ENDLESS_S = 5.0
-"""Seconds of this thread after which so many events are taken for those of a loop that never ends."""
-AGAIN_S = 0.5
-"""The same of a function in which one did not end before."""
-_without_end: set[CodeType] = set()
+"""Seconds of this thread after which that many events count as a loop that never ends."""
+REPEAT_ENDLESS_S = 0.5
+"""The same for a function whose loop did not end before."""
+_endless_codes: set[CodeType] = set()
 
 
 class Endless(RuntimeError):
-    """What a watched call is ended with: it was asked what nobody had answered before, and its loop does not end."""
+    """Ends a watched call whose loop does not end."""
 
     def __init__(self) -> None:
         super().__init__(f"a loop of the model does not end within {ENDLESS_S:.0f} s and {MAX_EVENTS} steps")
@@ -67,12 +65,12 @@ class Place:
 
 
 @contextmanager
-def watching(*, ends: bool = False) -> Iterator[list[Event]]:
-    """Notes the way that user code takes in this thread while the block runs. With `ends`, a loop that never ends is
-    ended: it raises Endless."""
+def watch(*, ends: bool = False) -> Iterator[list[Event]]:
+    """Records the way that user code takes in this thread during the block. With `ends`, an endless loop raises
+    Endless."""
     events: list[Event] = []
     before, collects = sys.gettrace(), gc.isenabled()
-    gc.disable()  # a collection may come at any step, and who hears of it (gc.callbacks) would stand on the way
+    gc.disable()  # a collection may start at any step, and its gc.callbacks would be recorded
     sys.settrace(_tracer(events, ends))
     try:
         yield events
@@ -85,7 +83,7 @@ def watching(*, ends: bool = False) -> Iterator[list[Event]]:
 def _tracer(events: list[Event], ends: bool) -> Callable[[FrameType, str, Any], Any]:
     calls, started = 0, time.thread_time()
 
-    def entered(frame: FrameType, event: str, arg: Any) -> Any:
+    def enter(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal calls
         if not is_users(frame.f_code.co_filename):
             return None
@@ -93,46 +91,43 @@ def _tracer(events: list[Event], ends: bool) -> Callable[[FrameType, str, Any], 
         number = calls
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
 
-        def stepped(frame: FrameType, event: str, arg: Any) -> Any:
+        def step(frame: FrameType, event: str, arg: Any) -> Any:
             if event == "opcode" and len(events) < MAX_EVENTS:
                 events.append((number, frame.f_code, frame.f_lasti))
             elif ends and event == "opcode":
                 code, spent = frame.f_code, time.thread_time() - started
-                if spent > (AGAIN_S if code in _without_end else ENDLESS_S):
-                    _without_end.add(code)
+                if spent > (REPEAT_ENDLESS_S if code in _endless_codes else ENDLESS_S):
+                    _endless_codes.add(code)
                     raise Endless
-            return stepped
+            return step
 
-        return stepped
+        return step
 
-    return entered
-
-
-def _roots() -> tuple[str, ...]:
-    own = Path(__file__).resolve().parents[2]
-    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    return (str(own) + "/", *(library.rstrip("/") + "/" for library in libraries), "<")
+    return enter
 
 
-_ROOTS = _roots()
+_ROOTS = (
+    f"{Path(__file__).resolve().parents[2]}/",
+    *(sysconfig.get_path(name).rstrip("/") + "/" for name in ("stdlib", "platstdlib")),
+    "<",
+)
+"""Code below these is Trueline's, the standard library's, or made without a file."""
 _LIBRARIES = frozenset({"torch", "numpy", "onnxscript", "onnx_ir", "onnxruntime"})
 _users: dict[str, bool] = {}
 
 
 def is_users(file: str) -> bool:
-    """Whether `file` is code that the user wrote or chose, as against torch, the standard library and
-    Trueline.
-    """
-    found = _users.get(file)
-    if found is None:
+    """Whether `file` is code that the user wrote or chose, not torch, the standard library or Trueline."""
+    users = _users.get(file)
+    if users is None:
         _, in_site, inside = file.rpartition("/site-packages/")
         known = in_site and inside.partition("/")[0] in _LIBRARIES  # a package may have a part called torch
-        found = _users[file] = not known and (bool(in_site) or not file.startswith(_ROOTS))
-    return found
+        users = _users[file] = not known and (bool(in_site) or not file.startswith(_ROOTS))
+    return users
 
 
 def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
-    """The users' functions that are methods of `module` and its parts, but those that make them."""
+    """The users' functions that are methods of `module` and its parts, without `__init__`."""
     holders = {id(holder): holder for part in module.modules() for holder in (part, *type(part).__mro__)}
     for holder in holders.values():
         for name, one in list(vars(holder).items()):
@@ -144,35 +139,29 @@ def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
 
 
 def brief(trace: str) -> str:
-    """`layers.py:13`, the innermost of the user's lines in a stack trace; empty where there is none. A bundle says so
-    much of where a program came from, and no folder."""
+    """`layers.py:13`, the innermost of the user's lines in a stack trace; empty where there is none. A bundle keeps
+    this of where a program came from, and no folder."""
     frames = [(file, line) for file, line in _FRAME.findall(trace) if is_users(file)]
-    found = f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
-    return found if SOURCE_LINE.fullmatch(found) else ""
+    place = f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
+    return place if SOURCE_LINE.fullmatch(place) else ""
 
 
 def divergence(one: Sequence[Event], other: Sequence[Event]) -> Place | None:
     """The line at which two ways part; None when they are the same."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
-            return _before(one, i, {a[0], b[0]})
+            return _line_before(one, i, {a[0], b[0]})
     if len(one) != len(other):
         shorter, longer = sorted((one, other), key=len)
-        return _before(longer, len(shorter), {longer[len(shorter)][0]})
+        return _line_before(longer, len(shorter), {longer[len(shorter)][0]})
     return None
 
 
-def _before(events: Sequence[Event], index: int, calls: set[int]) -> Place | None:
-    """Line of the last instruction before `index` in one of `calls`:
-
-    the jump. Else of any call: the one that led there.
-    """
-    earlier = events[:index]
-    for wanted in (calls, None):
-        for number, code, offset in reversed(earlier):
-            if wanted is None or number in wanted:
-                return _place(code, offset)
-    return None
+def _line_before(events: Sequence[Event], index: int, calls: set[int]) -> Place | None:
+    """Line of the last instruction before `index` in one of `calls`, which is the jump; else of any call."""
+    earlier = events[:index][::-1]
+    events_of_calls = [event for event in earlier if event[0] in calls]
+    return next((_place(code, offset) for _, code, offset in (*events_of_calls[:1], *earlier[:1])), None)
 
 
 def _place(code: CodeType, offset: int) -> Place:
@@ -180,7 +169,7 @@ def _place(code: CodeType, offset: int) -> Place:
     return Place(file=code.co_filename, line=line or code.co_firstlineno)
 
 
-def reading(way: Sequence[Event], word: str) -> Place | None:
+def find_line(way: Sequence[Event], word: str) -> Place | None:
     """The first line on the way with `word` in it."""
     lines = dict.fromkeys((code, offset) for _, code, offset in way)
     places = dict.fromkeys(_place(code, offset) for code, offset in lines)
@@ -188,7 +177,7 @@ def reading(way: Sequence[Event], word: str) -> Place | None:
 
 
 def forward_of(module: object) -> Place | None:
-    """Where the user's class defines `forward`; None for a class of torch's."""
+    """Where the user's class defines `forward`; None for a class of torch."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # type: ignore[attr-defined]
     if code is None or not is_users(code.co_filename):
         return None
@@ -198,22 +187,24 @@ def forward_of(module: object) -> Place | None:
 
 
 def users_line(error: BaseException) -> Place | None:
-    """The innermost line of the user's code that `error`, or what caused it, came through."""
+    """The innermost line of the user's code in the traceback of `error`, or of its cause."""
     seen: BaseException | None = error
     while seen is not None:
-        places = [place for place in _places(seen.__traceback__) if is_users(place.file)]
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(seen.__traceback__)]
+        places = [Place(file=file, line=line) for file, line in frames if is_users(file)]
         if places:
             return places[-1]
         seen = seen.__cause__ or seen.__context__
     return None
 
 
-def line_at_hand(*, within: str = "") -> Place | None:
-    """The innermost line of the user's code that is being run by this thread; not of who called code in `within`."""
+def current_line(*, within: str = "") -> Place | None:
+    """The innermost line of the user's code that this thread is running; None where code in `within` called it from
+    further inside."""
     frame: FrameType | None = sys._getframe(1)
-    entered = frame
+    caller = frame
     while frame is not None:
-        if within and frame is not entered and frame.f_code.co_filename.startswith(within):
+        if within and frame is not caller and frame.f_code.co_filename.startswith(within):
             return None
         if is_users(frame.f_code.co_filename):
             return Place(file=frame.f_code.co_filename, line=frame.f_lineno)
@@ -221,7 +212,19 @@ def line_at_hand(*, within: str = "") -> Place | None:
     return None
 
 
-def _places(trace: TracebackType | None) -> Iterator[Place]:
-    while trace is not None:
-        yield Place(file=trace.tb_frame.f_code.co_filename, line=trace.tb_lineno)
-        trace = trace.tb_next
+def writing_line(module: torch.nn.Module, names: Sequence[str]) -> Place | None:
+    """The first line of the user's class that writes one of the parameters or buffers `names`, outside of
+    `__init__`."""
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        writing = re.compile(rf"\.{re.escape(last)}\b(\.data)?(\.\w+_\(|\[.*\]\s*=|\s*[-+*/]?=(?!=))")
+        for kind in type(module.get_submodule(owner)).__mro__:
+            for method in vars(kind).values():
+                code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+                if code is None or not is_users(code.co_filename) or code.co_name == "__init__":
+                    continue
+                for number in range(code.co_firstlineno, max(line or 0 for *_, line in code.co_lines()) + 1):
+                    place = Place(file=code.co_filename, line=number)
+                    if writing.search(place.source):
+                        return place
+    return None

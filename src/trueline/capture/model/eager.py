@@ -1,15 +1,16 @@
-"""The oracle: the user's own module behind the Session seam, run as PyTorch runs it."""
+"""The oracle: the user's own module behind the Session interface, run as PyTorch runs it."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from trueline.bundle.signature import Signature
-from trueline.capture.model import explicit_state, first_call
-from trueline.capture.model.explicit_state import Explicit
+from trueline.capture.model.explicit_state import Explicit, users_own
 from trueline.capture.model.python_state import Recall
 from trueline.capture.model.signature import BATCH, Calling, as_trained, learn
 from trueline.errors import CaptureError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @final
 class EagerSession:
-    """Runs `module`, whose calling convention is learnt from `example`, a small batch of inputs, and `others`.
+    """Runs `module`; learns how to call it from `example`, a small batch of inputs, and `others`.
 
     With a device in `settings`, `module` itself is moved there.
     """
@@ -42,12 +43,15 @@ class EagerSession:
         self._device = torch_settings.device(settings)
         self._settings = settings
         torch_settings.autocast(settings, self._device)  # refuses a precision before the model is called
-        before = first_call.marks(explicit_state.users_own(module))
-        self.recall = Recall(explicit_state.users_own(module))
-        """What its plain attributes held before it was called with its example."""
+        before = _checksums(users_own(module))
+        self.recall = Recall(users_own(module))
+        """The values of its plain attributes before the first call."""
         self.calling: Calling = learn(module, example, others=others, dynamic_shapes=dynamic_shapes)
-        self.changed: tuple[str, ...] = first_call.changed(before, explicit_state.users_own(module))
-        """Parameters and buffers that were another before the model was called with its example."""
+        after = _checksums(users_own(module))
+        self.changed = tuple(name for name, checksum in before.items() if after.get(name, checksum) != checksum)
+        """Parameters and buffers that the first calls changed: a model that takes its scale from its first batch has
+        some. Layers that are made on the first call (torch's lazy modules) and buffers that appear do not count.
+        """
         self.module = module if self._device.type == "cpu" else module.to(self._device)
 
     @property
@@ -62,44 +66,37 @@ class EagerSession:
         }
 
     @property
-    def beginning(self) -> dict[str, Array]:
-        """The state that the model begins with, by input, for a batch like the example's; empty where it has none."""
+    def initial_state(self) -> dict[str, Array]:
+        """The model's initial state, by input, for a batch like the example's; empty where it has none."""
         if not isinstance(self.module, Explicit):
             return {}
-        state = self.module.beginning(self.signature.sizes(self.example)[BATCH])
+        state = self.module.initial_for(self.signature.sizes(self.example)[BATCH])
         return {name: value.detach().cpu().numpy() for name, value in state.items()}
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. The caller's arrays are copied first: a module may write into its inputs."""
         self.signature.check(inputs)
         with torch.no_grad(), as_trained(), torch_settings.autocast(self._settings, self._device):
-            found = self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
-        if len(found) != len(self.signature.outputs):
+            outputs = self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
+        if len(outputs) != len(self.signature.outputs):
             raise CaptureError(
-                f"the model returned {len(found)} tensors, and {len(self.signature.outputs)} on its example",
+                f"the model returned {len(outputs)} tensors, and {len(self.signature.outputs)} on its example",
                 hint="a bundle has the same outputs for every request: return all of them always, and a flag that says "
                 "which hold",
             )
-        return to_arrays(self.signature, found, cast=torch_settings.casts(self._settings))
+        return to_arrays(self.signature, outputs, cast=torch_settings.casts(self._settings))
 
 
-@final
-class CompiledSession:
-    """`module` as torch.compile makes it, for any batch size: to compare with. Thread-safe as torch.compile is."""
+def _checksums(module: torch.nn.Module) -> dict[str, int]:
+    """Of every parameter and buffer that lies in one piece in this machine's memory."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    return {name: _checksum(value.detach()) for name, value in named if _is_plain(value)}
 
-    format = "compile"
 
-    def __init__(
-        self, module: torch.nn.Module, example: Any, *, backend: str = "inductor", settings: Settings = DEFAULTS
-    ) -> None:
-        self._eager = EagerSession(module, example, settings=settings)
-        compiled: Any = torch.compile(module, dynamic=True, backend=backend)
-        self._eager.module = compiled
+def _is_plain(value: torch.Tensor) -> bool:
+    lazy = torch.nn.parameter.is_lazy(value)
+    return not lazy and value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
 
-    @property
-    def signature(self) -> Signature:
-        return self._eager.signature
 
-    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs by name. Raises RequestError for inputs outside the signature."""
-        return self._eager.run(inputs)
+def _checksum(value: torch.Tensor) -> int:
+    return zlib.crc32(value.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -3,35 +3,27 @@
     the user's model     y = model(x)                                  and model.total has changed
     Explicit(model)      y, next.total = model(x, state.total)         and nothing has
 
-A program has no memory of its own then: who asks it keeps the state, and two who ask it do not share one. A state may
-grow in one dimension (a cache of what was said so far). Buffers alone can be lifted; what a model keeps in plain Python
-attributes no exporter sees, and it is refused elsewhere.
+The program then has no state of its own: each client keeps its state, and two clients do not share one. A state may
+grow in one dimension (a cache of earlier tokens). Only buffers can be lifted; no exporter sees plain Python attributes,
+and `proof/determinism.py` refuses a model that keeps a state in them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from trueline.capture.model.dynamic_dims import resized
+from trueline.capture.model.arguments import Arguments
+from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.errors import CaptureError, join_names
 
 GIVEN, NEXT = "state.", "next."
-"""Before the name of a buffer: the input that brings it, the output that takes it on."""
+"""Prefixes of a buffer's name: as an input, and as an output."""
 GROWN, AT_MOST = 3, 8
-"""Calls after which a state that grows is known by its sizes; calls that it is given to grow for the example."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Positional and keyword arguments of one call, where a tuple or a dict alone cannot say both."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+"""Calls after which the sizes show that a state grows; calls in which it may grow for the example."""
 
 
 class Explicit(torch.nn.Module):
@@ -48,102 +40,107 @@ class Explicit(torch.nn.Module):
         self._users = module
         self.names = tuple(names)
         self.records = dict(records or {})
-        """Buffers that have a row for each record, and in which dimension."""
+        """Buffers with a row for each record, and the dimension of the rows."""
         self.grows = dict(grows or {})
-        """Buffers whose size changes from call to call, and in which dimension."""
+        """Buffers that grow from call to call, and the dimension that does."""
         self._owners = _owners(module, self.names)
 
     @property
     def initial(self) -> dict[str, torch.Tensor]:
-        """The state as the model has it, by the name of the input."""
+        """The model's own state, by the name of the input."""
         return {GIVEN + name: owners[0][0]._buffers[owners[0][1]] for name, owners in self._owners.items()}  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The answer of the user's model, and the state that it leaves, by the name of the output."""
+        """The answer of the user's model, and the state after it, by the name of the output."""
         given = {name: kwargs.pop(GIVEN + name).clone() for name in self.names}
-        with _holding(self._owners, given):
-            found = self._users(*args, **kwargs)
-            left = _held(self._owners)
-        return found, {NEXT + name: value.clone() for name, value in left.items()}
+        with _with_buffers(self._owners, given):
+            answer = self._users(*args, **kwargs)
+            left = _values(self._owners)
+        return answer, {NEXT + name: value.clone() for name, value in left.items()}
 
     @contextmanager
     def living(self, state: Mapping[str, torch.Tensor]) -> Iterator[torch.nn.Module]:
-        """The user's own model, with a memory that begins as `state`, by input, and lives as long as the block."""
-        with _holding(self._owners, {name: state[GIVEN + name].clone() for name in self.names}):
+        """The user's own model, with a state that begins as `state`, by input, and is kept between calls in the
+        block."""
+        with _with_buffers(self._owners, {name: state[GIVEN + name].clone() for name in self.names}):
             yield self._users
 
-    def beginning(self, num_records: int) -> dict[str, torch.Tensor]:
-        """The state that the model begins with, by input, for a batch of so many records."""
+    def initial_for(self, num_records: int) -> dict[str, torch.Tensor]:
+        """The initial state, by input, for a batch of that many records."""
         return {
-            name: resized(value, {self.records[name.removeprefix(GIVEN)]: num_records})
+            name: resize_tensor(value, {self.records[name.removeprefix(GIVEN)]: num_records})
             if name.removeprefix(GIVEN) in self.records
             else value
             for name, value in self.initial.items()
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The state as it is now, by the name of the output. Within `living`: what the calls made of it."""
-        return {NEXT + name: value.clone() for name, value in _held(self._owners).items()}
+        """The present state, by the name of the output."""
+        return {NEXT + name: value.clone() for name, value in _values(self._owners).items()}
 
 
 @contextmanager
-def sheltered(module: torch.nn.Module) -> Iterator[None]:
-    """Whatever the block makes of the buffers of `module`, afterwards they are as before."""
+def preserve_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Restores the buffers of `module` after the block."""
     owners = _owners(module, [name for name, _ in module.named_buffers()])
-    with _holding(owners, {name: value.clone() for name, value in _held(owners).items()}):
+    with _with_buffers(owners, {name: value.clone() for name, value in _values(owners).items()}):
         yield
 
 
 def users_own(module: torch.nn.Module) -> torch.nn.Module:
-    """The user's model, without what stands around it."""
+    """The user's model, without a wrapper."""
     return module._users if isinstance(module, Explicit) else module
 
 
-def lifted(module: torch.nn.Module, calls: Sequence[Asked]) -> Explicit | None:
+def lift_state(module: torch.nn.Module, calls: Sequence[Arguments]) -> Explicit | None:
     """`module` with the buffers explicit that it writes on any of `calls`; None when it writes none.
 
     Raises CaptureError for a state that changes its dtype, or its shape in more than one dimension: it could not be
     handed back.
     """
-    names = written(module, calls)
+    names = written_buffers(module, calls)
     if not names:
         return None
-    found = Explicit(module, names)
-    forms = list(_lived(found, calls[0], GROWN))
-    wrong = _misfits(found, forms)
+    explicit = Explicit(module, names)
+    forms = list(_run_alive(explicit, calls[0], GROWN))
+    wrong = [
+        f"'{name}' is {_form(values[0])} and after a call {_form(values[1])}"
+        for name in names
+        if not _have_one_form(values := [state[NEXT + name] for state in forms])
+    ]
     if wrong:
         raise CaptureError(
-            f"the state does not keep its form: {wrong}",
+            f"the state does not keep its form: {join_names(wrong)}",
             hint="give the buffer the dtype and the dimensions that it has after a call, of size 0 where it grows; it "
             "may grow in one dimension",
         )
     grows = {name: axes[0] for name in names if (axes := _changing([form[NEXT + name] for form in forms]))}
-    found = Explicit(module, names, grows=grows)
-    return Explicit(module, names, _records(found, calls[0]), grows)
+    explicit = Explicit(module, names, grows=grows)
+    return Explicit(module, names, _find_records(explicit, calls[0]), grows)
 
 
-def asked(module: torch.nn.Module, call: Asked) -> Asked:
+def with_state(module: torch.nn.Module, call: Arguments) -> Arguments:
     """`call` with the model's own state, as an Explicit is called.
 
-    A state that grows is given as some calls have left it: of what is empty no exporter learns a thing.
+    A state that grows is taken after some calls: an exporter learns nothing from an empty one.
     """
     if not isinstance(module, Explicit):
         return call
-    state = module.beginning(_num_records(call))
+    state = module.initial_for(_num_records(call))
     if module.grows:
         taken = {size for leaf in _tensors(call) for size in leaf.shape}
-        for left in _lived(module, call, AT_MOST, state):
+        for left in _run_alive(module, call, AT_MOST, state):
             state = {GIVEN + name: left[NEXT + name] for name in module.names}
             sizes = {state[GIVEN + name].shape[axis] for name, axis in module.grows.items()}
             if min(sizes) > 2 and not sizes & taken:
                 break
-    return Asked(call.args, {**call.kwargs, **state})
+    return Arguments(call.args, {**call.kwargs, **state})
 
 
-def _lived(
-    module: Explicit, call: Asked, count: int, state: Mapping[str, torch.Tensor] | None = None
+def _run_alive(
+    module: Explicit, call: Arguments, count: int, state: Mapping[str, torch.Tensor] | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The state, by output, before the first and after each of `count` calls of a model that remembers."""
+    """The state, by output, before the first and after each of `count` calls of a model that keeps its state."""
     with torch.no_grad(), module.living(module.initial if state is None else state) as users:
         yield module.state()
         for _ in range(count):
@@ -151,17 +148,17 @@ def _lived(
             yield module.state()
 
 
-def written(module: torch.nn.Module, calls: Sequence[Asked]) -> tuple[str, ...]:
-    """The buffers that `module` writes when it is called, in its own order. The module is left as it was."""
+def written_buffers(module: torch.nn.Module, calls: Sequence[Arguments]) -> tuple[str, ...]:
+    """The buffers that `module` writes during the calls, in its own order. The module is left as it was."""
     owners = _owners(module, [name for name, _ in module.named_buffers()])
     names: dict[str, None] = {}
     for call in calls:
-        given = {name: value.clone() for name, value in _held(owners).items()}
+        given = {name: value.clone() for name, value in _values(owners).items()}
         kept = {name: value.clone() for name, value in given.items()}
         versions = {name: value._version for name, value in given.items()}
-        with torch.no_grad(), _holding(owners, given):
+        with torch.no_grad(), _with_buffers(owners, given):
             module(*call.args, **call.kwargs)
-            left = _held(owners)
+            left = _values(owners)
         names |= dict.fromkeys(
             name
             for name, value in left.items()
@@ -171,21 +168,13 @@ def written(module: torch.nn.Module, calls: Sequence[Asked]) -> tuple[str, ...]:
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two buffers are alike to the bit, a NaN being like another."""
+    """Whether two buffers are equal to the bit; NaN equals NaN."""
     if one.dtype != other.dtype:
         return False
     return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)
 
 
-def _misfits(module: Explicit, lived: Sequence[Mapping[str, torch.Tensor]]) -> str:
-    return join_names(
-        f"'{name}' is {_form(values[0])} and after a call {_form(values[1])}"
-        for name in module.names
-        if not _one_form(values := [state[NEXT + name] for state in lived])
-    ).removeprefix("none")
-
-
-def _one_form(values: Sequence[torch.Tensor]) -> bool:
+def _have_one_form(values: Sequence[torch.Tensor]) -> bool:
     """Whether all have one dtype and number of dimensions, and differ in the size of one at most."""
     return len({(value.dtype, value.ndim) for value in values}) == 1 and len(_changing(values)) < 2
 
@@ -199,10 +188,10 @@ def _form(value: torch.Tensor) -> str:
     return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
 
 
-def _records(module: Explicit, call: Asked) -> dict[str, int]:
-    """The state that follows the batch: empty when the model takes another batch without it."""
+def _find_records(module: Explicit, call: Arguments) -> dict[str, int]:
+    """The state that follows the batch: empty when the model accepts another batch without it."""
     count = _num_records(call)
-    more = Asked(*torch.utils._pytree.tree_map(lambda leaf: _grown(leaf, 0, count), (call.args, call.kwargs)))
+    more = Arguments(*torch.utils._pytree.tree_map(lambda leaf: _one_more(leaf, 0, count), (call.args, call.kwargs)))
     follows = {
         name: list(value.shape).index(count)
         for name, value in zip(module.names, module.initial.values(), strict=True)
@@ -210,26 +199,25 @@ def _records(module: Explicit, call: Asked) -> dict[str, int]:
     }
     for records in _fewest_first(follows):
         state = {
-            GIVEN + name: _grown(value, records[name], count) if name in records else value
+            GIVEN + name: _one_more(value, records[name], count) if name in records else value
             for name, value in zip(module.names, module.initial.values(), strict=True)
         }
         try:
             with torch.no_grad():
                 _, left = module(*more.args, **more.kwargs, **state)
-        except Exception:  # noqa: BLE001 - the user's forward at a batch it may not know: then the other is tried
+        except Exception:  # noqa: BLE001 - the user's forward at a batch it may not accept: the next guess is tried
             continue
-        if all(_keeps(left[NEXT + name], state[GIVEN + name], module.grows.get(name)) for name in module.names):
+        pairs = {name: (state[GIVEN + name], left[NEXT + name]) for name in module.names}
+        if all(
+            after.dtype == before.dtype and _changing([before, after]) in ([], [module.grows.get(name)])
+            for name, (before, after) in pairs.items()
+        ):
             return records
     return {}
 
 
-def _keeps(after: torch.Tensor, before: torch.Tensor, grows: int | None) -> bool:
-    """Whether a state has the form that it had, but for the dimension in which it `grows`."""
-    return after.dtype == before.dtype and _changing([before, after]) in ([], [grows])
-
-
 def _fewest_first(follows: dict[str, int]) -> Iterator[dict[str, int]]:
-    """None, then each alone, then all: who need not follow the batch is left as it is."""
+    """None, then each alone, then all: a buffer that need not follow the batch is left as it is."""
     yield {}
     yield from ({name: axis} for name, axis in follows.items())
     kinds = {name.rpartition(".")[2] for name in follows}
@@ -237,53 +225,53 @@ def _fewest_first(follows: dict[str, int]) -> Iterator[dict[str, int]]:
     yield follows
 
 
-def _num_records(call: Asked) -> int:
+def _num_records(call: Arguments) -> int:
     return next((leaf.shape[0] for leaf in _tensors(call) if leaf.ndim), 0)
 
 
-def _tensors(call: Asked) -> list[torch.Tensor]:
+def _tensors(call: Arguments) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves((call.args, call.kwargs))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _grown(leaf: Any, axis: int, count: int) -> Any:
-    """One more record, the first again."""
+def _one_more(leaf: Any, axis: int, count: int) -> Any:
+    """`leaf` with its first record once more at the end."""
     if not isinstance(leaf, torch.Tensor) or leaf.ndim <= axis or leaf.shape[axis] != count or not count:
         return leaf
     return torch.cat([leaf, leaf.narrow(axis, 0, 1)], axis)
 
 
 Owners = dict[str, list[tuple[torch.nn.Module, str]]]
-"""Name of a buffer -> the modules that have it, and what they call it: a tied buffer has several."""
+"""Name of a buffer -> the modules that have it, and its name there: a tied buffer has several."""
 
 
 def _owners(module: torch.nn.Module, names: Sequence[str]) -> Owners:
     first = {id(value): name for name, value in module.named_buffers()}
-    found: Owners = {name: [] for name in names}
+    owners: Owners = {name: [] for name in names}
     for part in module.modules():
         for key, value in part._buffers.items():
             name = "" if value is None else first.get(id(value), "")
-            if name in found:
-                found[name].append((part, key))
-    return found
+            if name in owners:
+                owners[name].append((part, key))
+    return owners
 
 
-def _held(owners: Owners) -> dict[str, torch.Tensor]:
+def _values(owners: Owners) -> dict[str, torch.Tensor]:
     return {name: where[0][0]._buffers[where[0][1]] for name, where in owners.items()}  # type: ignore[misc]
 
 
 @contextmanager
-def _holding(owners: Owners, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _with_buffers(owners: Owners, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Gives the buffers other values while the block runs."""
-    before = _held(owners)
+    before = _values(owners)
+
+    def put(state: Mapping[str, torch.Tensor]) -> None:
+        for name, where in owners.items():
+            for part, key in where:
+                part._buffers[key] = state[name]
+
     try:
-        _put(owners, state)
+        put(state)
         yield
     finally:
-        _put(owners, before)
-
-
-def _put(owners: Owners, state: Mapping[str, torch.Tensor]) -> None:
-    for name, where in owners.items():
-        for part, key in where:
-            part._buffers[key] = state[name]
+        put(before)

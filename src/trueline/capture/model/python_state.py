@@ -1,9 +1,9 @@
-"""What a model keeps in plain Python attributes while it is asked, and what it kept before: in its own, in those of its
-classes, and in the names of its file that its functions use.
+"""The state that a model keeps in plain Python: in its attributes, in those of its classes, and in the globals and
+closures that its functions use.
 
-A table that is made for a size when that size first comes is nobody's business. A number that is taken from the
-question which came first is: asked in another order, the model answers otherwise. Only who knows what the model held
-before it was first called can ask it in another order; so that is copied then.
+A table that is made when a size first comes does no harm. A number that is taken from the first input does: with inputs
+in another order the model answers differently. To call it in another order, the values before its first call are
+copied.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import users_functions
 
 _OWN = frozenset(vars(torch.nn.Module()))
-"""What every module has: no user's attribute."""
+"""Attributes of every module."""
 _DEPTH, _WIDTH = 4, 1000
 _LARGEST = 64 << 20
-"""Bytes of a tensor in an attribute above which it is not copied, only looked at."""
+"""Bytes of a tensor above which it is not copied, only looked at."""
 _PLAIN = (bool, int, float, str, list, dict, set, deque, tuple, torch.Tensor, np.ndarray)
 MISSING = object()
 
 
-def held(module: torch.nn.Module) -> dict[str, object]:
-    """A trace of what each attribute holds, by its name; parameters, buffers and submodules are no attributes here.
+def take_snapshot(module: torch.nn.Module) -> dict[str, object]:
+    """A trace of each attribute's value, by its path; parameters, buffers and submodules are no attributes here.
 
     >>> module = torch.nn.Module()
     >>> module.seen = [1]
-    >>> before = held(module)
+    >>> before = take_snapshot(module)
     >>> module.seen.append(2)
-    >>> before["seen"] == held(module)["seen"]
+    >>> before["seen"] == take_snapshot(module)["seen"]
     False
     """
     return {kept.path: _trace(kept.value, _DEPTH) for kept in attributes(module)}
@@ -47,16 +47,16 @@ def held(module: torch.nn.Module) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Something that is kept under a name."""
+    """A value that is kept under a name."""
 
     path: str
     holder: Any
-    """A class, a cell of a function, or else the dict (of an object, of a file) in which it is kept."""
+    """A class, a cell of a function, or the dict (of an object, of a file) in which it is kept."""
     name: str
     value: Any
 
     def put(self, value: Any) -> None:
-        """Keeps `value` instead; nothing where it is `MISSING`."""
+        """Keeps `value` instead; removes the name where it is `MISSING`."""
         if isinstance(self.holder, type):
             if value is not MISSING:
                 setattr(self.holder, self.name, value)
@@ -71,7 +71,7 @@ class Kept:
 
 
 def attributes(module: torch.nn.Module) -> Iterator[Kept]:
-    """What the parts of `module`, their classes and the files of these keep under names of their own."""
+    """The values that the parts of `module`, their classes and the files of these keep."""
     for prefix, one in module.named_modules():
         for name, value in vars(one).items():
             if name not in _OWN:
@@ -82,7 +82,7 @@ def attributes(module: torch.nn.Module) -> Iterator[Kept]:
         for name, value in vars(kind).items():
             if _is_plain(value) and not name.startswith("__"):
                 yield Kept(path=f"{kind.__qualname__}.{name}", holder=kind, name=name, value=value)
-    for function, names in _used(functions):
+    for function, names in _reach(functions):
         known, file = function.__globals__, function.__globals__.get("__name__", "")
         for name in names:
             if _is_plain(known.get(name, MISSING)):
@@ -94,8 +94,8 @@ def attributes(module: torch.nn.Module) -> Iterator[Kept]:
 
 
 def defaults(module: torch.nn.Module) -> Iterator[Kept]:
-    """The collections that are defaults of the functions of `module`, and of those that they use: one for all calls."""
-    for function, _ in _used(list(users_functions(module))):
+    """Mutable defaults of the functions of `module`, and of the functions that they use."""
+    for function, _ in _reach(list(users_functions(module))):
         given = function.__defaults__ or ()
         names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(given) :] if given else ()
         for name, value in zip(names, given, strict=True):
@@ -110,9 +110,9 @@ def _is_empty(cell: CellType) -> bool:
         return True
 
 
-def _used(waiting: list[FunctionType]) -> list[tuple[FunctionType, set[str]]]:
-    """The functions, and those of the user's that they use, with what each names of its file."""
-    found: list[tuple[FunctionType, set[str]]] = []
+def _reach(waiting: list[FunctionType]) -> list[tuple[FunctionType, set[str]]]:
+    """The functions and the user's functions that they use, each with the names in its code."""
+    reached: list[tuple[FunctionType, set[str]]] = []
     seen: set[CodeType] = set()
     while waiting:
         function = waiting.pop()
@@ -128,17 +128,17 @@ def _used(waiting: list[FunctionType]) -> list[tuple[FunctionType, set[str]]]:
             value = function.__globals__.get(name, MISSING)
             if isinstance(value, FunctionType) and code_paths.is_users(value.__code__.co_filename):
                 waiting.append(value)
-        found.append((function, names))
-    return found
+        reached.append((function, names))
+    return reached
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a number, a tensor, or a collection: what somebody may keep something in."""
+    """Whether it is a number, a tensor, or a collection."""
     return value is None or type(value) in _PLAIN
 
 
 def _trace(value: Any, depth: int) -> object:
-    """Something that is another when `value` has been written to, as far as it is looked into."""
+    """Differs after `value` was written to, down to `depth`."""
     if isinstance(value, int | float | str | bytes | None):
         return value
     if isinstance(value, torch.Tensor):
@@ -158,8 +158,8 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module) and not callable(value)
 
 
-def _copied(value: Any, depth: int) -> Any:
-    """`value`, which nobody who writes into the original writes into, as far as `_trace` looks."""
+def _copy(value: Any, depth: int) -> Any:
+    """A copy of `value` as deep as `_trace` looks."""
     if isinstance(value, torch.Tensor):
         parameter = isinstance(value, torch.nn.Parameter)
         return value if parameter or value.nbytes > _LARGEST else value.detach().clone()
@@ -169,42 +169,43 @@ def _copied(value: Any, depth: int) -> Any:
         if len(value) > _WIDTH:
             return value
         if isinstance(value, dict):
-            return {key: _copied(one, depth - 1) for key, one in value.items()}
-        return type(value)(_copied(one, depth - 1) for one in value)
+            return {key: _copy(one, depth - 1) for key, one in value.items()}
+        return type(value)(_copy(one, depth - 1) for one in value)
     if depth and _is_object(value) and type(value).__module__ != "builtins":
-        return _copied_object(value, depth)
+        return _copy_object(value, depth)
     return value
 
 
-def _copied_object(value: Any, depth: int) -> Any:
+def _copy_object(value: Any, depth: int) -> Any:
     try:
         made = copy.copy(value)
-        vars(made).update({name: _copied(one, depth - 1) for name, one in vars(value).items()})
-    except Exception:  # noqa: BLE001 - an object of the user's that is not to be copied is left as it is
+        vars(made).update({name: _copy(one, depth - 1) for name, one in vars(value).items()})
+    except Exception:  # noqa: BLE001 - an object of the user's that cannot be copied is left as it is
         return value
     return made
 
 
 @final
 class Recall:
-    """What the plain attributes of `module` held when this was made."""
+    """The values of the plain attributes of `module` when this was made."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._held = held(module)
-        self._copies = {kept.path: _copied(kept.value, _DEPTH) for kept in attributes(module)}
+        self._snapshot = take_snapshot(module)
+        self._copies = {kept.path: _copy(kept.value, _DEPTH) for kept in attributes(module)}
 
     def changed(self) -> tuple[str, ...]:
-        """The attributes that hold something else by now."""
-        return tuple(path for path, trace in held(self._module).items() if self._held.get(path, MISSING) != trace)
+        """The attributes that have changed since."""
+        now = take_snapshot(self._module)
+        return tuple(path for path, trace in now.items() if self._snapshot.get(path, MISSING) != trace)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Within the block the model holds what it held then; afterwards what it holds now."""
+        """Within the block the model has its values of then; afterwards those of now."""
         names = {*self.changed()}
         now = [kept for kept in attributes(self._module) if kept.path in names]
         for kept in now:
-            kept.put(_copied(self._copies.get(kept.path, MISSING), _DEPTH))
+            kept.put(_copy(self._copies.get(kept.path, MISSING), _DEPTH))
         try:
             yield
         finally:

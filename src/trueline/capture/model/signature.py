@@ -1,9 +1,8 @@
 """How a model is called: its nested inputs and outputs as flat, named tensors, and back.
 
-A Session speaks in names, a module in tuples, dicts and keyword arguments. The names come from the
-module's own `forward` and from the keys and fields on the way to each tensor: `x`, `mask`, `images.0`,
-`boxes.left`. What is not a tensor (None, a flag, a number) is part of the call and stays as the example
-has it.
+A Session uses names, a module tuples, dicts and keyword arguments. The names come from the module's own `forward` and
+from the keys and fields on the way to each tensor: `x`, `mask`, `images.0`, `boxes.left`. What is not a tensor (None, a
+flag, a number) is part of the call and stays as in the example.
 """
 
 from __future__ import annotations
@@ -19,41 +18,33 @@ import torch
 from torch.utils import _pytree as pytree
 
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
-from trueline.capture.model import code_paths as paths
-from trueline.capture.model import dataclasses as structures
-from trueline.capture.model import dynamic_dims
-from trueline.capture.model.batch_axis import leading
+from trueline.capture.model import code_paths, dynamic_dims
+from trueline.capture.model.arguments import as_arguments, register_dataclasses
 from trueline.capture.model.dynamic_dims import BATCH as BATCH
 from trueline.capture.model.dynamic_dims import Free, Place
-from trueline.capture.model.explicit_state import GIVEN, NEXT, Asked, Explicit, sheltered, users_own
+from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit, preserve_buffers, users_own
 from trueline.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calling:
-    """One module's calling convention, learnt from examples.
-
-    `signature` is what was seen, not what is proven: every free dimension but the batch is a symbol of its own.
-    """
+    """One module's calling convention, learnt from examples."""
 
     signature: Signature
+    """From the examples, not proven: every free dimension but the batch is a symbol of its own."""
     presumed: Signature
     """The same, with those dimensions as one symbol that are equal in all examples."""
     example: tuple[torch.Tensor, ...]
     free: Free
     leaves: tuple[Any, ...]
-    """Leaves of (args, kwargs);
-
-    where a tensor belongs stands its position among the inputs, wrapped in a Slot.
-    """
+    """Leaves of (args, kwargs), with a Slot in place of each tensor."""
     spec: Any
     """torch's TreeSpec of (args, kwargs)."""
 
     def call(self, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Calls `module` with `tensors` in their places; returns the tensors of its outputs in order."""
         args, kwargs = self.arguments(tensors)
-        found = module(*args, **kwargs)
-        return tuple(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
+        return tuple(leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the module, with `tensors` in their places."""
@@ -92,42 +83,42 @@ def learn(
 
     `inputs` is a tensor, a tuple or list of them (positional arguments) or a dict (keyword arguments). `others` are
     further batches: a dimension in which they differ is free, as is what `dynamic_shapes` declares.
-    Raises CaptureError, with the user's line, when an input or output is nothing that a bundle can hold, or the call
-    fails.
+    Raises CaptureError, with the user's line, when a bundle cannot hold an input or output, or the call fails.
     """
     try:
-        return _learnt(module, inputs, others, dynamic_shapes)
+        return _learn(module, inputs, others, dynamic_shapes)
     except CaptureError as error:
-        place = paths.users_line(error.__cause__) if error.__cause__ else None
-        place = place or paths.forward_of(users_own(module))
+        place = code_paths.users_line(error.__cause__) if error.__cause__ else None
+        place = place or code_paths.forward_of(users_own(module))
         if place is None:
             raise
         raise CaptureError(f"{error.message}; see {place}", hint=error.hint) from error
 
 
-def _learnt(
+def _learn(
     module: torch.nn.Module, inputs: Any, others: Sequence[Any], dynamic_shapes: Mapping[str, Any] | None
 ) -> Calling:
-    batches = [_flattened(module, one) for one in (inputs, *others)]
+    batches = [_flatten(module, one) for one in (inputs, *others)]
     first = batches[0]
     for number, other in enumerate(batches[1:], 2):
         _check_alike(first, other, number)
-    declared = dynamic_dims.read(first.specs, dynamic_shapes or {})
+    declared = dynamic_dims.read_declared(first.specs, dynamic_shapes or {})
     tensors = [one.tensors for one in batches]
-    led, counts = leading(first.specs, tensors, declared[0], lambda given: _answers(module, first, given))
+    led, counts = dynamic_dims.find_batch_axes(
+        first.specs, tensors, declared[0], lambda given: _accepts(module, first, given)
+    )
     follows, grows = _of_state(module)
-    free = dynamic_dims.find(first.specs, tensors, declared, leads=led, follows=follows, grows=grows)
+    free = dynamic_dims.find_free(first.specs, tensors, declared, leads=led, follows=follows, grows=grows)
     at = _largest(free, batches)
     base = batches[at]
-    args, kwargs = _arguments((inputs, *others)[at])
     leads = free.leads
     alone = {place: BATCH if place in leads else f"{place[0]}.{place[1]}" for place in free.places}
     specs = _symbolic(base.specs, alone)
-    outputs = _outputs(_called(module, args, kwargs), specs, counts[at], free, explicit=isinstance(module, Explicit))
+    outputs = _outputs(module, _call_example(module, (inputs, *others)[at]), specs, counts[at], free)
     kinds = {place: (place in leads or place in follows, place in grows) for place in free.places}
     sizes = {place: (*kinds[place], *(_size(one, place) for one in batches)) for place in free.places}
-    groups = free.grouped(sizes)
-    named = zip(groups, free.named(groups), strict=True)
+    groups = free.group(sizes)
+    named = zip(groups, free.name_groups(groups), strict=True)
     tied = _symbolic(base.specs, {place: name for group, name in named for place in group})
     least = {symbol: free.grows[place] for place, symbol in alone.items() if place in free.grows}
     return Calling(
@@ -150,28 +141,28 @@ class _Flattened:
     spec: Any
 
 
-def _flattened(module: torch.nn.Module, inputs: Any) -> _Flattened:
-    paths, spec = pytree.tree_flatten_with_path(_arguments(inputs))
+def _flatten(module: torch.nn.Module, inputs: Any) -> _Flattened:
+    arguments = as_arguments(inputs)
+    paths, spec = pytree.tree_flatten_with_path((arguments.args, arguments.kwargs))
     names = _input_names(users_own(module), [path for path, _ in paths])
     states = {GIVEN + name for name in module.names} if isinstance(module, Explicit) else set()
-    found = _Flattened(specs=[], tensors=[], leaves=[], spec=spec)
+    flat = _Flattened(specs=[], tensors=[], leaves=[], spec=spec)
     for (_, leaf), name in zip(paths, names, strict=True):
         if isinstance(leaf, torch.Tensor):
-            found.leaves.append(Slot(len(found.tensors)))
-            found.tensors.append(leaf.detach())
-            taken = _spec("input", name, leaf, None)
-            found.specs.append(msgspec.structs.replace(taken, role="state") if name in states else taken)
+            flat.leaves.append(Slot(len(flat.tensors)))
+            flat.tensors.append(leaf.detach())
+            tensor_spec = _spec("input", name, leaf, None)
+            flat.specs.append(msgspec.structs.replace(tensor_spec, role="state") if name in states else tensor_spec)
         else:
-            found.leaves.append(leaf)
-    return found
+            flat.leaves.append(leaf)
+    return flat
 
 
 def _check_alike(first: _Flattened, other: _Flattened, number: int) -> None:
-    wanted = [(spec.name, spec.datatype, len(spec.shape)) for spec in first.specs]
-    found = [(spec.name, spec.datatype, len(spec.shape)) for spec in other.specs]
-    if first.spec != other.spec or wanted != found:
+    want, have = ([(spec.name, spec.datatype, len(spec.shape)) for spec in one.specs] for one in (first, other))
+    if first.spec != other.spec or want != have:
         raise CaptureError(
-            f"example {number} has the inputs {found} (name, datatype, dimensions), the first has {wanted}",
+            f"example {number} has the inputs {have} (name, datatype, dimensions), the first has {want}",
             hint="all examples are called alike; only sizes and values may differ",
         )
     fixed = [leaf for leaf in other.leaves if not isinstance(leaf, Slot)]
@@ -187,16 +178,16 @@ def _size(batch: _Flattened, place: Place) -> int:
     return next(t.shape[axis] for s, t in zip(batch.specs, batch.tensors, strict=True) if s.name == name)
 
 
-def _answers(module: torch.nn.Module, batch: _Flattened, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the model can be called as for `batch`, with `tensors`. One whose state is explicit is not asked."""
+def _accepts(module: torch.nn.Module, batch: _Flattened, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the model can be called as for `batch`, with `tensors`. One whose state is explicit is not called."""
     if isinstance(module, Explicit):
         return True
     leaves = [tensors[leaf.index].clone() if isinstance(leaf, Slot) else leaf for leaf in batch.leaves]
     args, kwargs = pytree.tree_unflatten(leaves, batch.spec)
     try:
-        with torch.no_grad(), as_trained(), sheltered(module):
+        with torch.no_grad(), as_trained(), preserve_buffers(module):
             module(*args, **kwargs)
-    except Exception:  # noqa: BLE001 - the user's forward at sizes it may not take: whatever it raises is the answer
+    except Exception:  # noqa: BLE001 - the user's forward at sizes it may not accept may raise anything
         return False
     return True
 
@@ -210,13 +201,8 @@ def _largest(free: Free, batches: Sequence[_Flattened]) -> int:
 
 def _symbolic(specs: Sequence[TensorSpec], symbols: Mapping[Place, str]) -> list[TensorSpec]:
     """`specs` with the symbols in their places."""
-    return [
-        msgspec.structs.replace(
-            spec,
-            shape=tuple(symbols.get((spec.name, axis), size) for axis, size in enumerate(spec.shape)),
-        )
-        for spec in specs
-    ]
+    shapes = [tuple(symbols.get((s.name, axis), size) for axis, size in enumerate(s.shape)) for s in specs]
+    return [msgspec.structs.replace(spec, shape=shape) for spec, shape in zip(specs, shapes, strict=True)]
 
 
 def _signature(specs: Sequence[TensorSpec], outputs: tuple[TensorSpec, ...], least: Mapping[str, int]) -> Signature:
@@ -229,8 +215,8 @@ def _signature(specs: Sequence[TensorSpec], outputs: tuple[TensorSpec, ...], lea
 def as_trained() -> Iterator[None]:
     """Runs nn.TransformerEncoder as it is trained while the block runs.
 
-    Without gradients torch takes a fused path that answers zeros where the padding mask is set, and fails when all is
-    masked; training never took it, and no exporter follows it. The switch is torch's, for the whole process.
+    Without gradients torch takes a fused path that returns zeros where the padding mask is set, and fails when all is
+    masked; training never takes it, and no exporter follows it. The switch is torch's, for the whole process.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -240,26 +226,14 @@ def as_trained() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def asked(inputs: Any) -> Asked:
-    """How a model is called with `inputs`: a tensor, a tuple or list of them, or a dict."""
-    return Asked(*_arguments(inputs))
+_ELSEWHERE = "the model may want a device that is not here: capture runs on the CPU; make tensors on x.device"
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    structures.know(inputs)
-    if isinstance(inputs, Asked):
-        return inputs.args, inputs.kwargs
-    if isinstance(inputs, dict):
-        return (), inputs
-    if isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):
-        return tuple(inputs), {}
-    return (inputs,), {}
-
-
-def _called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_example(module: torch.nn.Module, inputs: Any) -> Any:
+    arguments = as_arguments(inputs)
     try:
         with torch.no_grad(), as_trained():
-            found = module(*args, **kwargs)
+            outputs = module(*arguments.args, **arguments.kwargs)
     except Exception as error:
         raise CaptureError(
             f"the model cannot be called with its own example: {type(error).__name__}: {error}",
@@ -267,11 +241,8 @@ def _called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             if any(word in str(error) for word in ("CUDA", "cuda", "device"))
             else "forward is called with what examples() returns, or the inputs of the records",
         ) from error
-    structures.know(found)
-    return found
-
-
-_ELSEWHERE = "the model may want a device that is not here: capture runs on the CPU; make tensors on x.device"
+    register_dataclasses(outputs)
+    return outputs
 
 
 def _input_names(module: torch.nn.Module, paths: Sequence[Sequence[Any]]) -> list[str]:
@@ -296,19 +267,19 @@ def _step(key: Any) -> str:
 
 
 def _unique(names: Iterable[str], taken: set[str]) -> list[str]:
-    found: list[str] = []
+    unique: list[str] = []
     for name in names:
         plain = "".join(c if c.isalnum() or c in "._-" else "_" for c in name) or "value"
         count, free = 2, plain
         while free in taken:
             free, count = f"{plain}_{count}", count + 1
         taken.add(free)
-        found.append(free)
-    return found
+        unique.append(free)
+    return unique
 
 
 def _of_state(module: torch.nn.Module) -> tuple[set[Place], dict[Place, int]]:
-    """Where a state counts the records of the batch, and where it grows, from how many."""
+    """Where a state counts the records of the batch, and where it grows, from what size."""
     if not isinstance(module, Explicit):
         return set(), {}
     starts = {name: module.initial[GIVEN + name].shape[axis] for name, axis in module.grows.items()}
@@ -317,31 +288,30 @@ def _of_state(module: torch.nn.Module) -> tuple[set[Place], dict[Place, int]]:
 
 
 def _outputs(
-    found: Any, inputs: Sequence[TensorSpec], num_records: int, free: Free, *, explicit: bool
+    module: torch.nn.Module, answer: Any, inputs: Sequence[TensorSpec], num_records: int, free: Free
 ) -> tuple[TensorSpec, ...]:
-    """The outputs by name. Those of an Explicit end with the state, in the form of the inputs that brought it, but for
-    what grows.
-    """
-    found, left = found if explicit else (found, {})
-    paths = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(found)[0] if leaf is not None]
+    """The outputs by name. Those of an Explicit end with the state, in the form of its inputs, but for what grows."""
+    answer, state = answer if isinstance(module, Explicit) else (answer, {})
     named = []
-    for path, leaf in paths:
+    for path, leaf in pytree.tree_flatten_with_path(answer)[0]:
+        if leaf is None:
+            continue
         steps = [_step(step) for step in path]
         if not steps or steps[0].isdigit():
             steps = ["output" if not steps else f"output_{steps[0]}", *steps[1:]]
         named.append((".".join(steps), leaf))
     if not named:
         raise CaptureError("the model returns no tensor; forward has to return a tensor, a tuple or a dict of them")
-    names = _unique((name for name, _ in named), {spec.name for spec in inputs} | set(left))
+    names = _unique((name for name, _ in named), {spec.name for spec in inputs} | set(state))
     given = {spec.name: spec for spec in inputs}
     return (
         *(_spec("output", name, leaf, num_records) for name, (_, leaf) in zip(names, named, strict=True)),
-        *(_taken_on(given[GIVEN + name.removeprefix(NEXT)], name, free) for name in left),
+        *(_next_state(given[GIVEN + name.removeprefix(NEXT)], name, free) for name in state),
     )
 
 
-def _taken_on(given: TensorSpec, name: str, free: Free) -> TensorSpec:
-    """The output that takes a state on: as the input that brought it, but of a size of its own where it grows."""
+def _next_state(given: TensorSpec, name: str, free: Free) -> TensorSpec:
+    """The output of a state: as its input, but with a size of its own where it grows."""
     shape = tuple(
         f"{name}.{axis}" if (given.name, axis) in free.grows else size for axis, size in enumerate(given.shape)
     )

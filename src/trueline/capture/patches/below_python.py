@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from trueline.capture.model.dynamic_dims import resized
+from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.capture.model.signature import Calling
 from trueline.capture.patches import Patch
 
@@ -37,7 +37,7 @@ def graph(flat: torch.nn.Module, calling: Calling) -> torch.nn.Module:
     """`flat` as a module of the operators that it calls, its free sizes symbols. Raises what torch raises."""
     sizes = _unlike(calling)
     example = [
-        resized(tensor, {axis: sizes[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)})
+        resize_tensor(tensor, {axis: sizes[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)})
         for tensor, spec in zip(calling.example, calling.presumed.inputs, strict=True)
     ]
     return Operators(make_fx(flat, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example))

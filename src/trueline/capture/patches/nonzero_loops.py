@@ -71,7 +71,7 @@ class Places(TorchFunctionMode):
 
     def _steps(self, name: str, places: Any, most: int, as_it_is: Any) -> Any:
         if not self.all:
-            line = str(code_paths.line_at_hand())
+            line = str(code_paths.current_line())
             self.skipped[line] = self.skipped.get(line, False) or len(places) < most
             return as_it_is()
         numbers: list[Any] = [*range(most)] if places.ndim == 1 else [[one] for one in range(most)]

@@ -1,4 +1,4 @@
-"""What a capture says about itself: every format that was tried, and what became of it."""
+"""What a capture reports: every format that was tried, and its verdict."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trueline import events
 from trueline.runtime.session import Format
 
 State = Literal["refuse", "explicit"]
-"""What becomes of a model that writes its own buffers: refused, or they become inputs and outputs."""
+"""A model that writes its own buffers is refused, or they become inputs and outputs."""
 
 _FOLDERS = re.compile(r"(?<![\w.)\]])/(?:[^\s/:'\"(),]+/)+")
-"""The folders of a path that a message names; of a quotient, `a/b/c`, nothing."""
+"""The folders of a path in a message; of a quotient, `a/b/c`, nothing."""
 _LINE = re.compile(r"(.+?):(\d+)(?=: |$)")
 
 
@@ -25,7 +25,7 @@ class Attempt:
     format: Format
     verdict: Literal["proven", "refused"]
     emitted: bool
-    """Whether there was a program to ask; what is refused before could not be made."""
+    """Whether a program was made."""
     why: str
     """Empty when proven."""
     line: str
@@ -35,15 +35,15 @@ class Attempt:
     probes: int
     max_abs_error: float
     how: str = ""
-    """In which way it was made, where a format knows several."""
+    """The way it was made, where a format knows several."""
     submodule: str = ""
     """The first submodule whose output a program that disagrees does not have: its name and class."""
     defined: str = ""
     """`file:line` of that class."""
     hint: str = ""
-    """What to do about a refusal, where it is known."""
+    """The advice that goes with a refusal, where there is one."""
     range: str = ""
-    """What a proven program may be asked, in words."""
+    """The inputs that a proven program accepts, in words."""
 
     @property
     def reason(self) -> str:
@@ -54,7 +54,7 @@ class Attempt:
         return f"{self.why}; the first submodule whose output differs: {self.submodule}{place}"
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The attempt as one line for a terminal."""
         if self.verdict == "refused":
             return f"{self.format}: refused ({self.reason}{f'; see {self.line}' if self.line else ''})"
@@ -63,27 +63,24 @@ class Attempt:
         return f"{self.format}: proven for {self.range or 'the sizes of its example'}{bound}{how}"
 
     def as_record(self) -> dict[str, Any]:
-        """For the bundle's lineage: without what is empty, and of `line` the file's name and number alone.
+        """For the bundle's lineage: without empty fields, and of `line` the file's name and number alone.
 
         A bundle names no folder of the machine that captured it and holds no source.
         """
-        found = _LINE.match(self.line)
-        said = {
+        place = _LINE.match(self.line)
+        optional = {
             "why": _FOLDERS.sub("", self.why),
-            "line": f"{PurePath(found[1]).name}:{found[2]}" if found else "",
+            "line": f"{PurePath(place[1]).name}:{place[2]}" if place else "",
             "how": self.how,
             "submodule": self.submodule,
             "range": self.range,
         }
+        always = ("format", "verdict", "emitted", "seconds", "size_bytes", "probes", "max_abs_error")
         return {
-            "format": self.format,
-            "verdict": self.verdict,
-            "emitted": self.emitted,
+            **{name: getattr(self, name) for name in always},
             "seconds": round(self.seconds, 3),
-            "size_bytes": self.size_bytes,
-            "probes": self.probes,
-            "max_abs_error": self.max_abs_error,
-        } | {name: value for name, value in said.items() if value}
+            **{name: value for name, value in optional.items() if value},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +95,7 @@ class Captured:
 
 
 def emit_event(attempt: Attempt) -> None:
-    """Emits the event of an attempt that has come to its end."""
+    """Emits the event of a finished attempt."""
     if attempt.verdict == "proven":
         events.emit(
             "program.proven",

@@ -1,18 +1,21 @@
-"""Is the model a function of its inputs? Asked twice the same, it has to answer the same; else the line is named.
+"""Is the model a function of its inputs? Equal inputs have to give equal answers; else the user's line is named.
 
-Random numbers are found where torch draws them (operators that are tagged as seeded), a memory in a buffer where an
-operator writes into it, and a memory in Python where user code stores into an attribute while it is called, or where an
-attribute is another after the call (a list that grows, a dict that is filled).
+Random numbers are found where torch draws them (operators that are tagged as seeded), a state in a buffer where an
+operator writes into it, and a state in Python where user code stores into an attribute during a call, or where an
+attribute differs after it (a list that grows, a dict that is filled).
+
+Rare behaviour needs more calls: a model that draws from Python's or numpy's generators may drop a layer once in twenty
+calls, so it is called many times; one that counts its calls is called with its counters set to large numbers.
 """
 
 from __future__ import annotations
 
 import dis
 import random
-import sys
+import time
 from dataclasses import dataclass
-from itertools import islice
-from types import CodeType, FrameType
+from itertools import chain, islice
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +24,11 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trueline.capture.export.exported import STATE_HINT
-from trueline.capture.model import code_paths, explicit_state, first_call
+from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import Event, Place
-from trueline.capture.model.explicit_state import Asked
-from trueline.capture.model.python_state import held
-from trueline.errors import join_names
+from trueline.capture.model.python_state import Kept, attributes, defaults, take_snapshot
+from trueline.errors import NotProven, join_names
 from trueline.runtime import compare
 
 if TYPE_CHECKING:
@@ -47,6 +50,14 @@ ATTRIBUTE_HINT = (
     "a plain attribute is no state that a program can hold: make it a buffer (register_buffer; `trueline doctor` shows "
     "the edit where it is proven) and capture with --state explicit, or write only `if self.training`"
 )
+MANY, BUDGET_S = 200, 2.0
+"""Calls of a model that draws outside of torch, and the seconds of this thread after which no further one is made."""
+WIDTH = 100
+"""Numbers of a collection that are looked at."""
+COUNTS = (9, 10, 99, 100, 999, 1000, 9999, 10_000, 1_000_000)
+"""Values that a counter of calls is set to."""
+ORDERS = 4
+"""Pairs of inputs of the same sizes that are given in either order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +68,20 @@ class Unsteady:
     place: Place | None
     hint: str
     random: bool = False
-    """Whether random numbers are all that there is to it."""
+    """Whether random numbers of torch are the only reason."""
+
+    def as_error(self) -> NotProven:
+        return NotProven(self.why + (f"; see {self.place}" if self.place else ""), hint=self.hint)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators that draw random numbers or write into buffers, with the user's line that called each."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # see wild.Careful
+        return True  # see observe.Careful
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,35 +91,26 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
-            return func(*args, **(kwargs or {}))  # what its branches do is not watched
+            return func(*args, **(kwargs or {}))  # its branches are not watched
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws.append((str(func), _calling_line()))
+            self.draws.append((str(func), code_paths.current_line()))
         written = args[0] if args and func._schema.is_mutable else None
         if isinstance(written, torch.Tensor) and _memory(written) in self._memory:
-            self.writes.append(_calling_line())
+            self.writes.append(code_paths.current_line())
         return func(*args, **(kwargs or {}))
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where the tensor's elements lie; 0 where that is no one place."""
+    """Address of the tensor's elements; 0 where they are not in one place."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
-def _calling_line() -> Place | None:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if code_paths.is_users(frame.f_code.co_filename):
-            return Place(file=frame.f_code.co_filename, line=frame.f_lineno)
-        frame = frame.f_back
-    return None
-
-
-def unsteady(eager: EagerSession) -> Unsteady | None:
-    """Asks the example twice. None when the answers agree and are numbers, and no buffer is another than before."""
+def check_twice(eager: EagerSession) -> Unsteady | None:
+    """Runs the example twice. None when the answers agree and are numbers, and no buffer has changed."""
     users = explicit_state.users_own(eager.module)
     before = {} if users is not eager.module else {name: value.clone() for name, value in users.named_buffers()}
     first = eager.run(eager.example)
-    found = compare.compare(first, eager.run(eager.example))
+    comparison = compare.compare(first, eager.run(eager.example))
     for name, array in first.items():
         if array.dtype.kind == "f" and np.isnan(array).any():
             count = int(np.isnan(array).sum())
@@ -114,100 +119,85 @@ def unsteady(eager: EagerSession) -> Unsteady | None:
                 place=None,
                 hint="look at the parameters of the checkpoint and at the example: a trained model answers numbers",
             )
-    left = dict(users.named_buffers())
-    kept = all(name in left and explicit_state.equal(value, left[name]) for name, value in before.items())
-    if found.agrees and kept:
-        return _changed_itself(eager) if eager.changed else None
-    return searched(eager, found.reason)
-
-
-def _changed_itself(eager: EagerSession) -> Unsteady:
-    """Of a model that is steady now, and was another before it was called."""
+    after = dict(users.named_buffers())
+    kept = all(name in after and explicit_state.equal(value, after[name]) for name, value in before.items())
+    if not (comparison.agrees and kept):
+        return find_cause(eager, comparison.reason)
+    if not eager.changed:
+        return None
     return Unsteady(
-        why=f"the model changes itself when it is first called ({join_names(eager.changed)}): what it "
-        "answers depends on the question that came first",
-        place=first_call.writing_line(explicit_state.users_own(eager.module), eager.changed),
+        why=f"the model changes itself when it is first called ({join_names(eager.changed)}): what it answers depends "
+        "on the input that came first",
+        place=code_paths.writing_line(users, eager.changed),
         hint="call it on its data once and capture what it then is (a checkpoint of it), or write only "
         "`if self.training`",
     )
 
 
-def searched(eager: EagerSession, reason: str) -> Unsteady:
-    """Why a model that answers differently does so: asks once more, to see whether random numbers are drawn, or
-    something is written, and where.
+def find_cause(eager: EagerSession, reason: str) -> Unsteady:
+    """Why a model answers equal inputs differently (`reason` says how; empty: a call changes its buffers).
+
+    Calls it once more, to see whether random numbers are drawn, or something is written, and where.
     """
     users = explicit_state.users_own(eager.module)
-    watch = _Watch(list(users.buffers()))
-    before, drawn = held(users), random_states()
-    with code_paths.watching() as way, watch:
+    watch = _WriteWatch(list(users.buffers()))
+    before, drawn = take_snapshot(users), random_states()
+    with code_paths.watch() as way, watch:
         eager.run(eager.example)
-    changed = [name for name, trace in held(users).items() if before.get(name) != trace]
+    changed = [name for name, trace in take_snapshot(users).items() if before.get(name) != trace]
+    differs = f"it answers equal inputs differently ({reason})" if reason else "a call changes them"
+    unsteady = "the model is not deterministic in evaluation mode"
     if watch.draws and reason:
         operator, place = watch.draws[0]
-        return Unsteady(
-            why=f"the model is not deterministic in evaluation mode: {operator} draws random numbers, and it answers "
-            f"differently when it is asked the same again ({reason})",
-            place=place,
-            hint=RANDOM_HINT,
-            random=_same_when_seeded(eager),
-        )
+        why = f"{unsteady}: {operator} draws random numbers, and {differs}"
+        return Unsteady(why=why, place=place, hint=RANDOM_HINT, random=_same_when_seeded(eager))
     if random_states() != drawn and reason:
-        return Unsteady(
-            why="the model is not deterministic in evaluation mode: it draws random numbers outside of torch, and it "
-            f"answers differently when it is asked the same again ({reason})",
-            place=code_paths.reading(way, "rand"),
-            hint=OUTSIDE_HINT,
-        )
-    again = f"it answers differently when it is asked the same again ({reason})" if reason else "a call changes them"
+        why = f"{unsteady}: it draws random numbers outside of torch, and {differs}"
+        return Unsteady(why=why, place=code_paths.find_line(way, "rand"), hint=OUTSIDE_HINT)
     args, kwargs = eager.calling.arguments(eager.calling.example)
     plain = {key: value for key, value in kwargs.items() if not key.startswith(explicit_state.GIVEN)}
-    buffers = () if users is not eager.module else explicit_state.written(users, [Asked(args, plain)])
+    buffers = () if users is not eager.module else explicit_state.written_buffers(users, [Arguments(args, plain)])
     if buffers:
-        place = next((place for place in watch.writes if place is not None), None) or _stored(
-            way, {name.rpartition(".")[2] for name in buffers}
-        )
-        why = f"the model keeps a state in its buffers ({join_names(buffers)}): {again}"
+        names = {name.rpartition(".")[2] for name in buffers}
+        place = next((place for place in watch.writes if place is not None), None) or _storing_line(way, names)
+        why = f"the model keeps a state in its buffers ({join_names(buffers)}): {differs}"
         return Unsteady(why=why, place=place, hint=f"A served program has no memory. {STATE_HINT}")
-    attributes = list(dict.fromkeys(name for name, _ in _stores_on(way))) or changed
-    where = f" in the Python attributes it stores ({join_names(attributes)})" if attributes else ""
-    place = _stored(way) or _named(way, {name.rpartition(".")[2] for name in changed})
-    return Unsteady(why=f"the model keeps a state{where}: {again}", place=place, hint=ATTRIBUTE_HINT)
+    stored = list(dict.fromkeys(name for name, _ in _accesses(way))) or changed
+    where = f" in the Python attributes it stores ({join_names(stored)})" if stored else ""
+    place = _storing_line(way) or _loading_line(way, changed)
+    return Unsteady(why=f"the model keeps a state{where}: {differs}", place=place, hint=ATTRIBUTE_HINT)
 
 
-ORDERS = 4
-"""Pairs of questions of the same sizes that are asked in either order."""
+def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
+    """Whether what the model keeps in its attributes depends on the values of its inputs; None when it does not, as for
+    a table that is made for a size.
 
-
-def recalled(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
-    """Why a model that keeps something in its attributes is no function of its inputs; None when it keeps nothing, or
-    nothing that the values of a question decide, as a table that is made for a size.
-
-    A second question is asked of the model as it was before it was ever called, and again after a first one of the same
+    A second input is given to the model as it was before its first call, and again after a first input of the same
     sizes: the answer has to be the same.
     """
-    for first, second in _alike(observations):
+    for first, second in _pairs(observations):
         names = eager.recall.changed()
         if not names:
             return None
         with eager.recall.as_before():
             alone = _answer(eager, second)
-        with eager.recall.as_before(), code_paths.watching() as way:
+        with eager.recall.as_before(), code_paths.watch() as way:
             _answer(eager, first)
             after = _answer(eager, second)
         if alone is None or after is None:
             continue
-        found = compare.compare(alone, after)
-        if not found.agrees:
+        comparison = compare.compare(alone, after)
+        if not comparison.agrees:
             return Unsteady(
                 why=f"the model keeps a state in the Python attributes it stores ({join_names(names)}): it answers "
-                f"differently after another question of the same sizes ({found.reason})",
-                place=_stored(way) or _named(way, {name.rpartition(".")[2] for name in names}),
+                f"differently after another input of the same sizes ({comparison.reason})",
+                place=_storing_line(way) or _loading_line(way, names),
                 hint=ATTRIBUTE_HINT,
             )
     return None
 
 
-def _alike(observations: Sequence[Observation]) -> Iterator[tuple[Observation, Observation]]:
+def _pairs(observations: Sequence[Observation]) -> Iterator[tuple[Observation, Observation]]:
     """Pairs of the same sizes and other values, each of other sizes than the last."""
     by_sizes: dict[object, list[Observation]] = {}
     for seen in observations:
@@ -219,8 +209,75 @@ def _alike(observations: Sequence[Observation]) -> Iterator[tuple[Observation, O
 def _answer(eager: EagerSession, seen: Observation) -> dict[str, Array] | None:
     try:
         return eager.run(seen.probe.inputs)
-    except Exception:  # noqa: BLE001 - the user's forward in a state that it was in only once: no answer to compare
+    except Exception:  # noqa: BLE001 - the user's forward in a state that it had only once: no answer to compare
         return None
+
+
+def check_rare(eager: EagerSession) -> Unsteady | None:
+    """Why a model that answered twice the same is no function of its inputs; None when nothing shows it."""
+    users = explicit_state.users_own(eager.module)
+    drawn, counters = random_states(), _whole_numbers(users)
+    with code_paths.watch() as way:
+        answer = eager.run(eager.example)
+    if random_states() != drawn:
+        return _check_many_calls(eager, answer, way)
+    before = {one.path: one.value for one in counters}
+    changed = [one for one in _whole_numbers(users) if before.get(one.path) != one.value]
+    return _check_counts(eager, answer, changed, way)
+
+
+def _check_many_calls(eager: EagerSession, answer: dict[str, Array], way: Sequence[Event]) -> Unsteady | None:
+    started = time.thread_time()
+    for number in range(2, MANY + 1):
+        comparison = compare.compare(answer, eager.run(eager.example))
+        if not comparison.agrees:
+            return Unsteady(
+                why="the model is not deterministic in evaluation mode: it draws random numbers outside of torch, and "
+                f"its answer to the same input differed at call {number} ({comparison.reason})",
+                place=code_paths.find_line(way, "rand"),
+                hint=OUTSIDE_HINT,
+            )
+        if time.thread_time() - started > BUDGET_S:
+            break
+    return None
+
+
+def _whole_numbers(module: torch.nn.Module) -> list[Kept]:
+    """Kept values that are a whole number, or hold one."""
+    numbers: list[Kept] = []
+    for kept in chain(attributes(module), defaults(module)):
+        value = kept.value
+        if type(value) is int:
+            numbers.append(kept)
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        numbers += [
+            Kept(path=f"{kept.path}[{key!r}]", holder=value, name=key, value=one)
+            for key, one in islice(inside, WIDTH)
+            if type(one) is int
+        ]
+    return numbers
+
+
+def _check_counts(
+    eager: EagerSession, answer: dict[str, Array], counters: Sequence[Kept], way: Sequence[Event]
+) -> Unsteady | None:
+    for counter in counters:
+        for count in COUNTS:
+            counter.put(count)
+            try:
+                comparison = compare.compare(answer, eager.run(eager.example))
+            except Exception:  # noqa: BLE001 - the user's forward at a count it may not know: no answer to compare
+                continue
+            finally:
+                counter.put(counter.value)
+            if not comparison.agrees:
+                return Unsteady(
+                    why=f"the model keeps a state in the Python attribute {counter.path}: it answers differently when "
+                    f"that is {count} ({comparison.reason})",
+                    place=code_paths.find_line(way, counter.path.partition("[")[0].rpartition(".")[2]),
+                    hint=ATTRIBUTE_HINT,
+                )
+    return None
 
 
 def random_states() -> tuple[object, object]:
@@ -230,7 +287,7 @@ def random_states() -> tuple[object, object]:
 
 
 def _same_when_seeded(eager: EagerSession) -> bool:
-    """Whether the answer is the same from the same seed: what is left then is no state."""
+    """Whether the answer is the same from the same seed: then there is no state beside the generator's."""
     answers = []
     with torch.random.fork_rng(devices=[]):
         for _ in range(2):
@@ -239,32 +296,33 @@ def _same_when_seeded(eager: EagerSession) -> bool:
     return compare.compare(*answers).agrees
 
 
-def _stored(way: Sequence[Event], names: set[str] | None = None) -> Place | None:
+def _storing_line(way: Sequence[Event], names: set[str] | None = None) -> Place | None:
     """The first line that stores into an attribute, one of `names` if they are given."""
-    return next((place for name, place in _stores_on(way) if names is None or name in names), None)
+    return next((place for name, place in _accesses(way) if names is None or name in names), None)
 
 
-def _named(way: Sequence[Event], names: set[str]) -> Place | None:
-    """The first line that takes an attribute of one of `names`."""
-    return next((place for name, place in _stores_on(way, "LOAD_ATTR") if name in names), None)
+def _loading_line(way: Sequence[Event], paths: Sequence[str]) -> Place | None:
+    """The first line that loads an attribute at the end of one of `paths`."""
+    names = {path.rpartition(".")[2] for path in paths}
+    return next((place for name, place in _accesses(way, "LOAD_ATTR") if name in names), None)
 
 
-def _stores_on(way: Sequence[Event], operation: str = "STORE_ATTR") -> Iterator[tuple[str, Place]]:
-    """Attributes that were stored into (or, by another operation, taken), in order, and where."""
+def _accesses(way: Sequence[Event], operation: str = "STORE_ATTR") -> Iterator[tuple[str, Place]]:
+    """Attributes that were stored into (or, by another operation, loaded), in order, and where."""
     known: dict[CodeType, dict[int, tuple[str, int]]] = {}
     for _, code, offset in way:
         if code not in known:
-            known[code] = _attributes(code, operation)
+            known[code] = _attribute_lines(code, operation)
         if offset in known[code]:
             name, line = known[code][offset]
             yield name, Place(file=code.co_filename, line=line)
 
 
-def _attributes(code: CodeType, operation: str) -> dict[int, tuple[str, int]]:
-    found, line = {}, code.co_firstlineno
+def _attribute_lines(code: CodeType, operation: str) -> dict[int, tuple[str, int]]:
+    names, line = {}, code.co_firstlineno
     lines = {start: number for start, _, number in code.co_lines() if number}
     for instruction in dis.get_instructions(code):
         line = lines.get(instruction.offset, line)
         if instruction.opname == operation:
-            found[instruction.offset] = (str(instruction.argval), line)
-    return found
+            names[instruction.offset] = (str(instruction.argval), line)
+    return names

@@ -37,79 +37,77 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the eager model answered on a probe, or why it did not, and the way its code took."""
+    """The eager model's answer on a probe, or why there is none, and the way its code took."""
 
     probe: Probe
     outputs: dict[str, Array] | None
     error: str
     way: Sequence[Event]
     draws: Mapping[str, Array] | None = None
-    """Many answers, stacked, of a model that draws random numbers; `outputs` is the first of them."""
+    """Many answers, stacked, of a model that draws random numbers; `outputs` is the first."""
 
 
 def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
-    """Asks the eager model, watching which way its code goes. Whatever it raises is recorded, not raised.
+    """Runs the eager model on each probe, watching which way its code goes. What it raises is recorded, not raised.
 
-    A model that draws random numbers is asked `num_draws` times. Raises CaptureError, with the line, for one that
-    returns other outputs on a probe than on its example: no program can.
+    A model that draws random numbers runs `num_draws` times. Raises CaptureError, with the line, for one that returns
+    other outputs on a probe than on its example: no program can.
     """
     seen: list[Observation] = []
     for probe in probes:
         one = _observe_one(eager, probe, seen[0].way if seen else None)
         if probe.wild and one.outputs is None:
-            continue  # the model does not take these values: nothing is asked of the program
+            continue  # the model does not accept these values, and the program need not
         same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
         one = one if same is None else replace(one, way=same)  # most go one way: keep it once
         if num_draws and one.outputs is not None:
-            with care(probe), seeded():
+            with care(probe), fixed_seed():
                 one = replace(one, draws=draws.sample(eager, probe.inputs, num_draws))
         seen.append(one)
     return tuple(seen)
 
 
 def _observe_one(eager: Session, probe: Probe, first: Sequence[Event] | None) -> Observation:
-    with code_paths.watching(ends=True) as way, care(probe):
+    with code_paths.watch(ends=True) as way, care(probe):
         try:
             outputs, error = eager.run(probe.inputs), ""
         except CaptureError as raised:
             place = code_paths.divergence(first, way) if first is not None else None
             where = f"; see {place}" if place else ""
             raise CaptureError(f"on probe '{probe.name}' {raised.message}{where}", hint=raised.hint) from raised
-        except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come
-            outputs, error = (
-                None,
-                f"raises {type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}",
-            )
-    if outputs is not None and probe.wild and not all(_finite(array) for array in outputs.values()):
+        except Exception as raised:  # noqa: BLE001 - the user's forward on made-up values may raise anything
+            first_line = str(raised).splitlines()[0] if str(raised) else ""
+            outputs, error = None, f"raises {type(raised).__name__}: {first_line}"
+    if outputs is not None and probe.wild and not all(_is_finite(array) for array in outputs.values()):
         outputs, error = None, "answers no numbers"
     return Observation(probe=probe, outputs=outputs, error=error, way=way)
 
 
 def care(probe: Probe) -> AbstractContextManager[object]:
-    """Where the values of `probe` are no numbers, none of them reaches LAPACK."""
+    """Keeps values of `probe` that are not finite from LAPACK."""
     return Careful() if probe.wild else nullcontext()  # type: ignore[no-untyped-call]
 
 
-def _finite(array: Array) -> bool:
+def _is_finite(array: Array) -> bool:
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def hidden_state(observations: Sequence[Observation]) -> str:
-    """How the eager model answers otherwise to equal inputs; empty when no probe shows that it does."""
+    """How the eager model's answers to equal inputs differ; empty when no probe shows that they do."""
     answers: dict[str, Observation] = {}
     for seen in observations:
         earlier = answers.setdefault(digest(seen.probe.inputs), seen)
         if earlier.outputs is None or seen.outputs is None or seen.draws is not None:
             continue
-        found = compare.compare(earlier.outputs, seen.outputs)
-        if not found.agrees:
-            return found.reason
+        comparison = compare.compare(earlier.outputs, seen.outputs)
+        if not comparison.agrees:
+            return comparison.reason
     return ""
 
 
 @contextmanager
-def seeded() -> Iterator[None]:
-    """What torch draws on the CPU in the block begins with the same numbers each time."""
+def fixed_seed() -> Iterator[None]:
+    """torch draws the same numbers on the CPU in each such block."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         yield
@@ -123,11 +121,11 @@ def digest(inputs: Mapping[str, Array]) -> str:
     return digest.hexdigest()
 
 
-def parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple[Place, str, str] | None:
+def find_parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple[Place, str, str] | None:
     """The line where two probes part, with the names of the two; None when all took the same way.
 
-    The probe that disagrees is held against one that went another way, of the same sizes if there is one: then
-    it is the values that steer the branch, not the shape.
+    The probe that disagrees is compared with one that went another way, of the same sizes if there is one: then the
+    values steer the branch, not the shape.
     """
     suspects = [seen for seen in observations if seen.probe.name == disagreeing] or observations[:1]
     for suspect in suspects:
@@ -135,7 +133,7 @@ def parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple
         ranked = sorted(observations, key=lambda seen: _shapes(seen.probe) != shapes)
         for other in ranked:
             if other.outputs is None:
-                continue  # its way was cut short by what it raised
+                continue  # an exception cut its way short
             place = code_paths.divergence(other.way, suspect.way)
             if place is not None:
                 return place, other.probe.name, suspect.probe.name
@@ -151,7 +149,11 @@ Seen = Sequence[tuple[Mapping[str, int], tuple[int, ...]]]
 
 
 def seen_signature(inputs: Signature, observations: Sequence[Observation]) -> Signature:
-    """`inputs` with the outputs as the probes showed them. Raises CaptureError when an output has no one form."""
+    """`inputs` with the outputs as the probes showed them, for programs whose exporter does not derive their sizes.
+
+    A size is a number when it never changed, the symbol of an input when it always had that symbol's size, and else a
+    symbol of its own without a bound. Raises CaptureError when an output has no one form.
+    """
     answered = [(seen.probe.inputs, seen.outputs) for seen in observations if seen.outputs is not None]
     if not answered:
         why = next((seen.error for seen in observations), "there is no probe")
@@ -190,7 +192,7 @@ _ENDLESS = ("mode.",)
 
 
 class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ValueError where an operator that cannot bear it would get a value that is no number.
+    """Raises ValueError where an operator that would crash or never return gets a value that is not finite.
 
     Eager control flow (`torch.cond`, `while_loop`, `scan`) compiles itself. Under a mode that does not stand aside for
     that, Dynamo marks torch's own frames as not to be compiled, for good: each later call then fails, with any values.
@@ -208,7 +210,8 @@ class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func).removeprefix("aten.").lstrip("_")
         if name.startswith(_LAPACK + _ENDLESS):
             for value in tree_leaves((args, kwargs)):
-                if _is_numbers(value) and not bool(value.isfinite().all()):
+                floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+                if floats and not bool(value.isfinite().all()):
                     raise ValueError(f"{func} would get a value that is no number")
         return func(*args, **(kwargs or {}))
 
@@ -222,7 +225,3 @@ class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return value(*args, **kwargs)
 
         return guarded
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

@@ -1,10 +1,9 @@
-"""Inputs made up to catch a program lying: other sizes, other values, extremes, turned signs, masks all set.
+"""Probes: inputs made to show a difference between a program and the model. Other sizes, other values, extremes, masks.
 
-Made from the user's example alone, by a seeded generator: equal arguments give equal probes. Every free
-dimension is varied, several at once (pairwise, not the product), at most `LIMIT` probes in all. Float inputs
-are varied freely; integers and booleans are ids, lengths and masks, and stay inside what the example
-shows, but for masks. Source: the measurements in docs/concepts/proof.md (probes of this kind caught 30 of 30
-bad programs of a zoo of 76 models).
+Made from the user's example alone, by a seeded generator: equal arguments give equal probes. Every free dimension is
+varied, several at once (pairwise, not the product), at most `LIMIT` probes in all. Floats vary freely; integers and
+booleans are ids, lengths and masks, and all but masks stay inside what the example shows. Source: the measurements in
+docs/concepts/proof.md (probes of this kind caught 30 of 30 bad programs of a zoo of 76 models).
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ INTEGERS = ("smallest integers", "largest integers", "random integers")
 LARGER = (17, 32, 8)
 """Batch sizes that are tried last, if there is room."""
 MANY = 32
-"""Records among which two equal scores are taken in another order, where a runtime takes them so."""
+"""Enough records for a runtime to take equal scores in an order of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One input to compare on. `given` rows come from the user's records, whatever the sizes."""
+    """One input to compare on. `given` rows are the user's records, at any size."""
 
     name: str
     origin: Literal["given", "made"]
     num_records: int
     inputs: Mapping[str, Array]
     wild: bool = False
-    """NaN, infinities, masks that hide everything: where the eager model answers no numbers, none are expected."""
+    """NaN, infinities, masks that hide everything: the probe is dropped where the eager model's answer is not
+    finite."""
 
 
 def make_probes(
@@ -52,47 +52,42 @@ def make_probes(
 ) -> tuple[Probe, ...]:
     """Probes from `example`, a batch by name; `sizes` (of the batch, or by symbol) are tried before the usual ones.
 
-    `signature` says what is free; only the first dimension of every input is without it. The example itself
-    comes first, and again last: a model that answers it differently then has a hidden state. What is `covered` by
-    other questions is left out, and makes room.
+    `signature` says what is free; without it, the first dimension of every input. The example itself comes first and
+    last: a model that then answers it differently has a hidden state. Probes that are `covered` elsewhere are left out.
     """
-    maker = _Maker(example, signature or _batched(example), np.random.default_rng(seed))
+    maker = _Maker(example, signature or _batch_only(example), np.random.default_rng(seed))
     wanted = sizes if isinstance(sizes, Mapping) else {maker.batch: sizes}
     given, again = (maker.probe({}, what) for what in ("as given", "as given, again"))
-    more = [probe for probe in maker.reordered() if not covered(probe)]
-    valued = _distinct([*maker.valued({}, _changes), *maker.alike(), *maker.wild(), *maker.small()])
+    more = [probe for probe in maker.reorder() if not covered(probe)]
+    valued = _distinct([*maker.change_values({}, _changes), *maker.alike(), *maker.wild(), *maker.small()])
     valued = [probe for probe in valued if not covered(probe)]
     last = [] if covered(again) else [again]
     room = limit - 1 - len(more) - len(valued) - len(last)
-    sized = list(maker.sized({symbol: tuple(found) for symbol, found in wanted.items()}, max(room, 6)))
+    sized = list(maker.resize({symbol: tuple(found) for symbol, found in wanted.items()}, max(room, 6)))
     probes = [given, *sized, *more, *valued]
     return (*probes[: limit - len(last)], *last)
 
 
 def _distinct(probes: Iterable[Probe]) -> list[Probe]:
-    """Without those that ask what an earlier one asks."""
-    found: dict[tuple[bytes, ...], Probe] = {}
+    """Without probes that repeat the inputs of an earlier one."""
+    distinct: dict[tuple[bytes, ...], Probe] = {}
     for probe in probes:
-        found.setdefault(tuple(str(array.shape).encode() + array.tobytes() for array in probe.inputs.values()), probe)
-    return list(found.values())
+        key = tuple(str(array.shape).encode() + array.tobytes() for array in probe.inputs.values())
+        distinct.setdefault(key, probe)
+    return list(distinct.values())
 
 
-def _batched(example: Mapping[str, Array]) -> Signature:
+def _batch_only(example: Mapping[str, Array]) -> Signature:
     specs = tuple(
-        TensorSpec(name=name, datatype=DATATYPES[array.dtype], shape=("batch", *array.shape[1:]))
+        TensorSpec(name=name, datatype=DATATYPES[array.dtype], shape=(BATCH, *array.shape[1:]))
         for name, array in example.items()
     )
-    return Signature(inputs=specs, outputs=(), dims={"batch": Dim()})
+    return Signature(inputs=specs, outputs=(), dims={BATCH: Dim()})
 
 
 def counting(sizes: Mapping[str, int]) -> str:
     """The symbol that counts the records: `batch`, and of a signature without one the first."""
     return BATCH if BATCH in sizes else next(iter(sizes))
-
-
-def rows(example: Mapping[str, Array], size: int) -> dict[str, Array]:
-    """The first `size` records, from the start again when there are fewer."""
-    return {name: array[np.arange(size) % len(array)] for name, array in example.items()}
 
 
 def resize(example: Mapping[str, Array], signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
@@ -112,24 +107,20 @@ def resize(example: Mapping[str, Array], signature: Signature, sizes: Mapping[st
 
 
 def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, tuple[str, int]]:
-    """Whole numbers that may say something of a size: of which, and how much less than it they have to be.
+    """Whole numbers that may be lengths or indices: the symbol that bounds each, and how far below it they have to
+    stay.
 
-    No sequence is longer than what holds it (0), and no index as large as what it points into (1): numbers that reach
-    0 and not the size are taken for indices, which they may be as lengths too. One number for each record may be
-    either; others only indices, into what they have no dimension of.
+    A length is at most the size (0), an index is less (1): numbers that reach 0 and not the size count as indices. One
+    number for each record may be either; others are only indices, into a dimension that they do not have themselves.
     """
     base = signature.sizes(example)
     batch = counting(base) if base else ""
     found: dict[str, tuple[str, int]] = {}
     for spec in signature.inputs:
         numbers = example[spec.name]
-        if (
-            spec.role == "state"
-            or numbers.dtype.kind not in "iu"
-            or not numbers.size
-            or numbers.min() < 0
-            or is_mask(numbers)
-        ):
+        if spec.role == "state" or numbers.dtype.kind not in "iu" or not numbers.size:
+            continue
+        if numbers.min() < 0 or is_mask(numbers):
             continue
         for_each = spec.shape == (batch,)
         most = int(numbers.max())
@@ -142,7 +133,7 @@ def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, t
     return found
 
 
-def fitting(signature: Signature, base: Mapping[str, int], wanted: Mapping[str, int]) -> dict[str, int] | None:
+def fit(signature: Signature, base: Mapping[str, int], wanted: Mapping[str, int]) -> dict[str, int] | None:
     """`base` with the sizes `wanted`, and one other symbol changed if a guard needs it; None when none fits.
 
     `2 * length == x.1` at length 3 makes x.1 6.
@@ -174,6 +165,8 @@ class _Maker:
         self.floats = [name for name, array in example.items() if array.dtype.kind == "f"]
         self.whole = [name for name, array in example.items() if array.dtype.kind != "f"]
         self.masks = [name for name in self.whole if is_mask(example[name])]
+        self.axes = {spec.name: spec.shape.index(self.batch) for spec in signature.inputs if self.batch in spec.shape}
+        """The dimension that counts the records, of each input that has one."""
 
     def probe(
         self,
@@ -194,29 +187,22 @@ class _Maker:
             wild=wild,
         )
 
-    def reordered(self) -> Iterator[Probe]:
+    def reorder(self) -> Iterator[Probe]:
         """Single records, the last record first, and the other dimensions backwards."""
         if self.base[self.batch] > 1:
             yield self.probe({self.batch: 1}, "record 1", change=lambda inputs: self._one(1, inputs))
-            yield self.probe({}, "last record first", change=self._reversed)
+            yield self.probe({}, "last record first", change=self._reverse)
         if len(self.base) > 1:
             yield self.probe({}, "backwards", change=self._backwards)
 
     def _one(self, start: int, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        axes = self._records
         return {
-            name: array.take([start], axes[name]) if name in axes else inputs[name]
+            name: array.take([start], self.axes[name]) if name in self.axes else inputs[name]
             for name, array in self.example.items()
         }
 
-    def _reversed(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        axes = self._records
-        return {name: np.flip(array, axes[name]).copy() if name in axes else array for name, array in inputs.items()}
-
-    @property
-    def _records(self) -> dict[str, int]:
-        """Which dimension of an input counts the records, where one does."""
-        return {spec.name: spec.shape.index(self.batch) for spec in self.signature.inputs if self.batch in spec.shape}
+    def _reverse(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return {n: np.flip(array, self.axes[n]).copy() if n in self.axes else array for n, array in inputs.items()}
 
     def _backwards(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         free = {
@@ -225,14 +211,14 @@ class _Maker:
         }
         return {name: np.array(np.flip(array, free[name])) for name, array in inputs.items()}
 
-    def sized(self, borders: Mapping[str, Sequence[int]], room: int) -> Iterator[Probe]:
+    def resize(self, borders: Mapping[str, Sequence[int]], room: int) -> Iterator[Probe]:
         """Other sizes, as given: `borders` first. Symbols change alone at their smallest, then together."""
         lists = {symbol: self._sizes(symbol, borders.get(symbol, ())) for symbol in self.base}
         seen = [tuple(self.base.values())]
         for wanted in _pairwise(lists):
             if len(seen) > room:
                 return
-            sizes = fitting(self.signature, self.base, wanted) or self._outside(wanted)
+            sizes = fit(self.signature, self.base, wanted) or self._outside(wanted)
             if tuple(sizes.values()) not in seen:
                 seen.append(tuple(sizes.values()))
                 yield self.probe(sizes, "as given")
@@ -246,13 +232,13 @@ class _Maker:
         return [size for size in sizes if size >= min(dim.min, 1) and size != n]
 
     def _outside(self, wanted: Mapping[str, int]) -> dict[str, int]:
-        """The one size that is not allowed, alone: the program's refusal is what is looked at."""
+        """The first size that is not allowed, alone: the probe then shows that the program refuses it."""
         for symbol, size in wanted.items():
             if not self.signature.dims[symbol].allows(size):
                 return {**self.base, symbol: size}
         return {**self.base, **wanted}
 
-    def valued(
+    def change_values(
         self, sizes: Mapping[str, int], changes: Callable[..., dict[str, Change]], integers: Sequence[str] = INTEGERS
     ) -> Iterator[Probe]:
         for what, change in changes(self.random).items() if self.floats else ():
@@ -261,8 +247,8 @@ class _Maker:
             yield self.probe(sizes, what, change=self._integers(what), made=True)
 
     def alike(self) -> Iterator[Probe]:
-        """Many records of equal values: which of equal scores a sort or a top-k takes first, each runtime decides."""
-        sizes = fitting(self.signature, self.base, {self.batch: MANY}) or self.base
+        """Many records of equal values: each runtime decides which of equal scores a sort or a top-k takes first."""
+        sizes = fit(self.signature, self.base, {self.batch: MANY}) or self.base
 
         def three(array: Array) -> Array:
             return np.asarray(self.random.integers(-1, 2, array.shape)).astype(array.dtype)
@@ -273,25 +259,23 @@ class _Maker:
     def small(self) -> Iterator[Probe]:
         """Other values at the smallest sizes."""
         smallest = {symbol: self.signature.dims[symbol].min for symbol in self.base}
-        sizes = fitting(self.signature, self.base, smallest) or {**self.base, self.batch: 1}
+        sizes = fit(self.signature, self.base, smallest) or {**self.base, self.batch: 1}
         if sizes != self.base:
-            yield from self.valued(sizes, _few_changes, ("random integers",))
+            yield from self.change_values(sizes, _few_changes, ("random integers",))
 
     def wild(self) -> Iterator[Probe]:
         for what, value in (("one NaN", np.nan), ("one infinity", np.inf)):
             if self.floats:
-                yield self.probe({}, what, change=_on(self.floats, _with(value)), made=True, wild=True)
+                yield self.probe({}, what, change=_on(self.floats, _with_first(value)), made=True, wild=True)
         for what, change in _MASKS.items() if self.masks else ():
             yield self.probe({}, what, change=_on(self.masks, change), made=True, wild=True)
 
     def _integers(self, what: str) -> Callable[[dict[str, Array]], dict[str, Array]]:
-        """Other integers, inside what the whole example shows of the same input.
-
-        Of numbers that are the same for all records the example shows one set: it may be any from 0 to its largest.
+        """Other integers, inside the range that the example shows of the same input, or from 0 where they are the same
+        for all records.
         """
         shown = {
-            name: self.example[name] if name in self._records else np.append(self.example[name], 0)
-            for name in self.whole
+            name: self.example[name] if name in self.axes else np.append(self.example[name], 0) for name in self.whole
         }
         return lambda inputs: {
             name: _whole(array, shown[name], what, self.random) if name in shown else array
@@ -303,42 +287,38 @@ def _on(names: Sequence[str], change: Change) -> Callable[[dict[str, Array]], di
     return lambda inputs: {name: change(array) if name in names else array for name, array in inputs.items()}
 
 
-def _with(value: float) -> Change:
-    def changed(array: Array) -> Array:
-        found = array.copy()
-        found.reshape(-1)[:1] = value
-        return found
+def _with_first(value: float) -> Change:
+    def change(array: Array) -> Array:
+        changed = array.copy()
+        changed.reshape(-1)[:1] = value
+        return changed
 
-    return changed
-
-
-def _filled(value: int) -> Change:
-    return lambda array: np.full_like(array, value)
+    return change
 
 
-def _one_shown(array: Array) -> Array:
+def _show_one(array: Array) -> Array:
     """One 1 in each row, in every row at another place."""
     if not array.size:
         return array
-    found = np.zeros_like(array).reshape(-1, array.shape[-1] if array.ndim else 1)
-    places = np.arange(len(found))
-    found[places, (places + 1) % found.shape[1]] = 1
-    return found.reshape(array.shape)
+    mask = np.zeros_like(array).reshape(-1, array.shape[-1] if array.ndim else 1)
+    places = np.arange(len(mask))
+    mask[places, (places + 1) % mask.shape[1]] = 1
+    return mask.reshape(array.shape)
 
 
-def _first_shown(array: Array) -> Array:
-    found = np.zeros_like(array)
-    found[..., :1] = 1
-    return found
+def _show_first(array: Array) -> Array:
+    mask = np.zeros_like(array)
+    mask[..., :1] = 1
+    return mask
 
 
 _MASKS: dict[str, Change] = {
-    "masks all 0": _filled(0),
-    "masks all 1": _filled(1),
-    "masks show one": _one_shown,
-    "masks show the first": _first_shown,
+    "masks all 0": np.zeros_like,
+    "masks all 1": np.ones_like,
+    "masks show one": _show_one,
+    "masks show the first": _show_first,
 }
-"""Each at the border of a claim on masks; see `capture.masks`."""
+"""Each at the border of a claim on masks; see `capture.claims`."""
 
 
 def is_mask(array: Array) -> bool:
@@ -360,10 +340,10 @@ def _pairwise(lists: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
 
 def _zeros(array: Array) -> Array:
     """Every second one is negative: equal to the others, and a border for signs, quotients and angles."""
-    found = np.zeros_like(array)
+    zeros = np.zeros_like(array)
     if array.dtype.kind == "f":
-        found.reshape(-1)[1::2] = -0.0
-    return found
+        zeros.reshape(-1)[1::2] = -0.0
+    return zeros
 
 
 def _changes(random: np.random.Generator) -> dict[str, Change]:
@@ -372,7 +352,7 @@ def _changes(random: np.random.Generator) -> dict[str, Change]:
         return np.asarray(random.standard_normal(array.shape) * (spread or 1.0)).astype(array.dtype)
 
     def sparse(array: Array) -> Array:
-        """As masks leave it: numbers among zeros of either sign."""
+        """Numbers among zeros of either sign, as masking leaves them."""
         shown = noise(array) * np.asarray(10, array.dtype)
         return np.asarray(shown * random.integers(0, 2, array.shape).astype(array.dtype))
 
@@ -389,8 +369,8 @@ def _changes(random: np.random.Generator) -> dict[str, Change]:
 
 
 def _few_changes(random: np.random.Generator) -> dict[str, Change]:
-    found = _changes(random)
-    return {what: found[what] for what in ("zeros", "random")}
+    changes = _changes(random)
+    return {what: changes[what] for what in ("zeros", "random")}
 
 
 def _whole(array: Array, shown: Array, what: str, random: np.random.Generator) -> Array:

@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from trueline.bundle.schema import Evidence
-from trueline.capture.proof.observe import Observation, care, digest, hidden_state, observe, seeded
+from trueline.capture.proof.observe import Observation, care, digest, fixed_seed, hidden_state, observe
 from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
 from trueline.runtime import compare
@@ -52,9 +52,9 @@ class Proof:
     format: str
     proven: bool
     reason: str
-    """Empty when proven; else the smallest probe that disagrees, and how."""
+    """Empty when proven; else it names the smallest probe that disagrees, and how."""
     disagreeing: str
-    """Name of that probe."""
+    """That probe's name."""
     evidence: tuple[Evidence, ...]
     max_abs_error: float
     """Over the probes that agree."""
@@ -71,13 +71,13 @@ def judge(
     *,
     progress: Progress = lambda done, total: None,
 ) -> Proof:
-    """Asks `program` every probe that the eager model was asked, and compares."""
+    """Runs `program` on every probe that the eager model ran on, and compares the answers."""
     evidence = []
     for done, seen in enumerate(observations, 1):
         evidence.append(_judge_one(program, seen, draws.LEVEL / len(observations)))
         progress(done, len(observations))
     hidden, disagreeing = hidden_state(observations), ""
-    reason = f"the model answers differently when it is asked the same again: {hidden}" if hidden else ""
+    reason = f"the model answers equal inputs differently: {hidden}" if hidden else ""
     wrong = [(_volume(seen.probe), one) for seen, one in zip(observations, evidence, strict=True) if _bad(one)]
     if wrong and not reason:
         _, worst = min(wrong, key=lambda pair: pair[0])
@@ -100,16 +100,13 @@ def _volume(probe: Probe) -> tuple[int, int]:
 
 
 def _bad(one: Evidence) -> bool:
-    """A given record that the eager model cannot answer at some size counts:
-
-    the program would claim that size.
-    """
+    """A given record that the eager model cannot answer counts too: the program would claim its size."""
     return one.verdict == "disagrees" or (one.verdict == "unanswered" and one.origin == "given")
 
 
 def disagreement(program: Session, probe: Probe, expected: Mapping[str, Array]) -> str:
-    """How `program` answers otherwise than `expected` on the probe; empty when it agrees."""
-    return _asked(program, probe, lambda: _once(program, probe, expected)).reason
+    """How the answer of `program` on the probe differs from `expected`; empty when it agrees."""
+    return _run_guarded(probe, lambda: _compare_once(program, probe, expected)).reason
 
 
 def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
@@ -123,7 +120,7 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         if seen.outputs is None:
             verdict, reason = "unanswered", f"the eager model {seen.error}"
         else:
-            found = _asked(program, probe, lambda: _compared(program, seen, level))
+            found = _run_guarded(probe, lambda: _compare(program, seen, level))
             verdict, reason = ("agrees" if found.agrees else "disagrees"), found.reason
     return Evidence(
         format=program.format,
@@ -141,8 +138,8 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
     )
 
 
-def _asked(program: Session, probe: Probe, question: Callable[[], compare.Comparison]) -> compare.Comparison:
-    """A program that hands wild values to LAPACK, where the model took another way, must not end this process."""
+def _run_guarded(probe: Probe, question: Callable[[], compare.Comparison]) -> compare.Comparison:
+    """A program that passes wild values to LAPACK, where the model took another way, must not end this process."""
     try:
         with care(probe):
             return question()
@@ -151,17 +148,17 @@ def _asked(program: Session, probe: Probe, question: Callable[[], compare.Compar
         return compare.refusal(f"the program raises {type(error).__name__}: {first}")
 
 
-def _compared(program: Session, seen: Observation, level: float) -> compare.Comparison:
+def _compare(program: Session, seen: Observation, level: float) -> compare.Comparison:
     if seen.draws is None:
-        return _once(program, seen.probe, seen.outputs or {})
-    with seeded():
+        return _compare_once(program, seen.probe, seen.outputs or {})
+    with fixed_seed():
         answers = draws.sample(program, seen.probe.inputs, len(next(iter(seen.draws.values()))))
     found = draws.compare_seeded(seen.draws, answers, level=level)
     misfit = _misfit(program, seen.probe, {name: array[0] for name, array in answers.items()}) if found.agrees else ""
     return compare.refusal(misfit) if misfit else found
 
 
-def _once(program: Session, probe: Probe, expected: Mapping[str, Array]) -> compare.Comparison:
+def _compare_once(program: Session, probe: Probe, expected: Mapping[str, Array]) -> compare.Comparison:
     answer = program.run(probe.inputs)
     found = compare.compare(expected, answer)
     misfit = _misfit(program, probe, answer) if found.agrees else ""

@@ -1,11 +1,10 @@
-"""A program whose state is explicit, asked call after call: its answers are those of the model that remembers.
+"""A program whose state is explicit, called in sequence: its answers are those of the model that keeps its state.
 
-    the model     y1, y2, y3, … from one model that keeps its state, from its beginning
+    the model     y1, y2, y3, … from one model that keeps its state, from its initial state
     the program   y1, s1 = p(x1, s0); y2, s2 = p(x2, s1); …
 
-Two sequences take turns: a program that kept anything to itself would mix them. One of them then goes on alone, until
-it is longer than any dimension of the state (a ring that wraps around shows then). What they ask need not be asked
-once more by itself.
+Two sequences alternate: a program that kept a state of its own would mix them. The longer one has more calls than any
+dimension of the state has elements, so that a ring buffer wraps around. Single probes need not repeat these inputs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,34 +20,35 @@ from trueline.bundle.schema import Evidence
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import GIVEN, Explicit
 from trueline.capture.model.signature import as_trained
-from trueline.capture.proof import prove
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe, make_probes
-from trueline.capture.proof.prove import Proof
+from trueline.capture.proof.prove import Proof, judge
 from trueline.runtime.session import Session
 from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
+Inputs = Mapping[str, "Array"]
+
 LEAST, AT_MOST = 6, 24
 """Calls of the longer sequence."""
 TURNS = 4
 """Calls of the other one."""
 ALL_BUT = ("zeros", "random")
-"""Values that are also asked by themselves, since the state gets them too."""
+"""Values that are also probed by themselves, since the state gets them too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One call of a sequence: what goes in beside the state, and what the model answers and remembers then."""
+    """One call of a sequence: its inputs beside the state, and the model's answer with its state afterwards."""
 
     name: str
-    inputs: Mapping[str, Array]
-    outputs: Mapping[str, Array]
+    inputs: Inputs
+    outputs: Inputs
 
 
-def proven(proof: Proof, program: Session, eager: EagerSession) -> Proof:
+def prove_sequences(proof: Proof, program: Session, eager: EagerSession) -> Proof:
     """`proof`, and if it holds and the model has a state, also over sequences of calls."""
     if not proof.proven or not isinstance(eager.module, Explicit):
         return proof
@@ -64,40 +64,40 @@ def proven(proof: Proof, program: Session, eager: EagerSession) -> Proof:
 
 
 def sequences(eager: EagerSession, module: Explicit) -> list[list[Step]]:
-    """What the model that remembers answers: a long sequence, and a short one."""
-    return [_asked(eager, module, f"sequence {at}", given) for at, given in enumerate(_planned(eager, module), 1)]
+    """The answers of the model that keeps its state: a long sequence, and a short one."""
+    return [_run(eager, module, f"sequence {at}", given) for at, given in enumerate(_plan(eager, module), 1)]
 
 
 def num_calls(eager: EagerSession) -> int:
-    """How many calls `proven` adds; none for a model without a state."""
-    return sum(map(len, _planned(eager, eager.module))) if isinstance(eager.module, Explicit) else 0
+    """Number of calls that `prove_sequences` adds; 0 for a model without a state."""
+    return sum(map(len, _plan(eager, eager.module))) if isinstance(eager.module, Explicit) else 0
 
 
 def covering(eager: EagerSession) -> Callable[[Probe], bool]:
-    """Whether a probe adds nothing to the sequences: its inputs are asked there, with the state as it has become.
+    """Whether a probe adds nothing to the sequences, which contain its inputs with the state as it has become.
 
-    Of what it does to the state as well, some is left to ask.
+    Probes that also change the state are kept for the values `ALL_BUT`.
     """
     if not isinstance(eager.module, Explicit):
         return lambda probe: False
-    asked = {_told(inputs) for track in _planned(eager, eager.module) for inputs in track}
+    planned = {_key(inputs) for sequence in _plan(eager, eager.module) for inputs in sequence}
     names = eager.signature.state
-    begun = _told({name: eager.example[name] for name in names})
+    initial = _key({name: eager.example[name] for name in names})
 
     def covered(probe: Probe) -> bool:
-        if probe.wild or _told({n: a for n, a in probe.inputs.items() if n not in names}) not in asked:
+        if probe.wild or _key({n: a for n, a in probe.inputs.items() if n not in names}) not in planned:
             return False
-        as_given = _told({name: probe.inputs[name] for name in names}) == begun
+        as_given = _key({name: probe.inputs[name] for name in names}) == initial
         return as_given or not probe.name.endswith(tuple(f", {what}" for what in ALL_BUT))
 
     return covered
 
 
-def _told(inputs: Mapping[str, Array]) -> tuple[tuple[str, tuple[int, ...], bytes], ...]:
+def _key(inputs: Inputs) -> tuple[tuple[str, tuple[int, ...], bytes], ...]:
     return tuple((name, array.shape, array.tobytes()) for name, array in sorted(inputs.items()))
 
 
-def _planned(eager: EagerSession, module: Explicit) -> tuple[list[Mapping[str, Array]], list[Mapping[str, Array]]]:
+def _plan(eager: EagerSession, module: Explicit) -> tuple[list[Inputs], list[Inputs]]:
     """The inputs of the two sequences, call after call; one goes through them from the front, one from the back."""
     inputs = _inputs(eager)
     longest = max((size for value in module.initial.values() for size in value.shape), default=0)
@@ -105,53 +105,48 @@ def _planned(eager: EagerSession, module: Explicit) -> tuple[list[Mapping[str, A
     return [inputs[at % len(inputs)] for at in range(length)], [inputs[-1 - at % len(inputs)] for at in range(TURNS)]
 
 
-def _inputs(eager: EagerSession) -> list[Mapping[str, Array]]:
-    """Different inputs of the example's sizes, without the state and without what would drown it."""
+def _inputs(eager: EagerSession) -> list[Inputs]:
+    """Different inputs of the example's sizes, without the state and without values that would drown it."""
     base = eager.signature.sizes(eager.example)
-    probes = make_probes(eager.example, signature=eager.calling.presumed)
-    kept = [
-        probe.inputs
-        for probe in probes
-        if not probe.wild and eager.signature.sizes(probe.inputs) == base and "times" not in probe.name
-    ]
-    asked = [{n: a for n, a in inputs.items() if n not in eager.signature.state} for inputs in kept]
-    return list({_told(inputs): inputs for inputs in asked}.values())
+    different: dict[object, Inputs] = {}
+    for probe in make_probes(eager.example, signature=eager.calling.presumed):
+        if not probe.wild and eager.signature.sizes(probe.inputs) == base and "times" not in probe.name:
+            inputs = {name: array for name, array in probe.inputs.items() if name not in eager.signature.state}
+            different[_key(inputs)] = inputs
+    return list(different.values())
 
 
-def _asked(eager: EagerSession, module: Explicit, name: str, inputs: Sequence[Mapping[str, Array]]) -> list[Step]:
+def _run(eager: EagerSession, module: Explicit, name: str, inputs: Sequence[Inputs]) -> list[Step]:
     steps = []
-    state = eager.beginning
+    state = eager.initial_state
     with module.living({name: torch.from_numpy(array) for name, array in state.items()}) as users:
-        for i, given in enumerate(inputs):
+        for i, given in enumerate(inputs, 1):
             args, kwargs = eager.calling.arguments(to_tensors(eager.signature, {**given, **state}))
             plain = {key: value for key, value in kwargs.items() if not key.startswith(GIVEN)}
             with torch.no_grad(), as_trained():
-                found = [leaf for leaf in _leaves(users(*args, **plain)) if isinstance(leaf, torch.Tensor)]
-            outputs = to_arrays(eager.signature, (*found, *module.state().values()))
-            steps.append(Step(name=f"{name}, call {i + 1}", inputs=given, outputs=outputs))
+                leaves = torch.utils._pytree.tree_leaves(users(*args, **plain))
+            answer = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            outputs = to_arrays(eager.signature, (*answer, *module.state().values()))
+            steps.append(Step(name=f"{name}, call {i}", inputs=given, outputs=outputs))
     return steps
 
 
-def _leaves(found: Any) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(found)
-
-
 def _judge(program: Session, tracks: Sequence[Sequence[Step]], eager: EagerSession) -> Iterator[Evidence]:
-    """Asks the program, the tracks in turns as long as they last; what it remembers of each goes back to it."""
+    """Runs the program on the tracks in turns as long as they last; each track's state goes back in with its next
+    call."""
     pairs = program.signature.state
-    states = [eager.beginning for _ in tracks]
+    states = [eager.initial_state for _ in tracks]
     for steps in zip_longest(*tracks):
         for i, step in enumerate(steps):
             if step is None:
                 continue
             inputs = {**step.inputs, **states[i]}
-            probe = Probe(
-                name=step.name, origin="given", num_records=len(next(iter(step.inputs.values()))), inputs=inputs
-            )
+            num_records = len(next(iter(step.inputs.values())))
+            probe = Probe(name=step.name, origin="given", num_records=num_records, inputs=inputs)
             seen = Observation(probe=probe, outputs=dict(step.outputs), error="", way=())
-            one = prove.judge(program, [seen]).evidence[0]
-            yield one
-            if one.verdict != "agrees":
+            (evidence,) = judge(program, [seen]).evidence
+            yield evidence
+            if evidence.verdict != "agrees":
                 return
             answer = program.run(inputs)
             states[i] = {given: answer[left] for given, left in pairs.items()}

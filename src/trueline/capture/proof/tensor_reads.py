@@ -1,8 +1,8 @@
 """Numbers that the user's code takes out of tensors (`if x.max() > 1e4`, `.item()`, `.tolist()`): a trace freezes them.
 
-A trace that agrees on every probe may still hold a number that the probes never changed, and nobody would know. So a
-trace is believed only if the probes showed two values wherever a number is taken, and two ways wherever one decides.
-Without that the other side of a branch was never asked, however many probes agree.
+A trace that agrees on every probe may still hold a number that the probes never changed. So a trace is accepted only if
+the probes showed two values wherever a number is taken, and two ways wherever one decides: otherwise the other side of
+a branch was never run, however many probes agree.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import dis
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ TAKES = frozenset(
 ) | {_T.is_nonzero, _T.equal, _T.allclose, torch.is_nonzero, torch.equal, torch.allclose}
 
 
-class _Watch(TorchFunctionMode):
+class _ReadWatch(TorchFunctionMode):
     """Notes the line of the user's code for each number that is taken, and the number."""
 
     def __init__(self) -> None:
@@ -41,51 +41,64 @@ class _Watch(TorchFunctionMode):
         self.taken: dict[Place, set[str]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in TAKES:
-            place = code_paths.line_at_hand(within=_OWN)
+            place = code_paths.current_line(within=_OWN)
             if place is not None:
-                self.taken.setdefault(place, set()).add(_told(found))
-        return found
+                self.taken.setdefault(place, set()).add(_value_key(result))
+        return result
 
 
 _OWN = str(Path(__file__).parents[1])
 
 
-def _told(found: Any) -> str:
-    """What tells one number from another; of many numbers, which there are, not how many."""
-    if isinstance(found, np.ndarray):
-        return str(np.unique(found).tolist())
-    return str(sorted({repr(one) for one in np.ravel(found).tolist()})) if isinstance(found, list) else repr(found)
+def _value_key(result: Any) -> str:
+    """Distinguishes one number from another; of many numbers, which there are, not how many."""
+    if isinstance(result, np.ndarray):
+        return str(np.unique(result).tolist())
+    return str(sorted({repr(one) for one in np.ravel(result).tolist()})) if isinstance(result, list) else repr(result)
 
 
-def unasked(eager: Session, observations: Sequence[Observation], compiled: Collection[str] = ()) -> Place | None:
+def find_unvaried(eager: Session, observations: Sequence[Observation], compiled: Collection[str] = ()) -> Place | None:
     """The first line where a number out of a tensor was the same on all probes, or decided the same on all; None when
-    there is none, and no trace can hide one.
+    there is none.
 
     `compiled`: names of classes whose code is compiled and not traced.
     """
-    watch = _Watch()
-    answered = [seen for seen in observations if seen.outputs is not None]
-    for seen in answered:
-        with watch:
-            eager.run(seen.probe.inputs)
+    watch = _ReadWatch()
+    for seen in observations:
+        if seen.outputs is not None:
+            with watch:
+                eager.run(seen.probe.inputs)
     taken = {place: values for place, values in watch.taken.items() if not _classes_at(place) & set(compiled)}
     for place, values in taken.items():
         if len(values) < 2:
             return place
-    ways = list({id(seen.way): seen.way for seen in answered}.values())
-    return next(_one_way(taken, ways), None)
+    ways = _ways(observations)
+    for place in taken:
+        for line in _deciding(place.file, place.line):
+            if _is_one_sided(ways, place.file, line):
+                return Place(file=place.file, line=line)
+    return None
 
 
-def one_way(places: Sequence[Place], observations: Sequence[Observation]) -> Place | None:
-    """The first of `places` that decides, and at which all answered probes went alike; a check that raises is none."""
-    ways = list({id(seen.way): seen.way for seen in observations if seen.outputs is not None}.values())
+def find_one_sided(places: Sequence[Place], observations: Sequence[Observation]) -> Place | None:
+    """The first of `places` that decides, and where all answered probes went the same way; a check that raises does not
+    count."""
+    ways = _ways(observations)
     for place in places:
         decides = any(_decides(node, place.line) for node in _nodes(place.file))
-        if decides and len({_outcomes(way, place.file, place.line) for way in ways}) < 2:
+        if decides and _is_one_sided(ways, place.file, place.line):
             return place
     return None
+
+
+def _ways(observations: Sequence[Observation]) -> list[Sequence[Event]]:
+    return list({id(seen.way): seen.way for seen in observations if seen.outputs is not None}.values())
+
+
+def _is_one_sided(ways: Sequence[Sequence[Event]], file: str, line: int) -> bool:
+    return len({_outcomes(way, file, line) for way in ways}) < 2
 
 
 def _decides(node: ast.AST, line: int) -> bool:
@@ -96,26 +109,18 @@ def _decides(node: ast.AST, line: int) -> bool:
     return any(test.lineno <= line <= (test.end_lineno or test.lineno) for test in _tests(node))
 
 
-def _one_way(taken: Mapping[Place, set[str]], ways: Sequence[Sequence[Event]]) -> Iterator[Place]:
-    """Lines on which what was taken decides, and on which all `ways` went alike."""
-    for place in taken:
-        for line in _deciding(place.file, place.line):
-            if len({_outcomes(way, place.file, line) for way in ways}) < 2:
-                yield Place(file=place.file, line=line)
-
-
 def _outcomes(way: Sequence[Event], file: str, line: int) -> tuple[int, ...]:
     """Where the code went from each conditional jump on `line`, in order."""
-    found: list[int] = []
+    outcomes: list[int] = []
     waiting: set[int] = set()
     """Numbers of calls whose last instruction was such a jump."""
     for number, code, offset in way:
         if number in waiting:
             waiting.discard(number)
-            found.append(offset)
+            outcomes.append(offset)
         if code.co_filename == file and offset in _jumps(code).get(line, ()):
             waiting.add(number)
-    return tuple(found)
+    return tuple(outcomes)
 
 
 @functools.lru_cache(maxsize=4096)

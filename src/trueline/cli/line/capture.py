@@ -101,7 +101,7 @@ def command(recipe: str, checkpoint: str | None, targets: str | None, any_format
         "serve": captured.serve,
         "programs": [one.as_record() | ({"line": one.line} if one.line else {}) for one in captured.programs],
     }
-    lines = [*(one.told for one in captured.programs), f"serve: {captured.serve}", f"bundle: {captured.path}"]
+    lines = [*(one.summary for one in captured.programs), f"serve: {captured.serve}", f"bundle: {captured.path}"]
     return Output("\n".join(lines), facts)
 
 
