@@ -21,7 +21,7 @@ from trueline.bundle.describe import range_text
 from trueline.capture.export.silence import quiet
 from trueline.capture.ladder import Rung, climb
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.model.signature import Flat, as_trained
+from trueline.capture.model.signature import TensorModule, as_trained
 from trueline.capture.proof.determinism import RANDOM_HINT
 from trueline.capture.subject import Subject, with_state
 from trueline.doctor.api import calls_of
@@ -216,7 +216,9 @@ def plain_cpu_s(architecture: Architecture) -> tuple[float | None, str]:
             for spec in calling.signature.inputs
         )
         with torch.no_grad(), as_trained(), quiet(), tempfile.TemporaryDirectory() as folder:
-            program = torch.export.export(Flat(module, calling), calling.example, dynamic_shapes=(free,), strict=False)
+            program = torch.export.export(
+                TensorModule(module, calling), calling.example, dynamic_shapes=(free,), strict=False
+            )
             made = torch.onnx.export(program, (), dynamo=True, verbose=False)
             assert made is not None
             made.save(f"{folder}/model.onnx")

@@ -180,3 +180,8 @@ def join_names(names: Iterable[str]) -> str:
     'a, b'
     """
     return ", ".join(names) or "none"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, or the name of its class where that is empty."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

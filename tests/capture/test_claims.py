@@ -225,7 +225,7 @@ def test_verify_opens_machine_code_only_for_who_trusts_its_maker(tmp_path: Path)
     found = verify(bundle)
     assert found.holds
     assert [one.format for one in found.programs] == ["torch_export"]
-    assert any("aotinductor program was not looked at: it is machine code" in note for note in found.notes)
+    assert any("aotinductor program was not checked: it is machine code" in note for note in found.notes)
     with pytest.raises(UsageError, match="proving it runs it") as refused:
         verify(bundle, format="aotinductor")
     assert "--native" in refused.value.hint

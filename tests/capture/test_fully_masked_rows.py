@@ -17,7 +17,7 @@ from trueline.bundle.describe import describe
 from trueline.bundle.signature import DATATYPES, Dim, Rows, Signature, TensorSpec
 from trueline.capture import claims
 from trueline.capture.api import capture
-from trueline.capture.cpp import text as cpp_text
+from trueline.capture.cpp import export as cpp_export
 from trueline.capture.onnx import translations
 from trueline.capture.proof.observe import observe
 from trueline.capture.proof.probes import make_probes
@@ -141,7 +141,7 @@ def test_rows_of_a_mask_with_several_dimensions_lie_along_the_last() -> None:
 
 
 def test_the_condition_goes_into_the_tables_of_a_cpp_project() -> None:
-    text = cpp_text.signature_text(signature({"mask": MASK}).with_rows({"mask": "first"}))
+    text = cpp_export.signature_text(signature({"mask": MASK}).with_rows({"mask": "first"}))
     assert '{"mask", at::kLong, "INT64", {{-1, 0}, {4, -1}}, Rows::first},' in text
 
 

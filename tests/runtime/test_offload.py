@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from conformance.session import *  # noqa: F403 - the shared tests
-from trueline.capture.onnx import offload as offload_emit
 from trueline.capture.export import torch_export
 from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import offload as offload_emit
 from trueline.errors import BundleError, CaptureError, RequestError, UsageError
 from trueline.runtime import graph, offload
 from trueline.runtime.compare import compare

@@ -87,7 +87,7 @@ def capture_file(
 
     Every format asked for has to be proven, or, with `one_is_enough`, one of those that can be made of the file;
     without `formats`, the file's own has to be, and ONNX of a .pt2 is tried. `inputs` declares what the file does not
-    say (see `declared`). With `trust` a pickled module is unpickled, which runs whatever its maker put
+    say (see `read_declarations`). With `trust` a pickled module is unpickled, which runs whatever its maker put
     into it, and a folder's weights may be a pickle, of which only tensors are taken. Raises UsageError for a file that
     is no program (a pickle among them), for a format that cannot be made of it and for an `opset` of a program,
     CaptureError, NotProven, BundleError, StorageError; nothing is then left at `out`.
@@ -95,7 +95,7 @@ def capture_file(
     path, out = Path(path), _check_free(out, overwrite=overwrite)
     from trueline.capture.files import input_specs, program
 
-    declared = input_specs.declared(inputs) if inputs else None
+    declared = input_specs.read_declarations(inputs) if inputs else None
     model = program.model_in(path, declared, trust=trust)
     if model is not None:
         return capture(model, None, out, formats=formats, one_is_enough=one_is_enough, overwrite=overwrite, opset=opset)

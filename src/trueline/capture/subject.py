@@ -61,14 +61,14 @@ def prepare(
     With `state="explicit"` the buffers that the model writes become inputs and outputs. Raises RecipeError,
     CheckpointError, DataError, CaptureError.
     """
-    with _located(recipe, "model"):
+    with _locate_errors(recipe, "model"):
         made = load_model(recipe, checkpoint)
     module = _on_this_machine(made, recipe).eval()
-    with _located(recipe, "dataset" if recipe.examples is None else "examples"):
+    with _locate_errors(recipe, "dataset" if recipe.examples is None else "examples"):
         batches, data = _examples(recipe)
     if state == "explicit":
         module, batches = with_state(module, batches)
-    with _located(recipe, "dynamic_shapes"):
+    with _locate_errors(recipe, "dynamic_shapes"):
         declared = dict(recipe.dynamic_shapes()) if recipe.dynamic_shapes is not None else {}
     for name, axes in (dynamic_shapes or {}).items():
         declared[name] = {**axes, **declared.get(name, {})}
@@ -78,7 +78,7 @@ def prepare(
 
 
 @contextmanager
-def _located(recipe: Recipe, blank: str) -> Iterator[None]:
+def _locate_errors(recipe: Recipe, blank: str) -> Iterator[None]:
     """An exception of the recipe's function `blank` becomes a RecipeError with the user's line."""
     try:
         yield

@@ -33,7 +33,7 @@ FRESH_SEED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ProgramVerdict:
     """The result for one program on this machine."""
 
     format: str
@@ -56,7 +56,7 @@ class Verified:
     digest: str
     against: str
     seed: int
-    programs: tuple[Verdict, ...]
+    programs: tuple[ProgramVerdict, ...]
     notes: tuple[str, ...]
     """Reasons why the comparison is weaker than at capture, e.g. another recipe than the bundle's."""
 
@@ -90,7 +90,7 @@ def verify(
     """Proves the programs of `bundle` again here: golden examples, and probes made from `seed`.
 
     `against` is the recipe (or the Hugging Face folder) whose model, with the parameters of `checkpoint`, is the
-    oracle; without it the oracle is the program that is served. A program that fails is a Verdict, not an exception.
+    oracle; without it the oracle is the program that is served. A failing program is a verdict, not an exception.
     Machine code is opened, which runs it, only with `native`, for bundles of a trusted maker; else it is left out, and
     a note says so. Raises BundleError, UsageError, RecipeError, CheckpointError, CaptureError.
     """
@@ -135,7 +135,7 @@ def _oracle(
     from trueline.recipe.load import load_recipe
 
     folder = isinstance(against, str | Path) and model_folder.is_model_folder(against)
-    recipe = model_folder.of_folder(Path(str(against))) if folder else load_recipe(against)
+    recipe = model_folder.read_folder(Path(str(against))) if folder else load_recipe(against)
     notes = []
     if recipe.digest != bundle.manifest.lineage.recipe_digest:
         notes.append(f"recipe '{recipe.name}' is not the file that the bundle was captured from: its digest differs")
@@ -184,7 +184,7 @@ def _observe(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: 
 
 def _verdict(
     bundle: Bundle, format: str, observations: Sequence[Observation] | None, oracle: Session, *, native: bool
-) -> Verdict:
+) -> ProgramVerdict:
     """`observations` is None for the program that is the oracle itself."""
     from trueline.capture.model.eager import EagerSession
     from trueline.capture.proof import stateful
@@ -197,11 +197,11 @@ def _verdict(
         if proof is not None and isinstance(oracle, EagerSession):
             proof = stateful.prove_sequences(proof, session, oracle)
     except TruelineError as error:
-        return Verdict(
+        return ProgramVerdict(
             format=format, holds=False, why=error.message, golden=0, probes=0, max_abs_error=0.0, evidence=()
         )
     evidence = proof.evidence if proof else ()
-    return Verdict(
+    return ProgramVerdict(
         format=format,
         holds=proof is None or proof.proven,
         why=proof.reason if proof else "",

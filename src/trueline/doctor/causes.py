@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trueline.capture.model.code_paths import Place
+from trueline.capture.model.code_paths import SourceLine
 from trueline.doctor.diagnosis import Cause, Kind
 from trueline.doctor.examine import Finding, Oracle
 from trueline.doctor.patch import class_node, file_of, owner_of
@@ -33,7 +33,7 @@ def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause
         return _cause("exporter", finding.places[0], finding.reason)
     owner = owner_of(module)
     line = vars(owner)["forward"].__code__.co_firstlineno
-    return _cause("exporter", Place(file=file_of(owner), line=line), finding.reason)
+    return _cause("exporter", SourceLine(file=file_of(owner), line=line), finding.reason)
 
 
 def cause_of_lost_dimension(finding: Finding) -> Cause | None:
@@ -41,11 +41,11 @@ def cause_of_lost_dimension(finding: Finding) -> Cause | None:
     return _cause("size branch", finding.places[0], finding.reason) if finding.places else None
 
 
-def _cause(kind: Kind, place: Place, words: str) -> Cause:
+def _cause(kind: Kind, place: SourceLine, words: str) -> Cause:
     return Cause(kind=kind, file=place.file, line=place.line, source=place.source, words=words)
 
 
-def _explain(place: Place, module: torch.nn.Module, oracle: Oracle) -> Cause | None:
+def _explain(place: SourceLine, module: torch.nn.Module, oracle: Oracle) -> Cause | None:
     try:
         text = Path(place.file).read_text()
     except (OSError, UnicodeDecodeError):
@@ -143,5 +143,5 @@ def _state(module: torch.nn.Module, oracle: Oracle) -> Cause | None:
                 for one in ast.walk(statement):
                     if isinstance(one, ast.stmt) and writes_state(one):
                         words = f"it keeps a state between calls: `{ast.unparse(one)}`"
-                        return _cause("state", Place(file=file, line=one.lineno), words)
+                        return _cause("state", SourceLine(file=file, line=one.lineno), words)
     return None

@@ -23,7 +23,7 @@ from trueline.capture.export import specialization
 from trueline.capture.export.silence import quiet
 from trueline.capture.export.tracing import followable
 from trueline.capture.model import code_paths
-from trueline.capture.model.code_paths import Place
+from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.patches import nonzero_loops as places
 from trueline.capture.patches import size_lists
 from trueline.doctor import divisible_sizes
@@ -44,11 +44,11 @@ class Finding:
     """The outcome of one examination. `reason` is empty when the exported program is right everywhere."""
 
     reason: str
-    places: tuple[Place, ...] = ()
+    places: tuple[SourceLine, ...] = ()
     """Lines of the user's code that may be the cause, the likeliest first."""
     loud: bool = False
     """Whether the exporter itself refused."""
-    fixed: tuple[Place, ...] = ()
+    fixed: tuple[SourceLine, ...] = ()
     """Those of the places that made a constant of a size that varies."""
     program: torch.export.ExportedProgram | None = None
     max_abs_error: float = 0.0
@@ -81,9 +81,9 @@ class Oracle:
         """The call to export with: one that the original answers."""
         return base_call(self.answered, free_dims(self.calls))
 
-    def partings(self) -> tuple[Place, ...]:
+    def partings(self) -> tuple[SourceLine, ...]:
         """Lines at which the ways of two answered calls part, for calls of one size first: those are values."""
-        seen: dict[Place, None] = {}
+        seen: dict[SourceLine, None] = {}
         answered = [(c, a) for c, a in zip(self.calls, self.answers, strict=True) if a.arrays is not None]
         if not answered:
             return ()
@@ -145,7 +145,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
         if held is not None:
             flat, tensors, memory = held.module, (*base.tensors, *held.state), held.memory
             free = [*free, *held.free]
-    fixed: Mapping[int, Place] = {}
+    fixed: Mapping[int, SourceLine] = {}
     try:
         with specialization.watched() as fixed:
             if in_units and memory is None:
@@ -268,7 +268,7 @@ def _flat(call: RecordedCall) -> RecordedCall:
 _CONSTANT = re.compile(r"to be a constant \((\d+)\)")
 
 
-def _loud(error: Exception, oracle: Oracle, fixed: Mapping[int, Place]) -> Finding:
+def _loud(error: Exception, oracle: Oracle, fixed: Mapping[int, SourceLine]) -> Finding:
     """`fixed` are the lines that made constants of sizes; the error says which sizes it is about."""
     place = code_paths.users_line(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from trueline.capture.model.code_paths import Place
+from trueline.capture.model.code_paths import SourceLine
 from trueline.doctor.examine import Finding, Oracle, copy_without_hooks, examine, silence_exporters
 from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patch_module
 from trueline.doctor.recorded_calls import agree, answer_of
@@ -251,7 +251,7 @@ def lines_of(finding: Finding, file: str, text: str, owner: type, *, remembers: 
     return list(dict.fromkeys(found))
 
 
-def _span(file: str, text: str, owner: type, place: Place) -> range | None:
+def _span(file: str, text: str, owner: type, place: SourceLine) -> range | None:
     """The lines of the class in `text`, where `place` lies in it: other classes have lines that read the same."""
     own = class_node(ast.parse(Path(file).read_text()), owner) if place.file == file else None
     if own is None or not own.lineno <= place.line <= (own.end_lineno or own.lineno):
@@ -260,7 +260,7 @@ def _span(file: str, text: str, owner: type, place: Place) -> range | None:
     return None if node is None else range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def _same_source(place: Place, lines: list[str], within: range | None) -> list[int]:
+def _same_source(place: SourceLine, lines: list[str], within: range | None) -> list[int]:
     """Lines that read as the place's does, the nearest first: lines above it may have been edited."""
     return _nearest(lines, place.source, place.line, within)
 

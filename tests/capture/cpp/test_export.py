@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trueline.bundle import Contents, Dim, Golden, ProgramEntry, Signature, Summary, TensorSpec, seal
-from trueline.capture.cpp import text as cpp_text
+from trueline.capture.cpp import export as cpp_export
 from trueline.capture.cpp.export import export_cpp
 from trueline.capture.export import aotinductor, torch_export, torchscript
 from trueline.capture.model.eager import EagerSession
@@ -60,7 +60,7 @@ def sealed(out: Path, *, format: str = "torchscript", wrong: float = 0.0) -> Pat
         )
     entry = ProgramEntry(
         format=format,
-        file=f"programs/{cpp_text.PROGRAMS.get(format, 'model.ts')}",
+        file=f"programs/{cpp_export.PROGRAMS.get(format, 'model.ts')}",
         proven=True,
         seconds=0.0,
         probes=1,
@@ -87,7 +87,7 @@ def test_the_tables_say_what_was_proven() -> None:
         outputs=(TensorSpec(name="y", datatype="INT64", shape=("batch",)),),
         dims={"batch": Dim(max=6), "length": Dim(min=4, multiple_of=4)},
     )
-    text = cpp_text.signature_text(signature)
+    text = cpp_export.signature_text(signature)
     assert '{"batch", 1, 6, 1},' in text
     assert '{"length", 4, -1, 4},' in text
     assert '{"x", at::kFloat, "FP32", {{-1, 0}, {8, -1}, {-1, 1}}, Rows::any},' in text
@@ -96,11 +96,11 @@ def test_the_tables_say_what_was_proven() -> None:
 
 def test_a_guard_is_written_with_pythons_division() -> None:
     node = ast.parse("2 * d0 // 3 == d1 and max(d0, 4) < 9", mode="eval").body
-    assert cpp_text.expression(node) == (
+    assert cpp_export.expression(node) == (
         "((floor_div((int64_t{2}*d[0]),int64_t{3})==d[1]) && (std::max({d[0],int64_t{4}})<int64_t{9}))"
     )
     with pytest.raises(BundleError, match="cannot be written"):
-        cpp_text.expression(ast.parse("__import__('os')", mode="eval").body)
+        cpp_export.expression(ast.parse("__import__('os')", mode="eval").body)
 
 
 def test_a_bundle_without_a_program_for_cpp_is_told_what_makes_one(tmp_path: Path) -> None:
@@ -142,5 +142,5 @@ def test_the_project_builds_and_exits_non_zero_exactly_when_an_answer_differs(tm
     told = subprocess.run([folder / "replay", folder], check=False, capture_output=True, text=True)
     assert told.returncode == 1
     assert "batch-1: DIFFERS: output 'y' differs by 0.5" in told.stdout
-    (folder / cpp_text.PROGRAMS[format]).unlink()
+    (folder / cpp_export.PROGRAMS[format]).unlink()
     assert subprocess.run([folder / "replay", folder], check=False, capture_output=True).returncode == 2

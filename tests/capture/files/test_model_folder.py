@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture_file
 from trueline.capture.files import model_folder
-from trueline.capture.files.input_specs import declared
+from trueline.capture.files.input_specs import read_declarations
 from trueline.capture.verify import verify
 from trueline.cli import app
 from trueline.errors import NotProven, RequestError, UsageError
@@ -58,7 +58,7 @@ def scripted(module: nn.Module, path: Path) -> Path:
 
 
 def test_a_declaration_gives_examples_and_free_sizes() -> None:
-    found = declared(["ids=INT64[batch,length]<10", "scale=fp32[batch, 4]"])
+    found = read_declarations(["ids=INT64[batch,length]<10", "scale=fp32[batch, 4]"])
     assert [spec.shape for spec in found.signature.inputs] == [("batch", "length"), ("batch", 4)]
     assert [spec.datatype for spec in found.signature.inputs] == ["INT64", "FP32"]
     one, two = found.examples
@@ -71,7 +71,7 @@ def test_a_declaration_gives_examples_and_free_sizes() -> None:
 def test_files_of_examples_show_what_is_free(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros((3, 8, 2), np.float32), n=np.zeros(3, np.int64))
     save_file({"x": np.zeros((2, 9, 2), np.float32), "n": np.zeros(2, np.int64)}, tmp_path / "b.safetensors")
-    found = declared([str(tmp_path / "a.npz"), str(tmp_path / "b.safetensors")])
+    found = read_declarations([str(tmp_path / "a.npz"), str(tmp_path / "b.safetensors")])
     assert {spec.name: spec.shape for spec in found.signature.inputs} == {"x": ("batch", "x.1", 2), "n": ("batch",)}
 
 
@@ -88,14 +88,14 @@ def test_files_of_examples_show_what_is_free(tmp_path: Path) -> None:
 )
 def test_a_declaration_that_is_none_is_refused_in_words(given: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        declared(given)
+        read_declarations(given)
 
 
 def test_an_object_array_is_never_unpickled(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.array([{}], dtype=object), allow_pickle=True)
     np.savez(tmp_path / "a.npz", x=np.array([print], dtype=object))
     with pytest.raises(UsageError, match=r"a\.npz is no file of examples"):
-        declared([str(tmp_path / "a.npz")])
+        read_declarations([str(tmp_path / "a.npz")])
 
 
 @pytest.mark.slow

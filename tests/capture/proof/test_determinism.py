@@ -55,9 +55,9 @@ def test_a_model_that_answers_nan_to_its_own_example_is_found_out_before_anythin
 def test_a_tensor_that_is_written_into_is_no_longer_what_it_was() -> None:
     module = Keeping()
     recall = Recall(module)
-    assert recall.changed() == ()
+    assert recall.find_changed() == ()
     module.write()
-    assert set(recall.changed()) == {"seen", "numbers", "table", "count"}
+    assert set(recall.find_changed()) == {"seen", "numbers", "table", "count"}
 
 
 @pytest.mark.parametrize("name", ["seen", "numbers", "table", "count"])
@@ -71,7 +71,7 @@ def test_each_kind_of_attribute_is_looked_at(name: str) -> None:
         "count": lambda: setattr(module, "count", 7),
     }
     writes[name]()
-    assert recall.changed() == (name,)
+    assert recall.find_changed() == (name,)
 
 
 def test_within_a_look_back_the_model_holds_what_it_held_and_afterwards_what_it_holds_now() -> None:

@@ -152,10 +152,10 @@ def captured(model: Any, out: Path, **options: Any) -> Bundle:
     [
         (
             DropsALayer,
-            "draws random numbers outside of torch, and the same question was answered differently",
+            "draws random numbers outside of torch, and its answer to the same input differed",
             "seldom",
         ),
-        (NoisyNumpy, "draws random numbers outside of torch, and it answers differently", "numpy"),
+        (NoisyNumpy, "draws random numbers outside of torch, and it answers equal inputs differently", "numpy"),
         (WarmsUp, "keeps a state in the Python attribute calls: it answers differently when that is 999", "warming"),
         (TakesItsScale, r"changes itself when it is first called \(scale, ready\)", "first batch"),
         (KeepsAMean, r"\(means\): it answers differently after another input of the same sizes", "mean of a size"),
@@ -190,12 +190,12 @@ def test_what_a_model_held_before_it_was_asked_is_put_back_after_a_look() -> Non
     recall = Recall(model)
     x = torch.ones(2, 4)
     kept = model(x), model.notes.first
-    assert recall.changed() == ("notes",)
+    assert recall.find_changed() == ("notes",)
     with recall.as_before():
         assert model.notes.first is None
         model(2 * x)
     assert model.notes.first is kept[1]
-    assert recall.changed() == ("notes",)
+    assert recall.find_changed() == ("notes",)
 
 
 def test_a_model_that_counts_and_answers_the_same_is_captured(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_what_a_class_keeps_is_put_back_and_is_there_again_afterwards() -> None:
     model = ScaledByItsClass()
     recall = Recall(model)
     model(torch.ones(2, 2))
-    assert recall.changed() == ("ScaledByItsClass.scale",)
+    assert recall.find_changed() == ("ScaledByItsClass.scale",)
     with recall.as_before():
         assert ScaledByItsClass.scale is None
     assert ScaledByItsClass.scale == 2
@@ -280,7 +280,7 @@ class Endless(nn.Module):
 def test_a_loop_that_never_ends_is_ended_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_paths, "MAX_EVENTS", 1000)
     monkeypatch.setattr(code_paths, "ENDLESS_S", 0.05)
-    monkeypatch.setattr(code_paths, "AGAIN_S", 0.02)
+    monkeypatch.setattr(code_paths, "REPEAT_ENDLESS_S", 0.02)
     eager = EagerSession(Endless().eval(), torch.ones(3, 4))
     found = observe(eager, make_probes(eager.example, signature=eager.calling.presumed, seed=0))
     ended = [one for one in found if "does not end" in one.error]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from trueline.capture import verify as room
-from trueline.capture.verify import Verdict, Verified
+from trueline.capture.verify import ProgramVerdict, Verified
 from trueline.cli import app
 
 
 def found(**changes: Any) -> Verified:
-    good = Verdict(format="onnx", holds=True, why="", golden=3, probes=28, max_abs_error=1e-7, evidence=())
-    bad = Verdict(format="torch_export", holds=False, why="on probe 'p': differs", golden=3, probes=27,
+    good = ProgramVerdict(format="onnx", holds=True, why="", golden=3, probes=28, max_abs_error=1e-7, evidence=())
+    bad = ProgramVerdict(format="torch_export", holds=False, why="on probe 'p': differs", golden=3, probes=27,
                   max_abs_error=0.0, evidence=())  # fmt: skip
     given = {"programs": (good, bad), "notes": ("the recipe differs",)} | changes
     return Verified(path=Path("b"), digest="d", against="eager model", seed=7, **given)

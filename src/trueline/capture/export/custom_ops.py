@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trueline.capture.model import code_paths
-from trueline.capture.model.code_paths import Place
+from trueline.capture.model.code_paths import SourceLine
 
 
 def _grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -63,14 +63,14 @@ _OPERATOR = re.compile(r"torch\.ops\.(\w+\.\w+\.\w+)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def line_of(program: torch.export.ExportedProgram, said: str) -> Place | None:
+def line_of(program: torch.export.ExportedProgram, said: str) -> SourceLine | None:
     """The user's line that called the node, or else the operator, that the message `said` names."""
     nodes = list(program.graph.nodes)
     names, operators = set(_NODE.findall(said)[:1]), set(_OPERATOR.findall(said)[:1])
     found = [node for node in nodes if node.name in names] or [node for node in nodes if str(node.target) in operators]
     for node in found:
         frames = [(file, int(line)) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "")]
-        places = [Place(file=file, line=line) for file, line in frames if code_paths.is_users(file)]
+        places = [SourceLine(file=file, line=line) for file, line in frames if code_paths.is_users(file)]
         if places:
             return places[-1]
     return None

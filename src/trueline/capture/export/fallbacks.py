@@ -24,7 +24,7 @@ from trueline.bundle.schema import BY_RECORD
 from trueline.capture.export.exported import Exported, Fixed
 from trueline.capture.export.tracing import tracing
 from trueline.capture.model.dynamic_dims import resize_tensor
-from trueline.capture.model.signature import BATCH, Calling, Flat, as_trained
+from trueline.capture.model.signature import BATCH, Calling, TensorModule, as_trained
 from trueline.capture.patches import (
     below_python,
     nonzero_loops,
@@ -52,7 +52,7 @@ class Exporters:
 def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, exporters: Exporters) -> Exported | None:
     """The program that another way of tracing gives, after torch.export raised `error`; None when none does."""
     export = exporters.whole
-    flat = Flat(module, calling)
+    flat = TensorModule(module, calling)
     listed = isinstance(error, Fixed) and error.symbol != BATCH and size_lists.may_help(module)
     if listed or (isinstance(error, Fixed) and size_lists.counts(module)):
         try:
@@ -73,7 +73,7 @@ def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export
     return found or (_by_records(flat, calling, exporters) if in_rows else None)
 
 
-def _chosen(flat: Flat, export: Export) -> Exported | None:
+def _chosen(flat: TensorModule, export: Export) -> Exported | None:
     """With the choices made that parameters and buffers decide, if there are any."""
     choices = parameter_branches.HeldChoices(flat)
     try:
@@ -85,7 +85,7 @@ def _chosen(flat: Flat, export: Export) -> Exported | None:
     return _told(found, "what its parameters and buffers decide is decided") if choices.looks else None
 
 
-def _all_places(flat: Flat, calling: Calling, export: Export) -> Exported | None:
+def _all_places(flat: TensorModule, calling: Calling, export: Export) -> Exported | None:
     """With a step for each place that a loop over the values' choice could take, if some call leaves one out."""
     if not nonzero_loops.left_out(flat, _small_calls(calling)):
         return None
@@ -107,7 +107,7 @@ def _small_calls(calling: Calling) -> Iterator[tuple[torch.Tensor, ...]]:
         yield tuple(torch.zeros_like(tensor) for tensor in tensors)
 
 
-def _beneath(flat: Flat, calling: Calling, export: Export) -> Exported | None:
+def _beneath(flat: TensorModule, calling: Calling, export: Export) -> Exported | None:
     """What the operators beneath the model make, where they can be traced with free sizes."""
     try:
         with tracing():
@@ -118,7 +118,7 @@ def _beneath(flat: Flat, calling: Calling, export: Export) -> Exported | None:
         return None
 
 
-def _by_records(flat: Flat, calling: Calling, exporters: Exporters) -> Exported | None:
+def _by_records(flat: TensorModule, calling: Calling, exporters: Exporters) -> Exported | None:
     """A program that asks for each record, if it answers the example as the model does, and one record more."""
     try:
         with size_lists.kept(flat.module):

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from trueline.capture.model.code_paths import Place, current_line
+from trueline.capture.model.code_paths import SourceLine, current_line
 
 
 @contextmanager
-def watched() -> Iterator[dict[int, Place]]:
+def watched() -> Iterator[dict[int, SourceLine]]:
     """Size -> the first line that fixed a dimension to it, of what is exported in the block."""
-    found: dict[int, Place] = {}
+    found: dict[int, SourceLine] = {}
     original = ShapeEnv._set_replacement
 
     def noting(env: ShapeEnv, symbol: Any, target: Any, why: str) -> None:

@@ -23,7 +23,7 @@ from trueline.capture.export.exported import STATE_HINT, Exported, Fixed
 from trueline.capture.export.tracing import tracing
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
-from trueline.capture.model.signature import BATCH, Calling, Flat
+from trueline.capture.model.signature import BATCH, Calling, TensorModule
 from trueline.capture.patches import rounding
 from trueline.errors import BundleError, CaptureError, join_names
 from trueline.runtime import torch_export_archive
@@ -43,7 +43,7 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
 
     Raises CaptureError that names the user's line, where one is.
     """
-    flat = Flat(module, calling)
+    flat = TensorModule(module, calling)
     try:
         return _export(flat, calling, {})
     except CaptureError as error:
@@ -62,7 +62,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     """`steps`: symbols whose sizes are taken to be multiples of a number."""
     axes = _free_axes(calling)
     example = tuple(_tiled(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
-    fixed: Mapping[int, code_paths.Place] = {}
+    fixed: Mapping[int, code_paths.SourceLine] = {}
     try:
         with tracing(), specialization.watched() as fixed:
             program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
@@ -125,7 +125,7 @@ def _tiled(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     return resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
 
 
-def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, code_paths.Place]) -> None:
+def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, code_paths.SourceLine]) -> None:
     """Raises CaptureError with the input's own name when torch says that a free dimension became a constant."""
     found = _CONSTANT.search(str(error))
     if found is None:
@@ -134,7 +134,7 @@ def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, cod
     raise _fixed(calling.presumed.inputs[index], axis, size, fixed) from error
 
 
-def _fixed(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_paths.Place]) -> Fixed:
+def _fixed(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_paths.SourceLine]) -> Fixed:
     symbol = str(spec.shape[axis])
     what = "batches" if symbol == BATCH else f"a '{symbol}'"
     why = f"the model works for {what} of {size} only (dimension {axis} of input '{spec.name}')"
@@ -146,7 +146,7 @@ def _fixed(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_path
 
 
 def _described(
-    program: torch.export.ExportedProgram, calling: Calling, fixed: Mapping[int, code_paths.Place]
+    program: torch.export.ExportedProgram, calling: Calling, fixed: Mapping[int, code_paths.SourceLine]
 ) -> Exported:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     shapes = [values[name].shape for name in program.graph_signature.user_inputs if isinstance(name, str)]
@@ -187,7 +187,7 @@ def _described(
     )
 
 
-def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_paths.Place]) -> dict[str, str]:
+def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_paths.SourceLine]) -> dict[str, str]:
     """torch's symbols -> the signature's. Raises CaptureError for a free dimension that became a constant."""
     same: dict[Place, str] = {}
     for spec, shape in zip(calling.presumed.inputs, shapes, strict=True):

@@ -30,9 +30,9 @@ from trueline import files
 from trueline.bundle.signature import TensorSpec
 from trueline.capture.export.silence import quiet
 from trueline.capture.model import code_paths
-from trueline.capture.model.code_paths import Place
+from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.dynamic_dims import resize_tensor
-from trueline.capture.model.signature import BATCH, Calling, Flat
+from trueline.capture.model.signature import BATCH, Calling, TensorModule
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import torchscript_archive
 from trueline.runtime.torchscript import FILE, first, undeprecated
@@ -43,7 +43,7 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
 def emit(
-    module: torch.nn.Module, calling: Calling, folder: Path, way: Way, *, frozen: list[Place] | None = None
+    module: torch.nn.Module, calling: Calling, folder: Path, way: Way, *, frozen: list[SourceLine] | None = None
 ) -> tuple[Path, str]:
     """Writes `folder/programs/model.ts` made in the given way; returns its path and how it was made.
 
@@ -73,14 +73,14 @@ def emit(
 
 
 @contextmanager
-def _noting_frozen(places: list[Place]) -> Iterator[None]:
+def _noting_frozen(places: list[SourceLine]) -> Iterator[None]:
     """Adds to `places` the lines at which a trace made in the block freezes what a size decides, as torch warns."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", torch.jit._trace.TracerWarning)
         yield
     told = [one for one in caught if issubclass(one.category, torch.jit._trace.TracerWarning)]
     places += dict.fromkeys(
-        Place(file=one.filename, line=one.lineno) for one in told if code_paths.is_users(one.filename)
+        SourceLine(file=one.filename, line=one.lineno) for one in told if code_paths.is_users(one.filename)
     )
 
 
@@ -90,7 +90,7 @@ def _made(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str
         for spec, tensor in zip(calling.signature.inputs, calling.example, strict=True)
     )
     if way == "trace":
-        traced = torch.jit.trace(Flat(module, calling).eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(TensorModule(module, calling).eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         return torch.jit.freeze(traced), "by trace"
     if way == "script":
         return _flattened(torch.jit.script(module), module, calling), "by script"

@@ -1,8 +1,8 @@
-"""`capture DIR | model.pt --trust`: a whole model that comes as files, captured as a recipe's model is.
+"""`capture DIR | model.pt --trust`: a model that comes as files, captured as a recipe's model is.
 
-A Hugging Face folder (config.json and model.safetensors) is built by transformers from its own classes, without code
-of the folder and without the network; its examples are made from its config. A pickled module is unpickled only with
-`trust`, which runs whatever its maker put into it. Both then climb the whole ladder and are proven like any other.
+transformers builds a Hugging Face folder (config.json and model.safetensors) from its own classes, without code of the
+folder and without the network; its examples are made from its config. A pickled module is unpickled only with `trust`,
+which runs whatever its maker put into it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from trueline import files
 from trueline.capture.files.file_subject import plain_name
-from trueline.capture.files.input_specs import Declared
-from trueline.errors import UsageError, join_names
+from trueline.capture.files.input_specs import DeclaredInputs
+from trueline.errors import UsageError, first_line, join_names
 from trueline.recipe.contract import Recipe
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Read only with `trust`, and then by torch's loader of weights, which builds tensors and calls nothing else."""
+"""Read only with `trust`, and by torch's loader of weights, which builds nothing but tensors."""
 BATCHES, LENGTHS = (5, 3), (11, 7)
 IMAGE = 224
-"""The size of an image where neither the config nor the preprocessor says one."""
+"""Size of an image that neither the config nor the preprocessor gives."""
 SAMPLES = (4001, 3203)
 """Lengths of audio: a quarter of a second at 16 kHz."""
 
@@ -41,8 +41,8 @@ def is_model_folder(path: str | Path) -> bool:
     return (folder / CONFIG).is_file() and not (folder / "recipe.py").exists()
 
 
-def of_folder(folder: Path, declared: Declared | None = None, *, trust: bool = False) -> Recipe:
-    """The model in a Hugging Face folder as a recipe; `declared` in place of examples made from its config.
+def read_folder(folder: Path, declared: DeclaredInputs | None = None, *, trust: bool = False) -> Recipe:
+    """The model in a Hugging Face folder as a recipe, with the examples of `declared`, or made from its config.
 
     With `trust` its weights may be a pickle (pytorch_model.bin). Raises UsageError for a folder without safetensors,
     with code of its own, or when transformers is not installed.
@@ -52,9 +52,9 @@ def of_folder(folder: Path, declared: Declared | None = None, *, trust: bool = F
     if weights and trust:
         raise UsageError(f"the weights in {folder} are safetensors and need no trust; leave --trust out")
     if not weights and not (trust and pickled):
-        found = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".h5", ".ckpt"))
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".h5", ".ckpt"))
         raise UsageError(
-            f"{folder} has no {WEIGHTS[0]} (has: {join_names(found)}); nothing else is read, because it is a pickle",
+            f"{folder} has no {WEIGHTS[0]} (has: {join_names(others)}); nothing else is read, because it is a pickle",
             hint="convert it once where you trust it: model.save_pretrained(folder, safe_serialization=True)"
             + (", or let it be unpickled: --trust" if pickled else ""),
         )
@@ -69,7 +69,7 @@ def of_folder(folder: Path, declared: Declared | None = None, *, trust: bool = F
 
     @functools.cache
     def model() -> torch.nn.Module:
-        return _built(folder, config, pickled=not weights)
+        return _build(folder, config, pickled=not weights)
 
     def examples() -> Any:
         return iter(declared.examples if declared else _batches(folder, config, model()))
@@ -77,7 +77,7 @@ def of_folder(folder: Path, declared: Declared | None = None, *, trust: bool = F
     return _recipe(folder.resolve().name, digest, model, examples, declared)
 
 
-def of_pickle(path: Path, declared: Declared) -> Recipe:
+def read_pickle(path: Path, declared: DeclaredInputs) -> Recipe:
     """The module that is pickled at `path` as a recipe. Its `model()` unpickles, which runs what its maker put in.
 
     Raises UsageError when it holds no module.
@@ -87,41 +87,37 @@ def of_pickle(path: Path, declared: Declared) -> Recipe:
         import torch
 
         try:
-            found = torch.load(path, map_location="cpu", weights_only=False)
+            module = torch.load(path, map_location="cpu", weights_only=False)
         except Exception as error:
-            told = str(error).strip().splitlines()[0] if str(error).strip() else ""
             raise UsageError(
-                f"{path} cannot be unpickled: {type(error).__name__}: {told}",
+                f"{path} cannot be unpickled: {type(error).__name__}: {first_line(error)}",
                 hint="the classes that it names have to be importable here: run this where its maker's code is",
             ) from error
-        if isinstance(found, torch.nn.Module):
-            return found.eval()
-        raise _no_module(path, found)
+        if isinstance(module, torch.nn.Module):
+            return module.eval()
+        is_dict = isinstance(module, Mapping)
+        what = f"a state_dict of {len(module)} entries" if is_dict else f"a {type(module).__name__}"
+        raise UsageError(
+            f"{path} holds {what}, not a torch.nn.Module",
+            hint="write a recipe whose model() builds the module and loads it with torch.load(..., weights_only=True)",
+        )
 
     return _recipe(path.stem, files.sha256_file(path), model, lambda: iter(declared.examples), declared)
 
 
-def weights_in(path: Path) -> int | None:
-    """How many tensors the state_dict at `path` holds; None when it is none. Unpickles nothing but tensors."""
+def count_weights(path: Path) -> int | None:
+    """Number of tensors in the state_dict at `path`; None when it is none. Unpickles nothing but tensors."""
     import torch
 
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # noqa: BLE001 - a pickle that names anything else is refused in many ways, and is no state_dict
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - torch refuses other pickles with many exceptions: they are no state_dict
         return None
-    tensors = sum(isinstance(one, torch.Tensor) for one in found.values()) if isinstance(found, Mapping) else 0
+    tensors = sum(isinstance(one, torch.Tensor) for one in loaded.values()) if isinstance(loaded, Mapping) else 0
     return tensors or None
 
 
-def _no_module(path: Path, found: object) -> UsageError:
-    what = f"a state_dict of {len(found)} entries" if isinstance(found, Mapping) else f"a {type(found).__name__}"
-    return UsageError(
-        f"{path} holds {what}, not a torch.nn.Module",
-        hint="write a recipe whose model() builds the module and loads it with torch.load(..., weights_only=True)",
-    )
-
-
-def _recipe(name: str, digest: str, model: Any, examples: Any, declared: Declared | None) -> Recipe:
+def _recipe(name: str, digest: str, model: Any, examples: Any, declared: DeclaredInputs | None) -> Recipe:
     def absent(*_: object) -> Any:
         raise UsageError(f"'{name}' came as a file and can be captured, not trained", hint="write a recipe for it")
 
@@ -140,12 +136,12 @@ def _recipe(name: str, digest: str, model: Any, examples: Any, declared: Declare
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UsageError(f"{path} holds no JSON object")
-    return found
+    return content
 
 
 def _transformers() -> Any:
@@ -161,21 +157,21 @@ def _transformers() -> Any:
 
 @contextmanager
 def _without_bars(transformers: Any) -> Iterator[None]:
-    """Without a bar of its own on stderr, where ours is, or nothing is wanted."""
-    told = transformers.utils.logging
-    shown = told.is_progress_bar_enabled()
-    told.disable_progress_bar()
+    """Without transformers' progress bar on stderr, where Trueline's own may be."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            told.enable_progress_bar()
+            logging.enable_progress_bar()
 
 
-_CALLED = re.compile(r"GLOBAL ([\w.]+)")
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def _built(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.nn.Module:
+def _build(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.nn.Module:
     """The model of the class that the config names. Raises UsageError when weights of it are missing."""
     import torch
 
@@ -191,15 +187,16 @@ def _built(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.n
         with _without_bars(transformers):
             model, loaded = build.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
     except Exception as error:
-        if "weights only load failed" in str(error).lower():  # torch's advice is to unpickle it all the same
-            found = _CALLED.search(str(error))
-            called = f" (it calls {found[1]})" if found else ""
+        if "weights only load failed" in str(error).lower():  # torch advises to unpickle it anyway
+            call = _GLOBAL.search(str(error))
+            called = f" (it calls {call[1]})" if call else ""
             raise UsageError(
                 f"the weights in {folder} are a pickle of more than tensors{called}, and nothing of it was unpickled",
-                hint="weights need no such thing: take the model from whom you trust, as safetensors",
+                hint="weights need no such code: take the model from a source that you trust, as safetensors",
             ) from error
-        told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"transformers {transformers.__version__} cannot load {folder}: {told}") from error
+        raise UsageError(
+            f"transformers {transformers.__version__} cannot load {folder}: {first_line(error)}"
+        ) from error
     if missing := sorted(loaded["missing_keys"]):
         raise UsageError(
             f"{folder} lacks {len(missing)} weights of {type(model).__name__} ({join_names(missing[:3])}, "
@@ -207,42 +204,44 @@ def _built(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.n
             hint="train what is missing and save the whole, or correct 'architectures' in its config.json",
         )
     model.config.use_cache = False
-    return _answering(model.eval())
+    return _with_plain_outputs(model.eval())
 
 
-def _answering(model: torch.nn.Module) -> torch.nn.Module:
-    """`model` with its answer as a plain dict of what there is; transformers' own type is one that no program keeps."""
+def _with_plain_outputs(model: torch.nn.Module) -> torch.nn.Module:
+    """`model` with its answer as a plain dict without None; no program keeps transformers' own type."""
     import torch
 
-    class Answering(torch.nn.Module):
+    class PlainOutputs(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
 
         def forward(self, **inputs: torch.Tensor) -> dict[str, Any]:
-            found = self.model(**inputs, return_dict=True)
-            return {name: value for name, value in found.items() if value is not None}
+            outputs = self.model(**inputs, return_dict=True)
+            return {name: value for name, value in outputs.items() if value is not None}
 
-    return Answering()
+    return PlainOutputs()
 
 
 def _batches(folder: Path, config: Mapping[str, Any], model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
-    """Two batches that differ in what is free, made from the config. Raises UsageError for inputs unheard of."""
+    """Two batches that differ in what is free, made from the config. Raises UsageError for unknown inputs."""
     import inspect
 
     inner: Any = model.model
-    taken = set(inspect.signature(inner.forward).parameters)
-    found = [_batch(folder, config, inner, taken, at) for at in range(len(BATCHES))]
-    if not found[0]:
+    parameters = set(inspect.signature(inner.forward).parameters)
+    batches = [_batch(folder, config, inner, parameters, at) for at in range(len(BATCHES))]
+    if not batches[0]:
         raise UsageError(
-            f"{type(inner).__name__} takes {join_names(sorted(taken))}, for which no examples can be made "
+            f"{type(inner).__name__} takes {join_names(sorted(parameters))}, for which no examples can be made "
             "from its config",
             hint="declare its inputs: --example NAME=FP32[batch,80,frames]",
         )
-    return found
+    return batches
 
 
-def _batch(folder: Path, config: Mapping[str, Any], inner: Any, taken: set[str], at: int) -> dict[str, torch.Tensor]:
+def _batch(
+    folder: Path, config: Mapping[str, Any], inner: Any, parameters: set[str], at: int
+) -> dict[str, torch.Tensor]:
     import torch
 
     random, batch = torch.Generator().manual_seed(at), BATCHES[at]
@@ -250,37 +249,35 @@ def _batch(folder: Path, config: Mapping[str, Any], inner: Any, taken: set[str],
     made: dict[str, torch.Tensor] = {}
     vocabulary = text.get("vocab_size") or getattr(inner.config, "vocab_size", None)
     main = inner.main_input_name
-    if "input_ids" in taken and vocabulary and main in ("input_ids", "pixel_values"):
-        length = min(LENGTHS[at], _positions(inner.config))
+    if "input_ids" in parameters and vocabulary and main in ("input_ids", "pixel_values"):
+        length = min(LENGTHS[at], _max_length(inner.config))
         made["input_ids"] = torch.randint(0, int(vocabulary), (batch, length), generator=random)
-        if "attention_mask" in taken:
+        if "attention_mask" in parameters:
             lengths = torch.arange(batch) % (length - 1) + 2
             made["attention_mask"] = (torch.arange(length) < lengths.flip(0)[:, None]).long()
             made["attention_mask"][0] = 1
-        if getattr(inner.config, "is_encoder_decoder", False) and "decoder_input_ids" in taken:
+        if getattr(inner.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
             made["decoder_input_ids"] = torch.randint(0, int(vocabulary), (batch, max(2, length - 4)), generator=random)
-    if "pixel_values" in taken and (main == "pixel_values" or "vision_config" in config):
-        sizes = _image(folder, vision)
+    if "pixel_values" in parameters and (main == "pixel_values" or "vision_config" in config):
+        sizes = _image_size(folder, vision)
         made["pixel_values"] = torch.randn(batch, int(vision.get("num_channels", 3)), *sizes, generator=random)
     if main == "input_values":
         made["input_values"] = torch.randn(batch, SAMPLES[at], generator=random)
     return made
 
 
-def _positions(config: Any) -> int:
+def _max_length(config: Any) -> int:
     config = getattr(config, "text_config", None) or config
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-        found = getattr(config, name, None)
-        if isinstance(found, int) and found > 0:
-            return found
-    return max(LENGTHS)
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length")
+    lengths = (getattr(config, name, None) for name in names)
+    return next((length for length in lengths if isinstance(length, int) and length > 0), max(LENGTHS))
 
 
-def _image(folder: Path, vision: Mapping[str, Any]) -> tuple[int, int]:
+def _image_size(folder: Path, vision: Mapping[str, Any]) -> tuple[int, int]:
     size = vision.get("image_size")
     if size is None and (folder / "preprocessor_config.json").is_file():
-        told = _json(folder / "preprocessor_config.json")
-        size = told.get("crop_size") or told.get("size")
+        preprocessor = _json(folder / "preprocessor_config.json")
+        size = preprocessor.get("crop_size") or preprocessor.get("size")
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge") or IMAGE
         size = [size.get("height") or edge, size.get("width") or edge]

@@ -1,7 +1,7 @@
-"""An ONNX program that comes as a file: its signature, and a second opinion on what it answers.
+"""An ONNX program that comes as a file: its signature, and a second implementation to run it.
 
-The opinion is onnx's reference implementation, plain numpy that shares no code with ONNX Runtime. Where it lacks
-an operator, ONNX Runtime answers with its optimizations switched off. Imports no torch.
+That is onnx's reference implementation, plain numpy that shares no code with ONNX Runtime. Where it lacks an operator,
+ONNX Runtime runs the program with its optimizations switched off.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import onnxruntime
 from trueline.bundle.signature import DATATYPES, Signature, TensorSpec
 from trueline.capture.files.file_subject import claim
 from trueline.capture.proof.probes import BATCH
-from trueline.errors import CaptureError
-from trueline.runtime.onnx import first
+from trueline.errors import CaptureError, first_line
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -33,7 +32,9 @@ def read(path: Path) -> onnx.ModelProto:
         onnx.checker.check_model(str(path))
         model = onnx.load(str(path))
     except Exception as error:
-        raise CaptureError(f"{path} is no ONNX model that onnx {onnx.__version__} can read: {first(error)}") from error
+        raise CaptureError(
+            f"{path} is no ONNX model that onnx {onnx.__version__} can read: {first_line(error)}"
+        ) from error
     foreign = sorted(
         {node.domain for node in model.graph.node if node.domain not in DOMAINS}
         - {function.domain for function in model.functions}
@@ -47,7 +48,7 @@ def read(path: Path) -> onnx.ModelProto:
 
 
 def write(model: onnx.ModelProto, path: Path, *, external_bytes: int) -> None:
-    """Writes the model as it is, less its metadata; weights beyond `external_bytes` in a file beside it."""
+    """Writes the model without its metadata; weights beyond `external_bytes` in a file beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     del model.metadata_props[:]
     model.doc_string = ""
@@ -112,7 +113,7 @@ class ReferenceSession:
         self.against = f"onnx.reference {onnx.__version__}"
         try:
             self._reference.run(self._names, dict(sample))
-        except Exception:  # noqa: BLE001 - an operator that it lacks says so in many ways; then the other one answers
+        except Exception:  # noqa: BLE001 - a missing operator raises many exceptions; then ONNX Runtime answers
             self.against = f"onnxruntime {onnxruntime.__version__} without optimizations"
             options = onnxruntime.SessionOptions()
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -120,10 +121,10 @@ class ReferenceSession:
             try:
                 self._plain = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             except Exception as error:
-                raise CaptureError(f"{path} cannot be run: {first(error)}") from error
+                raise CaptureError(f"{path} cannot be run: {first_line(error)}") from error
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name."""
         runner = self._plain or self._reference
-        found = runner.run(self._names, dict(inputs))
-        return {name: np.array(array, copy=True) for name, array in zip(self._names, found, strict=True)}
+        arrays = runner.run(self._names, dict(inputs))
+        return {name: np.array(array, copy=True) for name, array in zip(self._names, arrays, strict=True)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
 from trueline.capture.files import file_subject, model_folder
 from trueline.capture.files.file_subject import FileSubject, Kind, observe_file, plain_name
-from trueline.capture.files.input_specs import Declared
+from trueline.capture.files.input_specs import DeclaredInputs
 from trueline.capture.ladder import Rung
 from trueline.capture.proof.attempt import Attempt, emit_event
 from trueline.capture.proof.observe import seen_signature
@@ -40,7 +40,7 @@ OTHER_SIZE = 8
 
 def wrap(
     path: Path,
-    declared: Declared | None,
+    declared: DeclaredInputs | None,
     work: Path,
     out: Path,
     *,
@@ -52,7 +52,7 @@ def wrap(
     kind = kind_of(path)
     if declared is not None and kind != "torchscript":
         raise UsageError(f"{path.name} says its own inputs; leave --example out")
-    subject = _SUBJECTS[kind](path, work, declared)
+    subject = _read(kind, path, work, declared)
     wanted = _usual(subject) if formats is None else _possible(formats, subject, every=not one_is_enough)
     rungs = [_try(format, subject, work / format) for format in wanted]
     needed = wanted if formats and not one_is_enough else () if formats else (subject.kind,)
@@ -61,20 +61,20 @@ def wrap(
 
 
 def is_program(path: str) -> bool:
-    """Whether the command line means a program file or a model's folder by `path`, and not a recipe."""
-    named = Path(path).suffix.lower() in (".onnx", ".pt2", ".pt", ".pth", ".ts", ".bin", ".ckpt")
-    return named or model_folder.is_model_folder(path)
+    """Whether `path` on the command line is a program file or a model's folder, not a recipe."""
+    suffixes = (".onnx", ".pt2", ".pt", ".pth", ".ts", ".bin", ".ckpt")
+    return Path(path).suffix.lower() in suffixes or model_folder.is_model_folder(path)
 
 
-def model_in(path: Path, known: Declared | None, *, trust: bool) -> Recipe | None:
+def model_in(path: Path, known: DeclaredInputs | None, *, trust: bool) -> Recipe | None:
     """The model that the file or folder holds; None for a program. Raises UsageError."""
     if path.is_dir():
         if not model_folder.is_model_folder(path):
             raise UsageError(f"{path} is a folder without {model_folder.CONFIG}; it is no model of Hugging Face's")
-        return model_folder.of_folder(path, known, trust=trust)
+        return model_folder.read_folder(path, known, trust=trust)
     if not trust:
         return None
-    if _is_pickle(path) and (count := model_folder.weights_in(path)):
+    if _is_pickle(path) and (count := model_folder.count_weights(path)):
         raise UsageError(
             f"{path} holds {count} tensors, the weights of a model and not the model",
             hint="write a recipe whose model() builds it and loads them with torch.load(..., weights_only=True)",
@@ -86,23 +86,28 @@ def model_in(path: Path, known: Declared | None, *, trust: bool) -> Recipe | Non
             f"{path} is a pickle, which does not say what its module takes",
             hint="declare its inputs: --example NAME=FP32[batch,3,size], or --example batch.npz",
         )
-    return model_folder.of_pickle(path, known)
+    return model_folder.read_pickle(path, known)
 
 
 def _is_pickle(path: Path) -> bool:
     try:
         kind_of(path)
-    except _Pickled:
+    except _PickleError:
         return True
     return False
 
 
-class _Pickled(UsageError):
-    """The file is a pickle."""
+class _PickleError(UsageError):
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"{path} is a pickle (torch.save of a model or its weights), and unpickling it could run anything",
+            hint="write a recipe whose model() loads it with torch.load(..., weights_only=True), and capture the "
+            "recipe; if it is a whole module whose maker you trust: --trust",
+        )
 
 
 def kind_of(path: Path) -> Kind:
-    """What the file is, by what is in it. Raises UsageError for what is no program, BundleError when it is torn."""
+    """The kind of the file, by its content. Raises UsageError for other files, BundleError for a torn one."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
     if torchscript_archive.is_archive(path):
@@ -113,26 +118,18 @@ def kind_of(path: Path) -> Kind:
         if any(name.endswith("models/model.json") for name in names):
             return "torch_export"
         if any(name.endswith("data.pkl") for name in names):
-            raise _pickled(path)
+            raise _PickleError(path)
         raise UsageError(f"{path} is a zip and no program (it holds {join_names(names[:3])}, …)")
     with path.open("rb") as file:
         head = file.read(2)
     if head[:1] == b"\x80" or path.suffix.lower() in (".pt", ".pth", ".bin", ".ckpt"):
-        raise _pickled(path)
+        raise _PickleError(path)
     if path.suffix.lower() in (".pt2", ".ts"):
         raise BundleError(
             f"{path} is no zip archive, as programs of torch.export and TorchScript are: it is torn or something else",
             hint="write it again with torch.export.save or torch.jit.save",
         )
     return "onnx"
-
-
-def _pickled(path: Path) -> _Pickled:
-    return _Pickled(
-        f"{path} is a pickle (torch.save of a model or its weights), and unpickling it could run anything",
-        hint="write a recipe whose model() loads it with torch.load(..., weights_only=True), and capture the recipe; "
-        "if it is a whole module whose maker you trust: --trust",
-    )
 
 
 def _usual(subject: FileSubject) -> tuple[Format, ...]:
@@ -156,7 +153,7 @@ def _try(format: Format, subject: FileSubject, folder: Path) -> Rung:
     why, error = "", 0.0
     try:
         made = subject.emit[format](folder)
-        session = open_session(format, made, subject.signature, native=True)  # it was made here
+        session = open_session(format, made, subject.signature, native=True)  # this process emitted it
         proof = judge(session, subject.observations)
         why, error = proof.reason, proof.max_abs_error
         evidence = tuple(msgspec.structs.replace(one, against=subject.against) for one in proof.evidence)
@@ -219,16 +216,26 @@ def _seal(path: Path, subject: FileSubject, rungs: Sequence[Rung], out: Path, *,
 
 
 def _golden(subject: FileSubject) -> list[Golden]:
-    found: dict[str, Golden] = {}
+    records: dict[str, Golden] = {}
     for size in GOLDEN_SIZES:
         sizes = file_subject.fit_sizes(subject.signature, {BATCH: size}, OTHER_SIZE)
         case = f"batch-{sizes[BATCH]}" if BATCH in sizes else "fixed"
         inputs = file_subject.random_inputs(subject.signature, sizes, np.random.default_rng(size))
-        found.setdefault(case, Golden(case=case, inputs=inputs, outputs=subject.oracle.run(inputs)))
-    return list(found.values())
+        records.setdefault(case, Golden(case=case, inputs=inputs, outputs=subject.oracle.run(inputs)))
+    return list(records.values())
 
 
-def _read_onnx(path: Path, work: Path, known: Declared | None) -> FileSubject:
+def _read(kind: Kind, path: Path, work: Path, declared: DeclaredInputs | None) -> FileSubject:
+    if kind == "onnx":
+        return _read_onnx(path)
+    from trueline.capture.files import torch_program
+
+    if kind == "torch_export":
+        return torch_program.read_torch_export(path, work)
+    return torch_program.read_torchscript(path, work, declared)
+
+
+def _read_onnx(path: Path) -> FileSubject:
     from trueline.capture.files import onnx_program
 
     model = onnx_program.read(path)
@@ -250,22 +257,3 @@ def _read_onnx(path: Path, work: Path, known: Declared | None) -> FileSubject:
         observations=observations,
         emit={"onnx": emit, "openvino": emit},
     )
-
-
-def _read_torchscript(path: Path, work: Path, known: Declared | None) -> FileSubject:
-    from trueline.capture.files import torch_program
-
-    return torch_program.torchscript(path, work, known)
-
-
-def _read_export(path: Path, work: Path, known: Declared | None) -> FileSubject:
-    from trueline.capture.files import torch_program
-
-    return torch_program.torch_export(path, work)
-
-
-_SUBJECTS: dict[Kind, Callable[[Path, Path, Declared | None], FileSubject]] = {
-    "onnx": _read_onnx,
-    "torch_export": _read_export,
-    "torchscript": _read_torchscript,
-}

@@ -1,8 +1,7 @@
 """A .pt2 or a TorchScript file as a subject of proof.
 
-A .pt2 that torch wrote holds its example inputs as a pickle and its guards as source: both are taken out
-before torch reads the archive. What the guards say is not lost: a guard that is more than a range, which the
-program's own range constraints carry, refuses the file.
+A .pt2 that torch wrote holds its example inputs as a pickle and its guards as source: both are removed before torch
+reads the archive. The program's own range constraints keep guards that are ranges; any other guard refuses the file.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.capture.export import torch_export as export
 from trueline.capture.export.exported import Exported
 from trueline.capture.files.file_subject import FileSubject, make_file_probes, observe_file
-from trueline.capture.files.input_specs import Declared
+from trueline.capture.files.input_specs import DeclaredInputs
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.capture.proof.observe import seen_signature
@@ -40,21 +39,21 @@ if TYPE_CHECKING:
 _RANGE = re.compile(r"-?\d*\W*L\[[^\]]*\](\[\d+\])*\.size\(\)\[\d+\]\s*(<=|>=|<|>|!=|==)\s*\d+")
 
 
-def torchscript(path: Path, work: Path, known: Declared | None) -> FileSubject:
-    """The program with the inputs that were declared: nothing in the file says their shapes.
+def read_torchscript(path: Path, work: Path, known: DeclaredInputs | None) -> FileSubject:
+    """The program with the declared inputs: the file does not say their shapes.
 
-    Raises UsageError when nothing was declared or other names were, CaptureError, BundleError.
+    Raises UsageError for missing declarations and for other names, CaptureError, BundleError.
     """
     clean = work / "file.ts"
     torchscript_archive.clean(path, clean)
-    oracle = _Unoptimized(clean, path)
+    oracle = UnoptimizedTorchScript(clean, path)
     if known is None:
         raise UsageError(
             f"{path.name} is TorchScript, which does not say the shapes of its inputs ({join_names(oracle.names)})",
             hint=f"declare them: --example {oracle.names[0] if oracle.names else 'x'}=FP32[batch,3,size], or "
             "--example batch.npz",
         )
-    oracle.claims(known.signature)
+    oracle.set_signature(known.signature)
     probes = make_probes(known.examples[0], signature=oracle.signature)
     observations = observe_file(oracle, probes)
 
@@ -75,7 +74,7 @@ def torchscript(path: Path, work: Path, known: Declared | None) -> FileSubject:
 
 
 @final
-class _Unoptimized:
+class UnoptimizedTorchScript:
     """The oracle: TorchScript's own interpreter, with the optimizations that the Session has switched off."""
 
     format = "unoptimized"
@@ -90,8 +89,8 @@ class _Unoptimized:
         self.names = [argument.name for argument in self._module.forward.schema.arguments[1:]]
         self.signature = Signature(inputs=(), outputs=(), dims={})
 
-    def claims(self, signature: Signature) -> None:
-        """Takes `signature` in the order of the program's own inputs. Raises UsageError for other names."""
+    def set_signature(self, signature: Signature) -> None:
+        """Sets `signature`, in the order of the program's own inputs. Raises UsageError for other names."""
         specs = {spec.name: spec for spec in signature.inputs}
         if specs.keys() != set(self.names):
             raise UsageError(
@@ -103,11 +102,11 @@ class _Unoptimized:
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name, `output` or `output_0`, `output_1`, or their keys."""
         with torch.inference_mode(), optimized_execution(False):
-            found = self._module(*to_tensors(self.signature, inputs))
-        leaves = found if isinstance(found, (tuple, list)) else (found,)
+            answer = self._module(*to_tensors(self.signature, inputs))
+        leaves = answer if isinstance(answer, (tuple, list)) else (answer,)
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise CaptureError(
-                f"the program returns {type(found).__name__}s of "
+                f"the program returns {type(answer).__name__}s of "
                 f"{join_names({type(leaf).__name__ for leaf in leaves})}",
                 hint="script a module that returns a tensor or a tuple of tensors",
             )
@@ -115,22 +114,22 @@ class _Unoptimized:
         return {name: leaf.numpy().copy() for name, leaf in zip(names, leaves, strict=True)}
 
 
-def torch_export(path: Path, work: Path) -> FileSubject:
+def read_torch_export(path: Path, work: Path) -> FileSubject:
     """The program, its range as it was exported with, and ONNX made of it. Raises CaptureError, BundleError."""
     clean = work / "file.pt2"
-    guards = _cleaned(path, clean)
+    guards = _clean(path, clean)
     strange = [guard for guard in guards if not _RANGE.fullmatch(guard.strip())]
     if strange:
         raise CaptureError(
             f"{path.name} holds only where {strange[0]!r}, a guard that is no range of one size",
-            hint="capture the recipe that it came from: its guards are then found anew and carried along",
+            hint="capture the recipe that it came from: its guards are then found again and kept",
         )
     program = load(clean)
     claimed = _signature(program, path)
-    oracle = _Interpreted(program, claimed)
+    oracle = InterpretedExport(program, claimed)
     observations = observe_file(oracle, make_file_probes(claimed))
     signature = seen_signature(claimed, observations)
-    exported = _exported(program, signature)
+    exported = _as_exported(program, signature)
     return FileSubject(
         kind="torch_export",
         signature=signature,
@@ -144,7 +143,7 @@ def torch_export(path: Path, work: Path) -> FileSubject:
     )
 
 
-def _cleaned(path: Path, target: Path) -> list[str]:
+def _clean(path: Path, target: Path) -> list[str]:
     """Writes the archive without pickled examples and guards; returns the guards. Raises BundleError."""
     raw, guards = io.BytesIO(), []
     try:
@@ -179,9 +178,9 @@ def _signature(program: torch.export.ExportedProgram, path: Path) -> Signature:
 
 
 def _symbols(shapes: Sequence[tuple[Any, ...]]) -> dict[str, str]:
-    """torch's symbols with a name each; the one that leads every input is the batch. Raises CaptureError."""
+    """A name for each of torch's symbols; the one that leads every input is the batch. Raises CaptureError."""
     heads = {str(shape[0]) for shape in shapes if shape and not isinstance(shape[0], int)}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for shape in shapes:
         for size in shape:
             if isinstance(size, int):
@@ -193,8 +192,8 @@ def _symbols(shapes: Sequence[tuple[Any, ...]]) -> dict[str, str]:
                     hint="capture the recipe that it came from",
                 )
             leads = heads == {text} and all(shape and str(shape[0]) == text for shape in shapes)
-            found.setdefault(text, BATCH if leads else text)
-    return found
+            names.setdefault(text, BATCH if leads else text)
+    return names
 
 
 def _spec(name: str, value: Any, symbols: Mapping[str, str]) -> TensorSpec:
@@ -207,7 +206,8 @@ def _spec(name: str, value: Any, symbols: Mapping[str, str]) -> TensorSpec:
 
 
 def _dim(program: torch.export.ExportedProgram, symbol: str) -> Dim:
-    """The range that it was exported with. A lower bound of 2 is the exporter's habit: 1 is claimed, and probed."""
+    """The range that it was exported with. The exporter writes a lower bound of 2 by default: 1 is claimed, and
+    probed."""
     span = next((span for one, span in program.range_constraints.items() if str(one) == symbol), None)
     if span is None:
         return Dim()
@@ -215,13 +215,14 @@ def _dim(program: torch.export.ExportedProgram, symbol: str) -> Dim:
     return Dim(min=lower if lower is not None and lower > 2 else 1, max=upper)
 
 
-def _exported(program: torch.export.ExportedProgram, signature: Signature) -> Exported:
+def _as_exported(program: torch.export.ExportedProgram, signature: Signature) -> Exported:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    symbols = {}
-    for spec in signature.inputs:
-        for size, symbol in zip(values[spec.name].shape, spec.shape, strict=True):
-            if isinstance(symbol, str):
-                symbols[str(size)] = symbol
+    symbols = {
+        str(size): symbol
+        for spec in signature.inputs
+        for size, symbol in zip(values[spec.name].shape, spec.shape, strict=True)
+        if isinstance(symbol, str)
+    }
     weights = [*program.state_dict.values(), *program.constants.values()]
     return Exported(
         program=program,
@@ -234,24 +235,22 @@ def _exported(program: torch.export.ExportedProgram, signature: Signature) -> Ex
 
 
 @final
-class _Interpreted:
+class InterpretedExport:
     """The oracle: the graph, node by node in Python; the Session that serves runs torch's compiled form of it."""
 
     format = "interpreted"
 
     def __init__(self, program: torch.export.ExportedProgram, signature: Signature) -> None:
         self.signature = signature
-        module = program.module(check_guards=False)
-        self._module = module
-        self._interpreter = torch.fx.Interpreter(module)
+        self._interpreter = torch.fx.Interpreter(program.module(check_guards=False))
         names = [str(name) for name in program.graph_signature.user_outputs]
         self._names = _output_names(names, {spec.name for spec in signature.inputs})
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name, `output` or `output_0`, `output_1`."""
         with torch.no_grad():
-            found = self._interpreter.run(*to_tensors(self.signature, inputs), enable_io_processing=True)
-        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+            answer = self._interpreter.run(*to_tensors(self.signature, inputs), enable_io_processing=True)
+        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
         return {name: leaf.detach().numpy().copy() for name, leaf in zip(self._names, leaves, strict=True)}
 
 

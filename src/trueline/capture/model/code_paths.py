@@ -50,7 +50,7 @@ Event = tuple[int, CodeType, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SourceLine:
     """A line of the user's code."""
 
     file: str
@@ -146,7 +146,7 @@ def brief(trace: str) -> str:
     return place if SOURCE_LINE.fullmatch(place) else ""
 
 
-def divergence(one: Sequence[Event], other: Sequence[Event]) -> Place | None:
+def divergence(one: Sequence[Event], other: Sequence[Event]) -> SourceLine | None:
     """The line at which two ways part; None when they are the same."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
@@ -157,48 +157,48 @@ def divergence(one: Sequence[Event], other: Sequence[Event]) -> Place | None:
     return None
 
 
-def _line_before(events: Sequence[Event], index: int, calls: set[int]) -> Place | None:
+def _line_before(events: Sequence[Event], index: int, calls: set[int]) -> SourceLine | None:
     """Line of the last instruction before `index` in one of `calls`, which is the jump; else of any call."""
     earlier = events[:index][::-1]
     events_of_calls = [event for event in earlier if event[0] in calls]
     return next((_place(code, offset) for _, code, offset in (*events_of_calls[:1], *earlier[:1])), None)
 
 
-def _place(code: CodeType, offset: int) -> Place:
+def _place(code: CodeType, offset: int) -> SourceLine:
     line = next((line for start, end, line in code.co_lines() if start <= offset < end and line), None)
-    return Place(file=code.co_filename, line=line or code.co_firstlineno)
+    return SourceLine(file=code.co_filename, line=line or code.co_firstlineno)
 
 
-def find_line(way: Sequence[Event], word: str) -> Place | None:
+def find_line(way: Sequence[Event], word: str) -> SourceLine | None:
     """The first line on the way with `word` in it."""
     lines = dict.fromkeys((code, offset) for _, code, offset in way)
     places = dict.fromkeys(_place(code, offset) for code, offset in lines)
     return next((place for place in places if word in place.source), None)
 
 
-def forward_of(module: object) -> Place | None:
+def forward_of(module: object) -> SourceLine | None:
     """Where the user's class defines `forward`; None for a class of torch."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # type: ignore[attr-defined]
     if code is None or not is_users(code.co_filename):
         return None
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     decorators = next((i for i, line in enumerate(lines) if line.lstrip().startswith(("def ", "async def "))), 0)
-    return Place(file=code.co_filename, line=code.co_firstlineno + decorators)
+    return SourceLine(file=code.co_filename, line=code.co_firstlineno + decorators)
 
 
-def users_line(error: BaseException) -> Place | None:
+def users_line(error: BaseException) -> SourceLine | None:
     """The innermost line of the user's code in the traceback of `error`, or of its cause."""
     seen: BaseException | None = error
     while seen is not None:
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(seen.__traceback__)]
-        places = [Place(file=file, line=line) for file, line in frames if is_users(file)]
+        places = [SourceLine(file=file, line=line) for file, line in frames if is_users(file)]
         if places:
             return places[-1]
         seen = seen.__cause__ or seen.__context__
     return None
 
 
-def current_line(*, within: str = "") -> Place | None:
+def current_line(*, within: str = "") -> SourceLine | None:
     """The innermost line of the user's code that this thread is running; None where code in `within` called it from
     further inside."""
     frame: FrameType | None = sys._getframe(1)
@@ -207,12 +207,12 @@ def current_line(*, within: str = "") -> Place | None:
         if within and frame is not caller and frame.f_code.co_filename.startswith(within):
             return None
         if is_users(frame.f_code.co_filename):
-            return Place(file=frame.f_code.co_filename, line=frame.f_lineno)
+            return SourceLine(file=frame.f_code.co_filename, line=frame.f_lineno)
         frame = frame.f_back
     return None
 
 
-def writing_line(module: torch.nn.Module, names: Sequence[str]) -> Place | None:
+def writing_line(module: torch.nn.Module, names: Sequence[str]) -> SourceLine | None:
     """The first line of the user's class that writes one of the parameters or buffers `names`, outside of
     `__init__`."""
     for name in names:
@@ -224,7 +224,7 @@ def writing_line(module: torch.nn.Module, names: Sequence[str]) -> Place | None:
                 if code is None or not is_users(code.co_filename) or code.co_name == "__init__":
                     continue
                 for number in range(code.co_firstlineno, max(line or 0 for *_, line in code.co_lines()) + 1):
-                    place = Place(file=code.co_filename, line=number)
+                    place = SourceLine(file=code.co_filename, line=number)
                     if writing.search(place.source):
                         return place
     return None

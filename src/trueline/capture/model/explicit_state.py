@@ -265,13 +265,13 @@ def _with_buffers(owners: Owners, state: Mapping[str, torch.Tensor]) -> Iterator
     """Gives the buffers other values while the block runs."""
     before = _values(owners)
 
-    def put(state: Mapping[str, torch.Tensor]) -> None:
+    def assign(state: Mapping[str, torch.Tensor]) -> None:
         for name, where in owners.items():
             for part, key in where:
                 part._buffers[key] = state[name]
 
     try:
-        put(state)
+        assign(state)
         yield
     finally:
-        put(before)
+        assign(before)

@@ -46,7 +46,7 @@ def take_snapshot(module: torch.nn.Module) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptValue:
     """A value that is kept under a name."""
 
     path: str
@@ -55,7 +55,7 @@ class Kept:
     name: str
     value: Any
 
-    def put(self, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         """Keeps `value` instead; removes the name where it is `MISSING`."""
         if isinstance(self.holder, type):
             if value is not MISSING:
@@ -70,37 +70,37 @@ class Kept:
             self.holder.pop(self.name, None)
 
 
-def attributes(module: torch.nn.Module) -> Iterator[Kept]:
+def attributes(module: torch.nn.Module) -> Iterator[KeptValue]:
     """The values that the parts of `module`, their classes and the files of these keep."""
     for prefix, one in module.named_modules():
         for name, value in vars(one).items():
             if name not in _OWN:
-                yield Kept(path=f"{prefix}.{name}" if prefix else name, holder=vars(one), name=name, value=value)
+                yield KeptValue(path=f"{prefix}.{name}" if prefix else name, holder=vars(one), name=name, value=value)
     functions = list(users_functions(module))
     users = {function.__globals__.get("__name__") for function in functions}
     for kind in {kind for part in module.modules() for kind in type(part).__mro__ if kind.__module__ in users}:
         for name, value in vars(kind).items():
             if _is_plain(value) and not name.startswith("__"):
-                yield Kept(path=f"{kind.__qualname__}.{name}", holder=kind, name=name, value=value)
+                yield KeptValue(path=f"{kind.__qualname__}.{name}", holder=kind, name=name, value=value)
     for function, names in _reach(functions):
         known, file = function.__globals__, function.__globals__.get("__name__", "")
         for name in names:
             if _is_plain(known.get(name, MISSING)):
-                yield Kept(path=f"{file}.{name}", holder=known, name=name, value=known[name])
+                yield KeptValue(path=f"{file}.{name}", holder=known, name=name, value=known[name])
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if not _is_empty(cell) and _is_plain(cell.cell_contents):
                 path = f"{function.__qualname__}.{name}"
-                yield Kept(path=path, holder=cell, name=name, value=cell.cell_contents)
+                yield KeptValue(path=path, holder=cell, name=name, value=cell.cell_contents)
 
 
-def defaults(module: torch.nn.Module) -> Iterator[Kept]:
+def defaults(module: torch.nn.Module) -> Iterator[KeptValue]:
     """Mutable defaults of the functions of `module`, and of the functions that they use."""
     for function, _ in _reach(list(users_functions(module))):
         given = function.__defaults__ or ()
         names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(given) :] if given else ()
         for name, value in zip(names, given, strict=True):
             if type(value) in (list, dict, set):
-                yield Kept(path=f"{function.__qualname__}.{name}", holder={}, name=name, value=value)
+                yield KeptValue(path=f"{function.__qualname__}.{name}", holder={}, name=name, value=value)
 
 
 def _is_empty(cell: CellType) -> bool:
@@ -194,7 +194,7 @@ class Recall:
         self._snapshot = take_snapshot(module)
         self._copies = {kept.path: _copy(kept.value, _DEPTH) for kept in attributes(module)}
 
-    def changed(self) -> tuple[str, ...]:
+    def find_changed(self) -> tuple[str, ...]:
         """The attributes that have changed since."""
         now = take_snapshot(self._module)
         return tuple(path for path, trace in now.items() if self._snapshot.get(path, MISSING) != trace)
@@ -202,12 +202,12 @@ class Recall:
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Within the block the model has its values of then; afterwards those of now."""
-        names = {*self.changed()}
+        names = {*self.find_changed()}
         now = [kept for kept in attributes(self._module) if kept.path in names]
         for kept in now:
-            kept.put(_copy(self._copies.get(kept.path, MISSING), _DEPTH))
+            kept.assign(_copy(self._copies.get(kept.path, MISSING), _DEPTH))
         try:
             yield
         finally:
             for kept in now:
-                kept.put(kept.value)
+                kept.assign(kept.value)

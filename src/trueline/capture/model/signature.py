@@ -60,7 +60,7 @@ class Slot:
     index: int
 
 
-class Flat(torch.nn.Module):
+class TensorModule(torch.nn.Module):
     """`module` with flat tensors in and out: the form that every exporter is given."""
 
     def __init__(self, module: torch.nn.Module, calling: Calling) -> None:

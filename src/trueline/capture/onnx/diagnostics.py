@@ -12,7 +12,7 @@ import onnx
 import torch
 
 from trueline.capture.export import custom_ops
-from trueline.capture.model.code_paths import Place
+from trueline.capture.model.code_paths import SourceLine
 
 _NODE = re.compile(r"node with name '([^']+)'|Node \(([^)]+)\)")
 
@@ -38,6 +38,6 @@ def dtypes(path: Path, node: str) -> list[str]:
     return sorted(onnx.TensorProto.DataType.Name(kind).lower() for kind in found)
 
 
-def line_of(program: torch.export.ExportedProgram, node: str) -> Place | None:
+def line_of(program: torch.export.ExportedProgram, node: str) -> SourceLine | None:
     """The user's line that `node` is from: the exporter calls it after the graph's own, with a prefix."""
     return custom_ops.line_of(program, f"%{node.removeprefix('node_')} :")

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trueline.capture.export.exported import STATE_HINT
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import Arguments
-from trueline.capture.model.code_paths import Event, Place
-from trueline.capture.model.python_state import Kept, attributes, defaults, take_snapshot
+from trueline.capture.model.code_paths import Event, SourceLine
+from trueline.capture.model.python_state import KeptValue, attributes, defaults, take_snapshot
 from trueline.errors import NotProven, join_names
 from trueline.runtime import compare
 
@@ -65,7 +65,7 @@ class Unsteady:
     """Why a model is no function of its inputs, and the user's line if it was found."""
 
     why: str
-    place: Place | None
+    place: SourceLine | None
     hint: str
     random: bool = False
     """Whether random numbers of torch are the only reason."""
@@ -85,8 +85,8 @@ class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws: list[tuple[str, Place | None]] = []
-        self.writes: list[Place | None] = []
+        self.draws: list[tuple[str, SourceLine | None]] = []
+        self.writes: list[SourceLine | None] = []
         self._memory = {_memory(buffer) for buffer in buffers} - {0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,7 +176,7 @@ def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Uns
     sizes: the answer has to be the same.
     """
     for first, second in _pairs(observations):
-        names = eager.recall.changed()
+        names = eager.recall.find_changed()
         if not names:
             return None
         with eager.recall.as_before():
@@ -242,16 +242,16 @@ def _check_many_calls(eager: EagerSession, answer: dict[str, Array], way: Sequen
     return None
 
 
-def _whole_numbers(module: torch.nn.Module) -> list[Kept]:
-    """Kept values that are a whole number, or hold one."""
-    numbers: list[Kept] = []
+def _whole_numbers(module: torch.nn.Module) -> list[KeptValue]:
+    """KeptValue values that are a whole number, or hold one."""
+    numbers: list[KeptValue] = []
     for kept in chain(attributes(module), defaults(module)):
         value = kept.value
         if type(value) is int:
             numbers.append(kept)
         inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         numbers += [
-            Kept(path=f"{kept.path}[{key!r}]", holder=value, name=key, value=one)
+            KeptValue(path=f"{kept.path}[{key!r}]", holder=value, name=key, value=one)
             for key, one in islice(inside, WIDTH)
             if type(one) is int
         ]
@@ -259,17 +259,17 @@ def _whole_numbers(module: torch.nn.Module) -> list[Kept]:
 
 
 def _check_counts(
-    eager: EagerSession, answer: dict[str, Array], counters: Sequence[Kept], way: Sequence[Event]
+    eager: EagerSession, answer: dict[str, Array], counters: Sequence[KeptValue], way: Sequence[Event]
 ) -> Unsteady | None:
     for counter in counters:
         for count in COUNTS:
-            counter.put(count)
+            counter.assign(count)
             try:
                 comparison = compare.compare(answer, eager.run(eager.example))
             except Exception:  # noqa: BLE001 - the user's forward at a count it may not know: no answer to compare
                 continue
             finally:
-                counter.put(counter.value)
+                counter.assign(counter.value)
             if not comparison.agrees:
                 return Unsteady(
                     why=f"the model keeps a state in the Python attribute {counter.path}: it answers differently when "
@@ -296,18 +296,18 @@ def _same_when_seeded(eager: EagerSession) -> bool:
     return compare.compare(*answers).agrees
 
 
-def _storing_line(way: Sequence[Event], names: set[str] | None = None) -> Place | None:
+def _storing_line(way: Sequence[Event], names: set[str] | None = None) -> SourceLine | None:
     """The first line that stores into an attribute, one of `names` if they are given."""
     return next((place for name, place in _accesses(way) if names is None or name in names), None)
 
 
-def _loading_line(way: Sequence[Event], paths: Sequence[str]) -> Place | None:
+def _loading_line(way: Sequence[Event], paths: Sequence[str]) -> SourceLine | None:
     """The first line that loads an attribute at the end of one of `paths`."""
     names = {path.rpartition(".")[2] for path in paths}
     return next((place for name, place in _accesses(way, "LOAD_ATTR") if name in names), None)
 
 
-def _accesses(way: Sequence[Event], operation: str = "STORE_ATTR") -> Iterator[tuple[str, Place]]:
+def _accesses(way: Sequence[Event], operation: str = "STORE_ATTR") -> Iterator[tuple[str, SourceLine]]:
     """Attributes that were stored into (or, by another operation, loaded), in order, and where."""
     known: dict[CodeType, dict[int, tuple[str, int]]] = {}
     for _, code, offset in way:
@@ -315,7 +315,7 @@ def _accesses(way: Sequence[Event], operation: str = "STORE_ATTR") -> Iterator[t
             known[code] = _attribute_lines(code, operation)
         if offset in known[code]:
             name, line = known[code][offset]
-            yield name, Place(file=code.co_filename, line=line)
+            yield name, SourceLine(file=code.co_filename, line=line)
 
 
 def _attribute_lines(code: CodeType, operation: str) -> dict[int, tuple[str, int]]:

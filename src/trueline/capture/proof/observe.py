@@ -30,7 +30,7 @@ from trueline.runtime.session import Session
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
-    from trueline.capture.model.code_paths import Event, Place
+    from trueline.capture.model.code_paths import Event, SourceLine
 
 SEED = 0
 
@@ -121,7 +121,7 @@ def digest(inputs: Mapping[str, Array]) -> str:
     return digest.hexdigest()
 
 
-def find_parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple[Place, str, str] | None:
+def find_parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple[SourceLine, str, str] | None:
     """The line where two probes part, with the names of the two; None when all took the same way.
 
     The probe that disagrees is compared with one that went another way, of the same sizes if there is one: then the
@@ -220,8 +220,8 @@ class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not callable(value) or isinstance(value, torch.Tensor):
             return value
 
-        def guarded(*args: Any, **kwargs: Any) -> Any:
+        def guard(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return value(*args, **kwargs)
 
-        return guarded
+        return guard

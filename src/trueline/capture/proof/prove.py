@@ -30,7 +30,7 @@ PACKAGES = ("trueline", "torch", "onnx", "onnxscript", "onnxruntime", "openvino"
 
 
 @cache
-def _installed() -> tuple[tuple[str, str], ...]:
+def _find_versions() -> tuple[tuple[str, str], ...]:
     found = [("python", platform.python_version()), ("machine", platform.machine())]
     for name in PACKAGES:
         try:
@@ -42,7 +42,7 @@ def _installed() -> tuple[tuple[str, str], ...]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that emit, run and prove programs."""
-    return dict(_installed())
+    return dict(_find_versions())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,13 +84,13 @@ def covering(eager: EagerSession) -> Callable[[Probe], bool]:
     names = eager.signature.state
     initial = _key({name: eager.example[name] for name in names})
 
-    def covered(probe: Probe) -> bool:
+    def is_covered(probe: Probe) -> bool:
         if probe.wild or _key({n: a for n, a in probe.inputs.items() if n not in names}) not in planned:
             return False
         as_given = _key({name: probe.inputs[name] for name in names}) == initial
         return as_given or not probe.name.endswith(tuple(f", {what}" for what in ALL_BUT))
 
-    return covered
+    return is_covered
 
 
 def _key(inputs: Inputs) -> tuple[tuple[str, tuple[int, ...], bytes], ...]:

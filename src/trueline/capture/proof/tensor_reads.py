@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trueline.capture.model import code_paths
-from trueline.capture.model.code_paths import Event, Place
+from trueline.capture.model.code_paths import Event, SourceLine
 
 if TYPE_CHECKING:
     from trueline.capture.proof.observe import Observation
@@ -38,7 +38,7 @@ class _ReadWatch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: dict[Place, set[str]] = {}
+        self.taken: dict[SourceLine, set[str]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -59,7 +59,9 @@ def _value_key(result: Any) -> str:
     return str(sorted({repr(one) for one in np.ravel(result).tolist()})) if isinstance(result, list) else repr(result)
 
 
-def find_unvaried(eager: Session, observations: Sequence[Observation], compiled: Collection[str] = ()) -> Place | None:
+def find_unvaried(
+    eager: Session, observations: Sequence[Observation], compiled: Collection[str] = ()
+) -> SourceLine | None:
     """The first line where a number out of a tensor was the same on all probes, or decided the same on all; None when
     there is none.
 
@@ -78,11 +80,11 @@ def find_unvaried(eager: Session, observations: Sequence[Observation], compiled:
     for place in taken:
         for line in _deciding(place.file, place.line):
             if _is_one_sided(ways, place.file, line):
-                return Place(file=place.file, line=line)
+                return SourceLine(file=place.file, line=line)
     return None
 
 
-def find_one_sided(places: Sequence[Place], observations: Sequence[Observation]) -> Place | None:
+def find_one_sided(places: Sequence[SourceLine], observations: Sequence[Observation]) -> SourceLine | None:
     """The first of `places` that decides, and where all answered probes went the same way; a check that raises does not
     count."""
     ways = _ways(observations)
@@ -163,7 +165,7 @@ def _function(file: str, line: int) -> ast.AST | None:
     return max(functions, key=lambda node: node.lineno, default=None)
 
 
-def _classes_at(place: Place) -> set[str]:
+def _classes_at(place: SourceLine) -> set[str]:
     return {node.name for node in _nodes(place.file) if isinstance(node, ast.ClassDef) and _spans(node, place.line)}
 
 

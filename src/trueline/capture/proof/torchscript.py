@@ -15,7 +15,7 @@ from trueline import events
 from trueline.bundle.signature import Signature
 from trueline.capture.export import torchscript
 from trueline.capture.export.torchscript import Way
-from trueline.capture.model.code_paths import Place
+from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import stateful, tensor_reads
 from trueline.capture.proof.observe import Observation, find_parting, seen_signature
@@ -74,7 +74,7 @@ def _try(
     guarded: bool,
 ) -> Tried:
     """`guarded`: torch.export found the sizes of `signature`, and no others are answered."""
-    started, frozen = time.monotonic(), list[Place]()
+    started, frozen = time.monotonic(), list[SourceLine]()
     try:
         path, how = torchscript.emit(eager.module, eager.calling, folder, way, frozen=frozen)
         size = path.stat().st_size
