@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trueline import events, serve
 from trueline.serve.metrics import gpu
-from trueline.serve.metrics.gpu import Gpus, parsed
+from trueline.serve.metrics.gpu import Gpus, parse
 from trueline.serve.models.loader import ResolvedSource
 from trueline.web.messages import Request, Response
 from worlds import archives, bundles, servers
@@ -121,13 +121,13 @@ def test_devices_are_asked_beside_the_loop_and_once_a_minute(tmp_path: Path, mon
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     a_driver(tmp_path, f"echo x >> {tmp_path}/asked; echo '0, 30, 1024, 4096'; echo '1, [N/A], 0, 4096'")
     seen = Gpus()
-    assert seen.look(now=0.0) == {}
+    assert seen.read(now=0.0) == {}
     seen.wait()
     for now in (1.0, 59.0):
-        assert seen.look(now)["GPUMemoryUtilization"] == {"0": 25.0, "1": 0.0}
-    assert seen.look(59.0)["GPUUtilization"] == {"0": 30.0}
+        assert seen.read(now)["GPUMemoryUtilization"] == {"0": 25.0, "1": 0.0}
+    assert seen.read(59.0)["GPUUtilization"] == {"0": 30.0}
     assert (tmp_path / "asked").read_text() == "x\n"
-    seen.look(60.0)
+    seen.read(60.0)
     seen.wait()
     assert (tmp_path / "asked").read_text() == "x\nx\n"
 
@@ -139,11 +139,11 @@ def test_a_driver_that_fails_is_an_event_and_no_readings(tmp_path: Path, monkeyp
     lines: list[str] = []
     seen = Gpus()
     with events.listening(lambda name, fields: lines.append(name)):
-        seen.look(now=0.0)
+        seen.read(now=0.0)
         seen.wait()
-    assert (lines, seen.look(now=1.0)) == (["gpus.unread"], {})
+    assert (lines, seen.read(now=1.0)) == (["gpus.unread"], {})
 
 
 def test_what_is_no_reading_is_an_error() -> None:
     with pytest.raises(ValueError, match="not enough values"):
-        parsed("Failed to initialize NVML")
+        parse("Failed to initialize NVML")

@@ -1,6 +1,6 @@
 """A model's queue rehearsed with a virtual clock: what settings would do under a load, without running anything.
 
-The decisions are `policy.decide`'s and the pace is `latency_model.Pace`'s, as in the server; only the runs are
+The decisions are `policy.decide`'s and the pace is `latency_model.LatencyModel`'s, as in the server; only the runs are
 pretended, from a curve t(n), and the clients are drawn from a seed. It proves how near the learned pace comes to the
 best settings that a search of a grid finds, and it finds them for a measured curve.
 """
@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from trueline.serve.batching.latency_model import Pace
+from trueline.serve.batching.latency_model import LatencyModel
 from trueline.serve.batching.policy import Item, Policy, decide
 
 Takes = Callable[[int], float]
@@ -60,7 +60,7 @@ class _Stage:
         self._policy = policy
         self._left = requests
         self._rng = rng
-        self._pace = Pace() if policy.max_delay_s is None else None
+        self._pace = LatencyModel() if policy.max_delay_s is None else None
         self._queue: list[Item] = []
         self._busy = 0
         self._order = itertools.count()
@@ -101,14 +101,14 @@ class _Stage:
     def _arrive(self, now: float) -> None:
         self._queue.append(Item({}, 1, None, 0, now, None))
         if self._pace is not None:
-            self._pace.arrived(1, now)
+            self._pace.count_arrival(1, now)
         if not self._load.clients:
             self._ask_at(now + self._gap_s())
 
     def _answer(self, ran: tuple[Item, ...], now: float) -> None:
         self._busy -= 1
         if self._pace is not None:
-            self._pace.ran(len(ran), self._takes(len(ran)), now)
+            self._pace.count_run(len(ran), self._takes(len(ran)), now)
         for item in ran:
             self._answers.append((now, now - item.since))
             if self._load.clients:
@@ -116,7 +116,7 @@ class _Stage:
 
     def _run_what_is_due(self, now: float) -> None:
         while True:
-            found = decide(self._queue, busy=self._busy, now=now, policy=self._policy, pace=self._pace)
+            found = decide(self._queue, busy=self._busy, now=now, policy=self._policy, model=self._pace)
             self._wake_at = found.wake_at
             if not found.run:
                 return

@@ -15,8 +15,7 @@ from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.capture.export import fallbacks
 from trueline.errors import BundleError, NotProven
 from trueline.serve.batching import execution_plan as plan
-from trueline.serve.batching.execution_plan import batch_symbol, draw_up
-from trueline.serve.batching.row_independence import fit, neighbours_matter
+from trueline.serve.batching.execution_plan import batch_symbol, draw_up, fit, row_dependence
 from trueline.serve.models.loader import RuntimeOptions, load
 from worlds import bundles
 from worlds.bundles import spec
@@ -47,7 +46,7 @@ def cases(rows: int = 4) -> list[Golden]:
 
 def test_rows_that_are_answered_alike_alone_and_in_company_may_share_a_run() -> None:
     program = Program(rows_of(Dim()), lambda x: x * 2)
-    assert neighbours_matter(program, cases(), Dim()) == ""
+    assert row_dependence(program, cases(), Dim()) == ""
     plan = draw_up(program, cases(), max_batch=64)
     assert plan.batch
     assert plan.max_batch == 64
@@ -58,7 +57,7 @@ def test_a_program_that_mixes_the_rows_of_its_batch_is_never_batched(rows: int) 
     program = Program(rows_of(Dim()), lambda x: x / (1 + x.sum(axis=0, keepdims=True)))
     plan = draw_up(program, cases(rows), max_batch=64)
     assert not plan.batch
-    assert "depends on its neighbours" in plan.why
+    assert "depends on the other rows" in plan.why
 
 
 def scaled(x: Any) -> Any:
@@ -71,8 +70,8 @@ def scaled(x: Any) -> Any:
     ("function", "company"),
     [
         (scaled, "one of them is large"),
-        (lambda x: np.zeros_like(x) if np.isnan(x).any() else x, "not a number"),
-        (lambda x: np.where(np.arange(len(x))[:, None] < 6, x, 0.0), "many say the same"),  # capacity of an expert
+        (lambda x: np.zeros_like(x) if np.isnan(x).any() else x, "NaN"),
+        (lambda x: np.where(np.arange(len(x))[:, None] < 6, x, 0.0), "many are equal"),  # capacity of an expert
     ],
 )
 def test_a_program_that_only_bad_company_changes_is_never_batched(function: Any, company: str) -> None:
@@ -87,7 +86,7 @@ def test_a_program_that_refuses_what_a_neighbour_says_is_batched() -> None:
             raise RuntimeError("no number")
         return x
 
-    assert neighbours_matter(Program(rows_of(Dim()), proud), cases(), Dim()) == ""
+    assert row_dependence(Program(rows_of(Dim()), proud), cases(), Dim()) == ""
 
 
 def test_a_batch_stays_inside_the_proven_range() -> None:

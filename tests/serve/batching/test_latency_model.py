@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trueline.serve.batching.latency_model import Curve, Pace, Returns
+from trueline.serve.batching.latency_model import Curve, LatencyModel, Returns
 from trueline.serve.batching.policy import Item, Policy, decide
 from worlds.batching_simulator import Load, grid, ratio, rehearse
 
@@ -101,52 +101,52 @@ def test_a_run_that_ends_early_hides_nothing_of_what_would_have_come_later() -> 
     returns = Returns()
     now = 0.0
     for window in range(200):
-        returns.answered(now, 0.01)
+        returns.count_answer(now, 0.01)
         length = 0.001 if window % 2 else 0.008
         for at in range(1, int(length / 0.002) + 1):
-            returns.arrived(1, now + 0.002 * at - 0.0005)
+            returns.count_arrival(1, now + 0.002 * at - 0.0005)
         now += length
-    returns.answered(now, 0.01)
+    returns.count_answer(now, 0.01)
     when, more = returns.after(now, now + 0.0075)[-1]
     assert more == pytest.approx((when - now) / 0.002, rel=0.25)
 
 
-def waited_for(pace: Pace) -> Item:
+def waited_for(pace: LatencyModel) -> Item:
     """Eight clients come back 0.2 ms after each answer; the first of them is here."""
     for turn in range(30):
         now = turn * 0.01
-        pace.ran(8, affine(8), now)
+        pace.count_run(8, affine(8), now)
         for client in range(8):
-            pace.arrived(1, now + 2e-4 + client * 1e-6)
-    pace.ran(8, affine(8), 1.0)
-    pace.arrived(1, 1.0002)
+            pace.count_arrival(1, now + 2e-4 + client * 1e-6)
+    pace.count_run(8, affine(8), 1.0)
+    pace.count_arrival(1, 1.0002)
     return Item({}, 1, "k", 0, 1.0002, None)
 
 
 def test_a_deadline_ends_the_waiting_in_time_for_the_run() -> None:
-    pace = Pace()
+    pace = LatencyModel()
     first = waited_for(pace)
-    waiting = decide([first], busy=0, now=1.0002, policy=Policy(), pace=pace)
+    waiting = decide([first], busy=0, now=1.0002, policy=Policy(), model=pace)
     assert waiting.reason == "filling"
     assert waiting.wake_at is not None
     assert 1.0002 < waiting.wake_at <= 1.0 + affine(8)
     first.deadline = 1.0002 + affine(8)
-    assert decide([first], busy=0, now=1.0002, policy=Policy(), pace=pace).run == (first,)
+    assert decide([first], busy=0, now=1.0002, policy=Policy(), model=pace).run == (first,)
 
 
 def test_what_waits_starts_when_all_who_were_expected_are_there() -> None:
-    pace = Pace()
+    pace = LatencyModel()
     queue = [waited_for(pace)]
     for client in range(1, 8):
         now = 1.0002 + client * 1e-6
-        pace.arrived(1, now)
+        pace.count_arrival(1, now)
         queue.append(Item({}, 1, "k", 0, now, None))
-        found = decide(queue, busy=0, now=now, policy=Policy(), pace=pace)
+        found = decide(queue, busy=0, now=now, policy=Policy(), model=pace)
     assert found.run == tuple(queue)
 
 
 def test_a_delay_that_was_set_is_kept_whatever_was_learned() -> None:
-    pace = Pace()
+    pace = LatencyModel()
     first = waited_for(pace)
-    assert decide([first], busy=0, now=1.0002, policy=Policy(max_delay_s=0.0), pace=pace).run == (first,)
-    assert decide([first], busy=0, now=1.0002, policy=Policy(max_delay_s=0.5), pace=pace).wake_at == 1.5002
+    assert decide([first], busy=0, now=1.0002, policy=Policy(max_delay_s=0.0), model=pace).run == (first,)
+    assert decide([first], busy=0, now=1.0002, policy=Policy(max_delay_s=0.5), model=pace).wake_at == 1.5002

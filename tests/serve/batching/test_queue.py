@@ -54,7 +54,7 @@ def play(scene: Scene, policy: Policy = ONE_BY_ONE) -> Steps:
             batcher = Batcher(steps.run, policy, pool, asyncio.get_running_loop())
             await scene(batcher, steps)
             steps.let_go(100)
-            await batcher.emptied()
+            await batcher.wait_empty()
         return steps
 
     return asyncio.run(main())
@@ -233,7 +233,7 @@ def test_whatever_comes_goes_and_hurries_each_request_is_answered_once_and_runs_
                     fates["refused"] += 1
                 except DeadlineExceeded:
                     fates["late"] += 1
-            await batcher.emptied()
+            await batcher.wait_empty()
             assert batcher.num_waiting == 0
         assert sum(fates.values()) == 2000
         assert fates["answered"] > 100 < fates["refused"] + fates["withdrawn"]

@@ -35,7 +35,7 @@ def told(decode: Any, *arguments: Any) -> tuple[Any, ...]:
     except RequestError as error:
         return error.message, error.hint
     arrays = {name: (array.dtype, array.shape, array.tobytes()) for name, array in call.inputs.items()}
-    return arrays, call.wanted, call.id, call.timeout_s, call.binary, call.priority
+    return arrays, call.outputs, call.id, call.timeout_s, call.binary, call.priority
 
 
 def tensor(**more: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_a_request_that_says_nothing_new_is_read_by_its_numbers_alone(monkeypatc
     bodies = [json.dumps({"inputs": [tensor(data=[n, n])]}).encode() for n in range(3)]
     remembering.decode(bodies[0])
     remembering.decode(*binary_body({"inputs": [X]}, bytes(8)))
-    monkeypatch.setattr(templates.codec, "read", None)
+    monkeypatch.setattr(templates.codec, "decode_with_inputs", None)
     assert [remembering.decode(body).inputs["x"].tolist() for body in bodies] == [[[n, n]] for n in range(3)]
     ones = np.ones(2, "<f4").tobytes()
     assert remembering.decode(*binary_body({"inputs": [X]}, ones)).inputs["x"].tolist() == [[1, 1]]
@@ -149,7 +149,7 @@ def test_no_more_layouts_are_kept_than_there_is_room_for(monkeypatch: pytest.Mon
     bodies = [json.dumps({"note": n, "inputs": [tensor()]}).encode() for n in range(MAX_TEMPLATES + 1)]
     for body in bodies:
         remembering.decode(body)
-    monkeypatch.setattr(templates.codec, "read", None)
+    monkeypatch.setattr(templates.codec, "decode_with_inputs", None)
     assert remembering.decode(bodies[-1]).inputs["x"].tolist() == [[1, 2.5]]
     with pytest.raises(TypeError):
         remembering.decode(bodies[0])

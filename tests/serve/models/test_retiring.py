@@ -14,7 +14,7 @@ import pytest
 from trueline import events
 from trueline.errors import NotReady, Overloaded, StorageError
 from trueline.serve import host
-from trueline.serve.batching.execution_plan import Plan
+from trueline.serve.batching.execution_plan import ExecutionPlan
 from trueline.serve.batching.policy import Policy
 from trueline.serve.batching.queue import Batcher
 from trueline.serve.handlers.config import HandlerPlan
@@ -49,7 +49,7 @@ class House:
         if work is host.give_back:
             return None
         session = self.next.pop(0)
-        plan = Plan(batch=True, why="", max_batch=1, inline_values=0, latency_s={1: 1e-3})
+        plan = ExecutionPlan(batch=True, why="", max_batch=1, inline_values=0, latency_s={1: 1e-3})
         return Loaded(session=session, digest=f"{session.step}", platform="onnx", golden_cases=1, plan=plan)
 
     async def load(self, version: str, session: Gated) -> ProgramVersion:
@@ -549,7 +549,7 @@ def test_what_waits_for_company_still_waits_and_its_version_is_not_empty() -> No
             policy = Policy(max_batch=2, max_delay_s=1000.0)
             batcher = Batcher(session.run, policy, threads, asyncio.get_running_loop())
             first = batcher.submit({"x": np.zeros(1, np.float32)}, 1, "k")
-            empty = batcher.emptied()
+            empty = batcher.wait_empty()
             assert (empty.done(), batcher.idle) == (False, False)
             await turns()
             assert (empty.done(), batcher.num_waiting) == (False, 1)

@@ -15,7 +15,7 @@ from conformance.servable import *  # noqa: F403 - the shared tests
 from conformance.servable import ServableWorld
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotReady, RequestError
-from trueline.serve.batching.execution_plan import Plan
+from trueline.serve.batching.execution_plan import ExecutionPlan
 from trueline.serve.batching.policy import Policy
 from trueline.serve.models.servable import Loaded, Servable
 from trueline.serve.models.version import MAX_LANES, ProgramVersion
@@ -58,7 +58,7 @@ class ProgramWorld:
 
     async def load(self) -> ProgramVersion:
         made = self.fresh()
-        plan = Plan(batch=True, why="", max_batch=8, inline_values=0, latency_s={1: 1e-3})
+        plan = ExecutionPlan(batch=True, why="", max_batch=8, inline_values=0, latency_s={1: 1e-3})
         loaded = Loaded(session=self.program, digest="ab", platform="onnx", golden_cases=1, plan=plan)
         made.make_ready(loaded, Policy(max_batch=8, max_delay_s=0.0), self.pool, asyncio.get_running_loop())
         return made
@@ -83,7 +83,7 @@ def play(scene: Callable[[ProgramVersion, Program], Awaitable[None]]) -> Program
 
     async def main() -> None:
         version = ProgramVersion(model="tiny", version="1")
-        plan = Plan(batch=True, why="", max_batch=8, inline_values=0, latency_s={1: 1e-3})
+        plan = ExecutionPlan(batch=True, why="", max_batch=8, inline_values=0, latency_s={1: 1e-3})
         loaded = Loaded(session=program, digest="ab", platform="onnx", golden_cases=1, plan=plan)
         with ThreadPoolExecutor(1) as pool:
             version.make_ready(loaded, Policy(max_batch=8, max_delay_s=0.0), pool, asyncio.get_running_loop())

@@ -52,7 +52,7 @@ def test_every_array_survives_the_way_to_json_and_back(data: st.DataObject, data
     found = codec.decode(infer(values, list(array.shape), datatype), signature(datatype)).inputs["x"]
     assert found.dtype == array.dtype
     np.testing.assert_array_equal(found, array)
-    call = codec.Call({}, ("x",), "7", None)
+    call = codec.InferCall({}, ("x",), "7", None)
     answer = json.loads(codec.encode("m", "1", call, {"x": array}).body)
     assert (answer["model_name"], answer["model_version"], answer["id"]) == ("m", "1", "7")
     output = answer["outputs"][0]
@@ -93,7 +93,7 @@ def test_every_array_survives_the_way_to_json_and_back(data: st.DataObject, data
         (infer([1, 2], [1, 2]).replace(b"[1, 2]}", b"[NaN, 1]}"), "malformed"),
         (infer([1, 2], [1, 2]).replace(b', "data": [1, 2]', b""), "no data"),
         (infer([1, 2], [1, 2], outputs=[{"name": "w"}]), "unexpected output 'w'"),
-        (infer([1, 2], [1, 2], outputs=[{"name": "y"}, {"name": "y"}]), "asked for twice"),
+        (infer([1, 2], [1, 2], outputs=[{"name": "y"}, {"name": "y"}]), "requested twice"),
         (infer([1, 2], [1, 2], outputs=[{"name": "y", "parameters": {"classification": 2}}]), "classification"),
         (infer([1, 2], [1, 2], parameters={"timeout": -1}), "timeout"),
         (infer([1, 2], [1, 2], parameters={"timeout": "soon"}), "timeout"),
@@ -132,7 +132,7 @@ def test_fp16_is_not_carried_as_json_numbers_by_the_protocol() -> None:
     with pytest.raises(RequestError, match="FP16"):
         codec.decode(infer([1, 2], [1, 2], "FP16"), signature("FP16"))
     with pytest.raises(RequestError, match="FP16"):
-        codec.encode("m", "1", codec.Call({}, ("y",), None, None), {"y": np.zeros(1, np.float16)})
+        codec.encode("m", "1", codec.InferCall({}, ("y",), None, None), {"y": np.zeros(1, np.float16)})
 
 
 def test_an_input_given_twice_is_refused() -> None:
@@ -144,8 +144,8 @@ def test_an_input_given_twice_is_refused() -> None:
 
 def test_the_outputs_asked_for_are_answered_in_that_order() -> None:
     call = codec.decode(infer([1, 2], [1, 2], outputs=[{"name": "z"}, {"name": "y"}]), signature())
-    assert call.wanted == ("z", "y")
-    assert codec.decode(infer([1, 2], [1, 2]), signature()).wanted == ("y", "z")
+    assert call.outputs == ("z", "y")
+    assert codec.decode(infer([1, 2], [1, 2]), signature()).outputs == ("y", "z")
 
 
 def test_a_timeout_is_in_microseconds() -> None:
@@ -154,7 +154,7 @@ def test_a_timeout_is_in_microseconds() -> None:
 
 def test_what_json_has_no_word_for_is_answered_as_null() -> None:
     array = np.array([np.nan, np.inf, -np.inf, 1], np.float32)
-    answer = json.loads(codec.encode("m", "1", codec.Call({}, ("y",), None, None), {"y": array}).body)
+    answer = json.loads(codec.encode("m", "1", codec.InferCall({}, ("y",), None, None), {"y": array}).body)
     assert answer["outputs"][0]["data"] == [None, None, None, 1.0]
     assert json.loads(json_records.encode({"y": array}, single=False)) == [None, None, None, 1.0]
 

@@ -1,18 +1,17 @@
-"""How long a run takes, when requests come, and so: start now, or wait for company?
+"""Learns how long runs take and when requests come, and decides whether to start a run now or to wait for more.
 
-Needs no settings: all of it is learned from what happens. Two curves are kept, both forgetting exponentially:
+Two curves are learned, both forgetting exponentially:
 
-    t(n)   seconds of a run of n rows, by sizes that were seen; between them a line, beyond the last its slope
-    h(s)   rows that have come s seconds after the last answer went out. Requests of strangers come evenly; clients that
-           ask again once they are answered come back together, and running before they are back splits them for ever
+    t(n)   seconds of a run of n rows: linear between the sizes that were seen, and beyond the last
+    h(s)   rows that came within s seconds after the last answer. Independent clients send evenly; clients that wait for
+           their answers return together, and a run that starts before they have returned splits them forever
 
-A run that starts now does n / t(n) rows a second. One that starts w later does (n + m) / (w + t(n + m)), m being what
-h says will have come: it waits for the best such w, if that is better by a margin, and never longer than the run itself
-takes. Rows beyond the size where n / t(n) stops growing wait for the next run: they would only make this one late.
+A run that starts now does n / t(n) rows a second; one that starts w later, when m more rows have come,
+(n + m) / (w + t(n + m)). The best w is chosen if it is better by a margin, and never longer than a run takes. Rows
+beyond the size where n / t(n) stops growing wait for the next run.
 
-`now` is an argument; no clock, no loop. Sources: Inoue, Queueing Analysis of GPU-Based Inference Servers with Dynamic
-Batching (2021), for why an idle server that runs what it has is near the best when strangers ask; BentoML's
-dispatcher for fitting t(n) as it runs.
+Pure; `now` is an argument. Sources: Inoue, Queueing Analysis of GPU-Based Inference Servers with Dynamic Batching
+(2021), on why an idle server that starts at once is near the optimum for independent clients; BentoML's dispatcher.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from dataclasses import dataclass
 _MARGIN = 1.05
 """How much better waiting has to be than starting now."""
 _ENOUGH = 0.98
-"""Of the best rows per second: the smallest size that reaches this share is the size of a full batch."""
+"""A full batch is the smallest size that reaches this share of the best rows per second."""
 _WORTH_MORE = 0.9
-"""Of the best rows per second: a largest size that falls below this shows that larger ones are no better."""
+"""Larger sizes are tried while the largest reaches this share of the best rows per second."""
 _WEIGHT = 0.2
-"""Of a new run in the mean of its size."""
+"""Of a new run in the mean of its size class."""
 _STALE_RUNS = 1000
-"""A size that was not seen for so many runs is forgotten, and so tried again."""
+"""A size that was not seen for this many runs is forgotten, and so tried again."""
 _KEEP = 0.95
-"""Of what was seen of arrivals, at each answer."""
+"""The weight of earlier arrivals, at each answer."""
 _FINEST_S = 1e-5
 _PER_OCTAVE = 4
 _EDGES = tuple(_FINEST_S * 2 ** (at / _PER_OCTAVE) for at in range(20 * _PER_OCTAVE))
-"""Bounds of the moments after an answer, to ten seconds."""
+"""Bounds of the intervals after an answer, up to ten seconds."""
 _MIN_CYCLES = 3.0
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Runs of about one size."""
+    """Runs of one size class."""
 
     rows: float
     took_s: float
@@ -52,7 +51,7 @@ class _Seen:
 
 
 class Curve:
-    """t(n), as it is now.
+    """t(n).
 
     >>> curve = Curve({1: 0.010, 9: 0.018})
     >>> [round(curve.at(rows), 3) for rows in (1, 5, 17)]
@@ -60,15 +59,15 @@ class Curve:
     """
 
     def __init__(self, seed: Mapping[int, float]) -> None:
-        """`seed`: seconds by rows, as measured before there were requests."""
+        """`seed`: seconds by rows, measured before the first request."""
         self._runs = 0
         self._seen = {_size_class(rows): _Seen(rows, took_s, 1, 0) for rows, took_s in seed.items()}
         self._rows: list[float] = []
         self._took_s: list[float] = []
-        self._draw()
+        self._update()
 
     def add(self, rows: int, took_s: float) -> None:
-        """A run of `rows` took `took_s`. A lone outlier counts for three times what was expected at most."""
+        """A run of `rows` took `took_s`; an outlier counts at most three times the mean."""
         self._runs += 1
         kind = _size_class(rows)
         seen = self._seen.get(kind)
@@ -83,10 +82,10 @@ class Curve:
         if self._runs % _STALE_RUNS == 0:
             fresh = {kind: one for kind, one in self._seen.items() if self._runs - one.last < _STALE_RUNS}
             self._seen = fresh or self._seen
-        self._draw()
+        self._update()
 
-    def _draw(self) -> None:
-        """The points of the curve: it never falls as rows grow."""
+    def _update(self) -> None:
+        """Updates the points of the curve, which never falls."""
         self._rows, self._took_s = [], []
         longest = 0.0
         for one in sorted(self._seen.values(), key=lambda one: one.rows):
@@ -101,16 +100,16 @@ class Curve:
             return 0.0
         if rows <= xs[0]:
             return ys[0]
-        if len(xs) == 1:  # half of a run that was seen alone is taken to be the same for any size
+        if len(xs) == 1:  # of a single size, half of the run is assumed to be constant
             return ys[0] * (1 + rows / xs[0]) / 2
         right = min(bisect_right(xs, rows), len(xs) - 1)
         x, y = xs[right - 1], ys[right - 1]
         return y + (ys[right] - y) * (rows - x) / (xs[right] - x)
 
     def full(self, bound: int) -> int:
-        """The size of a full batch, at most `bound`: where more rows no longer make more rows per second.
+        """The size of a full batch, at most `bound`: from where on more rows per run are no more rows per second.
 
-        While the largest size that was seen is about as good as the best, one twice as large is worth a try.
+        While the largest size seen is about as good as the best, one twice as large is tried.
         """
         sizes = [rows for rows in self._rows if 1 <= rows <= bound]
         if not sizes:
@@ -124,15 +123,15 @@ class Curve:
 
 
 def _size_class(rows: float) -> int:
-    """Sizes that are learned as one: 1, 2, 3, 4, 6, 8, 11 and so on."""
+    """Sizes of one class are learned as one: 1, 2, 3, 4, 6, 8, 11 and so on."""
     return round(2 * math.log2(max(1.0, rows)))
 
 
 class Returns:
-    """h(s): rows that have come s seconds after an answer.
+    """h(s): rows that came within s seconds after an answer.
 
-    Counts arrivals and the time in which they could have come, by moments after the answer, so that a run that ends
-    early hides nothing of what would have come later.
+    Counts arrivals, and the time during which they could have come, by intervals after the answer, so that a run that
+    ends early does not distort the later intervals.
     """
 
     def __init__(self) -> None:
@@ -141,20 +140,20 @@ class Returns:
         self._weight = 1.0
         self._cycles = 0.0
         self.last: float | None = None
-        """When the last answer went out."""
+        """Time of the last answer."""
         self._sum: list[float] = []
         self.num_since = 0
-        """Rows that have come since the last answer."""
+        """Rows that came since the last answer."""
 
-    def arrived(self, rows: int, now: float) -> None:
+    def count_arrival(self, rows: int, now: float) -> None:
         if self.last is not None:
-            self._came[_moment(now - self.last)] += self._weight * rows
+            self._came[_interval(now - self.last)] += self._weight * rows
             self.num_since += rows
 
-    def answered(self, now: float, horizon_s: float) -> None:
-        """An answer went out; what comes more than `horizon_s` after one is of no interest."""
+    def count_answer(self, now: float, horizon_s: float) -> None:
+        """Of arrivals later than `horizon_s` after an answer nothing is used."""
         if self.last is not None:
-            self._expose(now - self.last)
+            self._count_open(now - self.last)
             self._weight /= _KEEP
             self._cycles = self._cycles * _KEEP + 1
             if self._weight > 1e100:
@@ -162,9 +161,9 @@ class Returns:
                 self._open_s = [one / self._weight for one in self._open_s]
                 self._weight = 1.0
         self.last, self.num_since = now, 0
-        self._draw(horizon_s)
+        self._update(horizon_s)
 
-    def _expose(self, length_s: float) -> None:
+    def _count_open(self, length_s: float) -> None:
         begin = 0.0
         for at, end in enumerate(_EDGES):
             if length_s <= end:
@@ -173,7 +172,7 @@ class Returns:
             self._open_s[at] += self._weight * (end - begin)
             begin = end
 
-    def _draw(self, horizon_s: float) -> None:
+    def _update(self, horizon_s: float) -> None:
         total, begin, self._sum = 0.0, 0.0, []
         for at, end in enumerate(_EDGES):
             open_s = self._open_s[at]
@@ -184,33 +183,33 @@ class Returns:
             begin = end
 
     def after(self, now: float, until: float) -> list[tuple[float, float]]:
-        """(when, rows that are to come until then), for moments from `now` to `until`."""
+        """(time, rows expected until then), from `now` to `until`."""
         if self.last is None or self._cycles < _MIN_CYCLES:
             return []
         since_s = now - self.last
-        first = _moment(since_s)
+        first = _interval(since_s)
         if first >= len(self._sum):
             return []
         below, low = (self._sum[first - 1], _EDGES[first - 1]) if first else (0.0, 0.0)
         so_far = below + (self._sum[first] - below) * (since_s - low) / (_EDGES[first] - low)
-        found = []
+        expected = []
         for at in range(first, len(self._sum)):
             when = self.last + _EDGES[at]
             if when > until:
                 break
             more = min(self._sum[at] - so_far, self._sum[at] - self.num_since)
-            found.append((when, more))
-        return found
+            expected.append((when, more))
+        return expected
 
 
-def _moment(since_s: float) -> int:
+def _interval(since_s: float) -> int:
     if since_s < _FINEST_S:
         return 0
     return min(len(_EDGES), int(_PER_OCTAVE * math.log2(since_s / _FINEST_S)) + 1)
 
 
-class Pace:
-    """What one model has learned of its runs and its requests."""
+class LatencyModel:
+    """What was learned of one model's runs and requests."""
 
     def __init__(self, seed: Mapping[int, float] | None = None) -> None:
         self.curve = Curve(seed or {})
@@ -218,18 +217,16 @@ class Pace:
         self._until = 0.0
         self._enough = 0
 
-    def arrived(self, rows: int, now: float) -> None:
-        """A request of `rows` came."""
-        self.returns.arrived(rows, now)
+    def count_arrival(self, rows: int, now: float) -> None:
+        self.returns.count_arrival(rows, now)
 
-    def ran(self, rows: int, took_s: float, now: float) -> None:
-        """A run of `rows` took `took_s` and is answered."""
+    def count_run(self, rows: int, took_s: float, now: float) -> None:
         self.curve.add(rows, took_s)
-        self.returns.answered(now, 2 * self.curve.at(rows))
+        self.returns.count_answer(now, 2 * self.curve.at(rows))
         self._until = 0.0
 
     def wait(self, rows: int, bound: int, *, since: float, now: float) -> float | None:
-        """Until when to wait with `rows` at hand, the oldest since `since`, and `bound` a full batch; None: start."""
+        """Until when to wait with `rows`, the oldest since `since`, for at most `bound` rows; None: start now."""
         if now < self._until and rows < self._enough:
             return self._until
         self._until = 0.0
@@ -239,11 +236,11 @@ class Pace:
         best, chosen = _MARGIN * rows / start_s, None
         idle_since = since if self.returns.last is None else max(since, self.returns.last)
         for when, more in self.returns.after(now, idle_since + start_s):
-            company = min(bound, rows + more)
-            rate = company / (when - now + self.curve.at(company))
-            if company > rows and rate > best:
-                best, chosen, self._enough = rate, when, math.ceil(company)
-        if chosen is not None and chosen > now:
-            self._until = chosen
-            return chosen
-        return None
+            total = min(bound, rows + more)
+            rate = total / (when - now + self.curve.at(total))
+            if total > rows and rate > best:
+                best, chosen, self._enough = rate, when, math.ceil(total)
+        if chosen is None or chosen <= now:
+            return None
+        self._until = chosen
+        return chosen

@@ -1,9 +1,8 @@
-"""Requests that wait are run together: which, and when. Pure decisions; `lanes` is the shell around them.
+"""Decides which waiting requests run together, and when. Pure; `queue` is the shell around it.
 
-An idle model runs what comes; while it runs, requests collect, and the next run takes them together. Whether it waits
-for company is learned (`pace`) or set. Urgent requests go first, each level is worth some seconds of waiting, so that
-none waits for ever. A batch that fails is run again item by item, so one bad item fails alone. What the queue cannot
-hold is refused at once. It knows neither HTTP nor what a program is: a function from arrays to arrays.
+An idle model runs what there is; while it runs, requests collect for the next run. Whether it waits for more requests
+is learned (`latency_model`) or set. Urgent requests run first, but each level is worth some seconds of waiting, so none
+waits forever. A failed batch runs again item by item, so that only the bad item fails. A full queue rejects at once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 
 from trueline import events
 from trueline.bundle.padding import Padding
-from trueline.serve.batching.latency_model import Pace
+from trueline.serve.batching.latency_model import LatencyModel
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -31,33 +30,33 @@ if TYPE_CHECKING:
 PRIORITIES = 5
 """Levels of priority; 1 goes first."""
 USUAL = 3
-"""The level of a request that names none."""
+"""The default level."""
 LEVEL_S = 0.5
-"""A request goes before those of the next level that came up to so much earlier, and after all others of it."""
+"""A request runs before requests of the next level that came up to this much earlier."""
 _MARGIN = 1.25
-"""A run may take so much longer than was learned when a deadline is to be met."""
+"""How much longer than learned a run may take when a deadline is near."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How requests may be put together, and how many may wait."""
+    """How requests are batched, and how many may wait."""
 
     batch: bool = True
     """False: each request runs alone."""
     max_batch: int = 64
-    """Rows of one run at most; a larger request still runs, alone."""
+    """Rows of one run; a larger request runs alone."""
     max_delay_s: float | None = None
-    """How long an idle model waits for company; None: as long as pays, by what was learned."""
+    """How long an idle model waits for more requests; None: as learned."""
     lanes: int = 1
-    """Runs at the same time."""
+    """Parallel runs."""
     max_requests: int = 256
     max_bytes: int = 256 * 2**20
-    """Bounds of what waits; a lone request is let in whatever its size."""
+    """Of all waiting requests; a request of any size may wait alone."""
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One request that waits. Items with an equal `key` may run together."""
+    """One waiting request. Items with equal `key` may run together."""
 
     inputs: Arrays
     rows: int
@@ -74,7 +73,7 @@ class Item:
 
     @property
     def rank(self) -> float:
-        """Its place in the queue: the lower, the sooner. Within a level the older goes first."""
+        """The lowest runs first: within a level the oldest."""
         return self.since + self.priority * LEVEL_S
 
 
@@ -87,14 +86,16 @@ class Decision:
     wake_at: float | None
     reason: str
     full: bool = False
-    """Whether nobody who may still come would be let into this run."""
+    """Whether no further request could join this run."""
 
 
-def decide(queue: Sequence[Item], *, busy: int, now: float, policy: Policy, pace: Pace | None = None) -> Decision:
-    """What to run of `queue` (by rank) at `now`, while `busy` runs are under way.
+def decide(
+    queue: Sequence[Item], *, busy: int, now: float, policy: Policy, model: LatencyModel | None = None
+) -> Decision:
+    """What to run of `queue` (by rank) at `now`, while `busy` runs are active.
 
-    The first item is always in the run; those that fit beside it come along in their order. `wake_at` says when to
-    ask again if nothing happens before. Without a `pace` or a delay an idle model runs at once what there is.
+    A run has the first item and, in their order, those that fit beside it. `wake_at` is when to decide again if nothing
+    happens before. Without `model` or a delay an idle model runs at once what there is.
     """
     expired = tuple(item for item in queue if item.deadline is not None and item.deadline <= now)
     waiting = [item for item in queue if item not in expired] if expired else queue
@@ -104,14 +105,16 @@ def decide(queue: Sequence[Item], *, busy: int, now: float, policy: Policy, pace
         return Decision((), expired, None, "busy")
     if not policy.batch:
         return Decision((waiting[0],), expired, None, "idle", full=True)
-    learned = pace is not None and policy.max_delay_s is None
-    bound = pace.curve.full(policy.max_batch) if pace is not None and learned else policy.max_batch
-    run, rows, full = _together(waiting, bound)
+    learned = model if policy.max_delay_s is None else None
+    bound = learned.curve.full(policy.max_batch) if learned is not None else policy.max_batch
+    run, rows, full = _fill(waiting, bound)
     if rows < bound and len(run) == len(waiting):
         since = min(item.since for item in run)
-        if pace is not None and learned:
-            ready_at = pace.wait(rows, bound, since=since, now=now)
-            ready_at = None if ready_at is None else min(ready_at, _latest(run, _MARGIN * pace.curve.at(bound)))
+        if learned is not None:
+            ready_at = learned.wait(rows, bound, since=since, now=now)
+            if ready_at is not None:  # no later than the first deadline allows
+                deadline = min((item.deadline for item in run if item.deadline is not None), default=math.inf)
+                ready_at = min(ready_at, deadline - _MARGIN * learned.curve.at(bound))
         else:
             ready_at = since + (policy.max_delay_s or 0.0)
         if ready_at is not None and now < ready_at:
@@ -119,10 +122,8 @@ def decide(queue: Sequence[Item], *, busy: int, now: float, policy: Policy, pace
     return Decision(run, expired, None, "idle", full=full)
 
 
-def _together(waiting: Sequence[Item], bound: int) -> tuple[tuple[Item, ...], int, bool]:
-    """The first item with those that fit beside it into `bound` rows, how many rows that are, and whether the next one
-    of their kind would have to stay behind.
-    """
+def _fill(waiting: Sequence[Item], bound: int) -> tuple[tuple[Item, ...], int, bool]:
+    """The first item and those that fit beside it into `bound` rows, their rows, and whether the run is full."""
     head = waiting[0]
     run, rows = [head], head.rows
     for item in waiting[1:]:
@@ -135,13 +136,8 @@ def _together(waiting: Sequence[Item], bound: int) -> tuple[tuple[Item, ...], in
     return tuple(run), rows, rows >= bound
 
 
-def _latest(run: Sequence[Item], takes_s: float) -> float:
-    """When a run that `takes_s` has to begin, so that no deadline passes."""
-    return min((item.deadline for item in run if item.deadline is not None), default=math.inf) - takes_s
-
-
 def refusal(num_waiting: int, bytes_waiting: int, num_bytes: int, expected_s: float, policy: Policy) -> str | None:
-    """Why a request of `num_bytes` may not join the queue; None when it may."""
+    """Why a request of `num_bytes` may not join the queue; None: it may."""
     if num_waiting >= policy.max_requests:
         return f"{num_waiting} requests wait for this model already, about {expected_s:.3g} s of work"
     if num_waiting and bytes_waiting + num_bytes > policy.max_bytes:
@@ -152,30 +148,28 @@ def refusal(num_waiting: int, bytes_waiting: int, num_bytes: int, expected_s: fl
 def run_batch(
     run: Run, items: Sequence[Arrays], rows: Sequence[int], padding: Padding | None = None
 ) -> list[Outputs | Exception]:
-    """One result for each item: from one run over all of them, or, when that fails, from one run each.
+    """One result for each item: from one run over all, or, if that fails, from a run of its own.
 
-    With `padding` sequences of several lengths are filled up to the longest.
+    With `padding` shorter sequences are padded to the longest.
     """
     if len(items) == 1:
-        return [_alone(run, items[0])]
+        return [_run_alone(run, items[0])]
     try:
         even = items if padding is None else padding.even(items)
         joined = {name: np.concatenate([item[name] for item in even]) for name in items[0]}
         results = _split(run(joined), rows)
-        return [*results] if padding is None else _cut(padding, results, items)
-    except Exception as error:  # noqa: BLE001 - blind on purpose: whatever failed, each item gets its own run
+        if padding is None:
+            return [*results]
+        return [padding.cut(result, item) for result, item in zip(results, items, strict=True)]
+    except Exception as error:  # noqa: BLE001 - blind on purpose: each item gets a run of its own
         events.emit("batch.failed", items=len(items), why=type(error).__name__)
-        return [_alone(run, item) for item in items]
+        return [_run_alone(run, item) for item in items]
 
 
-def _cut(padding: Padding, results: Sequence[Outputs], items: Sequence[Arrays]) -> list[Outputs | Exception]:
-    return [padding.cut(result, item) for result, item in zip(results, items, strict=True)]
-
-
-def _alone(run: Run, item: Arrays) -> Outputs | Exception:
+def _run_alone(run: Run, item: Arrays) -> Outputs | Exception:
     try:
         return run(item)
-    except Exception as error:  # noqa: BLE001 - blind on purpose: it is handed to the one request that caused it
+    except Exception as error:  # noqa: BLE001 - blind on purpose: the request that caused it gets it
         return error
 
 

@@ -143,7 +143,9 @@ class InferFastPath:
             return known.refusal.response
         return None
 
-    def learn(self, request: Request, version: CachedProgram, call: codec.Call, outputs: Mapping[str, Array]) -> None:
+    def learn(
+        self, request: Request, version: CachedProgram, call: codec.InferCall, outputs: Mapping[str, Array]
+    ) -> None:
         """Caches how `version` answers requests like this one, which it answered with `outputs`."""
         known, runs = infer_head(request), version.bound_runs
         if known is None or runs is None or not runs.open:
@@ -157,7 +159,7 @@ class InferFastPath:
             return
         if sys.byteorder != "little" or call.timeout_s is not None or call.priority is not None:
             return
-        if call.binary and call.binary != set(call.wanted):
+        if call.binary and call.binary != set(call.outputs):
             return
         arrays = runs.arrays_for(call.inputs, outputs)
         if arrays is None or template.names != tuple(arrays.inputs) or not arrays.accepts(call.inputs, outputs):
@@ -180,13 +182,13 @@ class InferFastPath:
 
 
 def _encode_bytes(
-    version: CachedProgram, call: codec.Call, outputs: Mapping[str, Array], arrays: BoundArrays
+    version: CachedProgram, call: codec.InferCall, outputs: Mapping[str, Array], arrays: BoundArrays
 ) -> Callable[[int], Response]:
     made = codec.encode(version.model, version.version, call, outputs)
     head = made.body[: made.json_bytes]
     headers = b"inference-header-content-length: %d\r\n" % len(head)
     lead = render_lead(Response(200, made.body, OCTETS, headers))
-    places = [(bytes_of(arrays.outputs[key]), arrays.row_bytes(key), outputs[key].nbytes) for key in call.wanted]
+    places = [(bytes_of(arrays.outputs[key]), arrays.row_bytes(key), outputs[key].nbytes) for key in call.outputs]
     if len(places) == 1:
         ((view, step, size),) = places
 
@@ -203,11 +205,11 @@ def _encode_bytes(
 
 
 def _encode_json(
-    version: CachedProgram, call: codec.Call, outputs: Mapping[str, Array], arrays: BoundArrays
+    version: CachedProgram, call: codec.InferCall, outputs: Mapping[str, Array], arrays: BoundArrays
 ) -> Callable[[int], Response]:
     *before, end = codec.around(version.model, version.version, call, outputs)
     places = []
-    for text, key in zip(before, call.wanted, strict=True):
+    for text, key in zip(before, call.outputs, strict=True):
         flat = arrays.outputs[key].reshape(-1)
         places.append((text, flat, arrays.row_bytes(key) // flat.itemsize, outputs[key].size))
     numbers = codec.numbers

@@ -53,7 +53,7 @@ class _Binary:
     head: bytes
     places: tuple[_Place, ...]
     num_bytes: int
-    call: codec.Call
+    call: codec.InferCall
     names: tuple[str, ...]
 
     def pieces(self, body: bytes | bytearray) -> Sequence[bytes | bytearray] | None:
@@ -73,9 +73,9 @@ class _Json:
     datatype: str
     shape: tuple[int, ...]
     depth: int
-    call: codec.Call
+    call: codec.InferCall
     names: tuple[str, ...]
-    flat: json_tensors.Flat | None
+    flat: json_tensors.FlatReader | None
     """Reads the data if it is one list of floats."""
 
     def pieces(self, body: bytes | bytearray) -> Sequence[bytes | bytearray] | None:
@@ -116,7 +116,7 @@ class TemplateCache:
         self._binary: dict[bytes, _Binary] = {}
         self._json: dict[bytes, _Json] = {}
 
-    def decode(self, body: bytes | bytearray, json_bytes: int | None = None) -> codec.Call:
+    def decode(self, body: bytes | bytearray, json_bytes: int | None = None) -> codec.InferCall:
         """`codec.decode`, by a cached template where there is one. Raises RequestError."""
         template = self.find(body, json_bytes)
         call = None
@@ -126,7 +126,7 @@ class TemplateCache:
             call = _read_binary(body, template)
         if call is not None:
             return call
-        call, given = codec.read(body, self._signature, json_bytes)
+        call, given = codec.decode_with_inputs(body, self._signature, json_bytes)
         if call.id is None:  # an id is another for each request
             if json_bytes is None:
                 self._keep_json(body, call, given)
@@ -141,7 +141,7 @@ class TemplateCache:
             return self._json.get(bytes(body[:at])) if at > 0 else None
         return self._binary.get(bytes(body[:json_bytes])) if 0 < json_bytes <= MAX_BYTES else None
 
-    def _keep_binary(self, head: bytes, call: codec.Call, inputs: Sequence[codec.GivenInput]) -> None:
+    def _keep_binary(self, head: bytes, call: codec.InferCall, inputs: Sequence[codec.GivenInput]) -> None:
         if not 0 < len(head) <= MAX_BYTES or sys.byteorder != "little":
             return
         places, start = [], len(head)
@@ -155,12 +155,12 @@ class TemplateCache:
         if len(self._binary) >= MAX_TEMPLATES:
             self._binary.clear()
         call = call.of({})
-        if set(call.wanted) == call.binary:
-            call = msgspec.structs.replace(call, told={})
+        if set(call.outputs) == call.binary:
+            call = msgspec.structs.replace(call, heads={})
         names = tuple([place.name for place in places])
         self._binary[head] = _Binary(head, tuple(places), start - len(head), call, names)
 
-    def _keep_json(self, body: bytes | bytearray, call: codec.Call, inputs: Sequence[codec.GivenInput]) -> None:
+    def _keep_json(self, body: bytes | bytearray, call: codec.InferCall, inputs: Sequence[codec.GivenInput]) -> None:
         at = _data_at(body)
         if at < 0 or len(inputs) != 1:
             return
@@ -175,12 +175,12 @@ class TemplateCache:
             self._json.clear()
         depth = json_tensors.depth_of(memoryview(given.data))
         shape, dtype, count = tuple(given.shape), NUMPY_DTYPES[given.datatype], math.prod(given.shape)
-        flat = json_tensors.Flat(count, dtype) if depth == 1 and dtype.kind == "f" and count else None
+        flat = json_tensors.FlatReader(count, dtype) if depth == 1 and dtype.kind == "f" and count else None
         name = given.name
         self._json[begin] = _Json(begin, end, name, given.datatype, shape, depth, call.of({}), (name,), flat)
 
 
-def _read_binary(body: bytes | bytearray, template: _Binary) -> codec.Call:
+def _read_binary(body: bytes | bytearray, template: _Binary) -> codec.InferCall:
     inputs: dict[str, Array] = {}
     for place in template.places:
         if place.aligned:
@@ -190,7 +190,7 @@ def _read_binary(body: bytes | bytearray, template: _Binary) -> codec.Call:
     return template.call.of(inputs)
 
 
-def _read_json(body: bytes | bytearray, template: _Json) -> codec.Call | None:
+def _read_json(body: bytes | bytearray, template: _Json) -> codec.InferCall | None:
     at, end = len(template.begin), template.end
     if not body.endswith(end) or len(body) - at < len(end):
         return None

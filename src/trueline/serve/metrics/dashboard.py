@@ -1,9 +1,9 @@
-"""The server's live page: models and versions, who gets which share, throughput, latency and queues as plots.
+"""The server's live page: models, versions, traffic shares, throughput, latency and queues as charts.
 
-    GET /dashboard          the page: one file that holds nothing and fetches nothing from elsewhere
-    GET /dashboard/state    what it shows, as JSON; the page asks once a second and keeps the last minutes itself
+    GET /dashboard          the page: one file without data that fetches nothing from other hosts
+    GET /dashboard/state    its data as JSON, read once a second; the page keeps the last minutes itself
 
-Counters only grow; the page takes differences. Where tokens are asked for, the page asks its reader for one.
+Counters only grow; the page computes differences. Where tokens are required, the page asks its user for one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trueline.serve.models.servable import Servable
 from trueline.web.messages import JSON, Response
 
 HTML = b"text/html; charset=utf-8"
-# The page is one file with its style and script inside; it may talk to the server it came from, and to nobody else.
+# The page contains its style and script, and may connect only to the server it came from.
 _HEADERS = (
     b"content-security-policy: default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     b"connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'\r\n"
@@ -34,22 +34,20 @@ def _read(name: str) -> bytes:
 
 
 def page() -> Response:
-    """The page itself."""
     return Response(200, _read("dashboard.html"), HTML, _HEADERS)
 
 
 def try_page() -> Response:
-    """GET /try: asks the port it came from what its OpenAPI document says that it answers; made of one file as well."""
+    """GET /try: a form for each path in the server's OpenAPI document."""
     return Response(200, _read("try.html"), HTML, _HEADERS)
 
 
 def answer(models: Models, stats: ServerStats, now: float) -> Response:
-    """What the page shows."""
     return Response(200, msgspec.json.encode(state(models, stats, now)), JSON, b"cache-control: no-store\r\n")
 
 
 def state(models: Models, stats: ServerStats, now: float) -> dict[str, Any]:
-    """Everything that is served at `now`, in seconds since the epoch. Counts and seconds are sums since the start."""
+    """What is served at `now` (Unix time). Counts and seconds are sums since the start."""
     return {
         "now": now,
         "ready": models.ready,
@@ -75,7 +73,7 @@ def _model(models: Models, name: str) -> dict[str, Any]:
 
 def _version(version: Servable, share: float) -> dict[str, Any]:
     stats = version.stats
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "version": version.version,
         "state": version.state,
         "reason": version.reason,
@@ -92,10 +90,10 @@ def _version(version: Servable, share: float) -> dict[str, Any]:
         "runs": stats.batch_s.count,
     }
     if version.state == "ready" and version.handler is not None:
-        found |= {"digest": version.digest, "platform": "torchserve_archive", "workers": version.policy.lanes}
+        facts |= {"digest": version.digest, "platform": "torchserve_archive", "workers": version.policy.lanes}
     elif version.state == "ready":
         loaded = version.program.loaded
-        found |= {
+        facts |= {
             "digest": loaded.digest,
             "platform": loaded.platform,
             "golden_cases": loaded.golden_cases,
@@ -105,4 +103,4 @@ def _version(version: Servable, share: float) -> dict[str, Any]:
             "workers": version.policy.lanes,
             "run_us": {str(rows): seconds * 1e6 for rows, seconds in loaded.plan.latency_s.items()},
         }
-    return found
+    return facts

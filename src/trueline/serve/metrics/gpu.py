@@ -1,6 +1,6 @@
-"""What TorchServe tells of NVIDIA devices, as `nvidia-smi` says it. Asked in a thread, at most once a minute.
+"""TorchServe's metrics of NVIDIA devices, read from `nvidia-smi` in a thread, at most once a minute.
 
-A scrape gets what was last known, and never waits for the driver. Source: `nvidia-smi --help-query-gpu`.
+A scrape gets the last readings and never waits for the driver. Source: `nvidia-smi --help-query-gpu`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMES = {
     "GPUMemoryUtilization": "Used memory of an NVIDIA device, percent",
 }
 EVERY_S = 60.0
-_ASK = ("nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
+_COMMAND = ("nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
 _TIMEOUT_S = 20.0
 
 Readings = dict[str, dict[str, float]]
@@ -30,47 +30,47 @@ class Gpus:
 
     def __init__(self) -> None:
         self.last: Readings = {}
-        self._asked_at: float | None = None
-        self._asking: threading.Thread | None = None
+        self._read_at: float | None = None
+        self._thread: threading.Thread | None = None
 
-    def look(self, now: float) -> Readings:
-        """What is known at `now` (monotonic seconds); asks again in a thread when that is old, for the next look."""
-        known = self.last  # a thread may be done before this returns
-        if gpus() and (self._asked_at is None or now - self._asked_at >= EVERY_S):
-            self._asked_at = now
-            self._asking = threading.Thread(target=self._ask, name="gpus", daemon=True)
-            self._asking.start()
-        return known
+    def read(self, now: float) -> Readings:
+        """The last readings at `now` (monotonic seconds); when they are old, a thread fetches new ones for later."""
+        last = self.last  # the thread may end before this returns
+        if gpus() and (self._read_at is None or now - self._read_at >= EVERY_S):
+            self._read_at = now
+            self._thread = threading.Thread(target=self._fetch, name="gpus", daemon=True)
+            self._thread.start()
+        return last
 
     def wait(self) -> None:
-        """Returns when nobody is asking."""
-        if self._asking is not None:
-            self._asking.join()
+        """Returns when no thread is reading."""
+        if self._thread is not None:
+            self._thread.join()
 
-    def _ask(self) -> None:
+    def _fetch(self) -> None:
         began = time.monotonic()
         try:
-            done = subprocess.run(_ASK, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-            self.last = parsed(done.stdout)
+            done = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+            self.last = parse(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             self.last = {}
             events.emit("gpus.unread", why=str(error), took_s=time.monotonic() - began)
 
 
-def parsed(text: str) -> Readings:
-    """The lines of `nvidia-smi`: index, busy percent, MiB used, MiB in all. What a device does not tell is left out.
+def parse(text: str) -> Readings:
+    """Lines of `nvidia-smi`: index, busy percent, MiB used, MiB in total. Values that a device lacks are left out.
 
-    Raises ValueError for what is none.
+    Raises ValueError for other text.
 
-    >>> parsed("0, 30, 1024, 4096")
+    >>> parse("0, 30, 1024, 4096")
     {'GPUUtilization': {'0': 30.0}, 'GPUMemoryUsed': {'0': 1024.0}, 'GPUMemoryUtilization': {'0': 25.0}}
     """
-    found: Readings = {name: {} for name in NAMES}
+    readings: Readings = {name: {} for name in NAMES}
     for line in filter(None, map(str.strip, text.splitlines())):
         device, busy, used, total = (one.strip() for one in line.split(","))
         if not busy.startswith("["):  # "[N/A]"
-            found["GPUUtilization"][device] = float(busy)
+            readings["GPUUtilization"][device] = float(busy)
         if not used.startswith("["):
-            found["GPUMemoryUsed"][device] = float(used)
-            found["GPUMemoryUtilization"][device] = 100 * float(used) / max(1.0, float(total))
-    return found
+            readings["GPUMemoryUsed"][device] = float(used)
+            readings["GPUMemoryUtilization"][device] = 100 * float(used) / max(1.0, float(total))
+    return readings

@@ -1,4 +1,7 @@
-"""The metrics page: what the counters of the hot path say, in Prometheus' text. Built only when it is asked for."""
+"""The metrics page: the counters of the hot path in Prometheus' text format, built at each scrape.
+
+Trueline's own names come first, then the same under TorchServe's names, which its dashboards read.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ["model", "version"]
-_OF_HOST = re.compile(rb'\{Hostname=("[^"\n]*"),Level="Host"\}')
-
-
+_HOST_LABELS = re.compile(rb'\{Hostname=("[^"\n]*"),Level="Host"\}')
 _TIMES = {
     "QueueTime": "Milliseconds that a request waited",
     "WorkerThreadTime": "Milliseconds that a request spent between the loop and the model's thread",
@@ -51,15 +52,13 @@ class _Sums:
             coding_s=stats.decode_s + stats.encode_s,
         )
 
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(_Sums)})
-
-    def __sub__(self, other: _Sums) -> _Sums:
-        return _Sums(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(_Sums)})
+    def plus(self, other: _Sums, sign: int = 1) -> _Sums:
+        names = [field.name for field in fields(_Sums)]
+        return _Sums(**{name: getattr(self, name) + sign * getattr(other, name) for name in names})
 
 
 class Collector:
-    """Reads the counters as Prometheus metrics: Trueline's own names, and TorchServe's beside them."""
+    """Reads the counters as Prometheus metrics."""
 
     def __init__(self, models: Models, stats: ServerStats) -> None:
         self._models = models
@@ -69,84 +68,19 @@ class Collector:
         self._before: dict[Servable, _Sums] = {}
         self._of_version: dict[Servable, dict[str, float]] = {}
         self._of_all: dict[str, float] = dict.fromkeys(_TIMES, 0.0)
-        """Times as they were last told: they stand until something new is known."""
-        self.looking = threading.Lock()
-        """Of the thread that looks: two at once would each tell a part of what is new."""
+        """Times of the last scrape, which stay until there are new requests."""
+        self.lock = threading.Lock()
+        """Held by the thread that collects: of two at once, each would see a part of the new requests."""
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client at a scrape."""
-        yield from self._server()
-        yield from self._versions()
-        yield from self._torchserve()
-        yield from self._times()
-        yield from self._of_handlers()
+        yield from self._collect_server()
+        yield from self._collect_versions()
+        yield from self._collect_torchserve()
+        yield from self._collect_times()
+        yield from self._collect_handlers()
 
-    def _of_handlers(self) -> Iterator[Metric]:
-        """What handlers count; of several models that count under one name it is one metric."""
-        found: dict[str, Metric] = {}
-        for version in self._models.all():
-            if version.handler is not None:
-                for metric in version.handler.collect(self._host):
-                    found.setdefault(metric.name, metric)
-                    if found[metric.name] is not metric:
-                        found[metric.name].samples += metric.samples
-        for name, metric in self._programs().items():
-            if name in found:
-                found[name].samples += metric.samples
-            else:
-                found[name] = metric
-        yield from found.values()
-
-    def _programs(self) -> dict[str, Metric]:
-        """What TorchServe's handlers tell of their time, told of programs."""
-        from prometheus_client.metrics_core import Metric
-
-        prediction = Metric("PredictionTime", "Milliseconds in the model, under TorchServe's name.", "unknown")
-        handler = Metric(
-            "HandlerTime", "Milliseconds in reading, model and writing, under TorchServe's name.", "unknown"
-        )
-        for version, told in self._of_version.items():
-            labels = {"ModelName": version.model, "Level": "Model", "Hostname": self._host}
-            labels |= {"model_name": version.model, "model_version": version.version}
-            for metric in (prediction, handler):
-                metric.add_sample(metric.name, labels, told[metric.name])
-        return {metric.name: metric for metric in (prediction, handler) if metric.samples}
-
-    def _times(self) -> Iterator[Metric]:
-        """TorchServe's times in milliseconds: means of what came since the last look, else what was told then."""
-        from prometheus_client.metrics_core import Metric
-
-        every, told_before = _Sums(), self._of_version
-        seen = {version: _Sums.of(version) for version in self._models.all()}
-        self._of_version = {version: told_before[version] for version in seen if version in told_before}
-        for version, sums in seen.items():
-            new = sums - self._before.get(version, _Sums())
-            every += new
-            if new.requests and version.handler is None:  # those tell of it themselves
-                self._of_version[version] = {
-                    "PredictionTime": 1e3 * new.infer_s / new.requests,
-                    "HandlerTime": 1e3 * (new.infer_s + new.coding_s) / new.requests,
-                }
-        self._before = seen
-        if every.requests:
-            beside_s = every.request_s - every.queue_s - every.infer_s - every.coding_s
-            self._of_all["QueueTime"] = 1e3 * every.queue_s / every.requests
-            self._of_all["WorkerThreadTime"] = 1e3 * max(0.0, beside_s) / every.requests
-        for name, told in _TIMES.items():
-            yield self._of_host(name, f"{told}, under TorchServe's name.", self._of_all[name])
-        loading = Metric("WorkerLoadTime", "Milliseconds until it was ready, under TorchServe's name.", "unknown")
-        for version in self._models.all():
-            for worker, load_s in version.load_times.items():
-                labels = {"WorkerName": worker, "Level": "Host", "Hostname": self._host}
-                loading.add_sample(loading.name, labels, 1e3 * load_s)
-        yield loading
-        for name, devices in self._gpus.look(monotonic()).items():
-            metric = Metric(name, f"{NAMES[name]}, under TorchServe's name.", "unknown")
-            for device, value in devices.items():
-                metric.add_sample(name, {"Level": "Host", "DeviceId": device, "Hostname": self._host}, value)
-            yield metric
-
-    def _server(self) -> Iterator[Metric]:
+    def _collect_server(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         answers = CounterMetricFamily("trueline_answers", "Answers by HTTP status.", labels=["status"])
@@ -157,18 +91,16 @@ class Collector:
         yield GaugeMetricFamily("trueline_ready", "1 when every version is ready.", value=float(self._models.ready))
         for head in (2, 4, 5):
             count = sum(n for status, n in by_status.items() if status // 100 == head)
-            yield self._of_host(f"Requests{head}XX", f"Answers of status {head}xx, under TorchServe's name.", count)
-        for name, (told, value) in host.readings().items():
-            yield self._of_host(name, f"{told}, under TorchServe's name.", value)
+            yield self._host_metric(f"Requests{head}XX", f"Answers of status {head}xx", count)
+        for name, (text, value) in host.readings().items():
+            yield self._host_metric(name, text, value)
 
-    def _of_host(self, name: str, told: str, value: float) -> Metric:
-        from prometheus_client.metrics_core import Metric
+    def _host_metric(self, name: str, text: str, value: float) -> Metric:
+        metric = _torchserve_metric(name, text)
+        metric.add_sample(name, {"Level": "Host", "Hostname": self._host}, value)
+        return metric
 
-        family = Metric(name, told, "unknown")
-        family.add_sample(name, {"Level": "Host", "Hostname": self._host}, value)
-        return family
-
-    def _versions(self) -> Iterator[Metric]:
+    def _collect_versions(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         request = HistogramMetricFamily(
@@ -179,23 +111,17 @@ class Collector:
         waiting = GaugeMetricFamily("trueline_waiting_requests", "Requests in the queue.", labels=_LABELS)
         failed = CounterMetricFamily("trueline_failed_requests", "Requests on which the model failed.", labels=_LABELS)
         for version in self._models.all():
-            labels = [version.model, version.version]
-            for family, histogram in (
-                (request, version.stats.request_s),
-                (run, version.stats.batch_s),
-                (rows, version.stats.batch_rows),
-            ):
+            labels, stats = [version.model, version.version], version.stats
+            for family, histogram in ((request, stats.request_s), (run, stats.batch_s), (rows, stats.batch_rows)):
                 family.add_metric(labels, _buckets(histogram), histogram.total)
             waiting.add_metric(labels, version.num_waiting)
-            failed.add_metric(labels, version.stats.failed)
+            failed.add_metric(labels, stats.failed)
         yield from (request, run, rows, waiting, failed)
 
-    def _torchserve(self) -> Iterator[Metric]:
-        from prometheus_client.metrics_core import Metric
-
-        requests = Metric("ts_inference_requests_total", "Inference requests, under TorchServe's name.", "unknown")
-        latency = Metric("ts_inference_latency_microseconds", "Their time, under TorchServe's name.", "unknown")
-        queued = Metric("ts_queue_latency_microseconds", "How long they waited, under TorchServe's name.", "unknown")
+    def _collect_torchserve(self) -> Iterator[Metric]:
+        requests = _torchserve_metric("ts_inference_requests_total", "Inference requests")
+        latency = _torchserve_metric("ts_inference_latency_microseconds", "Their time")
+        queued = _torchserve_metric("ts_queue_latency_microseconds", "How long they waited")
         for version in self._models.all():
             labels = {"model_name": version.model, "model_version": version.version, "hostname": self._host}
             requests.add_sample(requests.name, labels, version.stats.request_s.count)
@@ -203,39 +129,96 @@ class Collector:
             queued.add_sample(queued.name, labels, version.stats.queue_s * 1e6)
         yield from (requests, latency, queued)
 
+    def _collect_times(self) -> Iterator[Metric]:
+        """TorchServe's times in milliseconds: means over the requests since the last scrape, if there were any."""
+        new_of_all, before = _Sums(), self._of_version
+        sums_now = {version: _Sums.of(version) for version in self._models.all()}
+        self._of_version = {version: before[version] for version in sums_now if version in before}
+        for version, sums in sums_now.items():
+            new = sums.plus(self._before.get(version, _Sums()), -1)
+            new_of_all = new_of_all.plus(new)
+            if new.requests and version.handler is None:  # handlers count their own times
+                self._of_version[version] = {
+                    "PredictionTime": 1e3 * new.infer_s / new.requests,
+                    "HandlerTime": 1e3 * (new.infer_s + new.coding_s) / new.requests,
+                }
+        self._before, new = sums_now, new_of_all
+        if new.requests:
+            beside_s = new.request_s - new.queue_s - new.infer_s - new.coding_s
+            self._of_all["QueueTime"] = 1e3 * new.queue_s / new.requests
+            self._of_all["WorkerThreadTime"] = 1e3 * max(0.0, beside_s) / new.requests
+        for name, text in _TIMES.items():
+            yield self._host_metric(name, text, self._of_all[name])
+        loading = _torchserve_metric("WorkerLoadTime", "Milliseconds until it was ready")
+        for version in self._models.all():
+            for worker, load_s in version.load_times.items():
+                labels = {"WorkerName": worker, "Level": "Host", "Hostname": self._host}
+                loading.add_sample(loading.name, labels, 1e3 * load_s)
+        yield loading
+        for name, devices in self._gpus.read(monotonic()).items():
+            metric = _torchserve_metric(name, NAMES[name])
+            for device, value in devices.items():
+                metric.add_sample(name, {"Level": "Host", "DeviceId": device, "Hostname": self._host}, value)
+            yield metric
+
+    def _collect_handlers(self) -> Iterator[Metric]:
+        """What handlers count, and the same of programs; one metric for each name, whichever models count it."""
+        by_name: dict[str, Metric] = {}
+        counted = [version.handler.collect(self._host) for version in self._models.all() if version.handler is not None]
+        for metric in [*(one for metrics in counted for one in metrics), *self._program_times()]:
+            if by_name.setdefault(metric.name, metric) is not metric:
+                by_name[metric.name].samples += metric.samples
+        yield from by_name.values()
+
+    def _program_times(self) -> list[Metric]:
+        """The times of programs under the names that TorchServe's handlers use."""
+        prediction = _torchserve_metric("PredictionTime", "Milliseconds in the model")
+        handler = _torchserve_metric("HandlerTime", "Milliseconds in reading, model and writing")
+        for version, times in self._of_version.items():
+            labels = {"ModelName": version.model, "Level": "Model", "Hostname": self._host}
+            labels |= {"model_name": version.model, "model_version": version.version}
+            for metric in (prediction, handler):
+                metric.add_sample(metric.name, labels, times[metric.name])
+        return [metric for metric in (prediction, handler) if metric.samples]
+
+
+def _torchserve_metric(name: str, text: str) -> Metric:
+    from prometheus_client.metrics_core import Metric
+
+    return Metric(name, f"{text}, under TorchServe's name.", "unknown")
+
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound, as Prometheus wants them."""
-    cells, running, found = list(histogram.cells), 0, []
+    """Cumulative counts by upper bound."""
+    cells, running, buckets = list(histogram.cells), 0, []
     for bound, count in zip((*histogram.bounds, float("inf")), cells, strict=True):
         running += count
-        found.append(("+Inf" if bound == float("inf") else repr(bound), float(running)))
-    return found
+        buckets.append(("+Inf" if bound == float("inf") else repr(bound), float(running)))
+    return buckets
 
 
 def page(collector: Collector, names: Collection[str] = ()) -> bytes:
-    """The whole page, or of it the metrics of these names.
+    """The page, or only the metrics with `names`.
 
-    Labels of the host are written as TorchServe writes them, with a comma behind the last, which its clients look for.
+    Labels of the host are written as TorchServe writes them, with a comma after the last, which its clients parse.
     """
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    with collector.looking:
-        every = generate_latest(registry)
-    told = _only(every, names) if names else every
-    return _OF_HOST.sub(rb'{Level="Host",Hostname=\1,}', told)
+    with collector.lock:
+        text = generate_latest(registry)
+    return _HOST_LABELS.sub(rb'{Level="Host",Hostname=\1,}', _select(text, names) if names else text)
 
 
-def _only(told: bytes, names: Collection[str]) -> bytes:
-    wanted = {name.encode() for name in names}
-    kept, keep = [], False
-    for line in told.splitlines(keepends=True):
+def _select(text: bytes, names: Collection[str]) -> bytes:
+    selected = {name.encode() for name in names}
+    lines, keep = [], False
+    for line in text.splitlines(keepends=True):
         if line.startswith(b"# HELP "):  # every metric begins with one
             name = line.split(b" ", 3)[2]
-            keep = name in wanted or name.removesuffix(b"_total") in wanted
+            keep = name in selected or name.removesuffix(b"_total") in selected
         if keep:
-            kept.append(line)
-    return b"".join(kept)
+            lines.append(line)
+    return b"".join(lines)

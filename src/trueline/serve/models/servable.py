@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from trueline.bundle.signature import Array, Signature
     from trueline.runtime.session import Session
-    from trueline.serve.batching.execution_plan import Plan
+    from trueline.serve.batching.execution_plan import ExecutionPlan
     from trueline.web.streaming import StreamedBody
 
     Outputs = dict[str, Array]
@@ -76,7 +76,7 @@ class Loaded:
     digest: str
     platform: str
     golden_cases: int
-    plan: Plan
+    plan: ExecutionPlan
 
 
 class Handler(Protocol):

@@ -16,7 +16,7 @@ from trueline.bundle.signing import Trusted
 from trueline.errors import NotReady, Overloaded, RequestError
 from trueline.runtime.session import Bindable
 from trueline.serve.batching.execution_plan import batch_symbol
-from trueline.serve.batching.latency_model import Pace
+from trueline.serve.batching.latency_model import LatencyModel
 from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.batching.queue import Batcher
 from trueline.serve.fastpath.bound_run import BoundRuns
@@ -117,7 +117,7 @@ class ProgramVersion(VersionRecord):
             executor,
             loop,
             on_batch=self.stats.count_run,
-            pace=Pace(loaded.plan.latency_s),
+            model=LatencyModel(loaded.plan.latency_s),
             padding=loaded.plan.padding,
             short_values=loaded.plan.inline_values,
         )
@@ -138,7 +138,7 @@ class ProgramVersion(VersionRecord):
         if self._batcher is None:
             self.state = "retiring"
             return
-        await self._batcher.emptied()
+        await self._batcher.wait_empty()
         self.state = "retiring"
         if self.bound_runs is not None:
             self.bound_runs.close()

@@ -1,8 +1,7 @@
-"""JSON text to arrays and back, strictly: a value that the datatype cannot hold is refused, never bent.
+"""JSON text to arrays, strictly: a value that the datatype cannot represent is rejected, never converted. Pure.
 
-Pure. An integer is a fine FP number; a fraction, a boolean or an integer out of range is no INT. A number too large
-for its FP type is refused (JSON has no infinity, so nobody asked for one). In answers NaN and the infinities become
-`null`, since JSON has no word for them.
+FP inputs accept integers, and reject numbers too large for the type. INT inputs reject fractions, booleans and
+out-of-range values; BOOL inputs reject 0 and 1.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 MAX_DEPTH = 32
-"""No input has more dimensions."""
+"""Dimensions of an input."""
 _CODES = {2: "e", 4: "f", 8: "d"}
-"""By bytes of a float, `struct`'s word for it."""
+"""`struct`'s format of a float by its bytes."""
 _BLANKS = b" \t\r\n"
 _OPEN = ord("[")
 _ELEMENTS: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 
 
 def depth_of(text: bytes | bytearray | memoryview) -> int:
-    """How many lists open before the first value; at most MAX_DEPTH + 1.
+    """Lists that open before the first value, at most MAX_DEPTH + 1.
 
     >>> depth_of(b" [ [1, 2]]"), depth_of(b"3")
     (2, 0)
@@ -48,19 +47,14 @@ def depth_of(text: bytes | bytearray | memoryview) -> int:
 
 @lru_cache(maxsize=256)
 def _decoder(kind: str, depth: int) -> msgspec.json.Decoder[Any]:
-    wanted: Any = _ELEMENTS[kind]
+    nested: Any = _ELEMENTS[kind]
     for _ in range(depth):
-        wanted = list[wanted]
-    return msgspec.json.Decoder(wanted)
+        nested = list[nested]
+    return msgspec.json.Decoder(nested)
 
 
-@lru_cache(maxsize=256)
-def _packer(count: int, itemsize: int) -> struct.Struct:
-    return struct.Struct(f"<{count}{_CODES[itemsize]}")
-
-
-class Flat:
-    """Reads a flat list of `count` floats into the bytes that an array of `dtype` has on this machine."""
+class FlatReader:
+    """Reads a flat list of `count` floats into the bytes of an array of `dtype`."""
 
     __slots__ = ("_count", "_decode", "_pack")
 
@@ -70,7 +64,7 @@ class Flat:
         self._pack = struct.Struct(f"={count}{_CODES[dtype.itemsize]}").pack
 
     def __call__(self, text: memoryview) -> bytes | None:
-        """None for anything that `parse` would refuse, and for another count."""
+        """None for what `parse` would reject, and for another count."""
         try:
             values = self._decode(text)
             return self._pack(*values) if len(values) == self._count else None
@@ -78,14 +72,8 @@ class Flat:
             return None
 
 
-def _packed(values: list[float], dtype: np.dtype[np.generic]) -> Array:
-    """`np.array(values, dtype)` of floats, in half of its time. Raises OverflowError."""
-    packed = _packer(len(values), dtype.itemsize).pack(*values)
-    return np.frombuffer(packed, dtype.newbyteorder("<")).astype(dtype, copy=False)
-
-
 def parse(text: msgspec.Raw | bytes | memoryview, datatype: str, depth: int, name: str) -> Array:
-    """The array of input `name` whose JSON `text` nests `depth` lists of numbers. Raises RequestError."""
+    """The array of input `name` from JSON `text` with `depth` nested lists. Raises RequestError."""
     if depth > MAX_DEPTH:
         raise RequestError(f"data of input '{name}' nests more than {MAX_DEPTH} lists")
     dtype = NUMPY_DTYPES[datatype]
@@ -95,7 +83,8 @@ def parse(text: msgspec.Raw | bytes | memoryview, datatype: str, depth: int, nam
         raise RequestError(f"data of input '{name}' is no {depth}-fold list of {datatype}: {error}") from error
     try:
         if depth == 1 and dtype.kind == "f" and values:
-            return _packed(values, dtype)
+            packed = struct.pack(f"={len(values)}{_CODES[dtype.itemsize]}", *values)
+            return np.frombuffer(packed, dtype)  # in half the time of np.array
         if dtype.kind != "f":
             return np.array(values, dtype=dtype)
         with np.errstate(over="raise"):
@@ -106,7 +95,6 @@ def parse(text: msgspec.Raw | bytes | memoryview, datatype: str, depth: int, nam
         raise RequestError(f"data of input '{name}' is ragged: its lists differ in length") from error
 
 
-def flat(array: Array) -> list[Any]:
-    """The values in row-major order, for JSON."""
-    values: list[Any] = array.ravel().tolist()
-    return values
+def format_size(number: int) -> str:
+    """For messages: a client may name any number."""
+    return str(number) if abs(number) < 10**20 else ("more than 10^20" if number > 0 else "less than -10^20")

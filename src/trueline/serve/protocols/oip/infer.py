@@ -59,7 +59,7 @@ class InferPaths:
             request.head.app_data = made
         return made
 
-    def _encode(self, version: Servable, call: codec.Call, request: Request, outputs: Outputs) -> Response:
+    def _encode(self, version: Servable, call: codec.InferCall, request: Request, outputs: Outputs) -> Response:
         self._fast_path.learn(request, version.program, call, outputs)
         made = codec.encode(version.model, version.version, call, outputs)
         if made.json_bytes is None:
