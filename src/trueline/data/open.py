@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from trueline.data.formats.arrow import ArrowFormat, hugging_face_files, is_hugging_face
 from trueline.data.formats.image_folder import ImageRecords, is_image_folder
 from trueline.data.loading.tensors import DefaultFeed
-from trueline.data.records import FileRecords, Format, OnBad, Records
+from trueline.data.records import FileRecords, OnBad, Records
 from trueline.data.source import Mode, Source
 from trueline.data.sources.databases import SqlRecords, is_sql, open_odps_table
 from trueline.data.sources.map_style import DatasetSource
@@ -22,7 +23,7 @@ from trueline.data.sources.mixture import SampledDataset, SampledSource
 from trueline.data.sources.table_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError, RecipeError, closest, join_names
 from trueline.storage.listing import is_visible, list_files, list_store
-from trueline.storage.location import Uri, is_remote, local_path
+from trueline.storage.location import Uri, Uris, is_remote, local_path
 from trueline.storage.object_store import redact_uri
 
 FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -36,35 +37,27 @@ FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
 }
 """Name: endings, module in `formats` (imported when it is needed), class."""
 _ENDINGS = [ending for endings, _, _ in FORMATS.values() for ending in endings]
+Feed = Callable[..., Any]
+Blank = Callable[[], Any] | None
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz")
 
 
 def as_source(
-    dataset: Any,
-    *,
-    mode: Mode,
-    feed: Callable[..., Any] | None,
-    recipe: str,
-    vocabulary: Callable[[], Any] | None = None,
-    tokenizer: Callable[[], Any] | None = None,
+    dataset: Any, *, mode: Mode, feed: Feed | None, recipe: str, vocabulary: Blank = None, tokenizer: Blank = None
 ) -> Source:
     """A Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, URIs of records, a SampledDataset of
     either, or a Source.
 
-    `feed` makes tensors of records; without it their columns do (`default_feed`), texts by `vocabulary()` or
-    `tokenizer()`. Raises RecipeError for anything else, DataError for records that cannot be listed or whose columns
-    make no tensors.
+    `feed` makes tensors of records; without it `DefaultFeed` does, of texts by `vocabulary()` or `tokenizer()`. Raises
+    RecipeError for anything else, DataError for records that cannot be listed or whose columns make no tensors.
     """
     if isinstance(dataset, Source):
         return dataset
     if isinstance(dataset, SampledDataset):
-        options: dict[str, Any] = {"mode": mode, "feed": feed, "recipe": recipe}
-        options |= {"vocabulary": vocabulary, "tokenizer": tokenizer}
-        return SampledSource([as_source(part, **options) for part in dataset.parts], dataset)
-    sequence = isinstance(dataset, list | tuple)
-    if isinstance(dataset, str | os.PathLike) or (
-        sequence and dataset and all(isinstance(item, str | os.PathLike) for item in dataset)
-    ):
+        open_part = partial(as_source, mode=mode, feed=feed, recipe=recipe, vocabulary=vocabulary, tokenizer=tokenizer)
+        return SampledSource([open_part(part) for part in dataset.parts], dataset)
+    parts = dataset if isinstance(dataset, list | tuple) else [dataset]
+    if parts and all(isinstance(part, str | os.PathLike) for part in parts):
         if feed is not None:
             return open_source(dataset, feed, mode=mode)
         default = DefaultFeed(vocabulary and vocabulary(), tokenizer and tokenizer())
@@ -84,28 +77,22 @@ def as_source(
 
 
 def open_source(
-    uris: Uri | Sequence[Uri],
-    feed: Callable[..., Any],
-    *,
-    mode: Mode,
-    format: str = "",
-    on_bad: OnBad = "stop",
-    cache_bytes: int = CACHE_BYTES,
+    uris: Uris, feed: Feed, *, mode: Mode, format: str = "", on_bad: OnBad = "stop", cache_bytes: int = CACHE_BYTES
 ) -> TableSource:
     """The records at `uris` as a Source; `feed(records, mode)` is called with a pyarrow.Table. Raises DataError."""
-    uris = _as_list(uris)
+    uris = as_list(uris)
     records = open_records(uris, format=format, on_bad=on_bad)
     return TableSource(records, feed, mode=mode, where=describe_uris(uris), cache_bytes=cache_bytes)
 
 
-def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad = "stop") -> Records:
+def open_records(uris: Uris, *, format: str = "", on_bad: OnBad = "stop") -> Records:
     """The records at `uris`: paths, globs, folders, objects of a store, one table of a database, or a list of files.
 
     `format` is needed only where the endings do not tell it. With `on_bad="quarantine"` every unit is read once, and
     what cannot be read is left out and reported in the result's `quarantined`; `"files"` does that only for files
     that cannot be listed. Raises DataError.
     """
-    uris = _as_list(uris)
+    uris = as_list(uris)
     if len(uris) == 1 and not format:
         records = _open_database_or_folder(os.fspath(uris[0]), on_bad)
         if records is not None:
@@ -113,14 +100,9 @@ def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad =
     format = format or _find_format(uris)
     if format not in FORMATS:
         raise DataError(f"'{format}' is no format of records (there are: {join_names(FORMATS)})")
-    files = list_files(uris, FORMATS[format][0], complete=on_bad == "stop")
-    return FileRecords(make_format(format), files, on_bad=on_bad)
-
-
-def make_format(name: str) -> Format:
-    _, module, class_name = FORMATS[name]
-    format: Format = getattr(import_module(f"trueline.data.formats.{module}"), class_name)()
-    return format
+    endings, module, class_name = FORMATS[format]
+    files = list_files(uris, endings, complete=on_bad == "stop")
+    return FileRecords(getattr(import_module(f"trueline.data.formats.{module}"), class_name)(), files, on_bad=on_bad)
 
 
 def format_of_name(name: str) -> str:
@@ -133,11 +115,11 @@ def describe_uris(uris: Sequence[Uri]) -> str:
     return ", ".join(redact_uri(os.fspath(uri)) for uri in uris[:3]) + (", ..." if len(uris) > 3 else "")
 
 
-def _as_list(uris: Uri | Sequence[Uri]) -> list[Uri]:
-    found = [uris] if isinstance(uris, str | os.PathLike) else list(uris)
-    if not found:
+def as_list(uris: Uris) -> list[Uri]:
+    listed = [uris] if isinstance(uris, str | os.PathLike) else list(uris)
+    if not listed:
         raise DataError("no records are named", hint="give at least one path or URI")
-    return found
+    return listed
 
 
 def _open_database_or_folder(uri: str, on_bad: OnBad) -> Records | None:
@@ -167,7 +149,7 @@ def _formats_in(path: Path) -> list[str]:
 
 
 def _find_format(uris: Sequence[Uri]) -> str:
-    """Raises DataError for no format or several."""
+    """Raises DataError for several."""
     formats = dict.fromkeys(format for uri in uris for format in _formats_at(uri))
     if len(formats) > 1:
         raise DataError(

@@ -37,21 +37,14 @@ Range = tuple[int, int, int]
 
 
 class Records(Protocol):
+    schema: pa.Schema
+    ranged: bool
+    """Whether a few records of a unit are read much faster than all of it."""
+    forks: bool
+    """Whether a fork of this process may load, over connections of its own where it needs any."""
+
     @property
     def units(self) -> Sequence[Unit]: ...
-
-    @property
-    def schema(self) -> pa.Schema: ...
-
-    @property
-    def ranged(self) -> bool:
-        """Whether a few records of a unit are read much faster than all of it."""
-        ...
-
-    @property
-    def forks(self) -> bool:
-        """Whether a fork of this process may load, over connections of its own where it needs any."""
-        ...
 
     def load(self, number: int, start: int, stop: int) -> pa.Table:
         """Records [start, stop) of unit `number`. Raises DataError."""
@@ -96,16 +89,10 @@ def split_runs(starts: npt.NDArray[np.int64], max_records: int, max_bytes: int) 
 class Format(Protocol):
     """A file format. Raises DataError or one of DAMAGE, which the caller translates."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def unit(self) -> str:
-        """The format's word for it, e.g. `row group`."""
-        ...
-
-    @property
-    def ranged(self) -> bool: ...
+    name: str
+    unit: str
+    """The format's word for it, e.g. `row group`."""
+    ranged: bool
 
     def list(self, file: File) -> FileListing: ...
 

@@ -1,7 +1,6 @@
 """The Source protocol: records by index, and the units (row group, file, tar slice) in which they are stored.
 
-A Source knows nothing of epochs, workers or order; `order` decides which records form a step. Implementations share
-`tests/conformance/source.py`.
+Implementations share `tests/conformance/source.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ Mode = Literal["training", "evaluation", "prediction"]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Records as tensors whose first dimension counts the records.
-
-    `inputs`: a Tensor, a tuple or list of them (positional arguments of the model) or a dict (keyword arguments);
-    `labels`: the loss's second argument.
-    """
+    """Tensors whose first dimension counts the records. `inputs`: a Tensor, a tuple or list of them (the positional
+    arguments) or a dict (the keyword arguments); `labels`: the loss's second argument."""
 
     inputs: Any
     labels: Any
@@ -37,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Neighbouring records that are cheap to read together, e.g. one Parquet row group."""
+    """Successive records that are cheap to read together, e.g. one Parquet row group."""
 
     uri: str
     offset: int
@@ -55,6 +51,9 @@ def split_units(where: str, count: int, unit_records: int) -> list[Unit]:
 
 @runtime_checkable
 class Source(Protocol):
+    """With an attribute `forks` that is true, a fork of this process may read too, over connections of its own where it
+    needs any."""
+
     @property
     def num_records(self) -> int: ...
 
@@ -76,14 +75,6 @@ class Prefetching(Protocol):
 
     def prefetch(self, indices: Indices) -> None:
         """Starts reading `indices` for a later `read` of exactly these, and returns at once."""
-        ...
-
-
-@runtime_checkable
-class Forkable(Protocol):
-    @property
-    def forks(self) -> bool:
-        """Whether a fork of this process may go on reading, over connections of its own where it needs any."""
         ...
 
 

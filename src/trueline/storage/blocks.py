@@ -4,7 +4,7 @@
     from the end    | 3 ...... | 2 ..... | 1 .. | 0 . |       64 KiB and four times as much each: for footers
 
 After a block arrives, the object's stamp is compared with the listed one, so an object that is replaced is an error and
-not a mixture. The footers of many objects are checked together (`read_footers`).
+not a mixture.
 """
 
 from __future__ import annotations
@@ -21,17 +21,9 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from trueline.errors import DataError
+from trueline.storage import object_store
 from trueline.storage.location import File, Stamp
-from trueline.storage.object_store import (
-    REFUSED,
-    ListedPrefix,
-    ObjectStore,
-    find_objects,
-    get_info,
-    map_concurrently,
-    stamp_of,
-    start_all,
-)
+from trueline.storage.object_store import ListedPrefix, ObjectStore, map_concurrently, start_all
 
 _TAIL_BYTES, _GROWTH = 64 << 10, 4
 _MIN_GROUP, _MAX_GROUPS = 1000, 8
@@ -73,7 +65,9 @@ class StoredFile:
         """Nothing: every block is checked when it is fetched."""
 
     def block(self, grid: BlockGrid, index: int) -> memoryview:
-        fetch = partial(self._fetch, grid, index)
+        start, stop = grid.bounds(index)
+        read, where = partial(self._read_range, start, stop), f"{self.uri} at bytes {start} to {stop}"
+        fetch = partial(self.store.retry.call, read, where)
         if self.store.cache is None or not self.checked:
             return memoryview(fetch())
         return self.store.cache.get(self.block_key(grid), index, fetch)
@@ -81,27 +75,25 @@ class StoredFile:
     def block_key(self, grid: BlockGrid) -> str:
         return f"{self.uri}|{self.stamp}|{grid.block_bytes}" + ("|end" if grid.from_end else "")
 
-    def _fetch(self, grid: BlockGrid, index: int) -> bytes:
-        start, stop = grid.bounds(index)
-        return self.store.retry.call(partial(self._read_range, start, stop), f"{self.uri} at bytes {start} to {stop}")
-
     def _read_range(self, start: int, stop: int) -> bytes:
         try:
             data = bytes(self.store.fs.cat_file(self.key, start=start, end=stop))
-        except REFUSED:
+        except object_store.REFUSED:
             raise
         except Exception:
-            self.check_unchanged(get_info(self.store.fs, self.key))  # rclone fails on the old sum of a new object
+            self.check_unchanged(
+                object_store.get_info(self.store.fs, self.key)
+            )  # rclone fails on the old sum of a new object
             raise
         if self.checked or len(data) != stop - start:
-            self.check_unchanged(get_info(self.store.fs, self.key))
+            self.check_unchanged(object_store.get_info(self.store.fs, self.key))
         if len(data) != stop - start:
             raise EOFError(f"{len(data)} bytes came of {start} to {stop}")
         return data
 
     def check_unchanged(self, info: dict[str, Any] | None) -> None:
         """Raises DataError when `info`, the store's facts on the object now, differs from the listing."""
-        if info is None or stamp_of(info) != self.stamp:
+        if info is None or object_store.stamp_of(info) != self.stamp:
             what = "has gone" if info is None else "was changed"
             raise DataError(
                 f"{self.uri} {what} while it was in use", hint="write new records to a new object, then start again"
@@ -155,9 +147,6 @@ class _BlockReader(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._grid.size}[whence]
         self._at = max(base + offset, 0)
@@ -190,9 +179,8 @@ class _BlockReader(io.RawIOBase):
 def read_footers(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> Iterator[Callable[[], bytes]]:
     """For each of `files`, a function that returns `read(file)` or raises its error.
 
-    Footers are read together, cached together, and checked together by one more listing: half as many requests as one
-    by one. Another process of this machine that needs the same waits for the first. Raises DataError for the first
-    object that was changed meanwhile.
+    Footers are read, cached and checked together, which takes half as many requests as one by one. Another process of
+    this machine that needs the same waits for the first. Raises DataError for the first object that was changed.
     """
     size = max(_MIN_GROUP, -(-len(files) // _MAX_GROUPS))
     for start in range(0, len(files), size):
@@ -230,17 +218,15 @@ class _Incomplete(Exception):
 
 def _check_all_unchanged(prefix: ListedPrefix | None, files: Sequence[StoredFile]) -> None:
     """By one listing, unless it would take more requests than the objects one by one."""
-    store = files[0].store
+    fs, retry = files[0].store.fs, files[0].store.retry
+    infos: Sequence[dict[str, Any] | None]
     if prefix is None or prefix.num_listed > len(files) * _PAGE:
-        map_concurrently(_check_one_unchanged, files)
+        infos = map_concurrently(lambda file: retry.call(partial(object_store.get_info, fs, file.key), file.uri), files)
     else:
-        infos = store.retry.call(partial(find_objects, store.fs, prefix.top), prefix.uri)
-        for file in files:
-            file.check_unchanged(infos.get(file.key))
-
-
-def _check_one_unchanged(file: StoredFile) -> None:
-    file.check_unchanged(file.store.retry.call(partial(get_info, file.store.fs, file.key), file.uri))
+        listed = retry.call(partial(object_store.find_objects, fs, prefix.top), prefix.uri)
+        infos = [listed.get(file.key) for file in files]
+    for file, info in zip(files, infos, strict=True):
+        file.check_unchanged(info)
 
 
 def prefetch_blocks(spans: Iterable[tuple[StoredFile, int, int]]) -> None:
@@ -259,4 +245,4 @@ def prefetch_blocks(spans: Iterable[tuple[StoredFile, int, int]]) -> None:
             if len(missing) < _MAX_PREFETCHED and cache.peek(file.block_key(grid), index) is None:
                 missing[file.uri, index] = file, grid, index
     if len(missing) > 1:  # one block is fetched by its reader
-        map_concurrently(lambda one: one[0].block(one[1], one[2]), missing.values(), at_once=_BLOCKS_AT_ONCE)
+        map_concurrently(lambda block: block[0].block(*block[1:]), missing.values(), at_once=_BLOCKS_AT_ONCE)

@@ -78,10 +78,6 @@ class BlockCache:
         """The block if it is on the disk."""
         return self._lookup(self._path(key, block))
 
-    def num_bytes(self) -> int:
-        """Size on the disk now."""
-        return sum(size for _, size, _ in self._entries())
-
     def _path(self, key: str, block: int) -> Path:
         name = hashlib.sha256(key.encode()).hexdigest()[:40]
         return self._folder / name[:2] / f"{name}-{block}"
@@ -91,10 +87,11 @@ class BlockCache:
             mapped, in_memory = self._mapped.pop(path, None), self._in_memory.get(path)
         if mapped is None and in_memory is None:
             mapped = self._read(path)
-        if mapped is not None:
-            with self._lock:
-                _remember(self._mapped, path, mapped, _MAX_MAPPED)
-        return in_memory if mapped is None else mapped
+        if mapped is None:
+            return in_memory
+        with self._lock:
+            _remember(self._mapped, path, mapped, _MAX_MAPPED)
+        return mapped
 
     def _read(self, path: Path) -> memoryview | None:
         try:
@@ -187,11 +184,9 @@ def _remember(blocks: dict[Path, memoryview], path: Path, view: memoryview, max_
 
 
 def cache_folder() -> Path:
-    """The folder of this user's caches, which all processes of a machine share."""
+    """`$TRUELINE_CACHE`, or `trueline` in the user's cache folder."""
     folder = os.environ.get(CACHE)
-    if folder:
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trueline"
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trueline"
 
 
 def load_index(file: File, kind: str, build: Callable[[], Arrays]) -> Arrays:
@@ -201,28 +196,17 @@ def load_index(file: File, kind: str, build: Callable[[], Arrays]) -> Arrays:
     location = os.path.realpath(file.path) if file.path else file.uri
     key = hashlib.sha256(f"{_INDEX_VERSION}|{kind}|{location}|{file.stamp}".encode()).hexdigest()[:40]
     path = cache_folder() / "index" / f"{key}.npz"
-    arrays = _read_index(path)
-    if arrays is None:
-        arrays = build()
-        _write_index(path, arrays)
-    return arrays
-
-
-def _read_index(path: Path) -> Arrays | None:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
+        with path.open("rb") as stored, np.load(stored, allow_pickle=False) as index:
+            return {name: index[name] for name in index.files}
     except FileNotFoundError:
-        return None
+        pass
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         events.emit("index.unreadable", path=str(path), why=str(error))
-        return None
-
-
-def _write_index(path: Path, arrays: Arrays) -> None:
-    buffer = io.BytesIO()
+    arrays, buffer = build(), io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]  # its stub takes names of arrays for its own option
     try:
         files.write_atomic(path, buffer.getvalue())
     except StorageError as error:
         events.emit("index.not_kept", path=str(path), why=error.message)
+    return arrays

@@ -4,10 +4,9 @@
     name     one checkpoint in it           step-00000120
     part     one file of a checkpoint       state.safetensors, checkpoint.json (the seal, which comes last)
 
-A local checkpoint is whole or absent by rename. Object stores cannot rename a folder, so a checkpoint exists there once
-its seal does; parts without a seal are leftovers of a dead writer. Implementations share
-`tests/conformance/checkpoint_store.py`. Source: fsspec's specification (filesystem_spec.readthedocs.io); S3's and GCS's
-PUT of one object is atomic.
+A local checkpoint is whole or absent by rename. Object stores cannot rename a folder, but their PUT of one object is
+atomic, so a checkpoint exists there once its seal does; parts without a seal are leftovers of a dead writer.
+Implementations share `tests/conformance/checkpoint_store.py`.
 """
 
 from __future__ import annotations

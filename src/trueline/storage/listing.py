@@ -17,19 +17,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trueline.errors import DataError, join_names
+from trueline.storage import object_store
 from trueline.storage.blocks import StoredFile
 from trueline.storage.cache import BlockCache, cache_folder
 from trueline.storage.location import File, LocalFile, Uri, is_remote, local_path
-from trueline.storage.object_store import (
-    ListedPrefix,
-    ObjectStore,
-    RetryPolicy,
-    find_objects,
-    map_concurrently,
-    open_store,
-    redact_uri,
-    stamp_of,
-)
+from trueline.storage.object_store import ListedPrefix, ObjectStore, map_concurrently, redact_uri
 
 COMMIT, PLAN = "_commit.json", "_plan.json"
 CACHE_BYTES = "TRUELINE_CACHE_BYTES"
@@ -44,16 +36,14 @@ def list_files(uris: Sequence[Uri], suffixes: Sequence[str], *, complete: bool =
     """
     list_one = partial(_list_one, suffixes, complete)
     listings = map_concurrently(list_one, uris) if any(map(is_remote, uris)) else map(list_one, uris)
-    files = list(chain.from_iterable(listings))
-    seen: set[str] = set()
-    for file in files:
+    files: dict[str, File] = {}
+    for file in chain.from_iterable(listings):
         identity = os.path.realpath(file.path) if file.path else file.uri
-        if identity in seen:
+        if files.setdefault(identity, file) is not file:
             raise DataError(
                 f"{file.uri} is given twice", hint="name each file once; its records would be trained twice"
             )
-        seen.add(identity)
-    return files
+    return list(files.values())
 
 
 def is_visible(path: str) -> bool:
@@ -68,8 +58,9 @@ def _list_one(suffixes: Sequence[str], complete: bool, uri: Uri) -> list[File]:
     if complete and (path / PLAN).exists():
         _check_complete(str(uri), os.listdir(path), lambda name: (path / name).read_bytes())
     if path.is_dir():
-        entries = path.rglob("*")
-        paths = sorted(one for one in entries if one.suffix in suffixes and is_visible(one.name) and one.is_file())
+        paths = sorted(
+            file for file in path.rglob("*") if file.suffix in suffixes and is_visible(file.name) and file.is_file()
+        )
     elif path.exists():
         paths = [path]
     else:
@@ -84,12 +75,12 @@ def list_store(
     uri: str, suffixes: Sequence[str], *, store: ObjectStore | None = None, complete: bool = False
 ) -> list[File]:
     """The objects of `uri`: one, those that match a pattern, or those below a folder. Raises DataError."""
-    fs, root = open_store(uri)
-    store = store or ObjectStore(fs, RetryPolicy(), _shared_cache())
+    fs, root = object_store.open_store(uri)
+    store = store or ObjectStore(fs, object_store.RetryPolicy(), _shared_cache())
     shown = redact_uri(uri)
     pattern = any(sign in root for sign in "*?[")
     top = root.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0] if pattern else root
-    infos = store.retry.call(partial(find_objects, store.fs, top), shown)
+    infos = store.retry.call(partial(object_store.find_objects, store.fs, top), shown)
     if complete and not pattern:
         below = root.rstrip("/") + "/"
         names = [key.removeprefix(below) for key in infos]
@@ -105,7 +96,7 @@ def list_store(
         raise DataError(f"no records at '{shown}': the {kind}", hint="look at the name, and at the credentials")
     host, prefix = f"{urlsplit(uri).scheme}://", ListedPrefix(shown, top, len(infos))
     return [
-        StoredFile(redact_uri(host + key.lstrip("/")), key, stamp_of(info), store, prefix)
+        StoredFile(redact_uri(host + key.lstrip("/")), key, object_store.stamp_of(info), store, prefix)
         for key, info in sorted(chosen.items())
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from trueline.errors import DataError
 
 Uri = str | os.PathLike[str]
+Uris = Uri | Sequence[Uri]
 Location = str | Path
 """A local path or a URL. A URL stays a string: a Path would drop one of its two slashes."""
 
@@ -124,8 +126,7 @@ class LocalFile:
     def check(self) -> None:
         if _read_stamp(self.path) != self.stamp:
             raise DataError(
-                f"{self.path} was changed while it was in use",
-                hint="write new records to a new file, then start again",
+                f"{self.path} was changed while it was in use", hint="write new records to a new file, then start again"
             )
 
 

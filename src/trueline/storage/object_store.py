@@ -69,7 +69,7 @@ class RetryPolicy:
             except Exception as error:  # noqa: BLE001 - the library of each store has exceptions of its own
                 if type(error).__name__ in _NO_CREDENTIALS:
                     raise _access_error(what, PermissionError(str(error))) from None
-                why = redact_text(f"{type(error).__name__}: {error}")
+                why = describe_error(error)
                 if attempt + 1 == self.attempts:
                     hint = _HINTS.get(type(error).__name__, "")
                     raise DataError(f"cannot read {what}: {why} ({self.attempts} attempts)", hint=hint) from None
@@ -181,7 +181,11 @@ def _access_error(what: str, error: OSError) -> DataError:
         return DataError(
             f"no right to read {what}: {redact_text(str(error))}", hint="the credentials may have expired; renew them"
         )
-    return DataError(f"cannot read {what}: {type(error).__name__}: {redact_text(str(error))}")
+    return DataError(f"cannot read {what}: {describe_error(error)}")
+
+
+def describe_error(error: Exception) -> str:
+    return redact_text(f"{type(error).__name__}: {error}")
 
 
 def redact_uri(uri: str) -> str:

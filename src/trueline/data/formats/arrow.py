@@ -2,8 +2,7 @@
 
 A unit is a record batch, mapped into memory and not copied. Arrow has no checksums, so a flipped bit inside a value is
 not detected. Broken structure, offsets outside a batch and texts that are not UTF-8, which could crash the process, are
-detected when a batch is first read. A stream without its end mark is refused, since it may be incomplete. A Hugging
-Face folder's `state.json` names its files; the `datasets` package is not needed.
+detected when a batch is first read. A stream without its end mark is refused, since it may be incomplete.
 Source: the Arrow columnar format's IPC page (arrow.apache.org/docs/format/Columnar.html).
 """
 
@@ -19,7 +18,7 @@ import pyarrow as pa
 
 from trueline.data.records import FileListing, FileUnit
 from trueline.errors import DataError, join_names
-from trueline.storage.location import File, LocalFile, Stamp
+from trueline.storage.location import File, LocalFile, Stamp, read_range
 
 _MAGIC = b"ARROW1"
 _CONTINUATION = b"\xff\xff\xff\xff"
@@ -35,8 +34,7 @@ class ArrowFormat:
         self._valid: set[tuple[str, Stamp, int]] = set()
 
     def list(self, file: File) -> FileListing:
-        with file.open() as opened:
-            start = opened.read(len(_MAGIC))
+        start = read_range(file, 0, len(_MAGIC))
         if start == _MAGIC:
             return self._list_file(file)
         if start[:4] == _CONTINUATION:
@@ -57,7 +55,12 @@ class ArrowFormat:
         with _map(file) as source:
             reader = pa.ipc.open_stream(source)
             schema = reader.schema
-            _refuse_dictionaries(schema, file)
+            names = [field.name for field in schema if pa.types.is_dictionary(field.type)]
+            if names:
+                raise DataError(
+                    f"{file.uri} is an Arrow stream with dictionary columns ({join_names(names)})",
+                    hint="they have no ranges; write an Arrow IPC file (pyarrow.ipc.new_file), or Parquet",
+                )
             while True:
                 at = source.tell()
                 if source.read(len(_END)) == _END:
@@ -97,16 +100,6 @@ def _map(file: File) -> Iterator[Any]:
     else:
         with file.open() as opened, pa.PythonFile(opened) as source:
             yield source
-
-
-def _refuse_dictionaries(schema: pa.Schema, file: File) -> None:
-    names = [field.name for field in schema if pa.types.is_dictionary(field.type)]
-    if names:
-        raise DataError(
-            f"{file.uri} is an Arrow stream with dictionary columns ({join_names(names)}), which cannot be "
-            "read by ranges",
-            hint="write it as an Arrow IPC file (pyarrow.ipc.new_file), or as Parquet",
-        )
 
 
 def is_hugging_face(folder: Path) -> bool:

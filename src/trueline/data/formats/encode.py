@@ -16,12 +16,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
 from trueline.data.formats import recordio
-from trueline.data.records import describe_columns
+from trueline.data.records import describe_columns, split_runs
 from trueline.errors import DataError
 
 GROUP_RECORDS = 8192
@@ -57,24 +58,12 @@ def _csv(table: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _jsonl(table: pa.Table) -> bytes:
-    return b"".join(line + b"\n" for line in _json_lines(table))
-
-
 def _recordio(table: pa.Table) -> bytes:
     """Snappy chunks of at most 1 MiB of records; a larger record is a chunk of its own."""
-    out, records, num_bytes = [], list[bytes](), 0
-    for record in _values(table):
-        if records and num_bytes + len(record) > recordio.CHUNK_BYTES:
-            out.append(recordio.encode_chunk(records))
-            records, num_bytes = [], 0
-        records.append(record)
-        num_bytes += len(record)
-    return b"".join([*out, recordio.encode_chunk(records)] if records else out)
-
-
-def _mxnet(table: pa.Table) -> bytes:
-    return b"".join(map(recordio.encode_dmlc_record, _values(table)))
+    records = list(_values(table))
+    starts = np.cumsum([0, *map(len, records)])
+    runs = split_runs(starts, len(records), recordio.CHUNK_BYTES)
+    return b"".join(recordio.encode_chunk(records[first:stop]) for first, stop in runs)
 
 
 def _array_record(table: pa.Table) -> bytes:
@@ -91,16 +80,17 @@ ENCODERS: dict[str, tuple[str, Callable[[pa.Table], bytes]]] = {
     "parquet": (".parquet", _parquet),
     "arrow": (".arrow", _arrow),
     "csv": (".csv", _csv),
-    "jsonl": (".jsonl", _jsonl),
+    "jsonl": (".jsonl", lambda table: b"".join(line + b"\n" for line in _json_lines(table))),
     "recordio": (".recordio", _recordio),
-    "mxnet": (".rec", _mxnet),
+    "mxnet": (".rec", lambda table: b"".join(map(recordio.encode_dmlc_record, _values(table)))),
     "arrayrecord": (".array_record", _array_record),
 }
 """Name: ending, encoder."""
 
 
 def _values(table: pa.Table) -> Iterator[bytes]:
-    if table.num_columns != 1 or not (_is_bytes(table.schema.field(0).type) or _is_text(table.schema.field(0).type)):
+    kind = table.schema.field(0).type if table.num_columns == 1 else pa.null()
+    if not (_is_bytes(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         yield from _json_lines(table, base64_bytes=True)
         return
     name = table.column_names[0]
@@ -111,7 +101,15 @@ def _values(table: pa.Table) -> Iterator[bytes]:
 
 
 def _json_lines(table: pa.Table, *, base64_bytes: bool = False) -> Iterator[bytes]:
-    plain = _plain_or_base64 if base64_bytes else _plain
+    def plain(value: Any) -> str:
+        if isinstance(value, datetime | date | time):
+            return value.isoformat()
+        if isinstance(value, Decimal):
+            return str(value)
+        if base64_bytes and isinstance(value, bytes):
+            return base64.b64encode(value).decode()
+        raise TypeError(f"a {type(value).__name__} has no form in JSON")
+
     for number, row in enumerate(table.to_pylist()):
         try:
             yield json.dumps(row, ensure_ascii=False, allow_nan=False, default=plain).encode()
@@ -119,18 +117,6 @@ def _json_lines(table: pa.Table, *, base64_bytes: bool = False) -> Iterator[byte
             wrong = [name for name, value in row.items() if _has_no_json(value, () if base64_bytes else bytes)]
             where = f"'{wrong[0]}' of record {number}" if wrong else f"record {number}"
             raise DataError(f"JSON cannot hold {where}: {error}", hint="write Parquet or Arrow") from error
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, datetime | date | time):
-        return value.isoformat()
-    if isinstance(value, Decimal):
-        return str(value)
-    raise TypeError(f"a {type(value).__name__} has no form in JSON")
-
-
-def _plain_or_base64(value: Any) -> str:
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else _plain(value)
 
 
 def _has_no_json(value: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -142,7 +128,3 @@ def _has_no_json(value: Any, kinds: type | tuple[type, ...]) -> bool:
 
 def _is_bytes(kind: Any) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
-
-
-def _is_text(kind: Any) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

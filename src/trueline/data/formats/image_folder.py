@@ -37,7 +37,7 @@ class ImageRecords:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.classes = sorted(child.name for child in folder.iterdir() if child.is_dir() and is_visible(child.name))
-        stray = next((one for one in folder.iterdir() if one.suffix.lower() in SUFFIXES), None)
+        stray = next((file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES), None)
         if stray is not None:
             raise DataError(f"{stray} lies in no folder of a class", hint=f"classes are the folders in {folder}")
         self._files: list[tuple[LocalFile, int]] = []
@@ -51,13 +51,9 @@ class ImageRecords:
     def load(self, number: int, start: int, stop: int) -> pa.Table:
         offset = self.units[number].offset
         chosen = self._files[offset + start : offset + stop]
-        return pa.table(
-            {
-                "image": pa.array([_read(file) for file, _ in chosen], pa.binary()),
-                "label": pa.array([label for _, label in chosen], pa.int64()),
-                "path": pa.array([file.path.relative_to(self._folder).as_posix() for file, _ in chosen], pa.string()),
-            }
-        )
+        images, labels = [_read(file) for file, _ in chosen], [label for _, label in chosen]
+        paths = [file.path.relative_to(self._folder).as_posix() for file, _ in chosen]
+        return pa.table({"image": images, "label": labels, "path": paths}, schema=SCHEMA)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()

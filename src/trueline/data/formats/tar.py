@@ -1,11 +1,10 @@
-"""Records from WebDataset tars: neighbouring files with the same basename are one sample.
+"""Records from WebDataset tars: successive files with the same basename are one sample.
 
     00017.jpg 00017.cls 00018.jpg ...      ->      __key__ '00017', columns 'cls' and 'jpg' (binary)
 
-The key ends at the first dot of the file's name and includes folders. One pass over the headers builds an index, so
-single samples can be read, unlike with WebDataset itself. A sample without a file of some extension has a null there. A
-damaged header, at which Python's reader would silently stop, is an error, and so is a missing end mark. Contents have
-no checksums.
+The key ends at the first dot of the file's name and includes folders. A sample without a file of some extension has a
+null there. One pass over the headers builds an index, so single samples can be read. A damaged header, at which
+Python's reader would silently stop, and a missing end mark are errors. Contents have no checksums.
 """
 
 from __future__ import annotations
@@ -41,16 +40,6 @@ class _Index:
     at: Ints
     size: Ints
 
-    def arrays(self) -> Arrays:
-        names = "\0".join(self.keys).encode("utf-8", "surrogateescape")
-        kinds = "\0".join(self.extensions).encode()
-        return {
-            "keys": np.frombuffer(names, np.uint8),
-            "extensions": np.frombuffer(kinds, np.uint8),
-            "at": self.at,
-            "size": self.size,
-        }
-
     @classmethod
     def of(cls, arrays: Arrays) -> _Index:
         at = arrays["at"].astype(np.int64)
@@ -66,7 +55,7 @@ class TarFormat:
     _known: dict[tuple[str, Stamp], _Index] = field(default_factory=dict)
 
     def list(self, file: File) -> FileListing:
-        index = _Index.of(load_index(file, "webdataset", lambda: _build_index(file).arrays()))
+        index = _Index.of(load_index(file, "webdataset", lambda: _build_index(file)))
         self._known[file.uri, file.stamp] = index
         if not index.keys:
             return FileListing(pa.schema([]), [])
@@ -85,8 +74,7 @@ class TarFormat:
         index, samples = self._known[file.uri, file.stamp], slice(part.at + start, part.at + stop)
         columns = {KEY: pa.array(index.keys[samples], pa.string())}
         with file.open() as opened:
-            for extension in sorted(index.extensions):
-                number = index.extensions.index(extension)
+            for extension, number in sorted(zip(index.extensions, range(len(index.extensions)), strict=True)):
                 places = zip(index.at[samples, number].tolist(), index.size[samples, number].tolist(), strict=True)
                 columns[extension] = pa.array([_read(opened, at, size) for at, size in places], pa.binary())
         return pa.table(columns)
@@ -102,7 +90,7 @@ def _read(opened: BinaryIO, at: int, size: int) -> bytes | None:
     return data
 
 
-def _build_index(file: File) -> _Index:
+def _build_index(file: File) -> Arrays:
     keys: list[str] = []
     seen: set[str] = set()
     extensions: dict[str, int] = {}
@@ -126,7 +114,9 @@ def _build_index(file: File) -> _Index:
             name = f"{keys[sample]}.{list(extensions)[number]}"
             raise DataError(f"{file.uri} has two files '{name}' (again at byte {at})")
         at_ij[sample, number], size_ij[sample, number] = at, size
-    return _Index(keys, list(extensions), at_ij, size_ij)
+    names, kinds = "\0".join(keys).encode("utf-8", "surrogateescape"), "\0".join(extensions).encode()
+    texts = {"keys": np.frombuffer(names, np.uint8), "extensions": np.frombuffer(kinds, np.uint8)}
+    return {"at": at_ij, "size": size_ij, **texts}
 
 
 def _members(file: File) -> Iterator[tuple[str, int, int]]:

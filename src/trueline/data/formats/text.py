@@ -2,8 +2,7 @@
 
 A unit is a run of at most 4096 lines; single lines can be read too. In CSV a line break ends a record when an even
 number of quotes precedes it (RFC 4180). Blank lines hold no record. Columns and types are inferred from the first
-mebibyte. A later value that does not fit, or a new JSON field, is an error that names the record: nothing is dropped
-and nothing becomes text silently.
+mebibyte; a later value that does not fit, or a new JSON field, is an error that names the record.
 """
 
 from __future__ import annotations
@@ -101,14 +100,11 @@ class CsvFormat(_Lines):
     def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
         delimiter = "\t" if file.name.endswith(".tsv") else ","
         names = None if schema is None else schema.names
-        types = None if schema is None else {field.name: field.type for field in schema}
+        read = pyarrow.csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names)
+        parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+        nulls = {"strings_can_be_null": True, "quoted_strings_can_be_null": False}
         return pyarrow.csv.read_csv(
-            pa.BufferReader(data),
-            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),
-            parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            convert_options=pyarrow.csv.ConvertOptions(
-                column_types=types, strings_can_be_null=True, quoted_strings_can_be_null=False
-            ),
+            pa.BufferReader(data), read, parse, pyarrow.csv.ConvertOptions(column_types=schema, **nulls)
         )
 
 
@@ -126,13 +122,10 @@ class JsonLinesFormat(_Lines):
         return self._list_units(file, marks, schema)
 
     def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
-        table = pyarrow.json.read_json(
-            pa.BufferReader(data),
-            read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
-            parse_options=pyarrow.json.ParseOptions(
-                explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
-            ),
-        )
+        unexpected = "infer" if schema is None else "error"
+        read = pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1)
+        parse = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior=unexpected)
+        table = pyarrow.json.read_json(pa.BufferReader(data), read, parse)
         table.validate(full=True)  # of UTF-8, which the parser does not check
         return table if schema is None else table.select(schema.names)
 

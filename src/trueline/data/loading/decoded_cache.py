@@ -43,8 +43,7 @@ class TableCache:
     def take(self, indices: npt.ArrayLike) -> pa.Table:
         """The records `indices`, in that order, in memory of the caller's own. Raises DataError."""
         records = np.asarray(indices, np.int64)
-        run = run_of(records)
-        if run is not None:
+        if (run := run_of(records)) is not None:
             return self.take_run(*run)
         with self._lock:
             self._passing.forget()
@@ -55,9 +54,14 @@ class TableCache:
         """Records [start, stop), in memory of the caller's own. Raises DataError."""
         with self._lock:
             ready = self._passing.ready(start, stop)
-            if ready is None:
-                return self._copy(self._parts(start, stop))
-            return ready[0] if len(ready) == 1 else pa.concat_tables(ready).combine_chunks()
+            parts = [(table, True) for table in ready] if ready is not None else self._parts(start, stop)
+        table, own = parts[0]
+        if len(parts) > 1:
+            return pa.concat_tables([table for table, _ in parts]).combine_chunks()
+        if own:
+            return table
+        copies = [pa.concat_arrays(column.chunks) for column in table.columns]
+        return pa.Table.from_arrays(copies, schema=table.schema)
 
     def run(self, start: int, stop: int) -> pa.Table:
         """Records [start, stop) in one piece, read-only: other callers may get the same memory. Raises DataError."""
@@ -70,7 +74,10 @@ class TableCache:
     def _parts(self, start: int, stop: int) -> list[tuple[pa.Table, bool]]:
         """Records [start, stop) in pieces, each with whether its memory is the caller's own."""
         parts: list[tuple[pa.Table, bool]] = []
-        passing, follows = self._passing, self._passing.follows(start)
+        passing = self._passing
+        if start != passing.at:
+            passing.forget()
+        follows = start in (0, passing.stopped)  # it continues the last read, or begins with the first record
         units = self._records.units
         for number in range(max(bisect_right(self._offsets, start) - 1, 0), len(units)):
             unit = units[number]
@@ -87,20 +94,9 @@ class TableCache:
         passing.stopped = stop
         return parts
 
-    @staticmethod
-    def _copy(parts: list[tuple[pa.Table, bool]]) -> pa.Table:
-        """One piece; copied where the memory is shared, and where units meet."""
-        if len(parts) > 1:
-            return pa.concat_tables([table for table, _ in parts]).combine_chunks()
-        table, own = parts[0]
-        if own:
-            return table
-        copies = [pa.concat_arrays(column.chunks) for column in table.columns]
-        return pa.Table.from_arrays(copies, schema=table.schema)
-
 
 def run_of(indices: Ints) -> tuple[int, int] | None:
-    """The first of `indices` (int64) and the one after the last, if they are ascending neighbours.
+    """The first of `indices` (int64) and the one after the last, if each is one more than the one before.
 
     >>> run_of(np.array([4, 5, 6])), run_of(np.array([4, 6, 5]))
     ((4, 7), None)
@@ -108,8 +104,8 @@ def run_of(indices: Ints) -> tuple[int, int] | None:
     if not len(indices):
         return None
     start, stop = int(indices[0]), int(indices[-1]) + 1
-    neighbours = stop - start == len(indices) and indices.tobytes() == np.arange(start, stop, dtype=np.int64).tobytes()
-    return (start, stop) if neighbours else None
+    successive = stop - start == len(indices) and indices.tobytes() == np.arange(start, stop, dtype=np.int64).tobytes()
+    return (start, stop) if successive else None
 
 
 class UnitCache:
@@ -144,8 +140,7 @@ class UnitCache:
             return self._records.load(unit, start, stop).combine_chunks(), True
         table = self._whole(unit)
         if stop == len(table) and table.nbytes * len(self._records.units) > self._max_bytes:
-            # A sequential reader is past this unit, and would find it evicted on the next pass. Its memory is free
-            # for the next unit.
+            # A sequential reader is past this unit, and would find it evicted on the next pass.
             self._num_bytes -= self.tables.pop(unit).nbytes
         return table.slice(start, stop - start), False
 
@@ -223,7 +218,7 @@ class UnitCache:
 
 
 def _runs(rows: Ints) -> list[tuple[int, int]]:
-    """Runs of neighbours among ascending `rows`: the first of each, and the one after its last.
+    """Runs without a gap among ascending `rows`: the first of each, and the one after its last.
 
     >>> _runs(np.array([2, 3, 7]))
     [(2, 4), (7, 8)]
@@ -246,12 +241,6 @@ class StreamReader:
         self._total = last.offset + last.count if last is not None else 0
         self._num_records = self._num_bytes = self._measured = 0
         """Of the records that were streamed, and of those of them that were measured."""
-
-    def follows(self, start: int) -> bool:
-        """Whether a read from record `start` continues the last one, or begins with the first record."""
-        if start != self.at:
-            self.forget()
-        return start in (0, self.stopped)
 
     def begin(self, number: int, rows: int) -> bool:
         """Whether `pull` can return the records from unit `number` on; `rows`: how many are read at a time."""

@@ -1,8 +1,8 @@
 """Seeds random numbers for each record, so that augmentation does not depend on the process or batch that reads it.
 
 When a read moves one of the process's generators (Python's, numpy's global one, torch's), its records are read again
-one by one, each with the generators seeded by (seed, epoch, record), and so are all later ones. Generators of a data
-set's own are not seen.
+one by one, each with the generators seeded by (seed, epoch, record), and so are all later ones. A data set's own
+generators are not detected.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ def generator_state() -> tuple[Any, ...]:
     """Equal states mean that nothing was drawn in between."""
     import torch
 
-    return (
-        random.getstate()[1],
-        _numpy_state(),
-        *(state.numpy().tobytes() for state in (torch.get_rng_state(), *_on_cuda())),
-    )
+    states = (torch.get_rng_state(), *_on_cuda())
+    return random.getstate()[1], _numpy_state(), *(state.numpy().tobytes() for state in states)
 
 
 def _on_cuda() -> list[torch.Tensor]:
@@ -91,10 +88,10 @@ def seed_generators(seed: int) -> Iterator[None]:
 
 
 class SeededReader:
-    """Reads `source` for training; `drawing` is True once a read has drawn random numbers."""
+    """Reads `source` for training; `drawing` is True once a read has drawn random numbers. `place` copies each batch to
+    the training device."""
 
     def __init__(self, source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch) -> None:
-        """`place` copies each batch to the training device."""
         self._order = source.order if isinstance(source, Ordered) else None
         self._source: Source = source.records if isinstance(source, Ordered) else source
         self._seed, self._place = seed, place
@@ -123,7 +120,10 @@ class SeededReader:
             if not self.drawing:
                 return self._place(batch)
         with preserve_generators():
-            records = [self._read_one(int(index), epoch) for index in indices]
+            records = []
+            for index in indices:
+                seed_all(self._seed, epoch, int(index))
+                records.append(self._source.read(self._records(np.array([index], dtype=np.int64), epoch)))
         try:
             return self._place(join_batches(records))
         except (RuntimeError, KeyError, TypeError, IndexError) as error:
@@ -148,10 +148,6 @@ class SeededReader:
 
     def close(self) -> None:
         """Nothing: this reader holds no resources."""
-
-    def _read_one(self, index: int, epoch: int) -> Batch:
-        seed_all(self._seed, epoch, index)
-        return self._source.read(self._records(np.array([index], dtype=np.int64), epoch))
 
 
 def join_batches(batches: Sequence[Batch], places: npt.NDArray[np.int64] | None = None) -> Batch:

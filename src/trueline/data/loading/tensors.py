@@ -56,21 +56,17 @@ def tensor(column: pa.ChunkedArray | pa.Array, name: str = "") -> torch.Tensor:
     [n, length]. Raises DataError that names the column `name` for missing values, several lengths and other types.
     """
     from_numpy = _from_numpy()
-    array = column.chunk(0) if type(column) is _CHUNKED and column.num_chunks == 1 else _in_one_piece(column)
+    array: Any = column
+    if isinstance(column, _CHUNKED):
+        whole = column if column.num_chunks == 1 else column.combine_chunks()
+        array = whole.chunk(0) if isinstance(whole, _CHUNKED) else whole
     if array.null_count:
         raise DataError(f"column '{name}' has {array.null_count} records without a value", hint=FEED)
-    kind = array.type
-    dtype = _DTYPES.get(kind.id)
-    if dtype is not None:  # most columns
-        return from_numpy(_numbers(array, dtype))
-    if kind.id in _BINARY:
-        return from_numpy(_bytes(array, kind, name))
     shape = [len(array)]
-    while is_list(kind):
-        fixed = pa.types.is_fixed_size_list(kind)
+    while (kind := array.type).id in _LISTS:
+        fixed = kind.id == pa.lib.Type_FIXED_SIZE_LIST
         shape.append(int(kind.list_size) if fixed else _one_length(array.offsets.to_numpy(), name, "lists"))
         array = array.flatten()
-        kind = array.type
         if array.null_count:
             raise DataError(f"column '{name}' has lists with {array.null_count} missing values", hint=FEED)
     values = _values(array, name)
@@ -90,13 +86,6 @@ def is_list(kind: pa.DataType) -> bool:
 
 def is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
-
-
-def _in_one_piece(column: pa.ChunkedArray | pa.Array) -> Any:
-    if not isinstance(column, pa.ChunkedArray):
-        return column
-    whole = column.combine_chunks()
-    return whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
 
 
 def _one_length(offsets: Any, name: str, what: str) -> int:
@@ -123,18 +112,14 @@ def _values(array: Any, name: str) -> Array:
     """Of an array without lists and nulls: numbers [n], bytes [n, length]."""
     kind = array.type
     dtype = _DTYPES.get(kind.id)
-    if dtype is not None:
-        return _numbers(array, dtype)
+    if dtype is not None:  # most columns
+        return _view(array.buffers()[1], dtype, array.offset * dtype.itemsize, (len(array),))
     if kind.id in _BINARY:
         return _bytes(array, kind, name)
     if not pa.types.is_boolean(kind):  # bits in Arrow
         raise DataError(f"column '{name}' is {kind}, which makes no tensor by itself", hint=FEED)
     bits: Array = array.to_numpy(zero_copy_only=False)
     return bits
-
-
-def _numbers(array: Any, dtype: np.dtype[Any]) -> Array:
-    return _view(array.buffers()[1], dtype, array.offset * dtype.itemsize, (len(array),))
 
 
 def _bytes(array: Any, kind: Any, name: str) -> Array:
@@ -212,12 +197,11 @@ class DefaultFeed:
         kind = field.type
         if is_number(kind):
             return "number"
-        if is_list(kind):
-            inner = kind.value_type
-            while is_list(inner):
-                inner = inner.value_type
-            if is_number(inner):
-                return "list"
+        inner = kind
+        while is_list(inner):
+            inner = inner.value_type
+        if inner is not kind and is_number(inner):
+            return "list"
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
             return "image"
         if _is_text(kind):
@@ -240,13 +224,10 @@ class DefaultFeed:
         if kind == "image":
             return _from_numpy()(decode_images(column, name))
         texts = column.cast(pa.string()).to_pylist()
-        if name not in self._words:
+        words = self._words.get(name)
+        if words is None:
             assert self._tokenizer is not None
             return self._tokenizer(texts)
-        return _from_numpy()(self._ids(texts, name))
-
-    def _ids(self, texts: list[str], name: str) -> Array:
-        words = self._words[name]
         other = words.get(UNKNOWN)
         ids = [words.get(text, other) for text in texts]
         if None in ids:
@@ -255,7 +236,7 @@ class DefaultFeed:
                 f"'{missing[:64]}' in column '{name}' is none of the {len(words)} words of its vocabulary",
                 hint=f"add it, or '{UNKNOWN}' for all that are missing",
             )
-        return np.array(ids, np.int64)
+        return _from_numpy()(np.array(ids, np.int64))
 
 
 def split_columns(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:

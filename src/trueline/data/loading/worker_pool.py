@@ -6,9 +6,9 @@ worker starts threads, and uses no device. It gets requests for whole batches an
     worker ──(number, epoch) + memfd of indices──▶ reader: SeededReader.read
     worker ◀──(number, size)  + memfd of tensors── reader
 
-Random numbers are seeded for each record (`seeding.py`), so any number of readers gives the same training. `ahead`
-batches in all bound the memory. A memfd has no name, so a process that dies leaves nothing behind. When a reader dies
-its worker ends too (`ReaderLost`); the master replaces it, and tries records one by one to find one that is to blame.
+Random numbers are seeded for each record (`seeding.py`), so any number of readers gives the same training. A memfd has
+no name, so a process that dies leaves nothing behind. When a reader dies its worker ends too (`ReaderLost`); the master
+replaces it, and tries records one by one to find the cause.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from trueline.data.loading.seeding import SeededReader
-from trueline.data.source import Batch, Forkable, Source
+from trueline.data.source import Batch, Source
 from trueline.errors import DataError, TruelineError
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ReaderLost(RuntimeError):
-    """A reader process died, so this process cannot go on reading."""
+    """A reader process died, so this process cannot read any more."""
 
 
 def make_reader(
     source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch, *, readers: int = 0
 ) -> SeededReader | ReaderPool:
-    """Reads `source` in `readers` processes if it is `Forkable`, otherwise in this process."""
-    if readers and isinstance(source, Forkable) and source.forks:
+    """Reads `source` in `readers` processes if it may be forked, otherwise in this process."""
+    if readers and getattr(source, "forks", False):
         return ReaderPool(source, seed, place, count=readers)
     return SeededReader(source, seed, place)
 
@@ -62,12 +62,12 @@ def make_reader(
 class ReaderPool:
     """A SeededReader in `count` processes; to be made in the main thread, before others are started."""
 
-    prefetches = True
-
     def __init__(
         self, source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch, *, count: int
     ) -> None:
         self._place = place
+        self.ahead = count
+        """How many batches may be prefetched."""
         self._numbers = 0
         self._coming: dict[tuple[int, bytes], tuple[_ReaderProcess, int]] = {}
         self._readers: list[_ReaderProcess] = []
@@ -75,11 +75,6 @@ class ReaderPool:
             self._readers.append(_ReaderProcess(source, seed, siblings=self._readers))
         self.close: Callable[[], object] = weakref.finalize(self, _end, os.getpid(), self._readers)
         """Ends the processes, as the end of this object and of this process do."""
-
-    @property
-    def ahead(self) -> int:
-        """How many batches may be prefetched."""
-        return len(self._readers)
 
     def read(self, indices: Indices, *, epoch: int) -> Batch:
         """The records `indices` of `epoch`. Raises DataError, ReaderLost."""
@@ -220,12 +215,9 @@ def _serve(line: socket.socket, reader: SeededReader) -> None:
         _send(line, number, succeeded, rest, tensors)
 
 
-# The memory holds tensors, each at a multiple of 64 bytes, and then a pickle of what contains them, written by a fork
-# of the process that reads it.
-
-
 class _Pickler(pickle.Pickler):
-    """Collects tensors in `tensors` and pickles their offsets."""
+    """Collects tensors in `tensors` and pickles their offsets in the memory: multiples of 64 bytes. A pickle of what
+    contains them follows there. The process that unpickles it is the parent of the one that wrote it."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)

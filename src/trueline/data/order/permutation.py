@@ -37,13 +37,13 @@ _MAX_RECORDS = 1 << 62
 
 
 def record_at(positions: npt.ArrayLike, *, seed: int, epoch: int, num_records: int) -> Int64s:
-    """The records at `positions` of `epoch`, int64, same shape: a bijection of [0, num_records).
-
-    Raises DataError for positions outside and for an empty source.
-    """
-    flat = _check_positions(positions, num_records)
+    """The records at `positions` of `epoch`, int64, same shape: a bijection of [0, num_records). Raises DataError."""
+    flat = check_positions(positions, num_records).astype(np.uint64).ravel()
     bits = max(_MIN_BITS, (num_records - 1).bit_length())
-    keys = _round_keys(seed, epoch, num_records)
+    state = 0
+    for part in (seed, epoch, num_records):
+        state = _splitmix(state ^ (part & _MASK))
+    keys = tuple(_splitmix(state + index) for index in range(_ROUNDS))
     records = _feistel(flat, keys, bits)
     outside = np.flatnonzero(records >= num_records)
     while outside.size:
@@ -87,7 +87,14 @@ def split(count: int, weights: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def _shares(count: int, weights: Sequence[float]) -> list[int]:
-    exact = _exact(count, weights)
+    if count < 0:
+        raise DataError(f"cannot split {count} records")
+    try:
+        exact = [Fraction(weight) for weight in weights]
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"weights {list(weights)} cannot share records: {error}") from error
+    if min(exact, default=Fraction(0)) < 0 or not any(exact):
+        raise DataError(f"weights {list(weights)} cannot share records: none may be negative, nor all 0")
     total = sum(exact, Fraction(0))
     shares = [int(count * weight / total) for weight in exact]
     positive = [index for index, weight in enumerate(exact) if weight]
@@ -105,29 +112,18 @@ def _shares(count: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def _exact(count: int, weights: Sequence[float]) -> list[Fraction]:
-    if count < 0:
-        raise DataError(f"cannot split {count} records")
-    try:
-        exact = [Fraction(weight) for weight in weights]
-    except (ValueError, OverflowError) as error:
-        raise DataError(f"weights {list(weights)} cannot share records: {error}") from error
-    if min(exact, default=Fraction(0)) < 0 or not any(exact):
-        raise DataError(f"weights {list(weights)} cannot share records: none may be negative, nor all 0")
-    return exact
-
-
-def _check_positions(positions: npt.ArrayLike, num_records: int) -> UInt64s:
+def check_positions(positions: npt.ArrayLike, num_records: int) -> Int64s:
+    """Raises DataError for positions outside and for an empty source."""
     _check_sizes(num_records, 1)
     array = np.asarray(positions)
     if array.size == 0:
-        return np.empty(0, np.uint64)
+        return array.astype(np.int64)
     if not np.issubdtype(array.dtype, np.integer):
         raise DataError(f"positions are {array.dtype}, expected integers")
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= num_records:
         raise DataError(f"position {low if low < 0 else high} lies outside [0, {num_records})")
-    return array.astype(np.uint64).ravel()
+    return array.astype(np.int64, copy=False)
 
 
 def _check_sizes(num_records: int, global_batch: int) -> None:
@@ -135,13 +131,6 @@ def _check_sizes(num_records: int, global_batch: int) -> None:
         raise DataError(f"a source of {num_records} records cannot be ordered; it needs at least one")
     if global_batch < 1:
         raise DataError(f"global_batch is {global_batch}, expected at least 1")
-
-
-def _round_keys(seed: int, epoch: int, num_records: int) -> tuple[int, ...]:
-    state = 0
-    for part in (seed, epoch, num_records):
-        state = _splitmix(state ^ (part & _MASK))
-    return tuple(_splitmix(state + index) for index in range(_ROUNDS))
 
 
 def _splitmix(value: int) -> int:

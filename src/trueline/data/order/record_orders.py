@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trueline.data.order.permutation import key_of, record_at, split
+from trueline.data.order.permutation import check_positions, key_of, record_at, split
 from trueline.errors import DataError
 
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -94,12 +94,12 @@ class BucketedOrder:
         self._sorted = lru_cache(maxsize=4)(self._sort)  # all steps of a pool use it
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
-        wanted = check_positions(positions, self.num_records)
-        out = np.empty_like(wanted)
-        pools = wanted // self._pool
+        checked = check_positions(positions, self.num_records)
+        out = np.empty_like(checked)
+        pools = checked // self._pool
         for pool in np.unique(pools).tolist():
             here = pools == pool
-            out[here] = self._sorted(pool, epoch)[wanted[here] - pool * self._pool]
+            out[here] = self._sorted(pool, epoch)[checked[here] - pool * self._pool]
         return out
 
     def _sort(self, pool: int, epoch: int) -> Ints:
@@ -138,9 +138,8 @@ class MixedOrder:
         self._ranked = lru_cache(maxsize=4)(self._rank)
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
-        wanted = check_positions(positions, self.num_records) + epoch * self.num_records
-        block, slot = np.divmod(wanted, self._PATTERN)
-        out = np.empty_like(wanted)
+        block, slot = np.divmod(check_positions(positions, self.num_records) + epoch * self.num_records, self._PATTERN)
+        out = np.empty_like(slot)
         for number in np.unique(block).tolist():
             here = block == number
             out[here] = self._draw(number, slot[here])
@@ -171,14 +170,6 @@ class MixedOrder:
         return pattern, ranks
 
 
-def check_positions(positions: npt.ArrayLike, num_records: int) -> Ints:
-    """As int64. Raises DataError."""
-    wanted = np.asarray(positions, np.int64)
-    if wanted.size and not (int(wanted.min()) >= 0 and int(wanted.max()) < num_records):
-        raise DataError(f"a position lies outside [0, {num_records}): {wanted.min()} to {wanted.max()}")
-    return wanted
-
-
 class Counted(Protocol):
     @property
     def count(self) -> int: ...
@@ -186,12 +177,11 @@ class Counted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """Blocks in the order of an epoch."""
+    """Blocks in the order of an epoch: the first position and the first record of each."""
 
     starts: Ints
-    """First position of each block, and the number of records."""
+    """With the number of records at its end."""
     first: Ints
-    """First record of each block."""
 
 
 class WindowOrder:
@@ -225,23 +215,21 @@ class WindowOrder:
         self._epoch = lru_cache(maxsize=2)(self._arrange)
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
-        wanted = check_positions(positions, self.num_records)
+        checked = check_positions(positions, self.num_records)
         arranged = self._epoch(epoch)
-        window = arranged.starts[np.searchsorted(arranged.starts, wanted, side="right") - 1] // self._window
-        out = np.empty_like(wanted)
+        starts = arranged.starts
+        window = starts[np.searchsorted(starts, checked, side="right") - 1] // self._window
+        out = np.empty_like(checked)
         for number in np.unique(window).tolist():
             here = window == number
-            begin, end = self._bounds(arranged, number)
+            # The positions of a window are those of the blocks that begin in its `window_records` positions.
+            bounds = np.searchsorted(starts, [number * self._window, (number + 1) * self._window])
+            begin, end = int(starts[bounds[0]]), int(starts[min(bounds[1], len(starts) - 1)])
             key = key_of(self._seed, _RECORDS, number)
-            inside = record_at(wanted[here] - begin, seed=key, epoch=epoch, num_records=end - begin) + begin
-            block = np.searchsorted(arranged.starts, inside, side="right") - 1
-            out[here] = arranged.first[block] + inside - arranged.starts[block]
+            inside = record_at(checked[here] - begin, seed=key, epoch=epoch, num_records=end - begin) + begin
+            block = np.searchsorted(starts, inside, side="right") - 1
+            out[here] = arranged.first[block] + inside - starts[block]
         return out
-
-    def _bounds(self, arranged: _Epoch, number: int) -> tuple[int, int]:
-        """The positions of a window: of the blocks that begin in its `window_records` positions."""
-        begin, end = np.searchsorted(arranged.starts, [number * self._window, (number + 1) * self._window])
-        return int(arranged.starts[begin]), int(arranged.starts[min(end, len(arranged.starts) - 1)])
 
     def _arrange(self, epoch: int) -> _Epoch:
         count = len(self._counts)

@@ -91,7 +91,7 @@ class SqlRecords:
         if len(rows) != stop - start:
             raise DataError(
                 f"{unit.uri} has {len(rows)} rows where {stop - start} were listed: the table was written meanwhile",
-                hint="train on a copy or a snapshot that nobody writes",
+                hint="train on a copy or a snapshot that is not written meanwhile",
             )
         columns = []
         for place, field in enumerate(self.schema):
@@ -206,6 +206,7 @@ class MaxComputeRecords:
         reopen: Callable[[], Any] | None = None,
     ) -> None:
         self._opened, self._reopen, self._partition = (os.getpid(), table), reopen, partition
+        self.forks = reopen is not None
         self.where = f"odps table {table.name}" + (f" partition {partition}" if partition else "")
         self.schema = pa.schema([(column.name, self._type(column)) for column in table.table_schema.simple_columns])
         try:
@@ -214,10 +215,6 @@ class MaxComputeRecords:
         except Exception as error:
             raise DataError(f"cannot read {self.where}: {type(error).__name__}: {error}") from error
         self.units = split_units(self.where, self._count, unit_records)
-
-    @property
-    def forks(self) -> bool:
-        return self._reopen is not None
 
     @property
     def _table(self) -> Any:
@@ -233,7 +230,7 @@ class MaxComputeRecords:
                 if reader.count != self._count:
                     raise DataError(
                         f"{self.where} has {reader.count} rows, {self._count} when it was listed",
-                        hint="train on a partition that nobody writes",
+                        hint="train on a partition that is not written meanwhile",
                     )
                 rows = [row.values for row in reader[unit.offset + start : unit.offset + stop]]
         except DataError:

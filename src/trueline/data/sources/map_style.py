@@ -7,8 +7,8 @@ A record that cannot be read is an error that names it. torch is imported when t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,55 +22,38 @@ if TYPE_CHECKING:
 _SAMPLES = 8
 
 
-class MapStyle(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 class DatasetSource:
     """A Source over `dataset`, whose length is read once."""
 
     forks = True
 
-    def __init__(self, dataset: MapStyle, *, mode: Mode) -> None:
-        self._dataset = dataset
-        self._mode = mode
-        self._kind = type(dataset).__qualname__
-        self._collated: Callable[[list[Any]], Any] | None = None
-        """torch's function, once it is imported."""
+    def __init__(self, dataset: Any, *, mode: Mode) -> None:
+        self._dataset, self._mode, self._kind = dataset, mode, type(dataset).__qualname__
         try:
-            self._num_records = len(dataset)
+            self.num_records = len(dataset)
         except (TypeError, NotImplementedError) as error:
             raise DataError(f"dataset {self._kind} does not know its length: {error}") from error
-        if self._num_records < 1:
+        if self.num_records < 1:
             raise DataError(f"dataset {self._kind} for {mode} has no records")
-
-    @property
-    def num_records(self) -> int:
-        return self._num_records
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        return (Unit(uri=f"dataset:{self._kind}", offset=0, count=self._num_records),)
+        self.units = (Unit(uri=f"dataset:{self._kind}", offset=0, count=self.num_records),)
 
     def read(self, indices: Indices) -> Batch:
-        check_indices(indices, self._num_records, f"dataset {self._kind}")
-        wanted: list[int] = indices.tolist()
-        items = self._items(wanted)
+        check_indices(indices, self.num_records, f"dataset {self._kind}")
+        numbers: list[int] = indices.tolist()
+        items = self._items(numbers)
         if set(map(type, items)) == {tuple} and set(map(len, items)) == {2}:  # nearly always; the rest is slower
             pairs = items
         else:
-            pairs = [self._pair(index, item) for index, item in zip(wanted, items, strict=True)]
+            pairs = [self._pair(index, item) for index, item in zip(numbers, items, strict=True)]
         values, labels = map(list, zip(*pairs, strict=True))
-        inputs = self._collate(values, wanted, "inputs")
-        return Batch(inputs, None if labels[0] is None else self._collate(labels, wanted, "labels"))
+        inputs = self._collate(values, numbers, "inputs")
+        return Batch(inputs, None if labels[0] is None else self._collate(labels, numbers, "labels"))
 
     def fingerprint(self) -> str:
-        """Over type, length and a few items, read twice with seeded random numbers. Of items that differ nevertheless,
-        because they draw from a generator of their own, only the form counts."""
-        digest = hashlib.sha256(f"{self._kind}:{self._num_records}".encode())
-        for index in sorted({round(at) for at in np.linspace(0, self._num_records - 1, _SAMPLES)}):
+        """Over type, length and a few items, read twice with seeded generators. Of items that still differ, since they
+        draw from a generator of their own, only the form counts."""
+        digest = hashlib.sha256(f"{self._kind}:{self.num_records}".encode())
+        for index in sorted({round(at) for at in np.linspace(0, self.num_records - 1, _SAMPLES)}):
             items = []
             for _ in range(2):
                 with seed_generators(0):
@@ -79,17 +62,17 @@ class DatasetSource:
             digest.update(first if first == second else b"".join(_bytes_of(items[0], content=False)))
         return digest.hexdigest()
 
-    def _items(self, wanted: list[int]) -> Sequence[Any]:
+    def _items(self, numbers: list[int]) -> Sequence[Any]:
         dataset = self._dataset
         get_items = getattr(dataset, "__getitems__", None)
         try:
-            items: Sequence[Any] = [dataset[index] for index in wanted] if get_items is None else get_items(wanted)
+            items: Sequence[Any] = [dataset[index] for index in numbers] if get_items is None else get_items(numbers)
         except Exception as error:
-            for index in wanted:
+            for index in numbers:
                 self._item(index)
-            raise self._unreadable(f"records {wanted}", error) from error
-        if len(items) != len(wanted):
-            raise DataError(f"dataset {self._kind} returned {len(items)} items for {len(wanted)} indices")
+            raise self._unreadable(f"records {numbers}", error) from error
+        if len(items) != len(numbers):
+            raise DataError(f"dataset {self._kind} returned {len(items)} items for {len(numbers)} indices")
         return items
 
     def _item(self, index: int) -> Any:
@@ -112,16 +95,14 @@ class DatasetSource:
             hint="several inputs go in a tuple or dict of their own: ((first, second), label)",
         )
 
-    def _collate(self, values: list[Any], wanted: list[int], what: str) -> Any:
-        if self._collated is None:
-            from torch.utils.data import default_collate
+    def _collate(self, values: list[Any], numbers: list[int], what: str) -> Any:
+        from torch.utils.data import default_collate
 
-            self._collated = default_collate
         try:
-            return self._collated(values)
+            return default_collate(values)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             raise DataError(
-                f"{what} of records {wanted[:8]} of dataset {self._kind} do not make a batch: {error}",
+                f"{what} of records {numbers[:8]} of dataset {self._kind} do not make a batch: {error}",
                 hint="all records of one batch need equal shapes and types; pad or crop them in the dataset",
             ) from error
 

@@ -9,9 +9,8 @@
             return mix(["web/*.parquet", "books/*.parquet"], [3, 1], seed=1)
         return "held-out.parquet"
 
-A job counts the positions of the order as records: each is trained exactly once an epoch. The record at a position is
-computed from (seed, epoch, position), so two epochs may sample differently. A record of the parts that is set aside is
-left out at all its positions.
+A job counts the positions of the order as records: each is trained exactly once an epoch. A record of the parts that is
+set aside is left out at all its positions.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy.typing as npt
 from trueline.data.loading.seeding import join_batches
 from trueline.data.order.permutation import key_of
 from trueline.data.order.record_orders import BucketedOrder, MixedOrder, PermutedOrder, RecordOrder, WeightedOrder
-from trueline.data.source import Batch, Forkable, Prefetching, Source, Unit, check_indices
+from trueline.data.source import Batch, Prefetching, Source, Unit, check_indices
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
@@ -89,22 +88,13 @@ def bucket_by_length(
 class SampledSource:
     """A Source over the positions of `order`. `read` is of epoch 0; `SeededReader` reads other epochs."""
 
-    def __init__(self, parts: Sequence[Source], drawn: SampledDataset) -> None:
+    def __init__(self, parts: Sequence[Source], sampled: SampledDataset) -> None:
         self.records = ConcatSource(parts)
-        self.order = drawn.order([part.num_records for part in parts])
-        self._words = drawn.words
-
-    @property
-    def num_records(self) -> int:
-        return self.order.num_records
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        return (Unit(uri=self._words.partition(":")[0], offset=0, count=self.num_records),)
-
-    @property
-    def forks(self) -> bool:
-        return all(isinstance(part, Forkable) and part.forks for part in self.records.parts)
+        self.order = sampled.order([part.num_records for part in parts])
+        self._words = sampled.words
+        self.num_records = self.order.num_records
+        self.units = (Unit(uri=self._words.partition(":")[0], offset=0, count=self.num_records),)
+        self.forks = all(getattr(part, "forks", False) for part in parts)
 
     def read(self, indices: Indices) -> Batch:
         check_indices(indices, self.num_records, "the order")
@@ -118,14 +108,13 @@ def record_lookup(source: Source) -> Callable[[Indices, int], Indices] | None:
     """For a source with an order of its own: the records of its parts at positions of an epoch."""
     if not isinstance(source, SampledSource):
         return None
-    order = source.order
-    return lambda positions, epoch: order.at(positions, epoch=epoch)
+    return lambda positions, epoch: source.order.at(positions, epoch=epoch)
 
 
 def describe_record(source: Source, record: int) -> str:
     """The file, unit and part of a record, for messages. `record` counts all parts of a `SampledSource`."""
     if isinstance(source, SampledSource):
-        part, inside = source.records.find(record)
+        part, inside = source.records.locate(record)
         parts = source.records.parts
         words = describe_record(parts[part], inside)
         return f"{words}, part {part + 1} of {len(parts)}" if len(parts) > 1 else words
@@ -142,10 +131,7 @@ class ConcatSource:
     def __init__(self, parts: Sequence[Source]) -> None:
         self.parts = tuple(parts)
         self._starts = np.cumsum([0, *(part.num_records for part in parts)])
-
-    @property
-    def num_records(self) -> int:
-        return int(self._starts[-1])
+        self.num_records = int(self._starts[-1])
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -158,7 +144,7 @@ class ConcatSource:
     def read(self, indices: Indices) -> Batch:
         check_indices(indices, self.num_records, "the parts")
         shares = self._shares(indices)
-        batches = [self.parts[number].read(wanted) for number, _, wanted in shares]
+        batches = [self.parts[number].read(inside) for number, _, inside in shares]
         if len(batches) == 1:
             return batches[0]
         places = np.argsort(np.concatenate([at for _, at, _ in shares]))
@@ -170,16 +156,16 @@ class ConcatSource:
                 hint="feed has to return tensors of the same names, types and shapes for all parts",
             ) from error
 
-    def find(self, record: int) -> tuple[int, int]:
+    def locate(self, record: int) -> tuple[int, int]:
         """The part that holds `record`, and its number there."""
         number = int(np.searchsorted(self._starts, record, side="right")) - 1
         return number, record - int(self._starts[number])
 
     def prefetch(self, indices: Indices) -> None:
-        for number, _, wanted in self._shares(indices):
+        for number, _, inside in self._shares(indices):
             part = self.parts[number]
             if isinstance(part, Prefetching):
-                part.prefetch(wanted)
+                part.prefetch(inside)
 
     def fingerprint(self) -> str:
         return hashlib.sha256("|".join(part.fingerprint() for part in self.parts).encode()).hexdigest()

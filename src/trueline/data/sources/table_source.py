@@ -5,7 +5,7 @@ torch is imported when the first batch is fed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from trueline.data.loading.decoded_cache import TableCache, run_of
 from trueline.data.records import Records
-from trueline.data.source import Batch, Unit, check_indices
+from trueline.data.source import Batch, check_indices
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,43 +29,23 @@ class TableSource:
     """`where` names the records in messages. Raises DataError when there are none."""
 
     def __init__(
-        self,
-        records: Records,
-        feed: Callable[..., Any],
-        *,
-        mode: Mode,
-        where: str,
-        cache_bytes: int = CACHE_BYTES,
+        self, records: Records, feed: Callable[..., Any], *, mode: Mode, where: str, cache_bytes: int = CACHE_BYTES
     ) -> None:
         if not records.units:
             raise DataError(f"{where} holds no records")
-        self.records = records
-        self._feed = feed
-        self._mode = mode
-        self._where = where
-        self._num_records = records.units[-1].offset + records.units[-1].count
+        self.records, self.units, self.forks = records, records.units, records.forks
+        self._feed, self._mode, self._where = feed, mode, where
+        self.num_records = records.units[-1].offset + records.units[-1].count
         self._what = f"feed(records, '{mode}')"
         self._inputs, self._labels = f"inputs of {self._what}", f"labels of {self._what}"
         self._tables = TableCache(records, cache_bytes)
         self._coming: dict[bytes, Future[pa.Table]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
-    @property
-    def forks(self) -> bool:
-        return self.records.forks
-
-    @property
-    def num_records(self) -> int:
-        return self._num_records
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        return self.records.units
-
     def read(self, indices: Indices) -> Batch:
         run = run_of(indices)
-        if run is None or run[0] < 0 or run[1] > self._num_records:
-            check_indices(indices, self._num_records, self._where)
+        if run is None or run[0] < 0 or run[1] > self.num_records:
+            check_indices(indices, self.num_records, self._where)
         elif not self._coming:  # as in an evaluation
             return self._feed_table(self._tables.take_run(*run))
         return self._feed_table(self.table(indices))
@@ -81,8 +61,7 @@ class TableSource:
         return self._tables.take(indices)
 
     def prefetch(self, indices: Indices) -> None:
-        """Decodes `indices` in a thread for a later `read` of exactly these, which also raises its error and calls
-        `feed`, with the reader's random numbers."""
+        """Decodes `indices` in a thread for a later `read` of exactly these, which calls `feed` and raises errors."""
         key = indices.tobytes()
         if len(self._coming) >= AHEAD or key in self._coming or not len(indices):
             return
@@ -99,10 +78,8 @@ class TableSource:
         except DataError:
             raise
         except Exception as error:
-            raise DataError(
-                f"{self._what} fails on {len(table)} records with columns {', '.join(table.column_names)}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            where = f"{len(table)} records with columns {', '.join(table.column_names)}"
+            raise DataError(f"{self._what} fails on {where}: {type(error).__name__}: {error}") from error
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             count = f" of {len(result)}" if isinstance(result, tuple | list) else ""
             raise DataError(f"{self._what} returned a {type(result).__name__}{count}, expected (inputs, labels)")

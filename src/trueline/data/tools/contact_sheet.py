@@ -34,7 +34,11 @@ def draw(samples: pa.Table, path: str | PathLike[str]) -> int:
     except ImportError as error:
         raise UsageError("--pictures needs Pillow, which is not installed", hint="pip install pillow") from error
     rows: list[dict[str, Any]] = samples.to_pylist()
-    tiles = [tile for number, row in enumerate(rows, 1) for tile in _tiles(number, row)]
+    tiles: list[tuple[Image.Image, list[str]]] = []
+    for number, row in enumerate(rows, 1):
+        pictures = {name: picture for name, value in row.items() if (picture := _picture(value)) is not None}
+        rest = ", ".join(f"{name} {value}" for name, value in row.items() if name not in pictures)
+        tiles += [(picture, [f"{number}: {name} {size(picture)}", rest]) for name, picture in pictures.items()]
     if not tiles:
         raise DataError(
             f"none of the columns {join_names(samples.column_names)} holds images in {len(rows)} samples",
@@ -47,21 +51,17 @@ def draw(samples: pa.Table, path: str | PathLike[str]) -> int:
     pen = ImageDraw.Draw(sheet)
     for number, (picture, lines) in enumerate(tiles):
         x, y = GAP + number % across * width, GAP + number // across * height
-        shown = _fit(picture)
+        scale = TILE / max(picture.size)  # small images are enlarged pixel by pixel
+        resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
+        fitted = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
+        shown = picture.convert("RGB").resize(fitted, resampling)
         sheet.paste(shown, (x + (TILE - shown.width) // 2, y + (TILE - shown.height) // 2))
-        pen.multiline_text(
-            (x, y + TILE + 2), "\n".join(line[:_CAPTION_CHARS] for line in lines), fill="black", spacing=1
-        )
+        caption = "\n".join(line[:_CAPTION_CHARS] for line in lines)
+        pen.multiline_text((x, y + TILE + 2), caption, fill="black", spacing=1)
     encoded = io.BytesIO()
     sheet.save(encoded, "PNG")
     files.write_atomic(Path(fspath(path)), encoded.getvalue())
     return len(tiles)
-
-
-def _tiles(number: int, row: dict[str, Any]) -> list[tuple[Image, list[str]]]:
-    pictures = {name: picture for name, value in row.items() if (picture := _picture(value)) is not None}
-    rest = ", ".join(f"{name} {value}" for name, value in row.items() if name not in pictures)
-    return [(picture, [f"{number}: {name} {size(picture)}", rest]) for name, picture in pictures.items()]
 
 
 def size(picture: Image) -> str:
@@ -99,12 +99,3 @@ def _picture(value: object) -> Image | None:
     low, high = grey.min(), grey.max()
     scaled = (grey - low) / (high - low) if high > low else np.zeros_like(grey)
     return Image.fromarray((255 * scaled).astype(np.uint8))
-
-
-def _fit(picture: Image) -> Image:
-    """Scaled to a tile; small images are enlarged pixel by pixel."""
-    from PIL import Image
-
-    scale = TILE / max(picture.size)
-    wanted = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    return picture.convert("RGB").resize(wanted, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)

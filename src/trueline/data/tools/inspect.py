@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import fspath
 from typing import Any
 
 import pyarrow as pa
@@ -13,13 +13,13 @@ from trueline import files
 from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.formats.recordio import RecordIoFormat
 from trueline.data.loading.decoded_cache import TableCache
-from trueline.data.open import describe_uris, open_records
+from trueline.data.open import as_list, describe_uris, open_records
 from trueline.data.records import FileRecords, Quarantined, Records
 from trueline.data.sources.databases import is_sql
 from trueline.data.tools.writer import RANGE_RECORDS, RangeWriter, WritePlan, open_folder, read_commit
 from trueline.errors import DataError
 from trueline.storage.listing import COMMIT, PLAN, is_visible
-from trueline.storage.location import Uri, is_remote, local_path
+from trueline.storage.location import Uri, Uris, is_remote, local_path
 
 Progress = Callable[[int, int], object]
 """Called with the number of records done, and of all."""
@@ -38,12 +38,11 @@ class InspectedRecords:
     fingerprint: str
 
 
-def inspect(uris: Uri | Sequence[Uri], *, format: str = "", samples: int = 5) -> InspectedRecords:
+def inspect(uris: Uris, *, format: str = "", samples: int = 5) -> InspectedRecords:
     """Counts, columns and `samples` records spread over the source. Raises DataError."""
     records = open_records(uris, format=format)
     total = count_records(records)
-    count = min(samples, total)
-    indices = [total * number // count for number in range(count)]
+    indices = [total * number // samples for number in range(samples)] if samples < total else list(range(total))
     table = TableCache(records, _CACHE_BYTES).take(indices) if indices else records.schema.empty_table()
     largest = max((unit.count for unit in records.units), default=0)
     return InspectedRecords(total, len(records.units), largest, records.schema, table, records.fingerprint())
@@ -52,21 +51,19 @@ def inspect(uris: Uri | Sequence[Uri], *, format: str = "", samples: int = 5) ->
 @dataclass(frozen=True, slots=True)
 class VerifiedRecords:
     records: int
-    """Readable records, in this many units."""
+    """Readable ones, as `units` are."""
     units: int
     faults: tuple[Quarantined, ...]
     note: str
     """What this format cannot detect."""
 
 
-def verify(
-    uris: Uri | Sequence[Uri], *, format: str = "", progress: Progress = lambda done, total: None
-) -> VerifiedRecords:
+def verify(uris: Uris, *, format: str = "", progress: Progress = lambda done, total: None) -> VerifiedRecords:
     """Reads every record once and skips units that cannot be read. Raises DataError where nothing can be listed."""
     source = open_records(uris, format=format, on_bad="files")
     faults = list(source.quarantined) if isinstance(source, FileRecords) else []
     records, units, total = 0, 0, count_records(source)
-    for uri in [uris] if isinstance(uris, str | PathLike) else uris:
+    for uri in as_list(uris):
         faults += compare_with_commit(uri)
     for number, unit in enumerate(source.units):
         try:
@@ -83,23 +80,27 @@ def _note(records: Records) -> str:
         return ""
     format = records.format
     if isinstance(format, ParquetFormat):
-        return "Parquet has checksums where its writer wrote them: elsewhere a changed value would not show"
+        return "Parquet has checksums where its writer wrote them: elsewhere a changed value is not detected"
     without = format.name if format.name in _WITHOUT_CHECKSUMS else ""
     if isinstance(format, RecordIoFormat) and not format.checked:
         without = "MXNet's RecordIO"
-    return f"{without} has no checksums: a changed value would not show" if without else ""
+    return f"{without} has no checksums: a changed value is not detected" if without else ""
 
 
 def compare_with_commit(where: Uri) -> list[Quarantined]:
     """The parts of the folder `where` that differ from its commit list; none for a folder without a plan."""
-    if not may_be_folder(where):
+    text = fspath(where)
+    if is_remote(where):
+        if is_sql(text) or text.startswith("odps://") or any(sign in text for sign in "*?["):
+            return []
+    elif not local_path(where).is_dir():
         return []
     folder, faults = open_folder(where), list[Quarantined]()
     facts = read_commit(where)
     if facts is None:
         unfinished = PLAN in folder.names()
         why = f"its writer has not finished it: it has {PLAN} and no {COMMIT}"
-        return [Quarantined(fspath(where), "folder", 0, why)] if unfinished else []
+        return [Quarantined(text, "folder", 0, why)] if unfinished else []
     for part in facts["parts"]:
         data = folder.get(part["name"])
         if data is None:
@@ -114,15 +115,8 @@ def compare_with_commit(where: Uri) -> list[Quarantined]:
     return faults
 
 
-def may_be_folder(where: Uri) -> bool:
-    if is_remote(where):
-        text = fspath(where)
-        return not (is_sql(text) or text.startswith("odps://") or any(sign in text for sign in "*?["))
-    return local_path(where).is_dir()
-
-
 def convert(
-    uris: Uri | Sequence[Uri],
+    uris: Uris,
     where: Uri,
     *,
     to: str = "parquet",
@@ -134,7 +128,7 @@ def convert(
 
     Continues an earlier run. Raises DataError, also when the source has changed since that run.
     """
-    given = [uris] if isinstance(uris, str | PathLike) else list(uris)
+    given = as_list(uris)
     records = open_records(given, format=format)
     total = count_records(records)
     if not total:

@@ -4,13 +4,10 @@
     <where>/part-000000000000-000000065536.parquet  a range, whole or absent: a rename, or one PUT of an object
     <where>/_commit.json                            every part with records and digest; written last
 
-Several processes may write one folder. They agree on the plan, and of a range that two of them write the first one's
-part stays, even if the second was suspended meanwhile and has other content. On a disk link(2) names a part, in a store
-a PUT with `If-None-Match: *`. A writer tests at its start whether the store honours this; where it does not, the writer
-looks before it writes, and a writer that is suspended in between can still replace a part.
-
-A restarted writer writes what is missing. A folder that lacks its commit list or a part of it is not read
-(`storage/listing.py`). Source: RFC 9110, section 13.1.2.
+Several processes may write one folder. When two of them write a range, the part of the first stays: on a disk by
+link(2), in a store by a PUT with `If-None-Match: *` (RFC 9110, section 13.1.2). A writer tests whether the store
+honours this; where it does not, the writer looks before it writes, and one that is suspended in between can still
+replace a part. A restarted writer writes what is missing. Readers refuse an incomplete folder (`storage/listing.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
@@ -27,30 +24,21 @@ from trueline.data.formats.encode import ENCODERS, encode_table
 from trueline.errors import DataError, StorageError, join_names
 from trueline.storage.listing import COMMIT, PLAN
 from trueline.storage.location import Uri, is_remote, local_path
-from trueline.storage.object_store import open_store, redact_text
+from trueline.storage.object_store import describe_error, open_store
 
 RANGE_RECORDS = 65536
 TWICE = "_twice"
 _TWICE = b"Written a second time by each writer at its start, to see whether this store refuses that.\n"
 
 
-class Folder(Protocol):
-    """Files by name, each whole or absent. Its methods raise StorageError."""
-
-    def write(self, name: str, data: bytes, *, replace: bool = False) -> bool:
-        """Whether `data` was written: without `replace` an existing `name` stays."""
-        ...
-
-    def get(self, name: str) -> bytes | None: ...
-
-    def names(self) -> set[str]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class LocalFolder:
+    """Files by name, each whole or absent. Its methods raise StorageError."""
+
     path: Path
 
     def write(self, name: str, data: bytes, *, replace: bool = False) -> bool:
+        """Whether `data` was written: without `replace` an existing `name` stays."""
         return files.write_atomic(self.path / name, data, replace=replace)
 
     def get(self, name: str) -> bytes | None:
@@ -67,7 +55,7 @@ class LocalFolder:
 
 @dataclass(slots=True)
 class StoreFolder:
-    """An object exists once its PUT is done."""
+    """A LocalFolder in a store: an object exists once its PUT is done."""
 
     fs: Any
     root: str
@@ -82,20 +70,18 @@ class StoreFolder:
             if why:
                 events.emit("store.overwrites", where=self.root, why=why)
         try:
-            if not replace and self._exists(path):
-                return False
-            if not replace and self.refuses:
-                return self._create(path, data)
+            if not replace:
+                # Also where the store refuses: it saves sending the object, and some stores know no condition for
+                # objects in several parts.
+                self.fs.invalidate_cache(self.root)
+                if self.fs.exists(path):
+                    return False
+                if self.refuses:
+                    return self._create(path, data)
             self.fs.pipe_file(path, data)
         except OSError as error:
             raise _store_error(path, error) from None
         return True
-
-    def _exists(self, path: str) -> bool:
-        """Used also where the store refuses: it saves sending the object, and some stores know no condition for objects
-        in several parts."""
-        self.fs.invalidate_cache(self.root)
-        return bool(self.fs.exists(path))
 
     def _create(self, path: str, data: bytes) -> bool:
         try:
@@ -115,7 +101,7 @@ class StoreFolder:
         try:
             twice = all(self._create(f"{self.root}/{TWICE}", _TWICE) for _ in range(2))
         except Exception as error:  # noqa: BLE001 - each package has its own error for a missing conditional PUT
-            return _describe_error(error)
+            return describe_error(error)
         return "it wrote an object a second time" if twice else ""
 
     def get(self, name: str) -> bytes | None:
@@ -146,14 +132,10 @@ def _is_conflict(error: Exception) -> bool:
 
 
 def _store_error(where: str, error: OSError) -> StorageError:
-    return StorageError(f"the store fails at {where}: {_describe_error(error)}")
+    return StorageError(f"the store fails at {where}: {describe_error(error)}")
 
 
-def _describe_error(error: Exception) -> str:
-    return redact_text(f"{type(error).__name__}: {error}")
-
-
-def open_folder(where: Uri) -> Folder:
+def open_folder(where: Uri) -> LocalFolder | StoreFolder:
     if not is_remote(where):
         return LocalFolder(local_path(where))
     fs, root = open_store(str(where))
@@ -195,9 +177,9 @@ class RangeWriter:
             self._folder.write(PLAN, mine)
             theirs = self._folder.get(PLAN)  # of two simultaneous writers the first decides
         if theirs != mine:
-            plan_text = (theirs or b"").decode(errors="replace").strip()
             raise DataError(
-                f"{where} was written with another plan: {plan_text}, now {mine.decode()}",
+                f"{where} was written with another plan: {(theirs or b'').decode(errors='replace').strip()}, "
+                f"now {mine.decode()}",
                 hint="name a new folder, or give the arguments of the first run",
             )
 
@@ -208,7 +190,7 @@ class RangeWriter:
 
     def write(self, start: int, stop: int, table: pa.Table) -> None:
         """Writes one of the plan's ranges; an existing part stays. Raises DataError, StorageError."""
-        if (start, stop) not in ((s, e) for s, e in self.plan.ranges()[start // self.plan.range_records :][:1]):
+        if (start, stop) not in self.plan.ranges()[start // self.plan.range_records :][:1]:
             raise DataError(f"[{start}, {stop}) is no range of the plan (they are of {self.plan.range_records})")
         if len(table) != stop - start:
             raise DataError(f"range [{start}, {stop}) was given {len(table)} records")
@@ -232,12 +214,11 @@ class RangeWriter:
             data = self._folder.get(name)
             if data is None:
                 raise DataError(f"{name} disappeared from {self._where} during the commit")
-            parts.append(
-                {"name": name, "records": stop - start, "bytes": len(data), "sha256": files.sha256_bytes(data)}
-            )
-        facts = {**asdict(self.plan), "parts": parts}
-        self._folder.write(COMMIT, _json(facts), replace=True)
-        return facts
+            facts = {"name": name, "records": stop - start, "bytes": len(data), "sha256": files.sha256_bytes(data)}
+            parts.append(facts)
+        commit = {**asdict(self.plan), "parts": parts}
+        self._folder.write(COMMIT, _json(commit), replace=True)
+        return commit
 
 
 def read_commit(where: Uri) -> dict[str, Any] | None:
