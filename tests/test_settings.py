@@ -11,7 +11,7 @@ from trueline.errors import UsageError
 from trueline.recipe.settings import TrainingSettings
 from trueline.serve.settings import ServeOptions, ServeSettings
 from trueline.settings import check, declared, setting
-from trueline.train.launch.overrides import Overrides
+from trueline.train.settings import Overrides
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from trueline.cli.jobs import chaos as verb
 from trueline.train import faults
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
-from trueline.train.master.service import SecretInterceptor
+from trueline.train.master.server import SecretInterceptor
 from trueline.train.settings import Fault, JobSettings
 from worlds import TESTS
 

@@ -234,7 +234,7 @@ def test_train_passes_its_flags_and_says_the_summary_as_text_or_json(
 
 def test_the_options_of_train_are_settings_of_a_job() -> None:
     from trueline.cli.line.train import command
-    from trueline.train.launch.overrides import Overrides
+    from trueline.train.settings import Overrides
 
     ours = {"recipe", "workers", "job_dir", "resume", "detach", "kills", "debug", "as_json", "quiet"}
     ours |= {"mlflow", "tracking_uri"}

@@ -12,8 +12,7 @@ from trueline.errors import TrainError, UsageError
 from trueline.train import devices
 from trueline.train.api import prepare
 from trueline.train.elastic import Elastic
-from trueline.train.launch.overrides import apply_overrides
-from trueline.train.settings import JobSettings, device_kind, load
+from trueline.train.settings import JobSettings, apply_overrides, device_kind, load
 from worlds import TESTS
 
 META = torch.device("meta")

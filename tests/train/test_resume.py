@@ -12,7 +12,6 @@ from trueline.checkpoint import checkpoint
 from trueline.errors import UsageError
 from trueline.train import api, settings
 from trueline.train.job_dir import JobDir
-from trueline.train.launch import overrides
 from trueline.train.master.journal import Journal, apply_row
 from trueline.train.master.progress import JobProgress
 from trueline.train.membership.state import State
@@ -40,9 +39,9 @@ LEAST = {"epochs": 1, "global_batch": 1, "keep": 1, "max_failures": 1, "lease_s"
 @pytest.mark.parametrize("name", LEAST)
 def test_each_setting_has_a_least_value_that_it_may_have(name):
     least = LEAST[name]
-    assert getattr(overrides.apply_overrides(JOB, {name: least}, cores=4), name) == least
+    assert getattr(settings.apply_overrides(JOB, {name: least}, cores=4), name) == least
     with pytest.raises(UsageError, match=f"{name} is {least - 1}.*, expected at least {least}"):
-        overrides.apply_overrides(JOB, {name: least - 1}, cores=4)
+        settings.apply_overrides(JOB, {name: least - 1}, cores=4)
 
 
 def test_settings_that_cannot_be_are_refused_in_words():
@@ -52,15 +51,15 @@ def test_settings_that_cannot_be_are_refused_in_words():
         ("seed", "x", "wrong kind"), ("colour", 1, "no setting 'colour'"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=words):
-            overrides.apply_overrides(JOB, {name: value}, cores=4)
-    assert overrides.apply_overrides(JOB, {"page_port": 65535, "ema": 0.999, "seed": None}, cores=4).seed == 1
+            settings.apply_overrides(JOB, {name: value}, cores=4)
+    assert settings.apply_overrides(JOB, {"page_port": 65535, "ema": 0.999, "seed": None}, cores=4).seed == 1
     for monitor in ("loss", "-loss", "f1", "-f1"):
-        assert overrides.apply_overrides(JOB, {"monitor": monitor}, cores=4, metrics={"f1": None}).monitor == monitor
+        assert settings.apply_overrides(JOB, {"monitor": monitor}, cores=4, metrics={"f1": None}).monitor == monitor
 
 
 @pytest.mark.parametrize(("cores", "bitwise", "threads"), [(8, False, 2), (2, False, 1), (8, True, 1), (3, False, 1)])
 def test_workers_share_the_cores_and_bit_for_bit_takes_one_thread(cores, bitwise, threads):
-    assert overrides.apply_overrides(JOB, {"bitwise": bitwise}, cores=cores).threads == threads
+    assert settings.apply_overrides(JOB, {"bitwise": bitwise}, cores=cores).threads == threads
 
 
 CHANGES = {"epochs": 5, "global_batch": 9, "seed": 2, "micro_batch": 2, "shuffle": "windows", "bitwise": True,
@@ -70,7 +69,7 @@ CHANGES = {"epochs": 5, "global_batch": 9, "seed": 2, "micro_batch": 2, "shuffle
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_decides_what_is_computed_cannot_change_in_a_resumed_job(name):
     with pytest.raises(UsageError, match=f"is another one: {name} was {getattr(JOB, name)}"):
-        overrides.refuse_changes(JOB, dataclasses.replace(JOB, **{name: CHANGES[name]}), "x")
+        settings.refuse_changes(JOB, dataclasses.replace(JOB, **{name: CHANGES[name]}), "x")
 
 
 def test_what_decides_nothing_of_the_result_may_change_in_a_resumed_job_and_its_recipe_may_not():
@@ -78,9 +77,9 @@ def test_what_decides_nothing_of_the_result_may_change_in_a_resumed_job_and_its_
         "workers": 9, "min_workers": 2, "checkpoint_every": 5, "keep": 9, "readers": 2, "lease_s": 9.0, "set_aside": 0,
         "autoscale": True, "patience": 3, "monitor": "loss", "device": "cpu", "threads": 4,
     }  # fmt: skip
-    overrides.refuse_changes(JOB, dataclasses.replace(JOB, **other), "x")
+    settings.refuse_changes(JOB, dataclasses.replace(JOB, **other), "x")
     with pytest.raises(UsageError, match=r"the recipe r\.py was changed since the job in x began"):
-        overrides.refuse_changes(JOB, dataclasses.replace(JOB, recipe_digest="e"), "x")
+        settings.refuse_changes(JOB, dataclasses.replace(JOB, recipe_digest="e"), "x")
 
 
 @pytest.fixture

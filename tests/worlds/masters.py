@@ -12,7 +12,7 @@ import numpy as np
 
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
-from trueline.train.master.service import MasterService, SecretInterceptor
+from trueline.train.master.server import MasterService, SecretInterceptor
 from trueline.train.membership import events as h
 from trueline.train.settings import JobSettings
 from trueline.train.step import ledger

@@ -24,9 +24,8 @@ from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir
 from trueline.train.launch.jobs import format_set_aside
 from trueline.train.launch.launcher import LocalJob
-from trueline.train.launch.overrides import Overrides, apply_overrides, refuse_changes
 from trueline.train.master.journal import Journal
-from trueline.train.settings import Fault, JobSettings, parse_workers
+from trueline.train.settings import Fault, JobSettings, Overrides, apply_overrides, parse_workers, refuse_changes
 
 USUAL_WORKERS = 3
 SLOW_READING = 0.25

@@ -3,7 +3,7 @@
 A new interpreter with torch takes one to three seconds to start, a fork of this one about twenty milliseconds. The
 agent is the parent of what it forks, so it sees every exit with its code. It speaks newline-delimited JSON on a Unix
 socket, so that a restarted master finds the same processes again. A new agent adopts the processes of one that died
-(`engine/local/orphans.py`). It has one thread, and never starts gRPC or a tensor operation: both break in a forked
+(`engine/local/process.py`). It has one thread, and never starts gRPC or a tensor operation: both break in a forked
 child.
 
 Requests: {"op": "add", "spec": {..}}, {"op": "kill", "ref": .., "grace_s": ..}, {"op": "list"}, {"op": "watch"}.
@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from trueline.engine.contract import Kind, ProcessSpec, Seen
-from trueline.engine.local import orphans, process
+from trueline.engine.local import process
 
 
 class AgentRequest(msgspec.Struct, kw_only=True):
@@ -61,11 +61,11 @@ class Agent:
         if self.life >= 0:
             process.wake_at_end(self.life)
             self.selector.register(self.life, selectors.EVENT_READ)
-        for birth in orphans.read_births(self.births):
+        for birth in process.read_births(self.births):
             self._adopt(birth)
 
-    def _adopt(self, birth: orphans.Birth) -> None:
-        handle = orphans.adopt(birth)
+    def _adopt(self, birth: process.Birth) -> None:
+        handle = process.adopt_orphan(birth)
         if handle is None:
             self.seen[birth.ref] = describe_loss(birth.ref, birth.pid)
             return
@@ -152,13 +152,13 @@ class Agent:
         pid = os.fork()
         if pid == 0:
             process.run_child(lambda: self._run_process(spec))
-        orphans.record_birth(self.births, spec.ref, pid)
+        process.record_birth(self.births, spec.ref, pid)
         self._publish(Seen(ref=spec.ref, kind=Kind.STARTED, pid=pid))
 
     def _run_process(self, spec: ProcessSpec) -> int | None:
         """Runs the child process; returns its exit code."""
         self._close_inherited()
-        orphans.record_birth(self.births, spec.ref, os.getpid())
+        process.record_birth(self.births, spec.ref, os.getpid())
         _set_up_process(spec)
         module, _, function = spec.entry.partition(":")
         code: int | None = getattr(importlib.import_module(module), function)()
@@ -184,7 +184,7 @@ class Agent:
 
     def _signal(self, seen: Seen, number: signal.Signals) -> None:
         if seen.ref in self.adopted:
-            orphans.kill(self.adopted[seen.ref], number)
+            process.kill_orphan(self.adopted[seen.ref], number)
         else:
             os.kill(seen.pid, number)
 
@@ -200,7 +200,7 @@ class Agent:
                 self._signal(seen, signal.SIGKILL)
         for seen in self.seen.values():
             if seen.ref in self.adopted:
-                orphans.wait(self.adopted[seen.ref])
+                process.wait_for_orphan(self.adopted[seen.ref])
             elif seen.alive:
                 os.waitpid(seen.pid, 0)
 

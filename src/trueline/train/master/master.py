@@ -1,6 +1,6 @@
 """The master's state: a thin shell around `membership.decide`.
 
-RPCs (`service.py`), engine events and time become its events; its actions become rows of the journal, answers to
+RPCs (`server.py`), engine events and time become its events; its actions become rows of the journal, answers to
 workers, and orders to the engine.
 """
 
