@@ -66,8 +66,9 @@ class JobSummary:
 
     def as_text(self) -> str:
         facts = self.facts
+        size = f"of {facts['global_batch']} records " if facts["global_batch"] else ""  # a script's is not known
         lines = [
-            f"{facts['name']}: {count_of(facts['steps'], 'step')} {self._size()}in {facts['seconds']:.1f} s, "
+            f"{facts['name']}: {count_of(facts['steps'], 'step')} {size}in {facts['seconds']:.1f} s, "
             f"{count_of(facts['workers_started'], 'worker')} started, {count_of(facts['generations'], 'generation')}",
             f"{self._claim()} ({self._evidence()})",
         ]
@@ -93,10 +94,6 @@ class JobSummary:
             f"reading took {reading_s / steps_s:.0%} of the steps' time: --readers 2 reads records ahead, "
             "--shuffle windows decodes each row group of a file once an epoch"
         ]
-
-    def _size(self) -> str:
-        """Empty for a script, whose global batch is not known."""
-        return f"of {self.facts['global_batch']} records " if self.facts["global_batch"] else ""
 
     def _left_out(self) -> str:
         aside = self.facts.get("set_aside") or []

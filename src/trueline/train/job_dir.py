@@ -22,7 +22,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ _FLOCK = "hhqqi4x"
 """struct flock: type, base, start, length, pid (0 for these locks)."""
 _WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 Outcome = Literal["", "finished", "failed", "stopped"]
+_Record = TypeVar("_Record")
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +78,6 @@ class JobDir:
         """The file that takes the output of a process: `master`, `agent`, `launcher` or a worker's ref."""
         return self.logs / f"{name}.log"
 
-    # The launcher. ---------------------------------------------------------------------------------------------
-
     def hold(self) -> int:
         """Takes the lock until the returned descriptor is closed. Raises UsageError when it is taken."""
         handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -114,10 +113,7 @@ class JobDir:
 
     def read_launch(self) -> LaunchRecord | None:
         """None for a job that was never launched."""
-        try:
-            return msgspec.json.decode(self._launch.read_bytes(), type=LaunchRecord)
-        except (OSError, msgspec.DecodeError):
-            return None
+        return _read(self._launch, LaunchRecord)
 
     def write_secret(self) -> None:
         """Makes the secret of a launch."""
@@ -130,28 +126,28 @@ class JobDir:
     def remove_secret(self) -> None:
         self._secret.unlink(missing_ok=True)
 
-    # The master. -----------------------------------------------------------------------------------------------
-
     def write_master(self, master: MasterRecord) -> None:
         files.write_atomic(self._master, msgspec.json.encode(master), mode=0o600)
 
     def read_master(self) -> MasterRecord | None:
         """The master of the last launch; None before it listens."""
-        try:
-            return msgspec.json.decode(self._master.read_bytes(), type=MasterRecord)
-        except (OSError, msgspec.DecodeError):
-            return None
+        return _read(self._master, MasterRecord)
 
     def remove_master(self) -> None:
         self._master.unlink(missing_ok=True)
-
-    # Events. ---------------------------------------------------------------------------------------------------
 
     def record(self, name: str, /, **fields: events.Field) -> None:
         """Appends an event of the launcher, beside the master's. A full disk does not end the job."""
         line = json.dumps({"at": time.time(), "seq": 0, "name": name, "fields": fields}) + "\n"
         with contextlib.suppress(OSError), self.events.open("a") as file:
             file.write(line)
+
+
+def _read(path: Path, kind: type[_Record]) -> _Record | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def parse_events(lines: Iterable[str | bytes]) -> Iterator[tuple[str, dict[str, events.Field], float]]:

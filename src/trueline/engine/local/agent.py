@@ -77,9 +77,13 @@ class Agent:
         signal.set_wakeup_fd(self.waker.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
-            for key, _ in self.selector.select(self._timeout_s()):
+            deadline = min(self.deadlines.values(), default=None)
+            for key, _ in self.selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 if key.fileobj is self.listener:
-                    self._accept()
+                    connection, _ = self.listener.accept()
+                    connection.setblocking(False)
+                    self.buffers[connection] = b""
+                    self.selector.register(connection, selectors.EVENT_READ)
                 elif key.fileobj is self.wake:
                     self.wake.recv(4096)
                 elif key.fileobj == self.life:
@@ -90,17 +94,6 @@ class Agent:
                     self._receive(key.fileobj)
             self._reap()
             self._kill_overdue(time.monotonic())
-
-    def _timeout_s(self) -> float | None:
-        if not self.deadlines:
-            return None
-        return max(0.0, min(self.deadlines.values()) - time.monotonic())
-
-    def _accept(self) -> None:
-        connection, _ = self.listener.accept()
-        connection.setblocking(False)
-        self.buffers[connection] = b""
-        self.selector.register(connection, selectors.EVENT_READ)
 
     def _receive(self, connection: socket.socket) -> None:
         try:

@@ -143,9 +143,6 @@ def format_set_aside(aside: dict[str, Any]) -> str:
     return f"set aside: record {aside['record']}{where}: {aside['why']}"
 
 
-# The master of a running job. --------------------------------------------------------------------------------------
-
-
 def status(folder: Path) -> dict[str, Any] | None:
     """The job's status from its master; None if that does not answer."""
     try:

@@ -203,7 +203,8 @@ class LocalJob:
             return None  # too many to decode without need
         fields = json.loads(event.fields)
         if event.name == "job.failed":
-            raise _make_error(fields)
+            failure = errors.find_error_class(fields["code"], errors.TrainError)
+            raise failure(f"the job failed: {fields['why']}", hint=fields.get("hint", ""))
         events.emit(event.name, **{key: value for key, value in fields.items() if key != "summary"})
         if event.name == "view.published" and not self._page:
             self._announce_page()
@@ -318,13 +319,6 @@ def libraries_of(recipe: Path) -> list[str]:
 def _is_installed(top: str) -> bool:
     spec = importlib.util.find_spec(top)
     return spec is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
-
-
-def _make_error(fields: dict[str, Any]) -> errors.TruelineError:
-    """The error that a job failed with, of the class its code names."""
-    return errors.find_error_class(fields["code"], errors.TrainError)(
-        f"the job failed: {fields['why']}", hint=fields.get("hint", "")
-    )
 
 
 if __name__ == "__main__":

@@ -44,23 +44,11 @@ class LocalLink:
     def report_evaluation(self, evaluation: pb.Evaluation) -> None:
         self.evaluations.append(evaluation)
 
-    def report_phase(self, phase: str) -> None:
-        return
-
     def suspect(self, step: int, record: int, why: str, where: str) -> None:
         """One vote decides, since no other worker can try the record."""
         generation = 1 if self.view is None else self.view.generation + 1
         aside = sorted({*(self.view.set_aside if self.view is not None else ()), record})
         self.view = pb.View(generation=generation, members=[self.ref], cut_below=generation, set_aside=aside)
-
-    def announce_trial(self, step: int, record: int, where: str) -> None:
-        return
-
-    def report_checkpoint(self, step: int, path: str, digest: str) -> None:
-        return
-
-    def leave(self) -> None:
-        return
 
     def report_broken_group(self, generation: int, why: str) -> None:
         """The next view, in which the group is tried once more. Raises RuntimeError after `TRIES` in a row."""
@@ -70,8 +58,7 @@ class LocalLink:
         aside = () if self.view is None else self.view.set_aside
         self.view = pb.View(generation=generation + 1, members=[self.ref], cut_below=generation + 1, set_aside=aside)
 
-    def fail(self, what: str, detail: str) -> None:
-        return
+    def _ignore(self, *_: object) -> None:
+        """There is no master to notify."""
 
-    def close(self) -> None:
-        return
+    report_phase = announce_trial = report_checkpoint = leave = fail = close = _ignore

@@ -85,8 +85,6 @@ class Master:
         if self.state.generation:
             self.view = self._make_view("the master is back")
 
-    # Decisions and what they cause. ------------------------------------------------------------------------------
-
     def handle(self, event: h.Event) -> bool:
         """Decides on `event` and acts; returns False when its sender is fenced."""
         try:
@@ -213,7 +211,7 @@ class Master:
 
     def emit(self, name: str, **fields: events.Field) -> None:
         """Publishes an event: to the log, the job's folder, followers and the page."""
-        self.publisher.publish(name, fields)
+        self.publisher.publish([(name, fields)])
 
     def record_progress(self, progress: pb.Progress) -> int:
         """Enters a worker's report; returns the steps in the log."""
@@ -221,7 +219,7 @@ class Master:
         self.log(*report.rows)
         if report.fault:
             self.fail("records_miscounted", report.fault, "please report this with the job's folder")
-        self.publisher.publish_all(report.events)
+        self.publisher.publish(report.events)
         return self.progress.logged
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -248,8 +246,6 @@ class Master:
             except OSError as error:
                 events.emit("engine.unreachable", why=str(error))
                 await asyncio.sleep(TICK_S)  # the launcher starts the agent again
-
-    # The engine and time. ----------------------------------------------------------------------------------------
 
     async def run_engine(self) -> None:
         """Follows the engine's processes, across restarts of its agent."""
@@ -305,8 +301,6 @@ class Master:
             target, why = decide(self._scaling, len(state.view), self.progress.records_applied, self.now(), bounds)
             if why:
                 self.handle(h.Scale(target + state.workers - state.target_workers, why))
-
-    # For operators. ----------------------------------------------------------------------------------------------
 
     async def stop(self, why: str, grace_s: float) -> None:
         self.emit("job.stopping", why=why)

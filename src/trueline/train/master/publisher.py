@@ -62,11 +62,7 @@ class EventPublisher:
         self._file = -1
         self._added = asyncio.Event()
 
-    def publish(self, name: str, fields: dict[str, Field]) -> None:
-        """Publishes one event."""
-        self.publish_all([(name, fields)])
-
-    def publish_all(self, named_events: Sequence[NamedEvent]) -> None:
+    def publish(self, named_events: Sequence[NamedEvent]) -> None:
         """Publishes events that became known together, such as the ten or so steps of a report, in one write."""
         if not named_events:
             return
@@ -81,14 +77,11 @@ class EventPublisher:
         self._write(b"".join(lines))
         added, self._added = self._added, asyncio.Event()
         added.set()
-        for name, fields in named_events:
-            self._call_hook(name, fields, at)
-
-    def _call_hook(self, name: str, fields: dict[str, Field], at: float) -> None:
         if self.hook is None:
             return
         try:
-            self.hook(name, fields, at)
+            for name, fields in named_events:
+                self.hook(name, fields, at)
         except Exception as error:  # noqa: BLE001  a page that fails must not end the training that it shows
             self.hook = None
             events.emit("page.failed", why=repr(error))

@@ -66,8 +66,6 @@ class MasterService(pb_grpc.MasterServicer):
         await self._require(self.master.handle(event), event.ref, context)
         return pb.Ack()
 
-    # Workers. --------------------------------------------------------------------------------------------------------
-
     async def Watch(self, request: pb.Hello, context: Context) -> AsyncIterator[pb.View]:
         master = self.master
         if master.job.script and not master.job.epochs:
@@ -148,8 +146,6 @@ class MasterService(pb_grpc.MasterServicer):
 
     async def Try(self, request: pb.Trial, context: Context) -> pb.Ack:
         return await self._handle(h.Trial(request.ref, request.record, request.where), context)
-
-    # Launchers and operators. ----------------------------------------------------------------------------------------
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.Ack:
         fault = scale_fault(request.workers, self.master.policy)

@@ -15,9 +15,6 @@ WORKER = "worker"
 """The role of the processes that a view consists of: the only one so far."""
 
 
-# Events. -------------------------------------------------------------------------------------------------------
-
-
 class Begin(Struct, frozen=True):
     """The job starts or is resumed, or its master has come back. `alive`: the workers that the engine runs."""
 
@@ -115,9 +112,6 @@ class Tick(Struct, frozen=True):
 WorkerEvent = Ready | Entered | Finished | Heartbeat | Leaving | GroupBroken | Saved | Suspect | Trial
 """What a worker reports itself: it has to be of this job."""
 Event = WorkerEvent | Begin | Death | Deaths | Scale | Tick
-
-
-# Actions. ------------------------------------------------------------------------------------------------------
 
 
 class Log(Struct, frozen=True):

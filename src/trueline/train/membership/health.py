@@ -24,7 +24,8 @@ def lose_workers(state: State, deaths: Sequence[Death], now: float, policy: Memb
             continue
         member = state.members.pop(death.ref, None)
         state.pending.pop(death.ref, None)
-        if member is not None and (member.rank >= 0 or _at_work(member, death)):
+        # A departing worker may have died in its last step with the others, which then have to be cut.
+        if member is not None and (member.rank >= 0 or (member.left and member.left_at is None and not death.clean)):
             in_view.append((member, death.why))
         actions += _blame(state, death, member, now, policy)
         if state.phase == "failed":
@@ -38,11 +39,6 @@ def lose_workers(state: State, deaths: Sequence[Death], now: float, policy: Memb
         state.fill_at = now + policy.refill_s
         return actions
     return actions + fill(state, now)
-
-
-def _at_work(member: Member, death: Death) -> bool:
-    """Whether a departing worker may have died in its last step with the others, which then have to be cut."""
-    return member.left and member.left_at is None and not death.clean
 
 
 def _blame(state: State, death: Death, member: Member | None, now: float, policy: MembershipPolicy) -> list[Action]:

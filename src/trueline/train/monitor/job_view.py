@@ -119,8 +119,6 @@ class JobView:
         mood = "bad" if name in _BAD else "good" if name in _GOOD else ""
         self.lines.append([round(self.last_at, 3), name, text[:400], mood])
 
-    # Steps. --------------------------------------------------------------------------------------------------------
-
     def _on_step_applied(self, fields: Fields, at: float) -> None:
         when = self._time_of(fields, at)
         step, records, loss = int(_number(fields, "step")), int(_number(fields, "records")), _number(fields, "loss")
@@ -184,8 +182,6 @@ class JobView:
         self.series.rewind(steps)
         self.step = min(self.step, steps)
 
-    # Members. ------------------------------------------------------------------------------------------------------
-
     def _on_view_published(self, fields: Fields, at: float) -> None:
         self.generation, self.workers = int(_number(fields, "generation")), int(_number(fields, "workers"))
         self.num_regroups += 1
@@ -228,10 +224,8 @@ class JobView:
 
     def _on_worker_quarantined(self, fields: Fields, at: float) -> None:
         slot = fields.get("slot")
-        found = int(slot) if slot is not None else parse_ref(str(fields["worker"]))[1]
-        self.lanes.quarantine(found, str(fields.get("why", "")))
-
-    # Results. ------------------------------------------------------------------------------------------------------
+        number = parse_ref(str(fields["worker"]))[1] if slot is None else int(slot)
+        self.lanes.quarantine(number, str(fields.get("why", "")))
 
     def _on_epoch_certified(self, fields: Fields, at: float) -> None:
         self.certificates[int(_number(fields, "epoch"))] = dict(fields)
@@ -240,15 +234,15 @@ class JobView:
 
     def _on_evaluation_done(self, fields: Fields, at: float) -> None:
         metrics = json.loads(str(fields.get("metrics") or "{}"))
-        found = {"step": int(_number(fields, "step")), "at": round(at, 3), "loss": finite(_number(fields, "loss")),
-                 "metrics": {name: finite(float(value)) for name, value in metrics.items()},
-                 "best": bool(fields.get("best")), "stop": bool(fields.get("stop"))}  # fmt: skip
-        self.evaluations = [one for one in self.evaluations if one["step"] < found["step"]]
-        self.evaluations.append(found)
+        evaluation = {"step": int(_number(fields, "step")), "at": round(at, 3), "loss": finite(_number(fields, "loss")),
+                      "metrics": {name: finite(float(value)) for name, value in metrics.items()},
+                      "best": bool(fields.get("best")), "stop": bool(fields.get("stop"))}  # fmt: skip
+        earlier = [other for other in self.evaluations if other["step"] < evaluation["step"]]
+        self.evaluations = [*earlier, evaluation]
         if len(self.evaluations) > MAX_EVALUATIONS:
             self.evaluations = self.evaluations[::2]
-        if found["best"]:
-            self.best = found
+        if evaluation["best"]:
+            self.best = evaluation
 
     def _on_checkpoint_saved(self, fields: Fields, at: float) -> None:
         self.checkpoint = {"step": int(_number(fields, "step")), "at": round(at, 3)}
@@ -279,8 +273,6 @@ class JobView:
 
     def _on_launcher_ended(self, fields: Fields, at: float) -> None:
         (self._on_job_failed if fields.get("outcome") == "failed" else self._on_job_stopping)(fields, at)
-
-    # Output. ---------------------------------------------------------------------------------------------------------
 
     def state(self, now: float) -> dict[str, Any]:
         """Everything as plain JSON values."""

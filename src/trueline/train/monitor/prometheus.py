@@ -21,41 +21,37 @@ class JobCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client at a scrape."""
-        yield from self._gauges()
-        yield from self._counters()
-        yield from self._with_labels()
-
-    def _gauges(self) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily as Gauge
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         view = self._view
         checkpoint = view.checkpoint["step"] if view.checkpoint else 0
         quarantined = sum(bool(lane.quarantined) for lane in view.lanes.by_slot.values())
-        yield Gauge("trueline_job_step", "Steps that the surviving state has applied.", value=view.step)
-        yield Gauge("trueline_job_total_steps", "Steps that the job is to have.", value=view.total)
-        yield Gauge("trueline_job_records_per_second", "Over the last 10 s.", value=view.recent.rates(self._now)[0])
-        yield Gauge("trueline_job_members", "Workers of the view.", value=view.workers)
-        yield Gauge("trueline_job_generation", "Number of the view.", value=view.generation)
-        yield Gauge("trueline_job_checkpoint_step", "Step of the newest checkpoint.", value=checkpoint)
-        yield Gauge("trueline_job_records_set_aside", "Records left out of training.", value=len(view.set_aside))
-        yield Gauge("trueline_job_quarantined_slots", "Slots that stay empty.", value=quarantined)
-        yield Gauge("trueline_job_evaluations", "Evaluations kept.", value=len(view.evaluations))
-        if view.loss is not None:
-            yield Gauge("trueline_job_loss", "Mean loss of the last step.", value=view.loss)
-
-    def _counters(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily as Counter
-        from prometheus_client.core import HistogramMetricFamily
-
-        view = self._view
-        yield Counter("trueline_job_steps_applied", "Steps applied, repeated ones too.", value=view.steps_applied)
-        yield Counter("trueline_job_records_applied", "Records in applied steps.", value=view.records)
-        yield Counter("trueline_job_views", "Views published.", value=view.num_regroups)
-        yield Counter("trueline_job_checkpoints", "Checkpoints written.", value=view.checkpoints)
-        yield Counter("trueline_job_steps_redone", "Computed again after an overflow.", value=view.redone)
+        for name, text, value in (
+            ("step", "Steps that the surviving state has applied.", view.step),
+            ("total_steps", "Steps that the job is to have.", view.total),
+            ("records_per_second", "Over the last 10 s.", view.recent.rates(self._now)[0]),
+            ("members", "Workers of the view.", view.workers),
+            ("generation", "Number of the view.", view.generation),
+            ("checkpoint_step", "Step of the newest checkpoint.", checkpoint),
+            ("records_set_aside", "Records left out of training.", len(view.set_aside)),
+            ("quarantined_slots", "Slots that stay empty.", quarantined),
+            ("evaluations", "Evaluations kept.", len(view.evaluations)),
+            ("loss", "Mean loss of the last step.", view.loss),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(f"trueline_job_{name}", text, value=value)
+        for name, text, value in (
+            ("steps_applied", "Steps applied, repeated ones too.", view.steps_applied),
+            ("records_applied", "Records in applied steps.", view.records),
+            ("views", "Views published.", view.num_regroups),
+            ("checkpoints", "Checkpoints written.", view.checkpoints),
+            ("steps_redone", "Computed again after an overflow.", view.redone),
+        ):
+            yield CounterMetricFamily(f"trueline_job_{name}", text, value=value)
         gaps = HistogramMetricFamily("trueline_job_regroup_gap_seconds", "From the last step before to the next.")
         gaps.add_metric([], view.gaps_s.cumulative(), view.gaps_s.total)
         yield gaps
+        yield from self._with_labels()
 
     def _with_labels(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily as Counter

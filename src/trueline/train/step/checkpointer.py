@@ -85,7 +85,8 @@ class Checkpointer:
         """
         steps = replica.ledger.steps
         due = due or self._begun < link.save_from <= steps
-        busy = self._count_writers()
+        self._writers = [thread for thread in self._writers if thread.is_alive()]
+        busy = len(self._writers)
         if best or due:
             if busy > 1:
                 self._join()
@@ -95,10 +96,6 @@ class Checkpointer:
                 events.emit("checkpoint.skipped", step=steps, why="the last one is still being written")
             else:
                 self._begin(replica, link)
-
-    def _count_writers(self) -> int:
-        self._writers = [thread for thread in self._writers if thread.is_alive()]
-        return len(self._writers)
 
     def _begin(self, replica: Replica, link: ProgressReporter) -> None:
         self._begun = replica.ledger.steps

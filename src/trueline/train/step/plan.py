@@ -47,14 +47,6 @@ def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> RecordOrd
     return WindowOrder([Block(count) for count in blocks], seed=seed, window_records=window, block_records=num_records)
 
 
-def _gather(ids: Ints, global_batch: int) -> None:
-    """Sorts the records of each step, in place. A step is the same sum in any order, and a member's slice then lies in
-    few blocks, the same ones for all steps of a window. Shards are not sorted: each would hold records of one block.
-    """
-    for start in range(0, len(ids), global_batch):
-        ids[start : start + global_batch].sort()
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """Records that an order keeps together."""
@@ -142,12 +134,16 @@ class JobPlan:
         if self._order is None:
             self._order = order_of(self.num_records, self.blocks, seed=self.seed)
         ids = self._order.at(np.arange(start, stop, dtype=np.int64), epoch=epoch)
+        starts = range(0, len(ids), self.global_batch)
         if self.blocks and not self.micro_batch:
-            _gather(ids, self.global_batch)
+            # A step is the same sum in any order, and a sorted slice lies in few blocks, the same ones for all steps of
+            # a window. Shards are not sorted: each would hold records of one block.
+            for i in starts:
+                ids[i : i + self.global_batch].sort()
         parts = ledger.mix_ids(ids)
         self._first = step
-        steps = [ids[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
-        mixed = [parts[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
+        steps = [ids[i : i + self.global_batch] for i in starts]
+        mixed = [parts[i : i + self.global_batch] for i in starts]
         self._left_out = [ledger.LeftOut() for _ in steps]
         if self.set_aside:
             origins = [self.origins(records, epoch=epoch) for records in steps]
@@ -171,8 +167,9 @@ class JobPlan:
         shards = self.num_shards(step)
         if not shards:
             return []  # all its records were set aside
-        bounds_of = _slices(count, (1.0,) * shards)
-        return [self._piece(step, bounds_of[shard], shard) for shard in range(*_slices(shards, weights)[rank])]
+        bounds_of, records, mixed = _slices(count, (1.0,) * shards), self.records(step), self._mixed[step - self._first]
+        own = ((shard, slice(*bounds_of[shard])) for shard in range(*_slices(shards, weights)[rank]))
+        return [ForwardPiece(records[part], shard, ledger.sum_digest(mixed[part])) for shard, part in own]
 
     def _cut_up(self, rank: int, weights: tuple[float, ...]) -> list[list[ForwardPiece]]:
         """One slice of each computed step, or none; the digests in one pass over all records."""
@@ -184,10 +181,6 @@ class JobPlan:
             [ForwardPiece(records[start:stop], rank, digest)] if stop > start else []
             for records, (start, stop), digest in zip(self._records, bounds.tolist(), digests, strict=True)
         ]
-
-    def _piece(self, step: int, bounds: tuple[int, int], shard: int) -> ForwardPiece:
-        at, part = step - self._first, slice(*bounds)
-        return ForwardPiece(self._records[at][part], shard, ledger.sum_digest(self._mixed[at][part]))
 
     def num_shards(self, step: int) -> int:
         return -(-len(self.records(step)) // self.micro_batch)

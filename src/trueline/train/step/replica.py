@@ -55,7 +55,7 @@ class Replica:
         sharded: bool,
     ) -> None:
         self.model, self.optimizer_step, self.options, self.sharded = model, optimizer_step, options, sharded
-        tallied = _fits_tally(model, num_records)
+        tallied = 4 * num_records <= max(TALLY_BYTES, sum(value.nbytes for value in model.parameters()) // 50)
         self.ledger = Ledger(num_records=num_records, tally=np.zeros(num_records, np.int32) if tallied else None)
         self._running = model_traits.running_statistics(model) if sharded else []
         self._counters = model_traits.batch_counters(model) if sharded else []
@@ -71,8 +71,6 @@ class Replica:
         else:
             self.exchange = DdpExchange(model, group, self._width, find_unused=options.find_unused_parameters)
         self._summed = self.exchange.beside
-
-    # Gradients. ------------------------------------------------------------------------------------------------
 
     def attach(self, size: int) -> None:
         """Joins the process group of `size` members that was just formed."""
@@ -166,8 +164,6 @@ class Replica:
         self.ledger.apply(account, tally, left_out)
         return True
 
-    # State. ----------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
         """The whole state; its tensors are the live ones."""
         return {"model": self.model.state_dict(), **self.optimizer_step.state(), "ledger": self.ledger.as_tree()}
@@ -187,8 +183,3 @@ class Replica:
 
     def use_averages(self) -> AbstractContextManager[None]:
         return self.optimizer_step.use_averages()
-
-
-def _fits_tally(model: torch.nn.Module, num_records: int) -> bool:
-    parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return 4 * num_records <= max(TALLY_BYTES, parameters // 50)

@@ -87,9 +87,6 @@ def _leave_on_sigterm(leave: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-# A recipe. ---------------------------------------------------------------------------------------------------------
-
-
 def check_digest(recipe: Recipe, settings: JobSettings) -> None:
     if recipe.digest != settings.recipe_digest:
         raise CheckpointError(
@@ -176,9 +173,6 @@ def autocast(model: torch.nn.Module, options: Options) -> Callable[[], AbstractC
         return contextlib.nullcontext
     device = next(model.parameters()).device.type
     return functools.partial(torch.autocast, device, dtype=dtypes[options.precision])
-
-
-# A script. ---------------------------------------------------------------------------------------------------------
 
 
 def _run_script(settings: JobSettings, job_dir: Path) -> int:
