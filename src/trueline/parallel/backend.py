@@ -3,10 +3,8 @@
     gloo      host memory, state transfer, votes: always there; a cut shuts its sockets (`gloo.py`)
     a plane   the buckets of a backward, on their device: NCCL (`nccl.py`), or a user's own backend
 
-A plane can be aborted at any time. Its pending sums are undefined from then on, and report success all the same. So a
-plane's answer decides nothing: the group marks itself cut before it aborts the plane, and checks that mark after a sum
-is over. A sum that was over before the mark is whole; any other is discarded with its step. See
-docs/concepts/generation.md, "Planes".
+An aborted plane's pending sums are undefined and still report success, so the group marks itself cut before it aborts
+the plane and checks that mark after a sum is over (docs/concepts/generation.md, "Planes").
 """
 
 from __future__ import annotations

@@ -1,21 +1,8 @@
 """The gloo process group of one generation, and how to abort it.
 
 gloo cannot abort a collective: a member that waits for a dead peer waits for the whole timeout. `cut` therefore shuts
-down the group's sockets, and every pending operation fails at once with a RuntimeError in the thread that waits. Each
-of these pitfalls once cost a stall (docs/concepts/generation.md):
-
-* Listening sockets are left alone: gloo's accept loop ends the process when its socket fails.
-* Sockets appear while the group forms, so a cut is repeated until the group is closed.
-* While a group forms, a dead member is retried without an open socket that could be shut: by a store's client until its
-  timeout, by gloo for up to 10 s. So a thread forms the group, and `form` stops waiting for it after a cut.
-* gloo reports no error for a message that was partly written or read when its socket closed (Pair::signalException
-  forgets unbound buffers), so an operation larger than a socket's buffer waits for its timeout. Every wait here
-  therefore ends after a slice and checks for a cut.
-* The destructor of a group with such an operation joins the thread that waits. The group is kept until its operations
-  have ended, and a thread then drops it (the join takes at least 10 ms).
-* Descriptors are reused: a socket is identified by its inode.
-* torch names groups by a process-wide count that a failed init leaves raised. It is reset, or members that failed
-  differently often would wait for each other under different names.
+down the group's sockets, and every pending operation fails at once with a RuntimeError in the thread that waits.
+docs/concepts/generation.md, "Why gloo is cut through its sockets", lists the pitfalls; each of them once cost a stall.
 
 Only host memory is exchanged. Tensors on a device are copied by the caller, or summed by the job's plane
 (`backend.py`), which is formed, cut and left with the group. Linux only (/proc/self/fd).
@@ -261,7 +248,8 @@ class GlooGroup:
         if self._sums:
             sums, self._sums = self._sums, []
             threading.Thread(target=_wait_for_sums, args=(sums,), name="outlast", daemon=True).start()
-        distributed_c10d._world.group_count = 0  # members must agree on the name of their next group
+        # torch names groups by a process-wide count that a failed init leaves raised; members must agree on the name.
+        distributed_c10d._world.group_count = 0
 
 
 _Formed = tuple[ProcessGroupGloo, PrefixStore, Plane | None]

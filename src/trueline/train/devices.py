@@ -13,6 +13,7 @@ import torch
 
 from trueline.data.loading.worker_pool import ReaderLost
 from trueline.data.source import Batch
+from trueline.engine.contract import parse_ref
 from trueline.errors import UsageError
 from trueline.train.settings import device_kind
 
@@ -38,16 +39,6 @@ def choose(setting: str, slot: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def slot_of(ref: str) -> int:
-    """The slot in a worker's name, as `engine.contract.make_ref` makes it; 0 for a process that is in no job.
-
-    >>> slot_of("worker-3.1"), slot_of("")
-    (3, 0)
-    """
-    number = ref.rpartition("-")[2].partition(".")[0]
-    return int(number) if number.isdecimal() else 0
-
-
 def choose_own(setting: str, *, repeatable: bool = False) -> torch.device:
     """The device of this worker; outside a job, that of worker 0.
 
@@ -55,7 +46,7 @@ def choose_own(setting: str, *, repeatable: bool = False) -> torch.device:
     """
     if repeatable:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA is first used
-    device = choose(setting, slot_of(os.environ.get("TRUELINE_REF", "")))
+    device = choose(setting, parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[1])
     if repeatable and device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
     return device

@@ -184,20 +184,15 @@ class Overrides(TypedDict, total=False):
     find_unused_parameters: bool | None
 
 
-def collect_overrides(overrides: Overrides) -> dict[str, Any]:
-    """The overrides that are not None. Raises UsageError for an unknown setting."""
-    for name in overrides:
-        if name not in Overrides.__annotations__:
-            near = closest(name, Overrides.__annotations__)
-            raise UsageError(f"there is no setting '{name}'", hint=f"did you mean '{near}'?" if near else "")
-    return {name: value for name, value in overrides.items() if value is not None}
-
-
 def apply_overrides(
     job: JobSettings, overrides: Overrides, *, cores: int, metrics: Mapping[str, Any] | None = None
 ) -> JobSettings:
     """`job` with the overrides, checked. `metrics`: the recipe's, by name. Raises UsageError."""
-    given = collect_overrides(overrides)
+    for name in overrides:
+        if name not in Overrides.__annotations__:
+            near = closest(name, Overrides.__annotations__)
+            raise UsageError(f"there is no setting '{name}'", hint=f"did you mean '{near}'?" if near else "")
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     job = replace(job, **given)
     # Threads change the order of a sum, so bitwise reproducibility means one thread.
     job = replace(job, threads=1 if job.bitwise else max(1, cores // job.workers))
@@ -208,17 +203,13 @@ def apply_overrides(
     check(job, unchecked=("epochs", "global_batch") if job.script else ())
     device_kind(job.device)
     check_backend(job.backend)
-    _check_monitor(job.monitor, metrics or {})
-    return job
-
-
-def _check_monitor(monitor: str, metrics: Mapping[str, Any]) -> None:
-    known = ("loss", *metrics)
-    if monitor and monitor.removeprefix("-") not in known:
+    known = ("loss", *(metrics or ()))
+    if job.monitor and job.monitor.removeprefix("-") not in known:
         raise UsageError(
-            f"monitor is '{monitor}', and the recipe has no such metric",
+            f"monitor is '{job.monitor}', and the recipe has no such metric",
             hint=f"one of {', '.join(known)}; smaller is better, -NAME: larger is",
         )
+    return job
 
 
 def refuse_changes(earlier: JobSettings, later: JobSettings, where: str) -> None:

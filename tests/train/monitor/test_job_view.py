@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.train.monitor import prometheus
+from trueline.train.monitor.charts import MAX_SPANS, Lanes, Point, Recent, Series
 from trueline.train.monitor.job_view import MAX_EVENTS, JobView
-from trueline.train.monitor.series import Point, Recent, Series
-from trueline.train.monitor.timeline import MAX_SPANS, Lanes
 from worlds import job_events
 
 FACTS = {"name": "digits-1", "epochs": 10}

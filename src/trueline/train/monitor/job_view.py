@@ -19,8 +19,7 @@ from typing import Any
 
 from trueline.engine.contract import parse_ref
 from trueline.events import Field, render
-from trueline.train.monitor.series import PHASES, CumulativeHistogram, Point, Recent, Series, finite
-from trueline.train.monitor.timeline import Lanes
+from trueline.train.monitor.charts import PHASES, CumulativeHistogram, Lanes, Point, Recent, Series, finite
 
 Fields = Mapping[str, Field]
 MAX_EVENTS, MAX_REGROUPS, MAX_EVALUATIONS, MAX_KEPT = 80, 240, 400, 200

@@ -33,11 +33,6 @@ PATIENCE_S = 30.0
 _LENGTH = struct.Struct("!Q")
 
 
-def size_of(state: dict[str, Any]) -> int:
-    """Bytes of all tensors in `state`."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tree.encode(state)[1])
-
-
 def broadcast(group: GlooGroup, state: dict[str, Any] | None, *, source: int) -> dict[str, Any]:
     """Broadcasts the `state` of rank `source`; the others pass None. Raises RuntimeError when a peer fails."""
     header, tensors = _pack(state) if state is not None else (b"", [])

@@ -1,8 +1,6 @@
 """The group of workers that share a step: entering a view, forming its group, and the share of each member.
 
-leave the old group ─▶ wait for a view ─▶ Enter ─▶ form the gloo group ─▶ transfer the state ─▶ steps
-        ▲                                    │             │
-        └────────── superseded, or forming failed: the next view ──────────┘
+docs/concepts/generation.md, "A regroup", shows the sequence.
 """
 
 from __future__ import annotations
