@@ -149,7 +149,3 @@ def test_whoever_waits_for_a_state_stops_when_it_is_needed_no_more(offer, monkey
     fetch.join(lambda: next(asked))
     assert fetch.state is None
     fetched(fetch)
-
-
-def test_the_size_of_a_state_is_that_of_all_its_tensors():
-    assert state_transfer.size_of(STATE) == 5 * 4 + 3 * 2
