@@ -12,7 +12,7 @@ from pathlib import Path
 from trueline import events
 from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Dim, Signature
 from trueline.capture import claims
 from trueline.capture.export import aotinductor, torch_export
 from trueline.capture.export.exported import Exported
@@ -158,10 +158,10 @@ def _try_torchscript(
     tried = climb_scripted(eager, signature, observations, folder)
     if tried.path is None or tried.proof is None:
         error = CaptureError(tried.why, hint=tried.line)
-        return _refuse("torchscript", error, observations, folder, started, emitted=tried.proof is not None)
+        return refuse("torchscript", error, observations, folder, started, emitted=tried.proof is not None)
     judged = Judged(proof=tried.proof, signature=tried.signature)
     made = folder / tried.path.relative_to(folder).parts[0]
-    return _with_how(_rung("torchscript", judged, observations, tried.path, made, started), tried.how, DEPRECATED)
+    return _with_how(make_rung("torchscript", judged, observations, tried.path, made, started), tried.how, DEPRECATED)
 
 
 def _with_how(rung: Rung, before: str, after: str) -> Rung:
@@ -192,10 +192,10 @@ def _try(
         onnx = format in ("onnx", "openvino")
         if path is not None and isinstance(error, BundleError) and isinstance(exported, Exported) and onnx:
             error = _locate(error, path, exported)
-        return _refuse(format, error, observations, folder, started, emitting=own, emitted=path is not None)
+        return refuse(format, error, observations, folder, started, emitting=own, emitted=path is not None)
     if judged.signature != exported.signature and format in ("onnx", "openvino"):
         emit.restate(path, judged.signature)
-    rung = _with_line(_rung(format, judged, observations, path, folder, started), eager)
+    rung = _with_line(make_rung(format, judged, observations, path, folder, started), eager)
     return _with_how(rung, exported.how, str(offload.read(path)) if format == "offload" else "")
 
 
@@ -220,6 +220,8 @@ class Judged:
     signature: Signature
     """The proven range: the exported one, or less."""
     explanation: Explanation = UNEXPLAINED
+    any_batch: bool = False
+    """Whether a program that refuses a batch of 1 is proven too."""
 
 
 def _prove(
@@ -248,13 +250,13 @@ def _find_probe(observations: Sequence[Observation], name: str) -> Probe | None:
     return next((seen.probe for seen in observations if seen.probe.name == name), None)
 
 
-def _rung(
+def make_rung(
     format: Format, judged: Judged, observations: Sequence[Observation], path: Path, folder: Path, started: float
 ) -> Rung:
     signature, proof, explanation = judged.signature, judged.proof, judged.explanation
-    batch, part = signature.dims[BATCH], explanation.submodule
+    batch, part = signature.dims.get(BATCH, Dim()), explanation.submodule
     why = proof.reason + explanation.text
-    if proof.proven and batch.min > 1:
+    if proof.proven and batch.min > 1 and not judged.any_batch:
         why = f"it holds for batches of at least {batch.min} only; a server has to answer a single request"
     bounded = batch.max is not None or bool(signature.guards)
     attempt = Attempt(
@@ -295,7 +297,7 @@ def _statistics(observations: Sequence[Observation], proof: Proof) -> str:
     return f"random answers, compared statistically ({how})"
 
 
-def _refuse(
+def refuse(
     format: Format,
     error: TruelineError,
     observations: Sequence[Observation],

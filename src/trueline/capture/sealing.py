@@ -10,10 +10,9 @@ import msgspec
 
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
-from trueline.capture.claims import takes
+from trueline.capture.claims import prove_padding, takes
 from trueline.capture.ladder import Rung
 from trueline.capture.model.signature import BATCH
-from trueline.capture.proof.padding import prove_padding
 from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.prove import versions
 from trueline.capture.subject import Subject

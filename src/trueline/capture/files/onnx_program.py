@@ -16,7 +16,8 @@ import onnx.reference
 import onnxruntime
 
 from trueline.bundle.signature import DATATYPES, Signature, TensorSpec
-from trueline.capture.files.file_subject import claim
+from trueline.capture.files.file_subject import FileSubject, claim, make_file_probes, observe_file
+from trueline.capture.proof.observe import seen_signature
 from trueline.capture.proof.probes import BATCH
 from trueline.errors import CaptureError, first_line
 
@@ -24,9 +25,42 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
+EXTERNAL_BYTES = 1_500_000_000
+"""Larger weights are in a file beside the graph: a protobuf message ends at 2 GiB."""
 
 
-def read(path: Path) -> onnx.ModelProto:
+def read_onnx(path: Path) -> FileSubject:
+    """The program as a subject of proof. Raises CaptureError."""
+    model = _load(path)
+    claimed = _signature(model)
+    probes = make_file_probes(claimed)
+    oracle = ReferenceSession(model, path, claimed, probes[0].inputs)
+    observations = observe_file(oracle, probes)
+
+    def emit(folder: Path) -> Path:
+        """Writes the model without its metadata; large weights in a file beside it."""
+        target = folder / "programs/model.onnx"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        del model.metadata_props[:]
+        model.doc_string = ""
+        for node in model.graph.node:
+            node.doc_string = ""
+            del node.metadata_props[:]
+        large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > EXTERNAL_BYTES
+        onnx.save(model, str(target), save_as_external_data=large, location=f"{target.name}.data" if large else None)
+        return target
+
+    return FileSubject(
+        kind="onnx",
+        signature=seen_signature(claimed, observations),
+        oracle=oracle,
+        against=oracle.against,
+        observations=observations,
+        emit={"onnx": emit, "openvino": emit},
+    )
+
+
+def _load(path: Path) -> onnx.ModelProto:
     """The checked model with its weights. Raises CaptureError."""
     try:
         onnx.checker.check_model(str(path))
@@ -47,19 +81,7 @@ def read(path: Path) -> onnx.ModelProto:
     return model
 
 
-def write(model: onnx.ModelProto, path: Path, *, external_bytes: int) -> None:
-    """Writes the model without its metadata; weights beyond `external_bytes` in a file beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    del model.metadata_props[:]
-    model.doc_string = ""
-    for node in model.graph.node:
-        node.doc_string = ""
-        del node.metadata_props[:]
-    large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > external_bytes
-    onnx.save(model, str(path), save_as_external_data=large, location=f"{path.name}.data" if large else None)
-
-
-def signature(model: onnx.ModelProto) -> Signature:
+def _signature(model: onnx.ModelProto) -> Signature:
     """Inputs with their symbols; the outputs are left to what the probes show.
 
     A first dimension that is free in every input is the batch. Raises CaptureError for what no bundle can carry.

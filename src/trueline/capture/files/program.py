@@ -1,4 +1,4 @@
-"""`capture model.onnx | model.pt2 | model.ts`: a program that comes as a file, subject into a bundle.
+"""`capture model.onnx | model.pt2 | model.ts`: a program that comes as a file, wrapped into a bundle.
 
 There is no model to compare with, so the program itself is the oracle, run by another implementation than the one that
 will serve it: onnx's reference for ONNX, torch's own interpreters for the others. The bundle then proves that its
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,14 +19,10 @@ import numpy as np
 from trueline import files
 from trueline.bundle import Bundle, Contents, Golden, Summary
 from trueline.bundle import seal as seal_bundle
-from trueline.bundle.describe import range_text
-from trueline.bundle.schema import Evidence
-from trueline.capture.files import file_subject, model_folder
-from trueline.capture.files.file_subject import FileSubject, Kind, observe_file, plain_name
+from trueline.capture.files import model_folder
+from trueline.capture.files.file_subject import FileSubject, Kind, fit_sizes, plain_name, random_inputs
 from trueline.capture.files.input_specs import DeclaredInputs
-from trueline.capture.ladder import Rung
-from trueline.capture.proof.attempt import Attempt, emit_event
-from trueline.capture.proof.observe import seen_signature
+from trueline.capture.ladder import Judged, Rung, make_rung, refuse
 from trueline.capture.proof.probes import BATCH
 from trueline.capture.proof.prove import judge, versions
 from trueline.capture.sealing import GOLDEN_SIZES, make_entry
@@ -53,9 +50,12 @@ def wrap(
     if declared is not None and kind != "torchscript":
         raise UsageError(f"{path.name} says its own inputs; leave --example out")
     subject = _read(kind, path, work, declared)
-    wanted = _usual(subject) if formats is None else _possible(formats, subject, every=not one_is_enough)
+    if formats is None:
+        wanted = tuple(format for format in subject.emit if format == kind or format in USUAL)
+    else:
+        wanted = _possible(formats, subject, every=not one_is_enough)
     rungs = [_try(format, subject, work / format) for format in wanted]
-    needed = wanted if formats and not one_is_enough else () if formats else (subject.kind,)
+    needed = wanted if formats and not one_is_enough else () if formats else (kind,)
     _require(rungs, subject, needed, path=path)
     return _seal(path, subject, rungs, out, overwrite=overwrite), rungs
 
@@ -132,10 +132,6 @@ def kind_of(path: Path) -> Kind:
     return "onnx"
 
 
-def _usual(subject: FileSubject) -> tuple[Format, ...]:
-    return tuple(format for format in subject.emit if format == subject.kind or format in USUAL)
-
-
 def _possible(formats: Sequence[str], subject: FileSubject, *, every: bool) -> tuple[Format, ...]:
     for format in formats:
         if format not in subject.emit and (every or not set(formats) & set(subject.emit)):
@@ -147,38 +143,17 @@ def _possible(formats: Sequence[str], subject: FileSubject, *, every: bool) -> t
 
 
 def _try(format: Format, subject: FileSubject, folder: Path) -> Rung:
-    started = time.monotonic()
-    made: Path | None = None
-    evidence: tuple[Evidence, ...] = ()
-    why, error = "", 0.0
+    started, path = time.monotonic(), None
     try:
-        made = subject.emit[format](folder)
-        session = open_session(format, made, subject.signature, native=True)  # this process emitted it
+        path = subject.emit[format](folder)
+        session = open_session(format, path, subject.signature, native=True)  # this process emitted it
         proof = judge(session, subject.observations)
-        why, error = proof.reason, proof.max_abs_error
-        evidence = tuple(msgspec.structs.replace(one, against=subject.against) for one in proof.evidence)
-    except (CaptureError, BundleError, UsageError) as refused:
-        why = refused.message
-    attempt = Attempt(
-        format=format,
-        verdict="refused" if why else "proven",
-        emitted=made is not None,
-        why=why,
-        line="",
-        seconds=time.monotonic() - started,
-        size_bytes=sum(one.stat().st_size for one in made.parent.iterdir()) if made else 0,
-        probes=len(evidence),
-        max_abs_error=error,
-        range="" if why else range_text(subject.signature),
-    )
-    emit_event(attempt)
-    return Rung(
-        attempt=attempt,
-        folder=folder,
-        file=made.relative_to(folder).as_posix() if made else "",
-        signature=None,
-        evidence=evidence,
-    )
+    except (CaptureError, BundleError, UsageError) as error:
+        return refuse(format, error, (), folder, started, emitted=path is not None)
+    judged = Judged(proof=proof, signature=subject.signature, any_batch=True)
+    rung = make_rung(format, judged, (), path, folder, started)
+    evidence = tuple(msgspec.structs.replace(one, against=subject.against) for one in proof.evidence)
+    return replace(rung, evidence=evidence, signature=None)
 
 
 def _require(rungs: Sequence[Rung], subject: FileSubject, needed: Sequence[Format], *, path: Path) -> None:
@@ -218,42 +193,20 @@ def _seal(path: Path, subject: FileSubject, rungs: Sequence[Rung], out: Path, *,
 def _golden(subject: FileSubject) -> list[Golden]:
     records: dict[str, Golden] = {}
     for size in GOLDEN_SIZES:
-        sizes = file_subject.fit_sizes(subject.signature, {BATCH: size}, OTHER_SIZE)
+        sizes = fit_sizes(subject.signature, {BATCH: size}, OTHER_SIZE)
         case = f"batch-{sizes[BATCH]}" if BATCH in sizes else "fixed"
-        inputs = file_subject.random_inputs(subject.signature, sizes, np.random.default_rng(size))
+        inputs = random_inputs(subject.signature, sizes, np.random.default_rng(size))
         records.setdefault(case, Golden(case=case, inputs=inputs, outputs=subject.oracle.run(inputs)))
     return list(records.values())
 
 
 def _read(kind: Kind, path: Path, work: Path, declared: DeclaredInputs | None) -> FileSubject:
     if kind == "onnx":
-        return _read_onnx(path)
+        from trueline.capture.files import onnx_program
+
+        return onnx_program.read_onnx(path)
     from trueline.capture.files import torch_program
 
     if kind == "torch_export":
         return torch_program.read_torch_export(path, work)
     return torch_program.read_torchscript(path, work, declared)
-
-
-def _read_onnx(path: Path) -> FileSubject:
-    from trueline.capture.files import onnx_program
-
-    model = onnx_program.read(path)
-    claimed = onnx_program.signature(model)
-    probes = file_subject.make_file_probes(claimed)
-    oracle = onnx_program.ReferenceSession(model, path, claimed, probes[0].inputs)
-    observations = observe_file(oracle, probes)
-
-    def emit(folder: Path) -> Path:
-        target = folder / "programs/model.onnx"
-        onnx_program.write(model, target, external_bytes=1_500_000_000)
-        return target
-
-    return FileSubject(
-        kind="onnx",
-        signature=seen_signature(claimed, observations),
-        oracle=oracle,
-        against=oracle.against,
-        observations=observations,
-        emit={"onnx": emit, "openvino": emit},
-    )

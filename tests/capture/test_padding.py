@@ -10,7 +10,7 @@ import pytest
 
 from trueline.bundle.padding import Padding, cut, fill_up
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
-from trueline.capture.proof.padding import prove_padding
+from trueline.capture.claims import prove_padding
 
 MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
 X = np.random.default_rng(0).standard_normal((3, 4, 2)).astype(np.float32)
