@@ -22,7 +22,6 @@ from trueline.runtime.session import FORMATS
 from trueline.storage.location import Location
 
 if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
     from trueline.recipe.contract import Recipe
 
 GOLDEN_SIZES = (1, 2, 5)
@@ -88,18 +87,15 @@ def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature])
     for case, sizes in cases.items():
         inputs = resize(example, signature, sizes)
         if signature.allows(sizes) and all(takes(claim, inputs) for claim in claims):
-            records.append(Golden(case=case, inputs=inputs, outputs=_answer(subject, signature, inputs)))
+            answer = subject.eager.run(inputs)
+            if signature.random:  # many answers, stacked
+                answer = distribution.sample(subject.eager, inputs, distribution.golden_draws(answer))
+            records.append(Golden(case=case, inputs=inputs, outputs=answer))
     if signature.state:
         first = records[0]
         inputs = {**first.inputs, **{given: first.outputs[left] for given, left in signature.state.items()}}
         records.append(Golden(case="second-call", inputs=inputs, outputs=subject.eager.run(inputs)))
     return records
-
-
-def _answer(subject: Subject, signature: Signature, inputs: dict[str, Array]) -> dict[str, Array]:
-    """The eager model's answer; many answers, stacked, where they are random."""
-    answer = subject.eager.run(inputs)
-    return distribution.sample(subject.eager, inputs, distribution.golden_draws(answer)) if signature.random else answer
 
 
 def _lineage(

@@ -24,19 +24,10 @@ from trueline.errors import BundleError, UsageError, join_names
 from trueline.runtime.compare import TOLERANCES
 
 C_TYPES = {
-    "BOOL": "at::kBool",
-    "INT8": "at::kChar",
-    "INT16": "at::kShort",
-    "INT32": "at::kInt",
-    "INT64": "at::kLong",
-    "UINT8": "at::kByte",
-    "UINT16": "at::kUInt16",
-    "UINT32": "at::kUInt32",
-    "UINT64": "at::kUInt64",
-    "FP16": "at::kHalf",
-    "FP32": "at::kFloat",
-    "FP64": "at::kDouble",
-}
+    "BOOL": "at::kBool", "INT8": "at::kChar", "INT16": "at::kShort", "INT32": "at::kInt", "INT64": "at::kLong",
+    "UINT8": "at::kByte", "UINT16": "at::kUInt16", "UINT32": "at::kUInt32", "UINT64": "at::kUInt64",
+    "FP16": "at::kHalf", "FP32": "at::kFloat", "FP64": "at::kDouble",
+}  # fmt: skip
 LOADERS = {"torchscript": "load_torchscript.txt", "aotinductor": "load_aotinductor.txt"}
 PROGRAMS = {"torchscript": "model.ts", "aotinductor": "model.so.pt2"}
 FIXED = ("CMakeLists.txt", "build.sh", "tables.hpp", "model.hpp", "check.cpp", "main.cpp")

@@ -7,6 +7,7 @@ standard library and of Trueline is not recorded. Only this thread is watched.
 
 from __future__ import annotations
 
+import dis
 import gc
 import inspect
 import linecache
@@ -167,6 +168,14 @@ def _line_before(events: Sequence[Event], index: int, calls: set[int]) -> Source
 def _place(code: CodeType, offset: int) -> SourceLine:
     line = next((line for start, end, line in code.co_lines() if start <= offset < end and line), None)
     return SourceLine(file=code.co_filename, line=line or code.co_firstlineno)
+
+
+def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+    """The instructions of `code`, each with its line."""
+    lines, line = {start: number for start, _, number in code.co_lines() if number}, code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset, line)
+        yield instruction, line
 
 
 def find_line(way: Sequence[Event], word: str) -> SourceLine | None:

@@ -90,13 +90,10 @@ class EagerSession:
 def _checksums(module: torch.nn.Module) -> dict[str, int]:
     """Of every parameter and buffer that lies in one piece in this machine's memory."""
     named = chain(module.named_parameters(), module.named_buffers())
-    return {name: _checksum(value.detach()) for name, value in named if _is_plain(value)}
+    plain = {name: value.detach().resolve_conj().contiguous() for name, value in named if _is_plain(value)}
+    return {name: zlib.crc32(value.reshape(-1).view(torch.uint8).numpy().data) for name, value in plain.items()}
 
 
 def _is_plain(value: torch.Tensor) -> bool:
     lazy = torch.nn.parameter.is_lazy(value)
     return not lazy and value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
-
-
-def _checksum(value: torch.Tensor) -> int:
-    return zlib.crc32(value.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data)

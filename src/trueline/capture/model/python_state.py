@@ -172,17 +172,13 @@ def _copy(value: Any, depth: int) -> Any:
             return {key: _copy(one, depth - 1) for key, one in value.items()}
         return type(value)(_copy(one, depth - 1) for one in value)
     if depth and _is_object(value) and type(value).__module__ != "builtins":
-        return _copy_object(value, depth)
+        try:
+            made = copy.copy(value)
+            vars(made).update({name: _copy(one, depth - 1) for name, one in vars(value).items()})
+        except Exception:  # noqa: BLE001 - an object of the user's that cannot be copied is left as it is
+            return value
+        return made
     return value
-
-
-def _copy_object(value: Any, depth: int) -> Any:
-    try:
-        made = copy.copy(value)
-        vars(made).update({name: _copy(one, depth - 1) for name, one in vars(value).items()})
-    except Exception:  # noqa: BLE001 - an object of the user's that cannot be copied is left as it is
-        return value
-    return made
 
 
 @final

@@ -260,10 +260,7 @@ def _input_names(module: torch.nn.Module, paths: Sequence[Sequence[Any]]) -> lis
 
 
 def _step(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return next((str(getattr(key, name)) for name in ("key", "idx", "name") if hasattr(key, name)), str(key))
 
 
 def _unique(names: Iterable[str], taken: set[str]) -> list[str]:

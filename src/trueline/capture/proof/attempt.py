@@ -96,15 +96,8 @@ class Captured:
 
 def emit_event(attempt: Attempt) -> None:
     """Emits the event of a finished attempt."""
-    if attempt.verdict == "proven":
-        events.emit(
-            "program.proven",
-            format=attempt.format,
-            probes=attempt.probes,
-            max_abs_error=attempt.max_abs_error,
-            seconds=attempt.seconds,
-            range=attempt.range,
-            bound_by=attempt.line or None,
-        )
-    else:
+    if attempt.verdict == "refused":
         events.emit("program.refused", format=attempt.format, why=attempt.reason, line=attempt.line)
+        return
+    fields = {name: getattr(attempt, name) for name in ("format", "probes", "max_abs_error", "seconds", "range")}
+    events.emit("program.proven", **fields, bound_by=attempt.line or None)

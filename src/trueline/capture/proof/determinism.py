@@ -10,7 +10,6 @@ calls, so it is called many times; one that counts its calls is called with its 
 
 from __future__ import annotations
 
-import dis
 import random
 import time
 from dataclasses import dataclass
@@ -309,20 +308,13 @@ def _loading_line(way: Sequence[Event], paths: Sequence[str]) -> SourceLine | No
 
 def _accesses(way: Sequence[Event], operation: str = "STORE_ATTR") -> Iterator[tuple[str, SourceLine]]:
     """Attributes that were stored into (or, by another operation, loaded), in order, and where."""
-    known: dict[CodeType, dict[int, tuple[str, int]]] = {}
+    known: dict[CodeType, dict[int, tuple[str, SourceLine]]] = {}
     for _, code, offset in way:
         if code not in known:
-            known[code] = _attribute_lines(code, operation)
+            known[code] = {
+                instruction.offset: (str(instruction.argval), SourceLine(file=code.co_filename, line=line))
+                for instruction, line in code_paths.instructions(code)
+                if instruction.opname == operation
+            }
         if offset in known[code]:
-            name, line = known[code][offset]
-            yield name, SourceLine(file=code.co_filename, line=line)
-
-
-def _attribute_lines(code: CodeType, operation: str) -> dict[int, tuple[str, int]]:
-    names, line = {}, code.co_firstlineno
-    lines = {start: number for start, _, number in code.co_lines() if number}
-    for instruction in dis.get_instructions(code):
-        line = lines.get(instruction.offset, line)
-        if instruction.opname == operation:
-            names[instruction.offset] = (str(instruction.argval), line)
-    return names
+            yield known[code][offset]

@@ -78,7 +78,8 @@ def _observe_one(eager: Session, probe: Probe, first: Sequence[Event] | None) ->
         except Exception as raised:  # noqa: BLE001 - the user's forward on made-up values may raise anything
             first_line = str(raised).splitlines()[0] if str(raised) else ""
             outputs, error = None, f"raises {type(raised).__name__}: {first_line}"
-    if outputs is not None and probe.wild and not all(_is_finite(array) for array in outputs.values()):
+    floats = [array for array in (outputs or {}).values() if array.dtype.kind == "f"]
+    if probe.wild and not all(np.isfinite(array).all() for array in floats):
         outputs, error = None, "answers no numbers"
     return Observation(probe=probe, outputs=outputs, error=error, way=way)
 
@@ -86,10 +87,6 @@ def _observe_one(eager: Session, probe: Probe, first: Sequence[Event] | None) ->
 def care(probe: Probe) -> AbstractContextManager[object]:
     """Keeps values of `probe` that are not finite from LAPACK."""
     return Careful() if probe.wild else nullcontext()  # type: ignore[no-untyped-call]
-
-
-def _is_finite(array: Array) -> bool:
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def hidden_state(observations: Sequence[Observation]) -> str:

@@ -8,7 +8,7 @@ docs/concepts/proof.md (probes of this kind caught 30 of 30 bad programs of a zo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -40,6 +40,11 @@ class Probe:
     """NaN, infinities, masks that hide everything: the probe is dropped where the eager model's answer is not
     finite."""
 
+    @property
+    def volume(self) -> tuple[int, int]:
+        """Records, and elements of all inputs."""
+        return self.num_records, sum(array.size for array in self.inputs.values())
+
 
 def make_probes(
     example: Mapping[str, Array],
@@ -59,7 +64,7 @@ def make_probes(
     wanted = sizes if isinstance(sizes, Mapping) else {maker.batch: sizes}
     given, again = (maker.probe({}, what) for what in ("as given", "as given, again"))
     more = [probe for probe in maker.reorder() if not covered(probe)]
-    valued = _distinct([*maker.change_values({}, _changes), *maker.alike(), *maker.wild(), *maker.small()])
+    valued = _distinct([*maker.change_values({}), *maker.alike(), *maker.wild(), *maker.small()])
     valued = [probe for probe in valued if not covered(probe)]
     last = [] if covered(again) else [again]
     room = limit - 1 - len(more) - len(valued) - len(last)
@@ -189,27 +194,26 @@ class _Maker:
 
     def reorder(self) -> Iterator[Probe]:
         """Single records, the last record first, and the other dimensions backwards."""
+        axes = self.axes.items()
+
+        def second(inputs: dict[str, Array]) -> dict[str, Array]:
+            return inputs | {name: self.example[name].take([1], axis) for name, axis in axes}
+
+        def reverse(inputs: dict[str, Array]) -> dict[str, Array]:
+            return inputs | {name: np.flip(inputs[name], axis).copy() for name, axis in axes}
+
+        def backwards(inputs: dict[str, Array]) -> dict[str, Array]:
+            free = {
+                spec.name: tuple(axis for axis, size in enumerate(spec.shape) if axis and isinstance(size, str))
+                for spec in self.signature.inputs
+            }
+            return {name: np.array(np.flip(array, free[name])) for name, array in inputs.items()}
+
         if self.base[self.batch] > 1:
-            yield self.probe({self.batch: 1}, "record 1", change=lambda inputs: self._one(1, inputs))
-            yield self.probe({}, "last record first", change=self._reverse)
+            yield self.probe({self.batch: 1}, "record 1", change=second)
+            yield self.probe({}, "last record first", change=reverse)
         if len(self.base) > 1:
-            yield self.probe({}, "backwards", change=self._backwards)
-
-    def _one(self, start: int, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return {
-            name: array.take([start], self.axes[name]) if name in self.axes else inputs[name]
-            for name, array in self.example.items()
-        }
-
-    def _reverse(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return {n: np.flip(array, self.axes[n]).copy() if n in self.axes else array for n, array in inputs.items()}
-
-    def _backwards(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        free = {
-            spec.name: tuple(axis for axis, size in enumerate(spec.shape) if axis and isinstance(size, str))
-            for spec in self.signature.inputs
-        }
-        return {name: np.array(np.flip(array, free[name])) for name, array in inputs.items()}
+            yield self.probe({}, "backwards", change=backwards)
 
     def resize(self, borders: Mapping[str, Sequence[int]], room: int) -> Iterator[Probe]:
         """Other sizes, as given: `borders` first. Symbols change alone at their smallest, then together."""
@@ -238,13 +242,13 @@ class _Maker:
                 return {**self.base, symbol: size}
         return {**self.base, **wanted}
 
-    def change_values(
-        self, sizes: Mapping[str, int], changes: Callable[..., dict[str, Change]], integers: Sequence[str] = INTEGERS
-    ) -> Iterator[Probe]:
-        for what, change in changes(self.random).items() if self.floats else ():
-            yield self.probe(sizes, what, change=_on(self.floats, change), made=True)
-        for what in integers if self.whole else ():
-            yield self.probe(sizes, what, change=self._integers(what), made=True)
+    def change_values(self, sizes: Mapping[str, int], only: Collection[str] | None = None) -> Iterator[Probe]:
+        for what, change in _changes(self.random).items():
+            if self.floats and (only is None or what in only):
+                yield self.probe(sizes, what, change=_on(self.floats, change), made=True)
+        for what in INTEGERS:
+            if self.whole and (only is None or what in only):
+                yield self.probe(sizes, what, change=self._integers(what), made=True)
 
     def alike(self) -> Iterator[Probe]:
         """Many records of equal values: each runtime decides which of equal scores a sort or a top-k takes first."""
@@ -261,7 +265,7 @@ class _Maker:
         smallest = {symbol: self.signature.dims[symbol].min for symbol in self.base}
         sizes = fit(self.signature, self.base, smallest) or {**self.base, self.batch: 1}
         if sizes != self.base:
-            yield from self.change_values(sizes, _few_changes, ("random integers",))
+            yield from self.change_values(sizes, ("zeros", "random", "random integers"))
 
     def wild(self) -> Iterator[Probe]:
         for what, value in (("one NaN", np.nan), ("one infinity", np.inf)):
@@ -366,11 +370,6 @@ def _changes(random: np.random.Generator) -> dict[str, Change]:
         "random": noise,
         "random, times 10, half of it zeros": sparse,
     }
-
-
-def _few_changes(random: np.random.Generator) -> dict[str, Change]:
-    changes = _changes(random)
-    return {what: changes[what] for what in ("zeros", "random")}
 
 
 def _whole(array: Array, shown: Array, what: str, random: np.random.Generator) -> Array:

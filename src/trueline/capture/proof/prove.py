@@ -78,9 +78,9 @@ def judge(
         progress(done, len(observations))
     hidden, disagreeing = hidden_state(observations), ""
     reason = f"the model answers equal inputs differently: {hidden}" if hidden else ""
-    wrong = [(_volume(seen.probe), one) for seen, one in zip(observations, evidence, strict=True) if _bad(one)]
+    wrong = [pair for pair in zip(observations, evidence, strict=True) if _is_bad(pair[1])]
     if wrong and not reason:
-        _, worst = min(wrong, key=lambda pair: pair[0])
+        _, worst = min(wrong, key=lambda pair: pair[0].probe.volume)
         reason, disagreeing = f"on probe '{worst.probe}': {worst.reason}", worst.probe
     if not reason and not any(one.verdict == "agrees" for one in evidence):
         reason = "no probe could be compared: each is outside the program's range, or the eager model raises"
@@ -95,11 +95,7 @@ def judge(
     )
 
 
-def _volume(probe: Probe) -> tuple[int, int]:
-    return probe.num_records, sum(array.size for array in probe.inputs.values())
-
-
-def _bad(one: Evidence) -> bool:
+def _is_bad(one: Evidence) -> bool:
     """A given record that the eager model cannot answer counts too: the program would claim its size."""
     return one.verdict == "disagrees" or (one.verdict == "unanswered" and one.origin == "given")
 

@@ -11,7 +11,6 @@ and two ways wherever one decides: otherwise the other side of a branch was neve
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import time
 from collections.abc import Collection, Sequence
@@ -221,14 +220,11 @@ def _outcomes(way: Sequence[Event], file: str, line: int) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _jumps(code: CodeType) -> dict[int, frozenset[int]]:
     """Offsets of the conditional jumps of each line."""
-    lines = {start: number for start, _, number in code.co_lines() if number}
-    found: dict[int, set[int]] = {}
-    line = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
-        line = lines.get(instruction.offset, line)
+    jumps: dict[int, set[int]] = {}
+    for instruction, line in code_paths.instructions(code):
         if ("JUMP" in instruction.opname and "_IF_" in instruction.opname) or instruction.opname == "FOR_ITER":
-            found.setdefault(line, set()).add(instruction.offset)
-    return {line: frozenset(offsets) for line, offsets in found.items()}
+            jumps.setdefault(line, set()).add(instruction.offset)
+    return {line: frozenset(offsets) for line, offsets in jumps.items()}
 
 
 @functools.lru_cache(maxsize=1024)
