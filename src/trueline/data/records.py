@@ -306,6 +306,10 @@ def translate_damage(file: File, kind: str, where: str = "") -> Iterator[None]:
         raise damage_error(file, kind, where, error) from error
 
 
+def torn_error(file: File, at: int, why: str, hint: str = "") -> DataError:
+    return DataError(f"{file.uri} is torn at byte {at}: {why}", hint=hint)
+
+
 def damage_error(file: File, kind: str, where: str, error: Exception) -> DataError:
     """For one of DAMAGE."""
     if isinstance(error, PermissionError | FileNotFoundError):

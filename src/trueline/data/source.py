@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
+    from trueline.data.order.permutation import Indices
     from trueline.data.order.record_orders import RecordOrder
-
-    Indices = npt.NDArray[np.int64]
 
 Mode = Literal["training", "evaluation", "prediction"]
 

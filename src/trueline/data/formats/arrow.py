@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from trueline.data.records import FileListing, FileUnit
+from trueline.data.records import FileListing, FileUnit, torn_error
 from trueline.errors import DataError, join_names
 from trueline.storage.location import File, LocalFile, Stamp, read_range
 
@@ -69,10 +69,9 @@ class ArrowFormat:
                 try:
                     batch = reader.read_next_batch()
                 except StopIteration:
-                    raise DataError(
-                        f"{file.uri} is torn at byte {at}: no end mark follows {len(parts)} record batches",
-                        hint="close the writer that makes it, or write it again as an IPC file",
-                    ) from None
+                    why = f"no end mark follows {len(parts)} record batches"
+                    hint = "close the writer that makes it, or write it again as an IPC file"
+                    raise torn_error(file, at, why, hint) from None
                 parts.append(FileUnit(batch.num_rows, at, source.tell()))
 
     def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trueline.data.records import FileListing, FileUnit, split_evenly, split_runs
+from trueline.data.order.permutation import Ints
+from trueline.data.records import FileListing, FileUnit, split_evenly, split_runs, torn_error
 from trueline.errors import DataError
 from trueline.storage.cache import load_index
 from trueline.storage.location import File, Stamp, read_range
@@ -39,8 +40,6 @@ COMPRESSORS = {"none": 0, "snappy": 1, "gzip": 2}
 _WHOLE, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3
 _SNAPPY_IDENTIFIER = b"\xff\x06\x00\x00sNaPpY"
 _SNAPPY_COMPRESSED, _SNAPPY_PLAIN, _SNAPPY_BYTES = 0x00, 0x01, 65536
-
-Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 class RecordIoFormat:
@@ -147,15 +146,13 @@ def _chunks(file: File) -> Iterator[FileUnit]:
             opened.seek(at)
             header = opened.read(HEADER.size)
             if len(header) < HEADER.size:
-                raise DataError(f"{file.uri} is torn at byte {at}: {len(header)} bytes of a chunk's header are left")
+                raise torn_error(file, at, f"{len(header)} bytes of a chunk's header are left")
             magic, _, compressor, length, count = HEADER.unpack(header)
             end = at + HEADER.size + length
             if magic != MAGIC or compressor not in COMPRESSORS.values():
-                raise DataError(
-                    f"{file.uri} is torn at byte {at}: magic {magic:#010x}, compressor {compressor} begin no chunk"
-                )
+                raise torn_error(file, at, f"magic {magic:#010x}, compressor {compressor} begin no chunk")
             if end > size:
-                raise DataError(f"{file.uri} is torn at byte {at}: its chunk ends {end - size} bytes after the file")
+                raise torn_error(file, at, f"its chunk ends {end - size} bytes after the file")
             part = FileUnit(count, at, end)
             if not count and length:
                 _chunk_records(header + opened.read(length), part, file)  # it is not read later
@@ -168,7 +165,7 @@ def _chunk_records(data: bytes, part: FileUnit, file: File) -> pa.Table:
     _, checksum, compressor, length, _ = HEADER.unpack_from(data)
     stored = memoryview(data)[HEADER.size :]
     if len(stored) != length or zlib.crc32(stored) != checksum:
-        raise DataError(f"{file.uri} is torn at byte {part.at}: the chunk does not match its CRC-32")
+        raise torn_error(file, part.at, "the chunk does not match its CRC-32")
     payload: bytes | memoryview = stored
     if compressor:
         payload = (decompress_snappy if compressor == COMPRESSORS["snappy"] else gzip.decompress)(stored)
@@ -189,9 +186,9 @@ def _unpack(payload: bytes | memoryview, part: FileUnit, file: File) -> pa.Array
         begin, at = at + 4, at + 4 + length
         records.append(whole[begin:at])
     if at != size or len(records) != part.count:
+        claim = f"the chunk claims {part.count} records in {size} bytes"
         raise DataError(
-            f"{file.uri} is damaged at byte {part.at}: the chunk claims {part.count} records in {size} bytes, "
-            f"but {len(records)} records end at byte {at}"
+            f"{file.uri} is damaged at byte {part.at}: {claim}, but {len(records)} records end at byte {at}"
         )
     return _binary(np.cumsum([0, *map(len, records)], dtype=np.int64), pa.py_buffer(b"".join(records)))
 
@@ -219,11 +216,11 @@ def find_dmlc_starts(file: File) -> Ints:
             head = opened.read(8)
             magic, word = struct.unpack("<2I", head) if len(head) == 8 else (0, 0)
             if magic not in (DMLC_MAGIC, DMLC_EARLY):
-                raise DataError(f"{file.uri} is torn at byte {at}: {head!r} begins no part of a record")
+                raise torn_error(file, at, f"{head!r} begins no part of a record")
             bits = 29 if magic == DMLC_MAGIC else 30
             flag, length = word >> bits, word & (1 << bits) - 1
             if inside == (flag in (_WHOLE, _FIRST)):
-                raise DataError(f"{file.uri} is torn at byte {at}: a part of kind {flag} is out of place")
+                raise torn_error(file, at, f"a part of kind {flag} is out of place")
             if not inside:
                 starts.append(at)
             inside = flag not in (_WHOLE, _LAST)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from trueline.data.records import FileListing, FileUnit, split_runs
+from trueline.data.order.permutation import Ints
+from trueline.data.records import FileListing, FileUnit, split_runs, torn_error
 from trueline.errors import DataError
 from trueline.storage.cache import Arrays, load_index
 from trueline.storage.location import File, Stamp
@@ -27,8 +27,6 @@ KEY = "__key__"
 _UNIT_BYTES = 4 << 20
 _UNIT_RECORDS = 1024
 _BLOCK = 512
-
-Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 @dataclass(slots=True)
@@ -131,7 +129,7 @@ def _members(file: File) -> Iterator[tuple[str, int, int]]:
         block = opened.read(_BLOCK)
         if block != bytes(_BLOCK):
             why = "it ends without its end mark" if len(block) < _BLOCK else "a header is damaged"
-            raise DataError(f"{file.uri} is torn at byte {at}: {why}")
+            raise torn_error(file, at, why)
 
 
 def _split_name(name: str) -> tuple[str, str]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
+from trueline.data.order.permutation import Ints
 from trueline.data.records import FileListing, FileUnit, first_line, split_evenly
 from trueline.errors import DataError
 from trueline.storage.cache import load_index
@@ -24,8 +24,6 @@ UNIT_RECORDS = 4096
 _PIECE = 16 << 20
 _SAMPLE = 1 << 20
 _NEWLINE, _QUOTE, _RETURN = 0x0A, 0x22, 0x0D
-
-Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 class _Lines:

@@ -12,16 +12,14 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trueline.data.order.permutation import Ints
 from trueline.data.records import FileRecords, Range, Records
 from trueline.errors import DataError
-
-Ints = npt.NDArray[np.signedinteger[Any]]
 
 _PAID = 64
 """Copying this many records in a row costs about as much as taking one record of a unit."""
@@ -276,7 +274,13 @@ class StreamReader:
         while left:
             if self._piece is None or self._used == self._piece.num_rows:
                 self._piece = None  # frees its memory for the next one
-                self._piece, self._used = self._next(), 0
+                self._piece, self._used = next(self._tables, None), 0
+                if self._piece is None:
+                    raise DataError("records ended before the last of them was read")
+                if self._num_records >= 2 * self._measured:  # measuring takes as long as slicing
+                    self._num_bytes += self._piece.nbytes
+                    self._measured += len(self._piece)
+                self._num_records += len(self._piece)
             tables.append(self._piece.slice(self._used, left))
             self._used += tables[-1].num_rows
             left -= tables[-1].num_rows
@@ -285,14 +289,3 @@ class StreamReader:
 
     def forget(self) -> None:
         self._tables, self._piece, self.at = iter(()), None, -1
-
-    def _next(self) -> pa.Table:
-        table = next(self._tables, None)
-        if table is None:
-            raise DataError("records ended before the last of them was read")
-        count = len(table)
-        if self._num_records >= 2 * self._measured:  # measuring takes as long as slicing
-            self._num_bytes += table.nbytes
-            self._measured += count
-        self._num_records += count
-        return table

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Ordered, Prefetching, Source
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import torch
-
-    from trueline.data.source import Indices
 
 
 def seed_all(*parts: int) -> None:
@@ -150,7 +148,7 @@ class SeededReader:
         """Nothing: this reader holds no resources."""
 
 
-def join_batches(batches: Sequence[Batch], places: npt.NDArray[np.int64] | None = None) -> Batch:
+def join_batches(batches: Sequence[Batch], places: Indices | None = None) -> Batch:
     """One batch of several, nested alike. With `places` its record i is the `places[i]`-th of them all.
 
     Raises KeyError, IndexError, TypeError or RuntimeError for batches of other names, lengths, dtypes or shapes.
@@ -159,7 +157,7 @@ def join_batches(batches: Sequence[Batch], places: npt.NDArray[np.int64] | None 
     return Batch(_join(inputs, places), _join(labels, places))
 
 
-def _join(values: list[Any], places: npt.NDArray[np.int64] | None) -> Any:
+def _join(values: list[Any], places: Indices | None) -> Any:
     import torch
 
     first = values[0]

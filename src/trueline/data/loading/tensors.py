@@ -21,24 +21,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trueline.data.source import Mode
 from trueline.errors import DataError, join_names
 
 if TYPE_CHECKING:
     import torch
 
-    from trueline.data.source import Mode
-
 Array = npt.NDArray[Any]
 
 _BINARY = {pa.lib.Type_BINARY, pa.lib.Type_LARGE_BINARY, pa.lib.Type_FIXED_SIZE_BINARY}
 _LISTS = {pa.lib.Type_LIST, pa.lib.Type_LARGE_LIST, pa.lib.Type_FIXED_SIZE_LIST}
-_DTYPES = {
-    kind.id: np.dtype(kind.to_pandas_dtype())
-    for kind in (
-        pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64(),
-        pa.float16(), pa.float32(), pa.float64(),
-    )
-}  # fmt: skip
+_NUMBERS = "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
+_DTYPES = {pa.type_for_alias(name).id: np.dtype(name) for name in _NUMBERS.split()}
 _CHUNKED = pa.ChunkedArray
 _BYTE, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 LABELS = ("label", "labels", "target", "targets", "y")

@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from trueline.data.loading.seeding import SeededReader
+from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Source
 from trueline.errors import DataError, TruelineError
 
 if TYPE_CHECKING:
     import torch
 
-    from trueline.data.source import Indices
 
 _HEAD = struct.Struct("!qqq")
 """Number of the request, its epoch or success, bytes after the tensors."""

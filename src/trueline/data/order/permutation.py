@@ -13,17 +13,16 @@ from fractions import Fraction
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trueline.errors import DataError
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Int64s = npt.NDArray[np.int64]
-    UInt64s = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]
+UInt64s = npt.NDArray[np.uint64]
 
 _ROUNDS = 8
 _MIN_BITS = 6
@@ -36,7 +35,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _MAX_RECORDS = 1 << 62
 
 
-def record_at(positions: npt.ArrayLike, *, seed: int, epoch: int, num_records: int) -> Int64s:
+def record_at(positions: npt.ArrayLike, *, seed: int, epoch: int, num_records: int) -> Indices:
     """The records at `positions` of `epoch`, int64, same shape: a bijection of [0, num_records). Raises DataError."""
     flat = check_positions(positions, num_records).astype(np.uint64).ravel()
     bits = max(_MIN_BITS, (num_records - 1).bit_length())
@@ -112,7 +111,7 @@ def _shares(count: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def check_positions(positions: npt.ArrayLike, num_records: int) -> Int64s:
+def check_positions(positions: npt.ArrayLike, num_records: int) -> Indices:
     """Raises DataError for positions outside and for an empty source."""
     _check_sizes(num_records, 1)
     array = np.asarray(positions)
@@ -173,7 +172,7 @@ def _round(half: UInt64s, key: int, bits: int) -> UInt64s:
 
 
 @lru_cache(maxsize=8)
-def _tables(keys: tuple[int, ...], bits: int) -> list[Int64s]:
+def _tables(keys: tuple[int, ...], bits: int) -> list[Indices]:
     """Each round function's values for every half: at most 256 KB, and a fifth of the work."""
     widths = (bits // 2, bits - bits // 2)
     tables = []

@@ -5,7 +5,7 @@
     WeightedOrder   records by weight, each as often as its share of the draws, rounded up or down
     BucketedOrder   batches of records of similar length, from another order
     MixedOrder      several orders in a fixed ratio; one that is used up begins again
-    WindowOrder     blocks of neighbours are shuffled, and records within a window of blocks
+    WindowOrder     blocks of successive records are shuffled, and records within a window of blocks
 
 Recipes reach weighted, bucketed and mixed orders through `data/sources/mixture.py`. docs/concepts/order.md measures how
 well WindowOrder mixes, and the cost.
@@ -16,15 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from trueline.data.order.permutation import check_positions, key_of, record_at, split
+from trueline.data.order.permutation import Ints, check_positions, key_of, record_at, split
 from trueline.errors import DataError
-
-Ints = npt.NDArray[np.signedinteger[Any]]
 
 BLOCK_RECORDS = 16384
 WINDOW_RECORDS = 65536

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from trueline.data.loading.seeding import seed_generators
-from trueline.data.source import Batch, Unit, check_indices
+from trueline.data.order.permutation import Indices
+from trueline.data.source import Batch, Mode, Unit, check_indices
 from trueline.errors import DataError
-
-if TYPE_CHECKING:
-    from trueline.data.source import Indices, Mode
 
 _SAMPLES = 8
 

@@ -19,19 +19,16 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trueline.data.loading.seeding import join_batches
-from trueline.data.order.permutation import key_of
+from trueline.data.order.permutation import Indices, key_of
 from trueline.data.order.record_orders import BucketedOrder, MixedOrder, PermutedOrder, RecordOrder, WeightedOrder
 from trueline.data.source import Batch, Prefetching, Source, Unit, check_indices
 from trueline.errors import DataError
-
-if TYPE_CHECKING:
-    from trueline.data.source import Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from trueline.data.loading.decoded_cache import TableCache, run_of
+from trueline.data.order.permutation import Indices
 from trueline.data.records import Records
-from trueline.data.source import Batch, check_indices
+from trueline.data.source import Batch, Mode, check_indices
 from trueline.errors import DataError
-
-if TYPE_CHECKING:
-    from trueline.data.source import Indices, Mode
 
 CACHE_BYTES = 256 * 2**20
 AHEAD = 2
