@@ -3,8 +3,7 @@
     from the start  | 0 ........ | 1 ........ | 2 .... |      4 MiB each: for records
     from the end    | 3 ...... | 2 ..... | 1 .. | 0 . |       64 KiB and four times as much each: for footers
 
-After a block arrives, the object's stamp is compared with the listed one, so an object that is replaced is an error and
-not a mixture.
+After a block arrives, the object's stamp is compared with the listed one: an object that is replaced is an error.
 """
 
 from __future__ import annotations
@@ -177,11 +176,9 @@ class _BlockReader(io.RawIOBase):
 
 
 def read_footers(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> Iterator[Callable[[], bytes]]:
-    """For each of `files`, a function that returns `read(file)` or raises its error.
-
-    Footers are read, cached and checked together, which takes half as many requests as one by one. Another process of
-    this machine that needs the same waits for the first. Raises DataError for the first object that was changed.
-    """
+    """For each of `files`, a function that returns `read(file)` or raises its error. Footers are read and checked
+    together, which takes half as many requests as one by one; other processes of this machine that need the same wait
+    for the first. Raises DataError for the first object that was changed."""
     size = max(_MIN_GROUP, -(-len(files) // _MAX_GROUPS))
     for start in range(0, len(files), size):
         yield from _read_group(files[start : start + size], read)

@@ -25,7 +25,6 @@ from trueline.storage.object_store import ListedPrefix, ObjectStore, map_concurr
 
 COMMIT, PLAN = "_commit.json", "_plan.json"
 CACHE_BYTES = "TRUELINE_CACHE_BYTES"
-_DEFAULT_CACHE_BYTES = 20 << 30
 
 
 def list_files(uris: Sequence[Uri], suffixes: Sequence[str], *, complete: bool = True) -> list[File]:
@@ -103,17 +102,14 @@ def list_store(
 
 @lru_cache(maxsize=1)
 def _shared_cache() -> BlockCache:
-    max_bytes = os.environ.get(CACHE_BYTES, str(_DEFAULT_CACHE_BYTES))
+    max_bytes = os.environ.get(CACHE_BYTES, str(20 << 30))
     if not max_bytes.isdigit():
         raise DataError(f"{CACHE_BYTES} is '{max_bytes}', expected a number of bytes")
     return BlockCache(cache_folder() / "blocks", int(max_bytes))
 
 
 def _check_complete(folder: str, names: Collection[str], read: Callable[[str], bytes]) -> None:
-    """Raises DataError when `folder`, which holds `names`, lacks a part of its plan. Without a plan it is complete.
-
-    `read` returns the content of one of `names`.
-    """
+    """Raises DataError when `folder`, which holds `names` that `read` returns, lacks a part of its plan."""
     if PLAN not in names:
         return
     endings = sorted({name[name.rindex(".") :] for name in names if name.startswith("part-") and "." in name})

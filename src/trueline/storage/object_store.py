@@ -82,10 +82,8 @@ class RetryPolicy:
 def start_all(
     call: Callable[[Item], Result], items: Iterable[Item], *, at_once: int = AT_ONCE
 ) -> Iterator[Callable[[], Result]]:
-    """For each of `items`, in order, a function that returns `call(item)` or raises its error.
-
-    At most `4 * at_once` items are taken ahead. The threads end with the call, so a process may fork between two calls.
-    """
+    """For each of `items`, in order, a function that returns `call(item)` or raises its error. At most `4 * at_once`
+    items are taken ahead. The threads end with the call, so a process may fork between two calls."""
     threads = ThreadPoolExecutor(at_once, thread_name_prefix="store")
     try:
         waiting: deque[Future[Result]] = deque()
@@ -112,9 +110,7 @@ class ObjectStore:
     def __init__(
         self, fs: Any, retry: RetryPolicy | None = None, cache: BlockCache | None = None, block_bytes: int = BLOCK_BYTES
     ) -> None:
-        self.retry = retry or RetryPolicy()
-        self.cache = cache
-        self.block_bytes = block_bytes
+        self.retry, self.cache, self.block_bytes = retry or RetryPolicy(), cache, block_bytes
         self._opened = [(os.getpid(), fs)]
         """By process; the parent's stays, since to drop it is to close its connections."""
         self._lock = Lock()
@@ -164,8 +160,7 @@ def find_objects(fs: Any, top: str) -> dict[str, dict[str, Any]]:
 def get_info(fs: Any, key: str) -> dict[str, Any]:
     """The store's facts on one object now."""
     fs.invalidate_cache(key.rpartition("/")[0])
-    info: dict[str, Any] = fs.info(key)
-    return info
+    return dict(fs.info(key))
 
 
 def stamp_of(info: dict[str, Any]) -> Stamp:
@@ -193,8 +188,7 @@ def redact_uri(uri: str) -> str:
     >>> redact_uri("s3://id:secret@bucket/day.parquet?X-Amz-Signature=abc")
     's3://bucket/day.parquet'
     """
-    is_glob = "*" in uri or "[" in uri
-    return _USER.sub(r"\1", uri if is_glob else uri.partition("?")[0])
+    return _USER.sub(r"\1", uri if "*" in uri or "[" in uri else uri.partition("?")[0])
 
 
 def redact_text(text: str) -> str:

@@ -2,8 +2,7 @@
 
     train/cat/1.png  train/dog/7.jpg     ->     image (the file's bytes), label (0: cat, 1: dog), path ('cat/1.png')
 
-Classes are numbered in the order of their names, images sorted by path. Nothing is decoded here. A unit is a run of at
-most 256 images.
+Classes are numbered in the order of their names, images sorted by path. Nothing is decoded here.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import gzip
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from importlib import import_module
 from itertools import accumulate, repeat
@@ -95,23 +96,14 @@ class ArrayRecordFormat:
     ranged = True
 
     def list(self, file: File) -> FileListing:
-        reader = _open_array_record(file)
-        try:
-            count = int(reader.num_records())
-        finally:
-            reader.close()
-        return FileListing(SCHEMA, split_evenly(count, UNIT_RECORDS))
+        with _read_array_record(file) as reader:
+            return FileListing(SCHEMA, split_evenly(int(reader.num_records()), UNIT_RECORDS))
 
     def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
         if start == stop:
             return SCHEMA.empty_table()
-        reader = _open_array_record(file)
-        try:
+        with _read_array_record(file) as reader:
             records = reader.read(part.at + start, part.at + stop)
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
-        finally:
-            reader.close()
         return pa.table([pa.array(records, pa.binary())], schema=SCHEMA)
 
 
@@ -125,17 +117,18 @@ def array_record_package() -> Any:
         ) from error
 
 
-def _open_array_record(file: File) -> Any:
-    module = array_record_package()
+@contextmanager
+def _read_array_record(file: File) -> Iterator[Any]:
+    package = array_record_package()
     if file.path is None:
         raise DataError(f"{file.uri}: ArrayRecord is read from local disks only", hint="copy it, or convert it")
     try:
-        reader = module.ArrayRecordReader(str(file.path), "readahead_buffer_size:0")
+        with closing(package.ArrayRecordReader(str(file.path), "readahead_buffer_size:0")) as reader:
+            if not reader.ok():
+                raise ValueError("the reader does not accept it")
+            yield reader
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    if not reader.ok():
-        raise ValueError("the reader does not accept it")
-    return reader
 
 
 def _chunks(file: File) -> Iterator[FileUnit]:
@@ -231,10 +224,8 @@ def find_dmlc_starts(file: File) -> Ints:
 
 
 def split_dmlc_records(data: bytes, start: int) -> Iterator[bytes]:
-    """The records of a run of parts, with the magic that the writer dropped between them put back.
-
-    Raises ValueError that names the byte, counted from `start`.
-    """
+    """The records of a run of parts, with the magic that the writer dropped between them. Raises ValueError that names
+    the byte, counted from `start`."""
     at, parts = 0, list[bytes]()
     while at < len(data):
         magic, word = struct.unpack_from("<2I", data, at)
@@ -290,10 +281,8 @@ def compress_snappy(data: bytes) -> bytes:
 
 
 def decompress_snappy(data: bytes | memoryview) -> bytes:
-    """The content of a framed stream, whose CRC-32Cs are not compared: the chunk's CRC-32 covers it.
-
-    Raises ValueError that names the byte at which the stream is damaged.
-    """
+    """The content of a framed stream, whose CRC-32Cs are not compared: the chunk's CRC-32 covers it. Raises ValueError
+    that names the byte at which the stream is damaged."""
     view = memoryview(data)
     if bytes(view[: len(_SNAPPY_IDENTIFIER)]) != _SNAPPY_IDENTIFIER:
         raise ValueError(f"snappy stream begins with {bytes(view[:10])!r}, expected its identifier")

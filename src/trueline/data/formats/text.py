@@ -37,6 +37,20 @@ class _Lines:
     def __init__(self) -> None:
         self._known: dict[tuple[str, Stamp], tuple[Ints, pa.Schema]] = {}
 
+    def list(self, file: File) -> FileListing:
+        kind, header = f"lines quoted={self.quoted}", int(self.quoted)  # CSV's first line has the names of the columns
+        index = load_index(file, kind, lambda: {"marks": find_marks(file, quoted=self.quoted)})
+        marks = index["marks"].astype(np.int64)
+        if len(marks) < 2 and header:
+            raise DataError(f"{file.uri} is empty: a CSV file begins with the names of its columns")
+        if len(marks) < 2:
+            return FileListing(pa.schema([]), [])
+        count = min(max(int(np.searchsorted(marks, int(marks[0]) + _SAMPLE)), 1), len(marks) - 1)
+        inferred = self._parse(file, read_range(file, int(marks[0]), int(marks[count])), None).schema
+        schema = pa.schema([pa.field(field.name, self._column_type(field.type)) for field in inferred])
+        self._known[file.uri, file.stamp] = marks[header:], schema
+        return FileListing(schema, split_evenly(len(marks) - 1 - header, UNIT_RECORDS))
+
     def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
         _, schema = self._known[file.uri, file.stamp]
         if start == stop:
@@ -54,10 +68,9 @@ class _Lines:
     def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
         raise NotImplementedError
 
-    def _marks(self, file: File) -> Ints:
-        kind = f"lines quoted={self.quoted}"
-        index = load_index(file, kind, lambda: {"marks": find_marks(file, quoted=self.quoted)})
-        return index["marks"].astype(np.int64)
+    def _column_type(self, kind: Any) -> Any:
+        """The type of a column that pyarrow infers as `kind`."""
+        raise NotImplementedError
 
     def _locate_error(self, file: File, start: int, stop: int, error: Exception) -> DataError:
         """Names the first record that does not parse by itself."""
@@ -74,10 +87,6 @@ class _Lines:
             hint="every record has the columns and types of the first mebibyte",
         )
 
-    def _list_units(self, file: File, marks: Ints, schema: pa.Schema) -> FileListing:
-        self._known[file.uri, file.stamp] = marks, schema
-        return FileListing(schema, split_evenly(len(marks) - 1, UNIT_RECORDS))
-
 
 class CsvFormat(_Lines):
     """With a header line. `.tsv` has tabs instead of commas."""
@@ -85,15 +94,8 @@ class CsvFormat(_Lines):
     name = "CSV"
     quoted = True
 
-    def list(self, file: File) -> FileListing:
-        marks = self._marks(file)
-        if len(marks) < 2:
-            raise DataError(f"{file.uri} is empty: a CSV file begins with the names of its columns")
-        inferred = self._parse(file, _read_sample(file, marks), None).schema
-        fields = [
-            pa.field(field.name, pa.string() if pa.types.is_null(field.type) else field.type) for field in inferred
-        ]
-        return self._list_units(file, marks[1:], pa.schema(fields))
+    def _column_type(self, kind: Any) -> Any:
+        return pa.string() if pa.types.is_null(kind) else kind
 
     def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
         delimiter = "\t" if file.name.endswith(".tsv") else ","
@@ -111,13 +113,15 @@ class JsonLinesFormat(_Lines):
 
     name = "JSON Lines"
 
-    def list(self, file: File) -> FileListing:
-        marks = self._marks(file)
-        if len(marks) < 2:
-            return FileListing(pa.schema([]), [])
-        inferred = self._parse(file, _read_sample(file, marks), None).schema
-        schema = pa.schema([pa.field(field.name, _json_type(field.type)) for field in inferred])
-        return self._list_units(file, marks, schema)
+    def _column_type(self, kind: Any) -> Any:
+        """A timestamp that pyarrow infers becomes a string again, and nulls too, since strings may follow."""
+        if pa.types.is_timestamp(kind) or pa.types.is_null(kind):
+            return pa.string()
+        if pa.types.is_list(kind):
+            return pa.list_(self._column_type(kind.value_type))
+        if pa.types.is_struct(kind):
+            return pa.struct([pa.field(field.name, self._column_type(field.type)) for field in kind])
+        return kind
 
     def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
         unexpected = "infer" if schema is None else "error"
@@ -126,23 +130,6 @@ class JsonLinesFormat(_Lines):
         table = pyarrow.json.read_json(pa.BufferReader(data), read, parse)
         table.validate(full=True)  # of UTF-8, which the parser does not check
         return table if schema is None else table.select(schema.names)
-
-
-def _read_sample(file: File, marks: Ints) -> bytes:
-    """The records in the first mebibyte; at least one."""
-    count = min(max(int(np.searchsorted(marks, int(marks[0]) + _SAMPLE)), 1), len(marks) - 1)
-    return read_range(file, int(marks[0]), int(marks[count]))
-
-
-def _json_type(kind: Any) -> Any:
-    """A timestamp that pyarrow infers becomes a string again, and nulls too, since strings may follow."""
-    if pa.types.is_timestamp(kind) or pa.types.is_null(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(_json_type(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, _json_type(field.type)) for field in kind])
-    return kind
 
 
 def find_marks(file: File, *, quoted: bool) -> Ints:

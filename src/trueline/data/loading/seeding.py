@@ -50,10 +50,8 @@ def _on_cuda() -> list[torch.Tensor]:
 
 
 def _numpy_state() -> tuple[int, int]:
-    """First word and position of numpy's Mersenne twister, read in place: get_state takes 20 us.
-
-    The words change whenever the position starts again, so the pair changes with every draw.
-    """
+    """First word and position of numpy's Mersenne twister, read in place: get_state takes 20 us. The words change when
+    the position starts again, so the pair changes with every draw."""
     generator = np.random.mtrand._rand._bit_generator
     if type(generator) is not np.random.MT19937:  # set_bit_generator was called
         return hash(str(generator.state)), 0
@@ -149,10 +147,8 @@ class SeededReader:
 
 
 def join_batches(batches: Sequence[Batch], places: Indices | None = None) -> Batch:
-    """One batch of several, nested alike. With `places` its record i is the `places[i]`-th of them all.
-
-    Raises KeyError, IndexError, TypeError or RuntimeError for batches of other names, lengths, dtypes or shapes.
-    """
+    """One batch of several, nested alike; with `places` its record i is the `places[i]`-th of all. Raises KeyError,
+    IndexError, TypeError or RuntimeError for batches of other names, lengths, dtypes or shapes."""
     inputs, labels = [batch.inputs for batch in batches], [batch.labels for batch in batches]
     return Batch(_join(inputs, places), _join(labels, places))
 

@@ -1,7 +1,4 @@
-"""A Source over Records of any format: the recipe's `feed` makes tensors of them.
-
-torch is imported when the first batch is fed.
-"""
+"""A Source over Records of any format: the recipe's `feed` makes tensors of them."""
 
 from __future__ import annotations
 

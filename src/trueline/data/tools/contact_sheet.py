@@ -1,7 +1,5 @@
-"""A contact sheet of samples: the columns that are images, each with the values of the other columns.
-
-An image is binary that Pillow can decode, or nested lists of numbers: rows of grey values.
-"""
+"""A contact sheet of samples: columns of images (binary that Pillow can decode, or nested lists of grey values), each
+with the values of the other columns."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ _CAPTION_CHARS = 26
 
 
 def draw(samples: pa.Table, path: str | PathLike[str]) -> int:
-    """Writes the PNG file `path` and returns the number of images on it.
-
-    Raises DataError without a column of images, UsageError when Pillow is not installed, StorageError.
-    """
+    """Writes the PNG file `path` and returns the number of images on it. Raises DataError without a column of images,
+    UsageError when Pillow is not installed, StorageError."""
     try:
         from PIL import Image, ImageDraw
     except ImportError as error:

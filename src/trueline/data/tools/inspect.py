@@ -95,12 +95,10 @@ def compare_with_commit(where: Uri) -> list[Quarantined]:
             return []
     elif not local_path(where).is_dir():
         return []
-    folder, faults = open_folder(where), list[Quarantined]()
-    facts = read_commit(where)
+    folder, facts, faults = open_folder(where), read_commit(where), list[Quarantined]()
     if facts is None:
-        unfinished = PLAN in folder.names()
         why = f"its writer has not finished it: it has {PLAN} and no {COMMIT}"
-        return [Quarantined(text, "folder", 0, why)] if unfinished else []
+        return [Quarantined(text, "folder", 0, why)] if PLAN in folder.names() else []
     for part in facts["parts"]:
         data = folder.get(part["name"])
         if data is None:
@@ -124,10 +122,8 @@ def convert(
     range_records: int = RANGE_RECORDS,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Writes all records of `uris` to the folder `where` in the format `to`; returns the commit list.
-
-    Continues an earlier run. Raises DataError, also when the source has changed since that run.
-    """
+    """Writes all records of `uris` to the folder `where` in the format `to`, or continues an earlier run; returns the
+    commit list. Raises DataError, also when the source has changed since that run."""
     given = as_list(uris)
     records = open_records(given, format=format)
     total = count_records(records)
