@@ -76,7 +76,7 @@ def new_registry(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], s
 
         if not made:
             tables = tmp_path_factory.mktemp("tables") / "mlflow.db"
-            with store.opened(f"sqlite:///{tables}"):
+            with store.open_store(f"sqlite:///{tables}"):
                 made.append(tables)
         shutil.copyfile(made[0], folder / "mlflow.db")
         return f"sqlite:///{folder}/mlflow.db"

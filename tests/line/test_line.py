@@ -110,7 +110,7 @@ def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(sh
         out = Path(f"{Path(source).name}.jsonl")
         assert run(["predict", str(RECIPE), source, "--out", str(out), "-q"]) == 0
         assert len(out.read_text().splitlines()) == 360
-    with store.opened(None) as client:
+    with store.open_store(None) as client:
         found = client.get_run(client.get_model_version_by_alias("digits", "champion").run_id).data
     assert found.metrics["accuracy"] >= 0.97
     assert (found.params["epochs"], found.params["records"]) == ("12", "1437")

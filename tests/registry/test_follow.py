@@ -13,7 +13,7 @@ import pytest
 
 from trueline.errors import RegistryError, UsageError
 from trueline.registry import RunFacts, follow, register, store
-from trueline.registry.curves import MAX_POINTS, Curves
+from trueline.registry.follow import MAX_POINTS, Curves
 from worlds import bundles
 from worlds.waiting import until
 
@@ -62,7 +62,7 @@ def uri(folder: Path) -> str:
 
 def found(folder: Path, run_id: str) -> tuple[Any, dict[str, list[tuple[int, float]]]]:
     """The run and all its curves."""
-    with store.opened(uri(folder)) as client:
+    with store.open_store(uri(folder)) as client:
         run = client.get_run(run_id)
         histories = {key: client.get_metric_history(run_id, key) for key in run.data.metrics}
     return run, {key: [(point.step, point.value) for point in history] for key, history in histories.items()}
@@ -81,7 +81,7 @@ def test_a_finished_job_is_a_run_with_its_settings_curves_certificates_and_files
     assert curves["eval/top-5 _"] == [(6, 0.9)]
     assert json.loads(run.data.tags["trueline.certificate.0"])["steps"] == 6
     assert (run.data.tags["trueline.state"], run.data.tags["trueline.exactly_once"]) == ("finished", "true")
-    with store.opened(uri(registry)) as client:
+    with store.open_store(uri(registry)) as client:
         assert client.get_experiment_by_name("digits").experiment_id == run.info.experiment_id
         files = {entry.path for entry in client.list_artifacts(run.info.run_id)}
     assert files == {"summary.json", "events.jsonl", "page.html", "job.json"}
@@ -218,7 +218,7 @@ def _logged(folder: Path) -> int:
 @pytest.mark.slow
 def test_what_was_logged_before_a_death_is_logged_again_without_a_trace(registry: Path, tmp_path: Path) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 5, total=9))
-    with store.opened(uri(registry)) as client:
+    with store.open_store(uri(registry)) as client:
         follower = follow._Follower(folder, client, None)
         saved = (folder / "mlflow.json").read_bytes()
         follower.read()
@@ -257,14 +257,14 @@ def test_a_store_that_is_away_is_asked_again_while_the_job_runs(
 ) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
     refusals = [RegistryError("away"), RegistryError("away")]
-    opened = store.opened
+    opened = store.open_store
 
     def sometimes(tracking_uri: str | None) -> Any:
         if refusals:
             raise refusals.pop()
         return opened(tracking_uri)
 
-    monkeypatch.setattr(store, "opened", sometimes)
+    monkeypatch.setattr(store, "open_store", sometimes)
     monkeypatch.setattr(follow, "RETRY_S", 0.0)
     with pytest.raises(RegistryError):
         follow.follow(folder, tracking_uri=uri(registry))

@@ -94,7 +94,7 @@ def test_what_names_no_registered_model_is_a_usage_error(registered: Path, asked
 
 
 def test_the_run_holds_parameters_metrics_and_digests_and_the_model(registered: Path) -> None:
-    with store.opened(uri(registered)) as client:
+    with store.open_store(uri(registered)) as client:
         version = client.get_model_version("double", "1")
         run = client.get_run(version.run_id)
         model = client.get_logged_model(run.outputs.model_outputs[0].model_id)
@@ -111,7 +111,7 @@ def test_mlflow_loads_the_model_and_answers_through_the_proven_program(
     registered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri(registered))
-    with store.opened(uri(registered)), warnings.catch_warnings(action="ignore"):
+    with store.open_store(uri(registered)), warnings.catch_warnings(action="ignore"):
         import mlflow
 
         model = mlflow.pyfunc.load_model("models:/double@champion")
@@ -276,7 +276,7 @@ def test_an_alias_stays_where_it_was_when_a_version_cannot_be_added(
         register(tmp_path / "one.bundle", tracking_uri=uri(tmp_path))
     assert versions("double", tracking_uri=uri(tmp_path)) == before
     assert [one.aliases for one in before] == [("champion",), ()]
-    with store.opened(uri(tmp_path)) as client:
+    with store.open_store(uri(tmp_path)) as client:
         experiment = client.get_experiment_by_name("double")
         assert experiment is not None
         states = [run.info.status for run in client.search_runs([experiment.experiment_id])]
@@ -321,7 +321,7 @@ def test_the_latest_version_is_the_highest_number_and_not_the_last_by_letters(mo
 
 
 def test_a_version_that_trueline_did_not_register_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "opened", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(store, "open_store", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(find, "_versions", lambda client, name: listing(3))
     with pytest.raises(RegistryError, match="was not registered by Trueline"):
         resolve("models:/double/3")
@@ -355,5 +355,5 @@ def test_a_download_that_breaks_off_leaves_nothing_that_a_later_one_takes_for_a_
         tracking_uri = "http://registry"
 
     with pytest.raises(StorageError, match="the line is dead"):
-        find._downloaded(Client(), version, "models")  # type: ignore[arg-type]
+        find._download(Client(), version, "models")  # type: ignore[arg-type]
     assert [*(tmp_path / "trueline" / "bundles").iterdir()] == []

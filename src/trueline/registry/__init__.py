@@ -1,9 +1,8 @@
-"""Bundles as versions of models in MLflow: registered with their digest, found again by version or alias.
+"""Bundles as versions of models in MLflow: registered with their digest, resolved by version or alias.
 
-Every function talks to one store, named by `tracking_uri`, by `MLFLOW_TRACKING_URI`, or MLflow's own default
-(SQLite `mlflow.db` and `mlruns` in the current folder), and works without a server. Imports no torch, and
-mlflow only when a function runs; a process that must not hold mlflow calls `python -m trueline.registry` (see
-`__main__`).
+The store is `tracking_uri`, else `MLFLOW_TRACKING_URI`, else MLflow's default (SQLite `mlflow.db` and `mlruns` in the
+current folder); no server is needed. Imports no torch, and mlflow only when a function runs; a process that must not
+load mlflow calls `python -m trueline.registry`.
 """
 
 from trueline.registry.add import RunFacts, register

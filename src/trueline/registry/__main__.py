@@ -1,9 +1,8 @@
-"""`python -m trueline.registry resolve|watch URI [--tracking-uri U]`: lines of JSON, for processes that hold no
-mlflow.
+"""`python -m trueline.registry resolve|watch URI [--tracking-uri U]`: lines of JSON, for processes without mlflow.
 
-A line is `{"path", "name", "version", "digest"}`, with a `"signature"` where there is one, or `{"error", "message",
-"hint"}`. `resolve` says one, with exit code 1 for an error. `watch` looks every so many seconds and says one whenever
-it is another than before; it ends with its standard input.
+A line is `{"path", "name", "version", "digest"}`, with a `"signature"` if there is one, or `{"error", "message",
+"hint"}`. `resolve` prints one, with exit code 1 for an error. `watch` resolves every `--every` seconds and prints a
+line when it has changed; it ends with its standard input.
 """
 
 from __future__ import annotations
@@ -33,41 +32,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--every", type=float, default=10.0, metavar="SECONDS")
     given = parser.parse_args(arguments)
     if given.command == "watch":
-        watch(lambda: _resolved(given.uri, given.tracking_uri), lambda: _ended(given.every))
+        watch(lambda: _resolve(given.uri, given.tracking_uri), lambda: _has_ended(given.every))
         return 0
-    found = _resolved(given.uri, given.tracking_uri)
-    _say(found)
-    return 1 if "error" in found else 0
+    line = _resolve(given.uri, given.tracking_uri)
+    _print(line)
+    return 1 if "error" in line else 0
 
 
-def watch(look: Callable[[], Line], ended: Callable[[], bool]) -> None:
-    """Says what `look` finds whenever that is new, until `ended`, which waits, says so."""
-    said: Line = {}
+def watch(look: Callable[[], Line], has_ended: Callable[[], bool]) -> None:
+    """Prints the line of `look` whenever it is new, until `has_ended`, which waits, returns True."""
+    last: Line = {}
     while True:
-        found = look()
-        if found != said:
-            said = found
-            _say(found)
-        if ended():
+        line = look()
+        if line != last:
+            last = line
+            _print(line)
+        if has_ended():
             return
 
 
-def _resolved(uri: str, tracking_uri: str | None) -> Line:
+def _resolve(uri: str, tracking_uri: str | None) -> Line:
     try:
         found = resolve(uri, tracking_uri=tracking_uri)
     except TruelineError as error:
         return {"error": error.code, "message": error.message, "hint": error.hint}
-    told: Line = {"path": str(found.path), "name": found.name, "version": found.version, "digest": found.digest}
-    return told | ({"signature": found.signature} if found.signature else {})
+    line: Line = {"path": str(found.path), "name": found.name, "version": found.version, "digest": found.digest}
+    return line | ({"signature": found.signature} if found.signature else {})
 
 
-def _ended(every_s: float) -> bool:
+def _has_ended(every_s: float) -> bool:
     """Whether standard input ends within `every_s`."""
     readable, _, _ = select.select([sys.stdin], [], [], every_s)
     return bool(readable) and not sys.stdin.read(1)
 
 
-def _say(line: Line) -> None:
+def _print(line: Line) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

@@ -1,10 +1,10 @@
-"""`register`: a bundle becomes the next version of a model, together with the run that made it.
+"""Registers a bundle as the next version of a model, together with the run that made it.
 
     experiment (one for each model) ─▶ run: params, metrics, tags ─▶ logged model: MLmodel + bundle/
                                                                          └─▶ version n of the model ◀─ alias
 
-The bundle is verified before anything is written, and the version appears only when all its files are stored,
-with its digest on it: a process that dies on the way leaves a run marked as running and no version.
+The bundle is verified before anything is written, and the version appears, with its digest, only when all its files are
+stored: a process that dies before leaves a run marked as running and no version.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MAX_PARAM = 6000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of the run that made the model; shown beside it in MLflow."""
+    """The run that made the model; shown beside it in MLflow."""
 
     params: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     job_dir: Path | None = None
-    """The training job that made it: when the job has a run in the same store, that is the run."""
+    """The training job: if it has a run in the same store, that is the run."""
 
 
 def register(
@@ -49,24 +49,21 @@ def register(
     tracking_uri: str | None = None,
     run: RunFacts | None = None,
 ) -> ModelVersion:
-    """Registers the bundle as the next version of model `name` (the bundle's own unless given) and moves
-    `alias` to it.
+    """Registers the bundle as the next version of model `name` (the bundle's own unless given) and moves `alias` to it.
 
-    `mlflow.pyfunc.load_model("models:/NAME@champion")` answers through the bundle's proven program from then
-    on. A signature beside it (`trueline bundle sign`) goes with it. Raises BundleError before anything is written,
-    RegistryError, UsageError.
+    From then on `mlflow.pyfunc.load_model("models:/NAME@champion")` runs the bundle's proven program. A signature
+    beside it (`trueline bundle sign`) goes with it. Raises BundleError before anything is written, RegistryError,
+    UsageError.
     """
     bundle = open_bundle(Path(bundle_path))
     model = bundle.name if name is None else name
     if not model or set(model) & set("/:@"):
         raise UsageError(f"'{model}' cannot name a registered model; use a name without / : @")
-    with store.opened(tracking_uri) as client:
-        joined = _job_run(client, run.job_dir) if run and run.job_dir else None
-        if joined is not None:
-            experiment, run_id = _join_run(client, joined, bundle, run or RunFacts())
-        else:
-            experiment = experiment_of(client, model)
-            run_id = _begin_run(client, experiment, bundle, run or RunFacts())
+    facts = run or RunFacts()
+    with store.open_store(tracking_uri) as client:
+        joined = _job_run(client, facts.job_dir) if facts.job_dir else None
+        experiment = experiment_of(client, model) if joined is None else str(joined.info.experiment_id)
+        run_id = _log_run(client, joined or _begin_run(client, experiment, bundle), bundle, facts)
         try:
             version = _add_version(client, experiment, run_id, model, bundle, signing.beside(Path(bundle_path)))
             if alias:
@@ -83,17 +80,12 @@ def register(
 
 
 def experiment_of(client: MlflowClient, name: str) -> str:
-    """The id of experiment `name`, made when there is none. Raises UsageError when it was deleted."""
-    from mlflow.exceptions import MlflowException
-
+    """The id of experiment `name`, created if it is missing. Raises UsageError if it was deleted."""
     found = client.get_experiment_by_name(name)
     if found is None:
-        try:
+        with store.ignoring("RESOURCE_ALREADY_EXISTS"):  # another process was faster
             return str(client.create_experiment(name, store.artifact_location(client, name)))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-            found = client.get_experiment_by_name(name)
+        found = client.get_experiment_by_name(name)
     if found is None or found.lifecycle_stage != "active":
         raise UsageError(
             f"the experiment '{name}' was deleted in MLflow", hint="restore it, or register under another name"
@@ -101,36 +93,22 @@ def experiment_of(client: MlflowClient, name: str) -> str:
     return str(found.experiment_id)
 
 
-def _begin_run(client: MlflowClient, experiment: str, bundle: Bundle, facts: RunFacts) -> str:
-    from mlflow.entities import Metric, Param
-
-    tags = {**facts.tags, **_tags(bundle), "mlflow.source.name": "trueline", "mlflow.user": "trueline"}
-    run = client.create_run(experiment, tags=tags, run_name=f"{bundle.name}-{bundle.digest[:8]}")
-    began = run.info.start_time
-    client.log_batch(
-        run.info.run_id,
-        metrics=[Metric(key, float(value), began, 0) for key, value in facts.metrics.items()],
-        params=[Param(key, str(value)[:_MAX_PARAM]) for key, value in facts.params.items()],
-    )
-    return str(run.info.run_id)
+def _begin_run(client: MlflowClient, experiment: str, bundle: Bundle) -> Run:
+    tags = {"mlflow.source.name": "trueline", "mlflow.user": "trueline"}
+    return client.create_run(experiment, tags=tags, run_name=f"{bundle.name}-{bundle.digest[:8]}")
 
 
 def _job_run(client: MlflowClient, job_dir: Path) -> Run | None:
-    """The run that `follow` keeps for the job, when this store has it."""
-    from mlflow.exceptions import MlflowException
-
+    """The run that `follow` keeps for the job, if this store has it."""
     link = store.link_of(job_dir, client.tracking_uri)
-    try:
+    run = None
+    with store.ignoring("RESOURCE_DOES_NOT_EXIST"):
         run = client.get_run(link["run_id"]) if link else None
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
     return run if run is not None and run.info.lifecycle_stage == "active" else None
 
 
-def _join_run(client: MlflowClient, run: Run, bundle: Bundle, facts: RunFacts) -> tuple[str, str]:
-    """Adds what is new to the job's run; parameters that it has stay, MLflow lets nobody change them."""
+def _log_run(client: MlflowClient, run: Run, bundle: Bundle, facts: RunFacts) -> str:
+    """Logs facts that the run lacks, and returns its id; MLflow does not allow changing parameters."""
     from mlflow.entities import Metric, Param, RunTag
 
     at_ms = int(run.info.end_time or run.info.start_time)
@@ -140,7 +118,7 @@ def _join_run(client: MlflowClient, run: Run, bundle: Bundle, facts: RunFacts) -
         params=[Param(k, str(v)[:_MAX_PARAM]) for k, v in facts.params.items() if k not in run.data.params],
         tags=[RunTag(key, value) for key, value in {**facts.tags, **_tags(bundle)}.items()],
     )
-    return str(run.info.experiment_id), str(run.info.run_id)
+    return str(run.info.run_id)
 
 
 def _tags(bundle: Bundle) -> dict[str, str]:
@@ -169,21 +147,12 @@ def _add_version(
     client.log_model_artifacts(logged.model_id, str(bundle.path), store.BUNDLE_FOLDER)
     client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
     client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
-    _ensure_model(client, model)
-    # A server resolves `models:/<id>` in its own store; in this process MLflow would look in the global one instead.
+    with store.ignoring("RESOURCE_ALREADY_EXISTS"):
+        client.create_registered_model(model)
+    # A server resolves `models:/<id>` in its own store; in this process MLflow would use the global one instead.
     served = client.tracking_uri.startswith("http")
     source = f"models:/{logged.model_id}" if served else logged.artifact_location
     version = client.create_model_version(model, source, run_id, tags, model_id=logged.model_id)
     link = json.dumps([{"name": model, "version": str(version.version)}])
     client.set_logged_model_tags(logged.model_id, {"mlflow.modelVersions": link})
     return str(version.version)
-
-
-def _ensure_model(client: MlflowClient, name: str) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise

@@ -1,8 +1,7 @@
-"""`resolve` and `versions`: from `models:/digits@champion` to a bundle on this disk that is the one
-registered.
+"""Resolves `models:/digits@champion` to a verified bundle on this disk.
 
-A version carries the digest of the bundle that was registered. Whatever the store hands out is opened,
-verified and compared with it, so a file that was exchanged in the store is an error and never an answer.
+A version has the digest of the bundle that was registered. The bundle from the store is verified and compared with it,
+so a file that was replaced in the store is an error.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ModelVersion:
     created: str
     run_id: str
     signature: str = ""
-    """What was beside the bundle when it was registered; who trusts whom, a server says."""
+    """From the file beside the bundle when it was registered; a server decides which keys it trusts."""
 
     @property
     def uri(self) -> str:
@@ -56,24 +55,21 @@ class Resolved:
 
 
 def versions(name: str, *, tracking_uri: str | None = None) -> list[ModelVersion]:
-    """All versions of model `name`, the newest first. Raises RegistryError that lists the models there
-    are."""
-    with store.opened(tracking_uri) as client:
+    """All versions of model `name`, the newest first. Raises RegistryError that lists the models."""
+    with store.open_store(tracking_uri) as client:
         return _versions(client, name)
 
 
 def resolve(uri: str, *, tracking_uri: str | None = None) -> Resolved:
-    """Finds the bundle of `models:/NAME@ALIAS`, `models:/NAME/VERSION` or `models:/NAME/latest`, and verifies
-    it.
+    """Finds and verifies the bundle of `models:/NAME@ALIAS`, `models:/NAME/VERSION` or `models:/NAME/latest`.
 
-    From a store on this disk the bundle is used where it lies; from a server it is downloaded once, into the
-    user's cache. Raises RegistryError for what is not there, listing what is; BundleError when it is not what
-    was registered.
+    A bundle in a store on this disk stays there; a server's is downloaded once, into the user's cache. Raises
+    RegistryError that lists what exists if it is missing; BundleError if it is not the one that was registered.
     """
     parts = _URI.fullmatch(uri)
     if parts is None:
         raise UsageError(f"'{uri}' names no registered model", hint="write models:/NAME@ALIAS or models:/NAME/VERSION")
-    with store.opened(tracking_uri) as client:
+    with store.open_store(tracking_uri) as client:
         version = _pick(_versions(client, parts["name"]), parts["alias"], parts["version"])
         if not version.digest:
             raise RegistryError(
@@ -86,7 +82,7 @@ def resolve(uri: str, *, tracking_uri: str | None = None) -> Resolved:
         raise BundleError(
             f"the bundle of {version.uri} is not the one that was registered: its digest is {bundle.digest[:12]}, "
             f"the registry has {version.digest[:12]}",
-            hint="register the bundle again, and find out who changed the store",
+            hint="register the bundle again, and find out how the store was changed",
         )
     return Resolved(
         path=path,
@@ -120,7 +116,7 @@ def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
 
 
 def to_version(found: Any) -> ModelVersion:
-    """Ours from MLflow's."""
+    """Trueline's from MLflow's."""
     created = datetime.fromtimestamp(found.creation_timestamp / 1000, UTC)
     return ModelVersion(
         name=found.name,
@@ -158,12 +154,11 @@ def _locate(client: MlflowClient, version: ModelVersion) -> Path:
     parts = urlsplit(where)
     if parts.scheme in ("", "file"):
         return Path(unquote(parts.path)) / store.BUNDLE_FOLDER
-    return _downloaded(client, version, f"{where.rstrip('/')}/{store.BUNDLE_FOLDER}")
+    return _download(client, version, f"{where.rstrip('/')}/{store.BUNDLE_FOLDER}")
 
 
-def _downloaded(client: MlflowClient, version: ModelVersion, where: str) -> Path:
-    """The bundle in the cache, under its digest; of several processes that download it the first one to end
-    wins."""
+def _download(client: MlflowClient, version: ModelVersion, where: str) -> Path:
+    """The bundle in the cache, under its digest; of several processes that download it the first to finish wins."""
     import mlflow.artifacts
 
     folder = files.user_cache() / "bundles" / version.digest

@@ -1,8 +1,7 @@
-"""A bundle as an MLflow model: `mlflow.pyfunc.load_model(...)` runs its proven program, through our Session.
+"""A bundle as an MLflow model: `mlflow.pyfunc.load_model(...)` runs its proven program in a Session.
 
-MLflow reads the file `MLmodel` that `describe_model` writes, and calls `_load_pyfunc` here. Nothing is
-unpickled and no code comes out of the model. Source: MLflow's "Custom flavors" and its `pyfunc`
-documentation, 3.17.
+MLflow reads the `MLmodel` that `describe_model` writes, and calls `_load_pyfunc` here. Nothing is unpickled and no code
+comes from the model. Source: MLflow's "Custom flavors" and its `pyfunc` documentation, 3.17.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _PYTHON_ENV = "python_env.yaml"
 
 
 def describe_model(bundle: Bundle, folder: Path, *, model_id: str, run_id: str, where: str) -> None:
-    """Writes into `folder` what makes a logged model of it, the bundle aside, which belongs in `bundle/`."""
+    """Writes the files of a logged model into `folder`, except the bundle, which belongs in `bundle/`."""
     from mlflow.models import Model
 
-    # No MLflow signature: it would allow arrays or dicts of arrays but never both, and the Session checks inputs
-    # against the proven range, which MLflow's schema cannot express.
+    # No MLflow signature: it would allow arrays or dicts of arrays but not both, and the Session checks inputs against
+    # the proven range, which MLflow's schema cannot express.
     model = Model(artifact_path=where, run_id=run_id, model_uuid=model_id, model_id=model_id)
     model.add_flavor(
         "python_function",
@@ -58,37 +57,35 @@ def describe_model(bundle: Bundle, folder: Path, *, model_id: str, run_id: str, 
 
 
 class BundleModel:
-    """What MLflow wraps: `predict` takes one array, or a dict of them by input name."""
+    """The model that MLflow wraps: `predict` takes one array, or a dict of them by input name."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> Any:
-        """Outputs by name, or the array itself when there is one output. Raises RequestError as the Session
-        does.
+        """Outputs by name, or the array itself if there is one output. Raises RequestError as the Session does.
 
-        Numbers come from MLflow's clients as 64-bit: they are cast to the signature's width, never from float
-        to int.
+        MLflow's clients send numbers as 64-bit: they are cast to the signature's width, never from float to int.
         """
         if params:
             raise RequestError(f"the model takes no parameters, got: {join_names(params)}")
-        outputs = self._session.run(self._named(model_input))
+        outputs = self._session.run(self._cast(model_input))
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
-    def _named(self, found: Any) -> dict[str, Array]:
+    def _cast(self, given: Any) -> dict[str, Array]:
         specs = self._session.signature.inputs
-        if not isinstance(found, Mapping):
+        if not isinstance(given, Mapping):
             if len(specs) != 1:
                 names = join_names(spec.name for spec in specs)
                 raise RequestError(f"the model takes {len(specs)} inputs ({names}); pass a dict of arrays")
-            found = {specs[0].name: found}
+            given = {specs[0].name: given}
         dtypes = {spec.name: spec.dtype for spec in specs}
-        named = {}
-        for name, value in found.items():
+        inputs = {}
+        for name, value in given.items():
             array = np.asarray(value)
             dtype = dtypes.get(name, array.dtype)
-            named[str(name)] = array.astype(dtype) if np.can_cast(array.dtype, dtype, "same_kind") else array
-        return named
+            inputs[str(name)] = array.astype(dtype) if np.can_cast(array.dtype, dtype, "same_kind") else array
+        return inputs
 
 
 def _load_pyfunc(path: str) -> BundleModel:

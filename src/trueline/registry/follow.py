@@ -1,11 +1,11 @@
-"""`python -m trueline.registry.follow JOB`: a training job becomes an MLflow run while it trains.
+"""`python -m trueline.registry.follow JOB`: logs a training job to an MLflow run while it trains.
 
     JOB/job.json, events.jsonl ──▶ follow ──▶ MLflow run: parameters, curves, certificates, at the end the files
-                                      └─▶ JOB/mlflow.json: run id, store, how far the events are logged
+                                      └─▶ JOB/mlflow.json: run id, store, offset of the logged events
 
-It meets training in files only, so MLflow can neither slow nor stop a job. Killed and started again it goes on with
-the same run: what it logs twice is the same to the last digit, and MLflow keeps one of it. A store that is away is
-asked again. Curves have at most 2000 points; each is the mean of the steps up to it.
+It reads the job's files only, so MLflow can neither slow nor stop a job. Killed and restarted it continues the same
+run: points that it logs twice are equal to the last digit, and MLflow keeps one of them. A store that does not answer
+is tried again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trueline import events, files
 from trueline.errors import RegistryError, TruelineError, UsageError
 from trueline.registry import store
-from trueline.registry.curves import STATES, Curves, clock
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -38,14 +38,121 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 FLUSH_S = 2.0
 GONE_S = 15.0
-"""A job without an end whose processes have been gone for so long was killed."""
+"""A job without an end whose processes have been gone for this long was killed."""
 RETRY_S = 5.0
 _BATCH, _TAGS = 900, 100  # MLflow takes at most 1000 metrics and 100 tags at once
 _KEPT = ("summary.json", "events.jsonl", "page.html", "job.json")
+MAX_POINTS = 2000
+"""Of one curve; each point is the mean of the steps since the previous one."""
+_MAX_TAGS = 100
+"""Only certificates of the first epochs become tags; all of them are in summary.json."""
+_ENDS = {"job.finished": "FINISHED", "job.failed": "FAILED", "job.stopping": "KILLED"}
+_OUTCOMES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+"""A launcher's outcome, for a job whose master sent no end."""
+STATES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
+_MEANS = {"loss": "train/loss", "workers": "members", "data_ms": "step/data_ms", "compute_ms": "step/compute_ms",
+          "wait_ms": "step/wait_ms", "commit_ms": "step/commit_ms"}  # fmt: skip
+
+Point = tuple[str, float, int, int]
+"""Key, value, milliseconds since 1970, step."""
+
+
+@dataclass(slots=True)
+class Curves:
+    """A job's events as points and tags. Pure: where points end depends on step numbers alone, so that a second
+    reading makes the same points.
+    """
+
+    points: list[Point] = field(default_factory=list)
+    tags: dict[str, str] = field(default_factory=dict)
+    end: str = ""
+    """MLflow's status of the run, once the job has ended."""
+    former: str = ""
+    """The job's end in a former reading, in case it does not continue."""
+    deaths: int = 0
+    step: int = 0
+    _steps: list[dict[str, Any]] = field(default_factory=list)
+    since: float | None = None
+    """Time of the last point's end."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a point is incomplete."""
+        return bool(self._steps)
+
+    def hear(self, name: str, fields: dict[str, Any], at: float) -> None:
+        match name:
+            case "step.applied":
+                self._add_step(fields, at)
+            case "evaluation.done":
+                found = {"loss": fields["loss"], **json.loads(fields.get("metrics") or "{}")}
+                for key, value in found.items():
+                    self._add(f"eval/{_key(key)}", value, at, int(fields["step"]))
+            case "epoch.certified" if fields["epoch"] < _MAX_TAGS:
+                self.tags[f"trueline.certificate.{fields['epoch']}"] = json.dumps(fields)
+            case "worker.lost" | "worker.killed" if fields.get("why") != "exit code 0":  # as planned
+                self.deaths += 1
+                self._add("deaths", self.deaths, at, self.step)
+            case "record.set_aside":
+                reason = ": ".join(str(fields[name]) for name in ("where", "why") if fields.get(name))
+                self.tags[f"trueline.set_aside.{fields['record']}"] = reason[:4000]
+            case "job.finished" | "job.failed" | "job.stopping" | "launcher.ended":
+                if self.end:  # the first end counts; later events are cleanup
+                    return
+                self._close(at)
+                self.end = _ENDS.get(name) or _OUTCOMES.get(fields.get("outcome", ""), "KILLED")
+                self.tags |= {"trueline.state": STATES[self.end], "trueline.why": str(fields.get("why", ""))[:4000]}
+            case "worker.started" if self.end or self.former:  # the job was resumed
+                self.end = self.former = ""
+                self.tags |= {"trueline.state": "running", "trueline.why": ""}
+
+    def _add_step(self, fields: dict[str, Any], at: float) -> None:
+        self.step = int(fields["step"])
+        if self.since is None:
+            self.since = clock(fields, at)
+        if self._steps and self.step <= self._steps[-1]["step"]:  # the job was rolled back
+            self._steps.clear()
+        self._steps.append(fields)
+        if fields.get("gap_ms"):
+            self._add("regroup_gap_ms", fields["gap_ms"], at, self.step)
+        stride = max(1, math.ceil((fields.get("total") or 0) / MAX_POINTS))
+        if (self.step + 1) % stride == 0:
+            self._close(at)
+
+    def _close(self, at: float) -> None:
+        if not self._steps:
+            return
+        for key, name in _MEANS.items():
+            values = [one[key] for one in self._steps if one.get(key) is not None]
+            if values:
+                self._add(name, sum(values) / len(values), at, self.step)
+        until = clock(self._steps[-1], at)
+        if self.since is not None and until > self.since:
+            records = sum(one["records"] for one in self._steps)
+            self._add("records_per_second", records / (until - self.since), at, self.step)
+        self._steps, self.since = [], until
+
+    def _add(self, key: str, value: float | None, at: float, step: int) -> None:
+        if value is not None:
+            self.points.append((key, float(value), round(at * 1000), step))
+
+
+def clock(fields: dict[str, Any], at: float) -> float:
+    """When a step was applied, in seconds by its workers' clock: a master may receive many steps at once."""
+    return float(fields.get("at_ns") or at * 1e9) / 1e9
+
+
+def _key(name: str) -> str:
+    """A metric's name in the characters that MLflow allows.
+
+    >>> _key("top-5 (%)")
+    'top-5 ___'
+    """
+    return re.sub(r"[^\w\-. /]", "_", name)
 
 
 class _Follower:
-    """One connection to the store: from what was logged last to the job's end."""
+    """Logs a job over one connection to the store, from the last logged event to the job's end."""
 
     def __init__(self, job_dir: Path, client: MlflowClient, experiment: str | None) -> None:
         self.job_dir, self.client = job_dir, client
@@ -77,7 +184,7 @@ class _Follower:
         return self.run_id
 
     def _reread(self) -> None:
-        """What counts over the whole job is counted again, up to where the points were logged."""
+        """Restores the counts over the whole job from the events that were logged."""
         for _, event in _events(self.job_dir / "events.jsonl", 0, self.offset):
             if event["name"] != "step.applied":
                 self.curves.hear(event["name"], event["fields"], event["at"])
@@ -93,7 +200,7 @@ class _Follower:
         files.write_atomic(self.job_dir / "mlflow.json", json.dumps(link).encode())
 
     def read(self) -> None:
-        """Takes in what was appended to the events."""
+        """Reads the new events."""
         for end, event in _events(self.job_dir / "events.jsonl", self._read):
             try:
                 self.curves.hear(event["name"], event["fields"], event["at"])
@@ -104,7 +211,7 @@ class _Follower:
                 self._safe = end
 
     def flush(self) -> None:
-        """Logs what there is, then says how far that is: a death between the two logs the same once more."""
+        """Logs points and tags, then saves the offset: after a death between the two they are logged twice."""
         from mlflow.entities import Metric, RunTag
 
         points, tags = self.curves.points, list(self.curves.tags.items())
@@ -132,7 +239,7 @@ class _Follower:
 
 
 def _events(log: Path, start: int, stop: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Events of the whole lines from byte `start` on, each with where it ends."""
+    """Events of the whole lines from byte `start` on, each after its end."""
     if not log.exists():
         return
     with log.open("rb") as file:
@@ -151,21 +258,21 @@ def _events(log: Path, start: int, stop: int | None = None) -> Iterator[tuple[in
 def follow(job_dir: Path, *, tracking_uri: str | None = None, experiment: str | None = None) -> str:
     """Logs the job in `job_dir` to MLflow until it ends, and returns the run's id.
 
-    Raises UsageError when the folder holds no job or somebody follows it already; RegistryError when the store cannot
-    be used and the job has ended.
+    Raises UsageError if the folder holds no job or another process follows it already; RegistryError if the store
+    cannot be used and the job has ended.
     """
     if not (job_dir / "job.json").exists():
         raise UsageError(f"{job_dir} holds no job: it has no job.json", hint="name a job's folder")
     with _alone(job_dir):
         while True:
             try:
-                with store.opened(tracking_uri) as client:
+                with store.open_store(tracking_uri) as client:
                     return _pump(_Follower(job_dir, client, experiment))
             except RegistryError as error:
                 if not _alive(job_dir):
                     raise
                 events.emit("store.away", why=error.message, retry_s=RETRY_S)
-                time.sleep(RETRY_S)  # between two tries at a store that refuses or is away
+                time.sleep(RETRY_S)
 
 
 def _pump(follower: _Follower) -> str:
@@ -182,14 +289,14 @@ def _pump(follower: _Follower) -> str:
             follower.flush()
         if status:
             ended_at = min(ended_at, now)
-            if (follower.job_dir / "page.html").exists() or now > ended_at + FLUSH_S:  # the master's last act
+            if (follower.job_dir / "page.html").exists() or now > ended_at + FLUSH_S:  # the master writes it last
                 follower.close(status)
                 return follower.run_id
         time.sleep(POLL_S)  # the pace of looking at a file that another process appends to
 
 
 def _alive(job_dir: Path) -> bool:
-    """Whether the job's launcher or master lives on this machine."""
+    """Whether the job's launcher or master runs on this machine."""
     for name in ("launcher.json", "master.json"):
         try:
             os.kill(json.loads((job_dir / name).read_bytes())["pid"], 0)
@@ -210,7 +317,7 @@ def _alone(job_dir: Path) -> Iterator[None]:
 
 
 def start(job_dir: Path, *, tracking_uri: str | None = None) -> subprocess.Popen[bytes]:
-    """Follows the job in a process of its own, which ends with the job; it writes to JOB/logs/mlflow.log."""
+    """Follows the job in a separate process, which ends with the job and writes to JOB/logs/mlflow.log."""
     command = [sys.executable, "-m", "trueline.registry.follow", str(job_dir)]
     (job_dir / "logs").mkdir(exist_ok=True)
     with (job_dir / "logs" / "mlflow.log").open("ab") as log:
@@ -224,7 +331,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trueline.registry.follow", description="Logs a job to MLflow.")
     parser.add_argument("job_dir", type=Path)
     parser.add_argument("--tracking-uri")
-    parser.add_argument("--experiment", help="the job's name without its number when left out")
+    parser.add_argument("--experiment", help="else the job's name without its number")
     given = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     events.logger.setLevel(logging.INFO)

@@ -1,9 +1,4 @@
-"""The door to MLflow: opened late, quiet, and with errors in our words.
-
-MLflow talks at INFO, counts its users over the network and looks for git; none of that is wanted here. Its
-choice of store is kept: the URI that is handed in, `MLFLOW_TRACKING_URI`, or `sqlite:///mlflow.db` in the
-current folder.
-"""
+"""Opens the MLflow store: imported late, without MLflow's logs, telemetry and search for git."""
 
 from __future__ import annotations
 
@@ -38,13 +33,13 @@ DIGEST_TAG = "trueline.bundle_digest"
 RECIPE_TAG = "trueline.recipe_digest"
 SIGNATURE_TAG = "trueline.signature"
 BUNDLE_FOLDER = "bundle"
-"""Where, inside the logged model, the bundle lies."""
+"""The bundle's folder inside the logged model."""
 
 
 @contextmanager
-def opened(tracking_uri: str | None) -> Iterator[MlflowClient]:
-    """A client of the store. What MLflow raises inside becomes RegistryError, with MLflow's first line, or
-    StorageError when the disk is full.
+def open_store(tracking_uri: str | None) -> Iterator[MlflowClient]:
+    """A client of the store. MLflow's errors become RegistryError with their first line, or StorageError when the disk
+    is full.
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -53,21 +48,21 @@ def opened(tracking_uri: str | None) -> Iterator[MlflowClient]:
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
-    with warnings.catch_warnings(), _silenced("mlflow", "alembic"):
-        # MLflow 3.17 loads with a strategy that SQLAlchemy 2.1 deprecates; neither is ours to change.
+    with warnings.catch_warnings(), _silence("mlflow", "alembic"):
+        # MLflow 3.17 loads with a strategy that SQLAlchemy 2.1 deprecates.
         warnings.filterwarnings("ignore", message=r".*``noload`` loader strategy is deprecated")
         try:
             with _alone(tracking_uri or mlflow.get_tracking_uri()):
                 client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
-                client.search_registered_models(max_results=1)  # the other half of the store makes its tables now
+                client.search_registered_models(max_results=1)  # makes the tables of the model registry
             yield client
         except (MlflowException, SQLAlchemyError, OSError) as error:
-            raise _in_our_words(error, tracking_uri or mlflow.get_tracking_uri()) from error
+            raise _translate(error, tracking_uri or mlflow.get_tracking_uri()) from error
 
 
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """One process at a time: MLflow 3.17 makes the tables of a new SQLite file as it opens; two at once tear them."""
+    """One process at a time: MLflow 3.17 makes the tables of a new SQLite file as it opens; two at once break them."""
     database = _database(uri)
     if database is None:
         yield
@@ -86,13 +81,13 @@ def _database(uri: str) -> Path | None:
 
 
 def absolute(uri: str) -> str:
-    """`uri`, meaning the same store in whatever folder it is read."""
+    """`uri`, independent of the current folder."""
     database = _database(uri)
     return uri if database is None else f"{_SQLITE}{database}"
 
 
 def link_of(job_dir: Path, tracking_uri: str) -> dict[str, Any]:
-    """The job's run in the store at `tracking_uri`; empty when it has none there."""
+    """The job's run in the store at `tracking_uri`; empty if it has none there."""
     try:
         link: dict[str, Any] = json.loads((job_dir / "mlflow.json").read_bytes())
     except (OSError, ValueError):
@@ -101,8 +96,8 @@ def link_of(job_dir: Path, tracking_uri: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _silenced(*names: str) -> Iterator[None]:
-    """Keeps progress messages of the loggers `names` back while the block runs; errors pass."""
+def _silence(*names: str) -> Iterator[None]:
+    """Hides the messages of the loggers `names` below ERROR while the block runs."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -114,21 +109,30 @@ def _silenced(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _in_our_words(error: Exception, uri: str) -> TruelineError:
+def _translate(error: Exception, uri: str) -> TruelineError:
     text = str(error)
     if "disk is full" in text or "No space left" in text or "disk I/O error" in text:
         where = _database(uri) or Path(tempfile.gettempdir())
         return storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), where)
     if isinstance(error, OSError):
         return RegistryError(f"the model registry at {uri} cannot be used: {error}", hint="check the tracking URI")
-    return RegistryError(f"the model registry refuses: {_first_line(error)}", hint="check the tracking URI")
+    first = (text.splitlines() or [type(error).__name__])[0]
+    return RegistryError(f"the model registry refuses: {first}", hint="check the tracking URI")
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+@contextmanager
+def ignoring(code: str) -> Iterator[None]:
+    """Suppresses MLflow's error `code`, as RESOURCE_ALREADY_EXISTS."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code != code:
+            raise
 
 
 def artifact_location(client: MlflowClient, experiment: str) -> str | None:
-    """Beside the database of an embedded store, wherever the command is run; None leaves it to the server."""
+    """Beside the database of an embedded store, whatever the current folder; None leaves it to the server."""
     database = _database(client.tracking_uri)
     return None if database is None else (database.parent / "mlruns" / quote(experiment, safe="")).as_uri()
