@@ -510,8 +510,8 @@ def test_every_piece_of_evidence_is_sealed_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "change"),
     [
-        ("what rows of 'mask' need", {"programs": [{"rows": {"mask": "some"}}]}),
-        ("'length' may be filled up", {"signature": {"padded": ["length"]}}),
+        ("a condition on rows of 'mask'", {"programs": [{"rows": {"mask": "some"}}]}),
+        ("lists 'length' as padded", {"signature": {"padded": ["length"]}}),
         ("a guard that cannot be read", {"signature": {"guards": [("d0 == d0", ["batch"]), ("d0 == d1", ["batch"])]}}),
         ("a guard that cannot be read", {"signature": {"guards": [("d0 == 1", ["other"])]}}),
     ],
@@ -567,7 +567,7 @@ def test_a_packed_bundle_may_not_unpack_to_more_than_the_bound_in_all(
 ) -> None:
     packed = pack(sealed, tmp_path / "digits.zip")
     total = sum(entry.size for entry in open_bundle(sealed).manifest.files.values())
-    unpacking = importlib.import_module("trueline.bundle.unpack")  # its function has its name
+    unpacking = importlib.import_module("trueline.bundle.read")
     monkeypatch.setattr(unpacking, "MAX_BYTES", total)
     assert open_bundle(unpack(packed, tmp_path / "fits")).name == "digits"
     monkeypatch.setattr(unpacking, "MAX_BYTES", total - 1)
@@ -603,7 +603,7 @@ def test_a_manifest_that_is_a_link_is_refused(sealed: Path, tmp_path: Path) -> N
 
 def test_a_manifest_without_a_golden_example_is_refused_though_its_digest_is_right(sealed: Path) -> None:
     reseal(sealed, {"golden": []})
-    with pytest.raises(BundleError, match="names no golden example"):
+    with pytest.raises(BundleError, match="names no golden record"):
         open_bundle(sealed)
 
 

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 
 from trueline import serve
 from trueline.bundle import open_bundle, signing
-from trueline.bundle.pack import pack
 from trueline.bundle.signing import Trusted
+from trueline.bundle.write import pack
 from trueline.errors import BundleError, UsageError
 from trueline.registry import register, resolve
 from trueline.serve.handlers.loader import ArchiveLoader
@@ -62,13 +62,13 @@ def test_a_signature_is_of_one_digest_by_one_key(tmp_path: Path) -> None:
     both = tmp_path / "both.pub"
     both.write_bytes(ours.with_suffix(".pub").read_bytes() + others.with_suffix(".pub").read_bytes())
     trusted = Trusted.read(ours.with_suffix(".pub"))
-    good = signing.signed("ab" * 32, ours)
+    good = signing.make_signature("ab" * 32, ours)
     trusted.check("it", "ab" * 32, good)
-    Trusted.read(both).check("it", "ab" * 32, signing.signed("ab" * 32, others))
+    Trusted.read(both).check("it", "ab" * 32, signing.make_signature("ab" * 32, others))
     with pytest.raises(BundleError, match="not one of its digest"):
         trusted.check("it", "cd" * 32, good)
     with pytest.raises(BundleError, match="signed by no key that is trusted here"):
-        trusted.check("it", "ab" * 32, signing.signed("ab" * 32, others))
+        trusted.check("it", "ab" * 32, signing.make_signature("ab" * 32, others))
     with pytest.raises(BundleError, match="is not signed"):
         trusted.check("it", "ab" * 32, None)
     form, name, text = good.split()
@@ -91,7 +91,7 @@ def test_what_is_no_key_is_said_with_how_one_is_made(tmp_path: Path) -> None:
         assert "openssl genpkey" in found.value.hint
     for path in (tmp_path / "missing", ours.with_suffix(".pub")):
         with pytest.raises(UsageError, match="private key"):
-            signing.signed("ab", path)
+            signing.make_signature("ab", path)
 
 
 def test_what_was_changed_is_not_signed_and_a_bundle_has_one_signature_packed_or_not(tmp_path: Path) -> None:
@@ -242,7 +242,12 @@ def test_a_fleet_that_trusts_keys_serves_what_they_signed_and_nothing_else(tmp_p
     other = bundles.double_plus(tmp_path / "other.bundle", max_rows=3)
     here = ResolvedSource(path=tiny.path)
     assert loaded(here, trusted) == []
-    for signature in (signing.signed(tiny.digest, others), signing.signed(other.digest, ours), "", "trueline"):
+    for signature in (
+        signing.make_signature(tiny.digest, others),
+        signing.make_signature(other.digest, ours),
+        "",
+        "trueline",
+    ):
         signing.place_of(tiny.path).write_text(signature)
         assert loaded(here, trusted) == []
     sign(tiny.path, ours)
@@ -253,7 +258,7 @@ def test_what_a_registry_brings_vouches_before_what_lies_beside(tmp_path: Path) 
     ours = key(tmp_path, "ours")
     trusted = Trusted.read(ours.with_suffix(".pub"))
     tiny = bundles.double_plus(tmp_path / "tiny.bundle")
-    good, wrong = signing.signed(tiny.digest, ours), signing.signed("ab" * 32, ours)
+    good, wrong = signing.make_signature(tiny.digest, ours), signing.make_signature("ab" * 32, ours)
     assert loaded(ResolvedSource(path=tiny.path, signature=good), trusted) == ["tiny"]
     sign(tiny.path, ours)
     assert loaded(ResolvedSource(path=tiny.path, signature=wrong), trusted) == []
@@ -262,7 +267,7 @@ def test_what_a_registry_brings_vouches_before_what_lies_beside(tmp_path: Path) 
 def test_a_signature_has_to_be_of_what_is_here_whatever_the_registry_calls_it(tmp_path: Path) -> None:
     ours = key(tmp_path, "ours")
     trusted = Trusted.read(ours.with_suffix(".pub"))
-    found = ResolvedSource(path=tmp_path, digest="ab" * 32, signature=signing.signed("ab" * 32, ours))
+    found = ResolvedSource(path=tmp_path, digest="ab" * 32, signature=signing.make_signature("ab" * 32, ours))
     found.check(trusted, "ab" * 32)
     with pytest.raises(BundleError, match="is not one of its digest"):
         found.check(trusted, "cd" * 32)
@@ -291,7 +296,7 @@ def test_an_archive_is_signed_before_a_line_of_its_code_runs(tmp_path: Path) -> 
 def test_a_signature_that_was_touched_is_none(tmp_path: Path, spoil: Callable[[str], str]) -> None:
     ours = key(tmp_path, "ours")
     trusted = Trusted.read(ours.with_suffix(".pub"))
-    good = signing.signed("ab" * 32, ours)
+    good = signing.make_signature("ab" * 32, ours)
     trusted.check("it", "ab" * 32, good)
     with pytest.raises(BundleError):
         trusted.check("it", "ab" * 32, spoil(good))

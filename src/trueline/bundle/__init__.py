@@ -1,16 +1,11 @@
-"""The thin waist:
-
-what writes models and what runs them meet in a bundle, and nowhere else. No torch in this room.
-"""
+"""The sealed folder between the code that writes models and the code that runs them. Imports no torch."""
 
 from trueline.bundle.golden import Golden
 from trueline.bundle.guards import Guard
-from trueline.bundle.pack import pack
-from trueline.bundle.read import Bundle, open_bundle
+from trueline.bundle.read import Bundle, open_bundle, unpack
 from trueline.bundle.schema import BundleManifest, Evidence, ProgramEntry, Summary
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.bundle.unpack import unpack
-from trueline.bundle.write import Contents, seal
+from trueline.bundle.write import Contents, pack, seal
 
 __all__ = [
     "Bundle",

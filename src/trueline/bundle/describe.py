@@ -1,7 +1,4 @@
-"""A bundle in words, for `trueline bundle inspect`: what it takes and gives, what was proven, where it came from.
-
-Pure: text in the terminal and JSON for machines come from the same values.
-"""
+"""Describes a bundle for `trueline bundle inspect`, as text and as JSON of the same values. Pure."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ def describe(bundle: Bundle) -> str:
     """The bundle as aligned plain text."""
     manifest, lineage = bundle.manifest, bundle.lineage()
     parts = [
-        _aligned([("bundle", manifest.name), ("digest", manifest.digest), ("created", manifest.created)]),
-        "signature\n" + _aligned(_signature_rows(bundle), indent=2),
-        "programs\n" + _aligned([*_program_rows(bundle), *_note_rows(bundle)], indent=2),
+        _align([("bundle", manifest.name), ("digest", manifest.digest), ("created", manifest.created)]),
+        "signature\n" + _align(_signature_rows(bundle), indent=2),
+        "programs\n" + _align([*_program_rows(bundle), *_note_rows(bundle)], indent=2),
         *_attempts(lineage.pop("attempts", None)),
-        "evidence\n" + _aligned(_evidence_rows(bundle.evidence()), indent=2),
-        "golden examples\n" + _aligned([(golden.case, _shapes(golden.inputs)) for golden in bundle.golden()], indent=2),
-        "lineage\n" + _aligned(_lineage_rows(lineage), indent=2),
+        "evidence\n" + _align(_evidence_rows(bundle.evidence()), indent=2),
+        "golden records\n" + _align([(golden.case, _shapes(golden.inputs)) for golden in bundle.golden()], indent=2),
+        "lineage\n" + _align(_lineage_rows(lineage), indent=2),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -53,7 +50,7 @@ def dim_text(name: str, dim: Dim) -> str:
 
 
 def range_text(signature: Signature) -> str:
-    """Everything that the sizes and masks of a request have to keep to, in one line."""
+    """All conditions on the sizes and masks of a request, in one line."""
     ranges = [dim_text(name, signature.dims[name]) for name in signature.symbols]
     needs = [spec.needs for spec in signature.inputs if spec.needs]
     return "; ".join([*ranges, *(guard.text for guard in signature.guards), *needs])
@@ -66,12 +63,12 @@ def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     rows += [
         ("state", f"{left} of an answer is {given} of the next request") for given, left in signature.state.items()
     ]
-    rows += [("random", "equal requests get other answers; they were compared as draws of one distribution")] * (
+    rows += [("random", "equal requests get different answers; they were compared as draws of one distribution")] * (
         signature.random
     )
     free = {symbol for spec in signature.inputs for symbol in spec.shape if isinstance(symbol, str)}
     rows += [("proven", dim_text(name, dim)) for name, dim in signature.dims.items() if name in free]
-    rows += [("padded", f"{name} may be filled up at its end, hidden by a mask") for name in signature.padded]
+    rows += [("padded", f"{name} may be padded at its end, hidden by a mask") for name in signature.padded]
     return rows + [("needs", guard.text) for guard in signature.guards]
 
 
@@ -85,49 +82,32 @@ def _program_rows(bundle: Bundle) -> list[tuple[str, ...]]:
         entry = bundle.manifest.files[program.file]
         verdict = "proven" if program.proven else "not proven"
         served = ", served" if program.format == bundle.manifest.serve else ""
-        error = f"{program.max_abs_error:.2g}"
-        size = f"{_whole_size(bundle, program.file)} B"
-        rows.append(
-            (
-                program.format,
-                program.file,
-                size,
-                str(program.probes),
-                error,
-                verdict + served,
-                entry.sha256[:12],
-            )
-        )
+        stem = program.file.removesuffix(".json")  # with the weights in `model.onnx.data`, and the parts of a plan
+        size = sum(entry.size for name, entry in bundle.manifest.files.items() if name.startswith(stem))
+        error, digest = f"{program.max_abs_error:.2g}", entry.sha256[:12]
+        rows.append((program.format, program.file, f"{size} B", str(program.probes), error, verdict + served, digest))
     return rows
-
-
-def _whole_size(bundle: Bundle, file: str) -> int:
-    """Of the program and what lies beside it: the weights of `model.onnx` in `model.onnx.data`, the parts of a plan."""
-    stem = file.removesuffix(".json")
-    return sum(entry.size for name, entry in bundle.manifest.files.items() if name.startswith(stem))
 
 
 def _note_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for program in bundle.manifest.programs:
-        needs = [spec.needs for spec in bundle.signature_of(program.format).inputs if spec.needs]
-        rows += [
-            (f"{program.format}: {note}",) for note in (*(f"only where {one}" for one in needs), program.notes) if note
-        ]
+        needs = [f"only where {spec.needs}" for spec in bundle.signature_of(program.format).inputs if spec.needs]
+        rows += [(f"{program.format}: {note}",) for note in (*needs, program.notes) if note]
     return rows
 
 
 def _attempts(found: object) -> list[str]:
-    """Every format that was tried, those too that the bundle does not hold; nothing where that is not on record."""
+    """Every format that was tried, also those that the bundle does not hold; nothing if there is no record."""
     tried = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     rows: list[tuple[str, ...]] = [("format", "verdict", "seconds", "size", "probes", "why")]
     for one in tried:
-        said = {key: str(value) for key, value in one.items()}
-        verdict = said.get("verdict", "") + ("" if one.get("emitted", True) else ", not emitted")
-        size = f"{said['size_bytes']} B" if "size_bytes" in said else ""
-        why = "; see ".join(filter(None, (said.get("why"), said.get("line"))))
-        rows.append((said.get("format", ""), verdict, said.get("seconds", ""), size, said.get("probes", ""), why))
-    return ["attempts\n" + _aligned(rows, indent=2)] if tried else []
+        cells = {key: str(value) for key, value in one.items()}
+        verdict = cells.get("verdict", "") + ("" if one.get("emitted", True) else ", not emitted")
+        size = f"{cells['size_bytes']} B" if "size_bytes" in cells else ""
+        why = "; see ".join(filter(None, (cells.get("why"), cells.get("line"))))
+        rows.append((cells.get("format", ""), verdict, cells.get("seconds", ""), size, cells.get("probes", ""), why))
+    return ["attempts\n" + _align(rows, indent=2)] if tried else []
 
 
 def _evidence_rows(evidence: Iterable[Evidence]) -> list[tuple[str, ...]]:
@@ -158,24 +138,21 @@ _CERTIFIED = {"epoch", "steps", "records", "digest", "tally_min", "tally_max"}
 
 
 def _certificate_lines(certificates: Sequence[dict[str, int]]) -> list[str]:
-    """What the epochs' certificates of the training job say; epochs that say the same share a line."""
+    """The certificates of the training job's epochs; epochs with equal ones share a line."""
     alike: dict[str, list[int]] = {}
     for one in certificates:
         times = "counted by digest" if one["tally_min"] < 0 else f"each {one['tally_min']} to {one['tally_max']} times"
-        said = f"{one['records']} records in {one['steps']} steps, {times}, digest {one['digest']:06x}"
-        alike.setdefault(said, []).append(one["epoch"])
-    return [f"epochs {min(epochs)} to {max(epochs)} ({len(epochs)}): {said}" for said, epochs in alike.items()]
+        line = f"{one['records']} records in {one['steps']} steps, {times}, digest {one['digest']:06x}"
+        alike.setdefault(line, []).append(one["epoch"])
+    return [f"epochs {min(epochs)} to {max(epochs)} ({len(epochs)}): {line}" for line, epochs in alike.items()]
 
 
 def _shapes(tensors: dict[str, Any]) -> str:
     return ", ".join(f"{name} {list(array.shape)}" for name, array in tensors.items())
 
 
-def _aligned(rows: Sequence[tuple[str, ...]], *, indent: int = 0) -> str:
+def _align(rows: Sequence[tuple[str, ...]], *, indent: int = 0) -> str:
     columns = max(len(row) for row in rows)
     widths = [max((len(row[i]) for row in rows if i < len(row) - 1), default=0) for i in range(columns)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(widths[i]) for i, cell in enumerate(row)]
-        lines.append(" " * indent + "  ".join(cells).rstrip())
-    return "\n".join(lines)
+    lines = ("  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row)).rstrip() for row in rows)
+    return "\n".join(" " * indent + line for line in lines)

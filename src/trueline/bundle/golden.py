@@ -1,8 +1,7 @@
-"""Golden examples: a few batches with the answers of the eager model, carried by the bundle as
-safetensors.
+"""Golden records: a few batches with the eager model's answers, as safetensors in the bundle.
 
-A case is one batch; its tensors are stored as "case/name", so that batches of several sizes lie in one
-file. The server replays them before a version is ready. No torch, no pickle.
+A case is one batch; its tensors are stored as "case/name", so that one file holds batches of several sizes. The server
+replays them before a version is ready.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Golden:
-    """One batch: what went in and what the eager model answered."""
+    """One batch and the eager model's answer."""
 
     case: str
     inputs: dict[str, Array]
@@ -32,10 +31,8 @@ class Golden:
 
 def encode(cases: Sequence[Golden]) -> tuple[bytes, bytes]:
     """The two files: inputs, outputs."""
-    return (
-        _encode({golden.case: golden.inputs for golden in cases}),
-        _encode({golden.case: golden.outputs for golden in cases}),
-    )
+    inputs = {golden.case: golden.inputs for golden in cases}
+    return _encode(inputs), _encode({golden.case: golden.outputs for golden in cases})
 
 
 def _encode(cases: Mapping[str, Mapping[str, Array]]) -> bytes:
@@ -48,20 +45,18 @@ def _encode(cases: Mapping[str, Mapping[str, Array]]) -> bytes:
 
 
 def decode(cases: Sequence[str], inputs: bytes, outputs: bytes, where: str) -> tuple[Golden, ...]:
-    """The cases in their order. Raises BundleError that names `where` when the files do not hold them."""
+    """The cases in order. Raises BundleError that names `where` if the files do not hold them."""
     try:
         given, answered = safetensors.numpy.load(inputs), safetensors.numpy.load(outputs)
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise BundleError(f"golden examples of {where} cannot be read: {error}") from error
-    found = []
-    for case in cases:
-        golden = Golden(case=case, inputs=_of(case, given), outputs=_of(case, answered))
+        raise BundleError(f"golden records of {where} cannot be read: {error}") from error
+    found = tuple(Golden(case=case, inputs=_select(case, given), outputs=_select(case, answered)) for case in cases)
+    for golden in found:
         if not golden.inputs or not golden.outputs:
-            raise BundleError(f"golden examples of {where} lack case '{case}'")
-        found.append(golden)
-    return tuple(found)
+            raise BundleError(f"golden records of {where} lack case '{golden.case}'")
+    return found
 
 
-def _of(case: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
+def _select(case: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
     prefix = case + "/"
     return {key.removeprefix(prefix): array for key, array in tensors.items() if key.startswith(prefix)}

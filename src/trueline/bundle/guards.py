@@ -1,9 +1,9 @@
-"""Guards: what must hold between the sizes of one request, beyond the range of each.
+"""Guards: conditions between the sizes of one request, beyond the range of each. Pure.
 
-A guard is a comparison in integer arithmetic, `2 * length == x.1` or `batch % 4 != 0`. It travels in two forms: `text`
-for people, with the symbols' own names, and `rule`, the same with `d0`, `d1`, ... for the symbols in `symbols` (a name
-such as `x.1` is none in any grammar). A rule is read with Python's parser and held against a list of what may stand in
-it; it is turned into plain function calls and never evaluated as code. Pure and torch-free.
+A guard is a comparison in integer arithmetic, `2 * length == x.1` or `batch % 4 != 0`. It has two forms: `text` for
+people, with the symbols' own names, and `rule`, the same with `d0`, `d1`, ... for the symbols in `symbols` (`x.1` is no
+name in Python). Python's parser reads a rule; only listed nodes may occur in it, and they become function calls: it is
+never evaluated as code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Sizes = Sequence[int]
 Term = Callable[[Sizes], int]
 
 MAX_CHARS = 1000
-"""A longer rule is not read: no guard that torch.export finds and that says something is as long."""
+"""A longer rule is an error: no useful guard of torch.export is that long."""
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -51,7 +51,7 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     symbols: tuple[str, ...]
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the sizes by symbol keep it. A division by zero keeps nothing."""
+        """Whether the sizes by symbol satisfy it. A division by zero does not."""
         try:
             return bool(read(self.rule)([sizes[symbol] for symbol in self.symbols]))
         except ZeroDivisionError:
@@ -60,7 +60,7 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 @cache
 def read(rule: str) -> Term:
-    """The function of the sizes that `rule` stands for. Raises ValueError that names what it may not hold.
+    """`rule` as a function of the sizes. Raises ValueError that names what is not allowed.
 
     >>> read("d0 % 4 == 0")([8])
     True
@@ -77,17 +77,17 @@ def read(rule: str) -> Term:
 
 
 def check(guard: Guard, known: Mapping[str, object]) -> None:
-    """Raises ValueError when the rule cannot be read or speaks of a symbol that is not in `known`."""
+    """Raises ValueError if the rule cannot be read or has a symbol that is not in `known`."""
     read(guard.rule)
     names = [node.id for node in ast.walk(ast.parse(guard.rule)) if isinstance(node, ast.Name)]
     highest = max((place(name) for name in names if name not in _MIN_MAX), default=-1)
-    strange = [symbol for symbol in guard.symbols if symbol not in known]
-    if strange or highest >= len(guard.symbols):
-        raise ValueError(f"guard {guard.text!r} speaks of {strange or f'd{highest}'}, which is no symbol")
+    unknown = [symbol for symbol in guard.symbols if symbol not in known]
+    if unknown or highest >= len(guard.symbols):
+        raise ValueError(f"guard {guard.text!r} has {unknown or f'd{highest}'}, which is no symbol")
 
 
 def place(name: str) -> int:
-    """Which symbol `d3` stands for."""
+    """The index of `d3` in the symbols."""
     if name[:1] != "d" or not name[1:].isdecimal():
         raise ValueError(f"{name!r} is no symbol of a guard")
     return int(name[1:])

@@ -1,8 +1,10 @@
-"""Opening: a bundle is what was sealed, to the byte, or an error that names the file at fault.
+"""Opens a bundle: it is what was sealed, to the byte, or an error names the file at fault. Runs nothing of it.
 
-Reads without torch and runs nothing. Every file is digested on open; after that the bundle is only read
-through the names in its manifest. A packed bundle (one file) is unpacked first, into a folder that lives
-as long as the Bundle does, or into `cache`, where the next process finds it again.
+Every file is digested on open; after that only the names in the manifest are read. A packed bundle (one file) is
+unpacked first, into a folder that lives as long as the Bundle does, or into `cache`, where the next process finds it.
+
+Unpacking reads the manifest first (bounded), and writes only the files that its table names, each no longer than the
+table says. So neither a path that leads outside, nor a link, nor a zip bomb reaches the disk.
 """
 
 from __future__ import annotations
@@ -12,20 +14,24 @@ import shutil
 import stat
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO
 
 import msgspec
 
 from trueline import files
 from trueline.bundle import golden as golden_files
-from trueline.bundle import schema, unpack
+from trueline.bundle import schema
 from trueline.bundle.golden import Golden
 from trueline.bundle.schema import BundleManifest, Evidence, ProgramEntry
 from trueline.bundle.signature import Signature
-from trueline.errors import BundleError, join_names
+from trueline.errors import BundleError, StorageError, join_names
+
+MAX_BYTES = 64 * 2**30
+"""No packed bundle unpacks to more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
@@ -48,19 +54,16 @@ class Bundle:
         return self.manifest.signature
 
     def program(self, format: str | None = None) -> ProgramEntry:
-        """The program in `format`, or the one to serve.
-
-        Raises BundleError that lists the formats there are.
-        """
-        wanted = format or self.manifest.serve
+        """The program in `format`, or the one to serve. Raises BundleError that lists the formats."""
+        format = format or self.manifest.serve
         for entry in self.manifest.programs:
-            if entry.format == wanted:
+            if entry.format == format:
                 return entry
-        found = join_names(entry.format for entry in self.manifest.programs)
-        raise BundleError(f"bundle {self.path} has no program in format '{wanted}' (has: {found})")
+        formats = join_names(entry.format for entry in self.manifest.programs)
+        raise BundleError(f"bundle {self.path} has no program in format '{format}' (has: {formats})")
 
     def signature_of(self, format: str | None = None) -> Signature:
-        """The signature with what `program(format)` needs besides."""
+        """The signature, with the needs of `program(format)`."""
         entry = self.program(format)
         return self.signature.with_rows(entry.rows) if entry.rows else self.signature
 
@@ -69,13 +72,13 @@ class Bundle:
         return self.path / self.program(format).file
 
     def golden(self) -> tuple[Golden, ...]:
-        """The golden examples as numpy arrays."""
+        """The golden records as numpy arrays."""
         inputs = (self.path / schema.GOLDEN_INPUTS).read_bytes()
         outputs = (self.path / schema.GOLDEN_OUTPUTS).read_bytes()
         return golden_files.decode(self.manifest.golden, inputs, outputs, str(self.path))
 
     def evidence(self) -> Iterator[Evidence]:
-        """Every comparison that was made, in order."""
+        """Every comparison, in order."""
         path = self.path / schema.EVIDENCE
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -94,20 +97,17 @@ class Bundle:
 
 
 def open_bundle(path: Path, *, cache: Path | None = None) -> Bundle:
-    """Opens and verifies the bundle at `path`, a folder or a packed file.
-
-    Raises BundleError, StorageError.
-    """
+    """Opens and verifies the bundle at `path`, a folder or a packed file. Raises BundleError, StorageError."""
     path = Path(path)
     if path.is_dir():
         return open_folder(path)
     if not path.exists():
         raise BundleError(f"there is no bundle at {path}", hint="`trueline capture` makes one")
     if cache is not None:
-        return open_folder(unpack.unpack_once(path, Path(cache)))
+        return open_folder(unpack_once(path, Path(cache)))
     folder = Path(tempfile.mkdtemp(prefix="trueline-bundle-"))
     try:
-        bundle = open_folder(unpack.unpack(path, folder / "bundle"))
+        bundle = open_folder(unpack(path, folder / "bundle"))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -140,7 +140,7 @@ def _read_manifest(folder: Path) -> bytes:
 
 
 def _walk(folder: Path) -> set[str]:
-    """Names of all files but the manifest. A link or device anywhere is an error: it may lead outside."""
+    """Names of all files but the manifest. A link or device is an error: it may lead outside."""
     found = set()
     for root, folders, names in os.walk(folder):
         for name in [*folders, *names]:
@@ -159,3 +159,75 @@ def _check_file(path: Path, entry: schema.FileEntry) -> None:
         raise BundleError(f"{path} has {size} bytes, sealed were {entry.size}: it is torn", hint=schema.AGAIN)
     if files.sha256_file(path) != entry.sha256:
         raise BundleError(f"{path} was changed after it was sealed: its SHA-256 does not match", hint=schema.AGAIN)
+
+
+def unpack(file: Path, folder: Path) -> Path:
+    """Unpacks the packed bundle `file` as `folder`, atomically. Raises BundleError, StorageError."""
+    file = Path(file)
+    try:
+        with zipfile.ZipFile(file) as archive, files.atomic_dir(folder) as partial:
+            _extract(archive, partial, file)
+    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        raise BundleError(f"{file} is torn or no packed bundle: {error}", hint=schema.AGAIN) from error
+    return folder
+
+
+def unpack_once(file: Path, cache: Path) -> Path:
+    """Unpacks `file` into `cache` under its SHA-256, unless it is there already."""
+    folder = cache / files.sha256_file(file)
+    if folder.exists():
+        return folder
+    try:
+        return unpack(file, folder)
+    except StorageError:
+        if (folder / schema.MANIFEST).exists():  # another process was faster
+            return folder
+        raise
+
+
+def _extract(archive: zipfile.ZipFile, partial: Path, file: Path) -> None:
+    text = _manifest_bytes(archive, file)
+    manifest = schema.decode(text, f"{file}:{schema.MANIFEST}")
+    if sum(entry.size for entry in manifest.files.values()) > MAX_BYTES:
+        raise BundleError(f"{file} would unpack to more than {MAX_BYTES} bytes")
+    _check_members(archive, {schema.MANIFEST, *manifest.files}, file)
+    (partial / schema.MANIFEST).write_bytes(text)
+    for name, entry in manifest.files.items():
+        target = partial / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with archive.open(name) as source, target.open("xb") as sink:
+            if _copy(source, sink, entry.size) != entry.size or source.read(1):
+                raise BundleError(f"{file}:{name} does not have the {entry.size} bytes that were sealed: it is torn")
+
+
+def _manifest_bytes(archive: zipfile.ZipFile, file: Path) -> bytes:
+    try:
+        with archive.open(schema.MANIFEST) as member:
+            text = member.read(schema.MANIFEST_BYTES + 1)
+    except (KeyError, RuntimeError) as error:
+        raise BundleError(f"{file} is no packed bundle: it has no readable {schema.MANIFEST}") from error
+    if len(text) > schema.MANIFEST_BYTES:
+        raise BundleError(f"{file}:{schema.MANIFEST} has more than {schema.MANIFEST_BYTES} bytes")
+    return text
+
+
+def _check_members(archive: zipfile.ZipFile, expected: set[str], file: Path) -> None:
+    found = [member.filename for member in archive.infolist()]
+    for member in archive.infolist():
+        kind = stat.S_IFMT(member.external_attr >> 16)
+        if member.filename not in expected or kind not in (0, stat.S_IFREG) or member.flag_bits & 1:
+            raise BundleError(
+                f"{file} holds {member.filename!r}, which is no plain file of the bundle",
+                hint="do not use this bundle: it was not made by Trueline",
+            )
+    if len(found) != len(set(found)):
+        raise BundleError(f"{file} holds a name twice")
+    for name in sorted(expected - set(found)):
+        raise BundleError(f"{file}:{name} is missing from the bundle", hint=schema.AGAIN)
+
+
+def _copy(source: IO[bytes], sink: BinaryIO, size: int) -> int:
+    copied = 0
+    while piece := source.read(min(2**20, size - copied)):
+        copied += sink.write(piece)
+    return copied

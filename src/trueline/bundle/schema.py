@@ -1,17 +1,17 @@
-"""The words of `bundle.json`, and the digest that binds them.
+"""The schema of `bundle.json` and its digest. Pure.
 
     my-model.bundle/
-      bundle.json                  this schema; says the SHA-256 and size of every other file
+      bundle.json                  this schema; has the SHA-256 and size of every other file
       programs/model.onnx          one file for each program that was proven
       programs/model.pt2           torch.export; model.ts: TorchScript; model.so.pt2: AOTInductor;
                                    model.offload.json: a plan, with its .pt2 and .onnx beside it
       golden/inputs.safetensors    "1/x", "4/x": case, then input; a case is one batch
-      golden/outputs.safetensors   "1/logits", "4/logits": what the eager model answered
-      evidence.jsonl               one line for each comparison that was made
+      golden/outputs.safetensors   "1/logits", "4/logits": the eager model's answers
+      evidence.jsonl               one line for each comparison
       lineage.json                 where the model came from
 
-Pure: no torch, no files. The digest is taken over the manifest's canonical form (keys sorted, no spaces,
-the digest itself empty), and so covers every file through the table: one digest names one bundle.
+The digest is of the manifest's canonical form (keys sorted, no spaces, the digest itself empty), and so covers every
+file through the table: one digest names one bundle.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ LINEAGE = "lineage.json"
 GOLDEN_INPUTS = "golden/inputs.safetensors"
 GOLDEN_OUTPUTS = "golden/outputs.safetensors"
 MANIFEST_BYTES = 16 * 2**20
-"""No manifest is larger; a reader takes no more than this into memory before it knows what it reads."""
+"""No manifest is larger; a reader takes no more into memory before it has verified anything."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file of the bundle has to be, to the byte."""
+    """One file of the bundle."""
 
     sha256: str
     size: int
 
 
 BY_RECORD = "one record after the other"
-"""In a program's notes: it goes through a batch record by record, and takes it no faster than single requests."""
+"""In a program's notes: it runs a batch record by record, no faster than single requests."""
 
 
 class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One way to run the model. Its digest stands in the files table under `file`."""
+    """One program. Its digest is in the table of files under `file`."""
 
     format: str
     file: str
@@ -59,18 +59,18 @@ class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest difference from the eager model over all probes inside the proven range."""
     versions: dict[str, str]
     notes: str = ""
-    """How it was made and what speaks against it, where that is not the same for every program of its format."""
+    """How it was made and its drawbacks, where they differ from others of its format."""
     rows: dict[str, Rows] = {}
-    """Masks that have to show something for this program, see `TensorSpec.rows`; others may do without."""
+    """Conditions on masks for this program, see `TensorSpec.rows`."""
 
     @property
     def by_record(self) -> bool:
-        """Whether requests gain nothing from one another's company."""
+        """Whether batching gains nothing."""
         return BY_RECORD in self.notes
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The head of the lineage; `lineage.json` holds the whole."""
+    """The head of the lineage in `lineage.json`."""
 
     recipe: str
     recipe_digest: str
@@ -104,11 +104,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     against: str
     probe: str
     origin: Literal["given", "made"]
-    """`given`: records of the user; `made`: values that the prober made up."""
+    """`given`: records of the user; `made`: values of the prober."""
     inputs_sha256: str
     shapes: dict[str, tuple[int, ...]]
     verdict: Literal["agrees", "disagrees", "outside", "unanswered"]
-    """`outside`: beyond the range, so that the session refuses it; `unanswered`: the eager model raised."""
+    """`outside`: beyond the range, so that the session rejects it; `unanswered`: the eager model raised."""
     reason: str = ""
     max_abs_error: float | None = None
     max_rel_error: float | None = None
@@ -117,18 +117,18 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _Head(msgspec.Struct):
-    """Just enough of any manifest, of any age, to say which schema it follows."""
+    """The part of any manifest that names its schema."""
 
     schema: int
 
 
 def canonical(manifest: BundleManifest) -> bytes:
-    """The bytes that the digest is taken over."""
+    """The bytes of the digest."""
     return msgspec.json.encode(msgspec.structs.replace(manifest, digest=""), order="sorted")
 
 
 def with_digest(manifest: BundleManifest) -> BundleManifest:
-    """`manifest` with its own digest filled in."""
+    """`manifest` with its digest."""
     return msgspec.structs.replace(manifest, digest=files.sha256_bytes(canonical(manifest)))
 
 
@@ -138,10 +138,7 @@ def encode(manifest: BundleManifest) -> bytes:
 
 
 def decode(text: bytes, where: str) -> BundleManifest:
-    """The manifest in `text`.
-
-    Raises BundleError that names `where` when it is torn, edited or of another schema.
-    """
+    """The manifest in `text`. Raises BundleError that names `where` if it is torn, edited or of another schema."""
     try:
         head = msgspec.json.decode(text, type=_Head)
         if head.schema != SCHEMA:
@@ -166,14 +163,8 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
     if manifest.serve not in formats:
         raise BundleError(f"{where} serves format '{manifest.serve}', but holds: {', '.join(formats) or 'none'}")
     if not manifest.golden:
-        raise BundleError(f"{where} names no golden example: nothing could say whether it answers rightly here")
-    named = [program.file for program in manifest.programs] + [
-        GOLDEN_INPUTS,
-        GOLDEN_OUTPUTS,
-        EVIDENCE,
-        LINEAGE,
-    ]
-    for name in named:
+        raise BundleError(f"{where} names no golden record: nothing could show whether it answers correctly here")
+    for name in (*(program.file for program in manifest.programs), GOLDEN_INPUTS, GOLDEN_OUTPUTS, EVIDENCE, LINEAGE):
         if name not in manifest.files:
             raise BundleError(f"{where} names {name}, which its table of files does not hold")
     for name in manifest.files:
@@ -181,22 +172,21 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
     inputs = {spec.name for spec in manifest.signature.inputs}
     for program in manifest.programs:
         for name in program.rows.keys() - inputs:
-            raise BundleError(f"{where} says what rows of '{name}' need, which is no input of the model")
+            raise BundleError(f"{where} has a condition on rows of '{name}', which is no input of the model")
     for symbol in manifest.signature.padded:
         if symbol not in manifest.signature.symbols:
-            raise BundleError(f"{where} says that '{symbol}' may be filled up, which is no size of an input")
+            raise BundleError(f"{where} lists '{symbol}' as padded, which is no size of an input")
     for guard in manifest.signature.guards:
         try:
             guards.check(guard, manifest.signature.dims)
         except ValueError as error:
-            raise BundleError(f"{where} carries a guard that cannot be read: {error}", hint=AGAIN) from error
+            raise BundleError(f"{where} has a guard that cannot be read: {error}", hint=AGAIN) from error
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuses a name that is not a plain relative path inside the bundle. Raises BundleError."""
-    parts = name.split("/")
-    strange = any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable()
-    if strange or name == MANIFEST or len(name) > 255:
+    """Raises BundleError for a name that is not a plain relative path inside the bundle."""
+    outside = any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or not name.isprintable()
+    if outside or name == MANIFEST or len(name) > 255:
         raise BundleError(
             f"{where} names the file {name!r}, which is not a plain path inside the bundle",
             hint="do not use this bundle: it was not made by Trueline",

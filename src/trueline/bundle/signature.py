@@ -1,10 +1,8 @@
-"""What a program takes and gives: names, dtypes and symbolic shapes, and the check of a request against
-them.
+"""The signature: names, dtypes and symbolic shapes of inputs and outputs, and the check of a request. Pure.
 
-Pure and torch-free: the same check runs in every Session, in the server, and in tests. Dtypes carry the
-names of the Open Inference Protocol (BOOL, INT8..INT64, UINT8..UINT64, FP16, FP32, FP64). A dimension is
-a number or the name of a symbol; a symbol has a proven range, and all dimensions with one name are equal
-within one request. What else has to hold between the sizes of a request stands in the guards.
+Every Session and the server run the same check. Dtypes have the names of the Open Inference Protocol (BOOL,
+INT8..INT64, UINT8..UINT64, FP16, FP32, FP64). A dimension is a number or the name of a symbol; a symbol has a proven
+range, and all dimensions with one name are equal within a request. Guards are further conditions between sizes.
 """
 
 from __future__ import annotations
@@ -32,19 +30,16 @@ NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
 }
 DATATYPES: dict[np.dtype[np.generic], str] = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 _MANY = 256
-"""Shapes that are remembered; with more, all are forgotten."""
+"""Shapes that are cached; with more, the cache is emptied."""
 _Expected = tuple[
     str, np.dtype[np.generic], int, tuple[tuple[int, int], ...], tuple[tuple[int, str, int, int, int], ...]
 ]
-"""Of one input: name, datatype, dimensions; axis and size of those that are fixed; axis, symbol, least, most and step
-of the others."""
+"""Of one input: name, datatype, number of dimensions; axis and size of the fixed ones; axis, symbol, least, most and
+step of the others."""
 
 
 class Dim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The proven range of one symbol:
-
-    `min` <= size <= `max` (None: no upper bound), a multiple of `multiple_of`.
-    """
+    """The proven range of one symbol: `min` <= size <= `max` (None: no upper bound), a multiple of `multiple_of`."""
 
     min: int = 1
     max: int | None = None
@@ -56,8 +51,8 @@ class Dim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 Rows = Literal["any", "some", "first"]
-"""What each row of a mask, along its last dimension, has to show: `some` a value other than 0, `first` one at its
-beginning (padding comes after it)."""
+"""A condition on each row of a mask, along its last dimension: `some`: it has a value other than 0, `first`: it begins
+with one (padding comes after it)."""
 NEEDS: dict[Rows, str] = {"some": "has a value other than 0", "first": "begins with a value other than 0"}
 
 
@@ -68,13 +63,11 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     datatype: str
     shape: tuple[int | str, ...]
     role: Literal["data", "state"] = "data"
-    """`state`: what the model remembers. The caller hands `next.x` of one answer back as `state.x` of the next request,
-    and keeps it apart from the state of every other caller.
-    """
+    """`state`: the model's memory. The caller sends `next.x` of one answer back as `state.x` of its next request."""
     rows: Rows = "any"
-    """Other than `any` for a mask, where the program was proven only for rows that are not hidden."""
+    """Other than `any` for a mask, if the program was proven only for rows that are not hidden."""
     fill: int = 0
-    """What a sequence is filled up with where `Signature.padded` allows it: for a mask, what hides."""
+    """The value that pads a sequence: for a mask, the one that hides."""
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -82,7 +75,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def needs(self) -> str:
-        """What the values have to keep to, in words; empty where all may come."""
+        """The condition on the values, in words; empty if there is none."""
         return f"each row of {self.name} {NEEDS[self.rows]}" if self.rows != "any" else ""
 
 
@@ -94,23 +87,22 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dims: dict[str, Dim]
     guards: tuple[Guard, ...] = ()
     padded: tuple[str, ...] = ()
-    """Symbols whose dimensions may be filled up at their end without changing an answer; see `bundle.padding`."""
+    """Symbols whose dimensions may be padded at their end without changing an answer; see `bundle.padding`."""
     random: bool = False
-    """Whether the model draws random numbers: equal requests then get other answers, of one distribution."""
+    """Whether the model draws random numbers: equal requests then get different answers, of one distribution."""
 
     def check(self, inputs: Mapping[str, Array]) -> None:
-        """Refuses inputs outside the proven range.
-
-        Raises RequestError that names input, value and expectation.
-        """
-        wanted = {spec.name for spec in self.inputs}
-        if inputs.keys() != wanted:
-            self._refuse_names(inputs.keys(), wanted)
+        """Raises RequestError, which names input, value and expectation, for inputs outside the proven range."""
+        expected = {spec.name for spec in self.inputs}
+        if inputs.keys() != expected:
+            self._refuse_names(set(inputs), expected)
         sizes: dict[str, tuple[int, str]] = {}
         for spec in self.inputs:
             self._check_one(spec, inputs[spec.name], sizes)
-        if self.guards:
-            self._check_guards({symbol: size for symbol, (size, _) in sizes.items()})
+        for guard in self.guards:
+            if not guard.holds({symbol: size for symbol, (size, _) in sizes.items()}):
+                have = ", ".join(f"{symbol} = {sizes[symbol][0]}" for symbol in guard.symbols)
+                raise RequestError(f"the sizes {have} are outside the proven range: it needs {guard.text}")
 
     def allows(self, sizes: Mapping[str, int]) -> bool:
         """Whether the size of every symbol lies in its range and all guards hold."""
@@ -119,18 +111,18 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def with_rows(self, rows: Mapping[str, Rows]) -> Signature:
-        """The same with what the masks named in `rows` have to show; `any` for all others."""
+        """The same with the conditions `rows` on masks; `any` for all others."""
         inputs = tuple(msgspec.structs.replace(spec, rows=rows.get(spec.name, "any")) for spec in self.inputs)
         return msgspec.structs.replace(self, inputs=inputs)
 
     @property
     def rows(self) -> dict[str, Rows]:
-        """The masks that have to show something, by name."""
+        """The conditions on masks, by name."""
         return {spec.name: spec.rows for spec in self.inputs if spec.rows != "any"}
 
     @property
     def state(self) -> dict[str, str]:
-        """Input that brings a part of the state -> output that takes it on. Empty for a model without a memory."""
+        """Input of a part of the state -> output of its next value. Empty for a model without a memory."""
         given = [spec.name for spec in self.inputs if spec.role == "state"]
         return dict(zip(given, [spec.name for spec in self.outputs if spec.role == "state"], strict=True))
 
@@ -148,21 +140,12 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The size of every symbol in `inputs`."""
         return {symbol: inputs[name].shape[axis] for symbol, (name, axis) in self.symbols.items()}
 
-    def _check_guards(self, sizes: Mapping[str, int]) -> None:
-        for guard in self.guards:
-            if not guard.holds(sizes):
-                have = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in guard.symbols)
-                raise RequestError(f"the sizes {have} are outside the proven range: it needs {guard.text}")
-
-    def _refuse_names(self, found: object, wanted: set[str]) -> None:
-        names = set(found)  # type: ignore[call-overload]
-        for name in sorted(names - wanted):
-            near = closest(name, wanted)
-            raise RequestError(
-                f"unexpected input '{name}' (the model takes: {join_names(sorted(wanted))})",
-                hint=f"did you mean '{near}'?" if near else "",
-            )
-        raise RequestError(f"missing input '{min(wanted - names)}' (the model takes: {join_names(sorted(wanted))})")
+    def _refuse_names(self, given: set[str], expected: set[str]) -> None:
+        takes = f"(the model takes: {join_names(sorted(expected))})"
+        for name in sorted(given - expected):
+            near = closest(name, expected)
+            raise RequestError(f"unexpected input '{name}' {takes}", hint=f"did you mean '{near}'?" if near else "")
+        raise RequestError(f"missing input '{min(expected - given)}' {takes}")
 
     def _check_one(self, spec: TensorSpec, array: Array, sizes: dict[str, tuple[int, str]]) -> None:
         if array.dtype != spec.dtype:
@@ -183,7 +166,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             self._check_rows(spec, array)
 
     def check_rows(self, inputs: Mapping[str, Array]) -> None:
-        """The part of `check` that looks at values: what each row of a mask has to show. Raises RequestError."""
+        """The part of `check` that reads values: the conditions on rows of masks. Raises RequestError."""
         for spec in self.inputs:
             if spec.rows != "any":
                 self._check_rows(spec, inputs[spec.name])
@@ -231,7 +214,7 @@ class Check:
         self._signature = signature
         self._looks = bool(signature.rows)
         self._let_through: set[object] = set()
-        self._table = [_expected(signature, spec) for spec in signature.inputs]
+        self._table = [_plan_check(signature, spec) for spec in signature.inputs]
         self._guards = signature.guards
 
     def __call__(self, inputs: Mapping[str, Array]) -> None:
@@ -266,7 +249,7 @@ class Check:
         return all(guard.holds(sizes) for guard in self._guards)
 
 
-def _expected(signature: Signature, spec: TensorSpec) -> _Expected:
+def _plan_check(signature: Signature, spec: TensorSpec) -> _Expected:
     fixed = tuple((axis, size) for axis, size in enumerate(spec.shape) if isinstance(size, int))
     free = []
     for axis, symbol in enumerate(spec.shape):

@@ -1,10 +1,10 @@
-"""Who vouches for a bundle: an Ed25519 signature over its digest, in a file beside it.
+"""Signs bundles: an Ed25519 signature of the digest, in a file beside the bundle.
 
     digits.bundle          its digest covers every byte of it
-    digits.bundle.sig      one line: what it is, the key's id, the signature
+    digits.bundle.sig      one line: the form, the key's id, the signature
 
-A digest says that a bundle is whole, not who made it: whoever can write to a store can seal one. A server that is given
-public keys serves only what one of them has signed. Source: RFC 8032; keys are PEM files, as openssl writes them.
+A digest shows that a bundle is whole, not its maker: anyone who can write to a store can seal one. A server with public
+keys serves only bundles that one of them has signed. Source: RFC 8032; keys are PEM files, as openssl writes them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 SUFFIX = ".sig"
 _FORM = "trueline-signature-1"
 _PREFIX = b"trueline bundle "
-"""Before the digest, so that a signature made for something else is none here."""
+"""Before the digest, so that a signature for another purpose is invalid here."""
 MAX_BYTES = 4096
-"""More of a signature is not read."""
+"""Longest signature that is read."""
 _PEM = re.compile(r"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
 
 
 def place_of(path: Path) -> Path:
-    """Where the signature of what lies at `path` lies.
+    """The signature's file for the bundle or archive at `path`.
 
     >>> place_of(Path("store/digits.bundle")).as_posix()
     'store/digits.bundle.sig'
@@ -42,22 +42,25 @@ def place_of(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def signed(digest: str, key: Path) -> str:
+def make_signature(digest: str, key: Path) -> str:
     """The signature of `digest` by the private key in `key`. Raises UsageError for a file that is no such key."""
-    private = _private(key)
-    found = base64.b64encode(private.sign(_PREFIX + digest.encode())).decode()
-    return f"{_FORM} {_id_of(private.public_key())} {found}\n"
+    private = _read_private(key)
+    signature = base64.b64encode(private.sign(_PREFIX + digest.encode())).decode()
+    return f"{_FORM} {_id_of(private.public_key())} {signature}\n"
 
 
 def sign(path: Path, digest: str, key: Path) -> Path:
-    """Signs what lies at `path` and has `digest`; returns the signature's file. Raises UsageError, StorageError."""
+    """Signs the bundle or archive at `path` with its `digest`; returns the signature's file.
+
+    Raises UsageError, StorageError.
+    """
     place = place_of(path)
-    files.write_atomic(place, signed(digest, key).encode())
+    files.write_atomic(place, make_signature(digest, key).encode())
     return place
 
 
 def beside(path: Path) -> str | None:
-    """The signature beside `path`; None when there is none."""
+    """The signature beside `path`; None if there is none."""
     try:
         with place_of(path).open("rb") as file:
             return file.read(MAX_BYTES).decode("ascii", "replace")
@@ -68,15 +71,14 @@ def beside(path: Path) -> str | None:
 
 
 class Trusted:
-    """Public keys whose signatures are believed."""
+    """Public keys whose signatures count, by their ids."""
 
     def __init__(self, keys: Mapping[str, Ed25519PublicKey]) -> None:
-        """By their ids."""
         self._keys = keys
 
     @classmethod
     def read(cls, path: Path) -> Trusted:
-        """The public keys in a PEM file, one after the other. Raises UsageError."""
+        """The public keys in a PEM file. Raises UsageError."""
         _check_installed()
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -91,11 +93,11 @@ class Trusted:
         return cls(keys)
 
     def check(self, what: str, digest: str, signature: str | None) -> None:
-        """Raises BundleError unless `signature` is one of `digest` by a key that is trusted."""
+        """Raises BundleError unless `signature` is of `digest` by a trusted key."""
         if signature is None:
             raise BundleError(
-                f"{what} is not signed, and only what a trusted key has signed is served",
-                hint=f"`trueline bundle sign` writes its signature beside it ({SUFFIX}); bring both",
+                f"{what} is not signed, and this server needs a signature by a trusted key",
+                hint=f"`trueline bundle sign` writes its signature beside it ({SUFFIX}); copy both",
             )
         from cryptography.exceptions import InvalidSignature
 
@@ -105,14 +107,14 @@ class Trusted:
         if form != _FORM or key is None:
             raise BundleError(
                 f"{what} is signed by no key that is trusted here (trusted: {join_names(sorted(self._keys))})",
-                hint="sign it with one of these keys, or add the public key of who signed it",
+                hint="sign it with one of these keys, or add its signer's public key",
             )
         try:
             key.verify(base64.b64decode(text, validate=True), _PREFIX + digest.encode())
         except (InvalidSignature, binascii.Error) as error:
             raise BundleError(
                 f"the signature of {what} is not one of its digest {digest[:12]} by key {name}",
-                hint="one of the two was exchanged since it was signed: sign it again, if it is the right one",
+                hint="one of the two was replaced after the signing: sign it again, if it is the right one",
             ) from error
 
 
@@ -123,7 +125,7 @@ def _id_of(key: Ed25519PublicKey) -> str:
     return hashlib.sha256(key.public_bytes_raw()).hexdigest()[:16]
 
 
-def _private(path: Path) -> Ed25519PrivateKey:
+def _read_private(path: Path) -> Ed25519PrivateKey:
     _check_installed()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key

@@ -1,16 +1,18 @@
-"""Sealing: everything a bundle holds goes to the disk whole, or nothing does.
+"""Seals a bundle, whole or not at all, and packs one into a file.
 
-The caller has emitted and proven; this module copies, counts, digests and renames. It knows no torch and
-does not judge the proofs: it refuses only what could not be opened again.
+The caller has emitted and proven the programs; this module does not judge the proofs: it refuses only what could not be
+opened again.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -21,15 +23,12 @@ from trueline.bundle.golden import Golden
 from trueline.bundle.read import Bundle, open_folder
 from trueline.bundle.schema import BundleManifest, Evidence, FileEntry, ProgramEntry, Summary
 from trueline.bundle.signature import Signature
-from trueline.errors import UsageError
+from trueline.errors import StorageError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What goes into a bundle.
-
-    `programs` pairs each entry with the folder that holds its file under the same name.
-    """
+    """The contents of a bundle. `programs` pairs each entry with the folder that holds its file under the same name."""
 
     name: str
     signature: Signature
@@ -38,23 +37,23 @@ class Contents:
     golden: Sequence[Golden]
     evidence: Sequence[Evidence]
     lineage: Mapping[str, Any]
-    """JSON values; goes into `lineage.json` as it is."""
+    """JSON values, for `lineage.json`."""
     summary: Summary
 
 
 def seal(out: Path, contents: Contents, *, overwrite: bool = False) -> Bundle:
     """Writes the bundle to `out`, atomically, and opens it with every check. Raises StorageError, UsageError.
 
-    The folder of a program may hold further files beside it (external weights): all of them go along.
+    All files in the folder of a program belong to it (external weights).
     """
     out = Path(out)
     if not contents.golden:
-        raise UsageError("a bundle needs at least one golden example; give the recipe records or examples()")
+        raise UsageError("a bundle needs at least one golden record; give the recipe records or examples()")
     if out.exists() and overwrite and not (out / schema.MANIFEST).is_file():
         raise UsageError(f"{out} exists and is no bundle; it is not replaced", hint="choose another name")
     with files.atomic_dir(out, replace=overwrite) as partial:
         _write_files(partial, contents)
-        manifest = schema.with_digest(_manifest(contents, _table(partial)))
+        manifest = schema.with_digest(_manifest(contents, partial))
         schema.decode(schema.encode(manifest), schema.MANIFEST)
         (partial / schema.MANIFEST).write_bytes(schema.encode(manifest))
     return open_folder(out)
@@ -70,24 +69,17 @@ def _write_files(partial: Path, contents: Contents) -> None:
     inputs, outputs = golden_files.encode(contents.golden)
     (partial / schema.GOLDEN_INPUTS).write_bytes(inputs)
     (partial / schema.GOLDEN_OUTPUTS).write_bytes(outputs)
-    (partial / schema.EVIDENCE).write_bytes(_lines(contents.evidence))
+    (partial / schema.EVIDENCE).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in contents.evidence))
     lineage = msgspec.json.encode(contents.lineage, order="sorted")
     (partial / schema.LINEAGE).write_bytes(msgspec.json.format(lineage, indent=1) + b"\n")
 
 
-def _lines(evidence: Iterable[Evidence]) -> bytes:
-    return b"".join(msgspec.json.encode(one) + b"\n" for one in evidence)
-
-
-def _table(folder: Path) -> dict[str, FileEntry]:
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
+def _manifest(contents: Contents, folder: Path) -> BundleManifest:
+    table = {
         path.relative_to(folder).as_posix(): FileEntry(sha256=files.sha256_file(path), size=path.stat().st_size)
-        for path in found
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
     }
-
-
-def _manifest(contents: Contents, table: dict[str, FileEntry]) -> BundleManifest:
     return BundleManifest(
         schema=schema.SCHEMA,
         name=contents.name,
@@ -99,3 +91,31 @@ def _manifest(contents: Contents, table: dict[str, FileEntry]) -> BundleManifest
         files=table,
         lineage=contents.summary,
     )
+
+
+def pack(folder: Path, out: Path, *, overwrite: bool = False) -> Path:
+    """Packs the bundle in `folder` into the file `out`, atomically; equal bundles give equal bytes.
+
+    The bundle is verified first. Raises BundleError, StorageError.
+    """
+    folder, out = Path(folder), Path(out)
+    bundle = open_folder(folder)
+    if out.exists() and not overwrite:
+        raise StorageError(f"{out} exists already", hint="choose another name or ask to replace it")
+    with files.atomic_file(out) as file:
+        write_zip(file, {name: folder / name for name in (schema.MANIFEST, *sorted(bundle.manifest.files))})
+    return out
+
+
+def write_zip(file: BinaryIO, contents: Mapping[str, Path | str]) -> None:
+    """Writes files (by Path) and texts by name, uncompressed and without times: equal contents give equal bytes."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in contents.items():
+            member = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+            member.external_attr = (stat.S_IFREG | 0o644) << 16
+            if isinstance(content, str):
+                archive.writestr(member, content)
+                continue
+            member.file_size = content.stat().st_size
+            with content.open("rb") as source, archive.open(member, "w") as target:
+                shutil.copyfileobj(source, target, 2**20)

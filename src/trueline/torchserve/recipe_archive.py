@@ -9,24 +9,19 @@ recipe.py, ...           the recipe, and the modules beside it that it imports
 from __future__ import annotations
 
 import json
-import shutil
-import stat
 import sys
-import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from trueline import events, files
 from trueline.bundle import schema
 from trueline.bundle.read import Bundle, open_bundle
+from trueline.bundle.write import write_zip
 from trueline.errors import StorageError, UsageError
 from trueline.recipe.load import load_recipe
 from trueline.serve.handlers.archive import MANIFEST
 from trueline.serve.handlers.recipe_handler import BUNDLE, RECIPE
 
 HANDLER = "trueline.serve.handlers.recipe_handler"
-_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def archive(
@@ -52,14 +47,14 @@ def archive(
         raise UsageError(f"{out} is to end in .mar: servers recognize archives by it")
     if out.exists() and not overwrite:
         raise StorageError(f"{out} exists already", hint="choose another name or ask to replace it")
-    texts = {
+    texts: dict[str, Path | str] = {
         MANIFEST: _manifest(found, version),
         "model-config.yaml": _config(**batching),
     }
     sources = {RECIPE: loaded.path, **_find_helpers(loaded.path)}
     sources |= {f"{BUNDLE}/{name}": found.path / name for name in (schema.MANIFEST, *found.manifest.files)}
     with files.atomic_file(out) as file:
-        _write(file, texts, sources)
+        write_zip(file, texts | sources)
     events.emit("archive.written", path=str(out), digest=found.digest, modules=len(sources) - len(found.manifest.files))
     return out
 
@@ -84,20 +79,3 @@ def _find_helpers(recipe: Path) -> dict[str, Path]:
         if beside and not module.__name__.startswith("trueline") and "site-packages" not in path.parts:
             helpers[path.relative_to(folder).as_posix()] = path
     return dict(sorted(helpers.items()))
-
-
-def _write(file: BinaryIO, texts: Mapping[str, str], sources: Mapping[str, Path]) -> None:
-    with zipfile.ZipFile(file, "w") as zipped:
-        for name, text in texts.items():
-            zipped.writestr(_member(name), text)
-        for name, path in sources.items():
-            member = _member(name)
-            member.file_size = path.stat().st_size
-            with path.open("rb") as source, zipped.open(member, "w") as target:
-                shutil.copyfileobj(source, target, 2**20)
-
-
-def _member(name: str) -> zipfile.ZipInfo:
-    member = zipfile.ZipInfo(name, _EPOCH)
-    member.external_attr = (stat.S_IFREG | 0o644) << 16
-    return member

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trueline import files
 from trueline.bundle import schema, signing
-from trueline.bundle.read import Bundle, open_folder
-from trueline.bundle.unpack import unpack
+from trueline.bundle.read import Bundle, open_folder, unpack
 from trueline.errors import BundleError, UsageError
 from trueline.storage.checkpoint_store import translate_errors
 
