@@ -60,13 +60,9 @@ def start_store() -> tuple[TCPStore, str]:
     host = os.environ.get("TRUELINE_HOST", "127.0.0.1")
     listener = socket.create_server((host, 0), family=socket.AF_INET, backlog=128)
     port: int = listener.getsockname()[1]
+    timeout = timedelta(seconds=START_TIMEOUT_S)
     store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=START_TIMEOUT_S),
-        master_listen_fd=listener.detach(),
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
     return store, f"{host}:{port}"
 

@@ -77,19 +77,9 @@ class LocalEngine:
 
 def start_agent(path: Path, *, preload: Sequence[str], life: int, log: Path) -> subprocess.Popen[bytes]:
     """Starts an agent on the socket `path` that imports the modules `preload`. `life`: the lifeline's reading end."""
-    env = {
-        **os.environ,
-        process.LIFELINE: str(life),
-        "PYTHONUNBUFFERED": "1",
-        "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
-    }
+    env = {"OPENBLAS_NUM_THREADS": "1", **os.environ, process.LIFELINE: str(life), "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "trueline.engine.local.agent", str(path), *preload],
-            env=env,
-            pass_fds=(life,),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
+            env=env, pass_fds=(life,), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip

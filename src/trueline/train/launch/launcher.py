@@ -82,21 +82,18 @@ class LocalJob:
             exits.push(lambda kind, error, trace: self._record_end(launch, error))
             job = self.settings
             self._emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
-            self._prepare()
+            self.folder.logs.mkdir(parents=True, exist_ok=True)
+            self.folder.write_secret()
+            self.folder.remove_master()
+            self.socket = self.scratch / "agent"
+            self.life, self._life_end = os.pipe()
+            self._sweep()
             exits.callback(self._clean)
             exits.callback(self._end_processes)
             self.agent = self._start_agent()
             self._start_master()
             self._exits = exits.pop_all()
         return self
-
-    def _prepare(self) -> None:
-        self.folder.logs.mkdir(parents=True, exist_ok=True)
-        self.folder.write_secret()
-        self.folder.remove_master()
-        self.socket = self.scratch / "agent"
-        self.life, self._life_end = os.pipe()
-        self._sweep()
 
     def _emit(self, name: str, /, **fields: events.Field) -> None:
         """Emits an event of the launcher, in this process and in the job's folder."""
@@ -261,18 +258,13 @@ def detach(job_dir: Path) -> int:
     folder = JobDir(job_dir)
     log = folder.log("launcher")
     log.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    pid = os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", "trueline.train.launch.launcher", str(job_dir)],
-        os.environ,
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o600),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-        setsid=True,
-    )
+    streams = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    command = [sys.executable, "-m", "trueline.train.launch.launcher", str(job_dir)]
+    pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=streams, setsid=True)
     while (launch := folder.read_launch()) is None or launch.pid != pid:
         if os.waitpid(pid, os.WNOHANG)[0]:
             raise errors.TrainError(f"the launcher of {job_dir} ended before it began", hint=f"see {log}")

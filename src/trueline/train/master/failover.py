@@ -52,21 +52,14 @@ class MasterProcess:
             self._zygote.stdin.flush()
 
     def _start_zygote(self) -> subprocess.Popen[bytes]:
+        env = {**os.environ, LIFELINE: str(self.life), "GRPC_VERBOSITY": "NONE"}
+        env["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads at its import, before the fork
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "trueline.train.master.failover", *self.arguments],
-                env={
-                    **os.environ,
-                    LIFELINE: str(self.life),
-                    "GRPC_VERBOSITY": "NONE",
-                    "OPENBLAS_NUM_THREADS": "1",  # it would start threads at its import, before the fork
-                },
-                pass_fds=(self.life,),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
+                env=env, pass_fds=(self.life,), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     def poll(self) -> int | None:
         """The exit code of the master that was started last (negative for a signal); None while it runs."""

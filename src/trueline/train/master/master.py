@@ -78,8 +78,7 @@ class Master:
         self._scaling = Scaling()
         self._deaths: dict[str, h.Death] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.save_from = 0
-        """An operator wants a checkpoint of this step or a later one; 0: none is wanted."""
+        self.save_from = 0  # as in `link.contract.ProgressReporter`
         self.stopped = asyncio.Event()
         self.failed = False
         if self.state.generation:

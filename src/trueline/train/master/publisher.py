@@ -28,7 +28,6 @@ KEPT = 20_000
 Hook = Callable[[str, dict[str, Field], float], None]
 """Called with name, fields and time (seconds since 1970) of each event."""
 NamedEvent = tuple[str, dict[str, Field]]
-"""An event's name and fields."""
 _FREQUENT = {"step.applied"}
 """Events that only JOB/events.jsonl and the journal get, not the process's own log."""
 

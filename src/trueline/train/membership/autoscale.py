@@ -49,9 +49,9 @@ class Scaling:
         took_s = now - self._since
         if took_s < SETTLE_S:
             return False
-        found = (records - self._records) / took_s
-        known = self.speeds.get(workers)
-        self.speeds[workers] = (found if known is None else SMOOTH * found + (1 - SMOOTH) * known[0], now)
+        newest = (records - self._records) / took_s
+        before = self.speed(workers)
+        self.speeds[workers] = (newest if before is None else SMOOTH * newest + (1 - SMOOTH) * before, now)
         self._since, self._records = now, records
         return True
 

@@ -163,13 +163,12 @@ class Leases:
 
     def _merge(self) -> None:
         """Joins adjacent ranges, so that the rest of lost leases does not stay in small pieces."""
-        found: list[tuple[int, int]] = []
+        merged: list[tuple[int, int]] = []
         for start, stop in self._free:
-            if found and found[-1][1] == start:
-                found[-1] = (found[-1][0], stop)
-            else:
-                found.append((start, stop))
-        self._free = found
+            if merged and merged[-1][1] == start:
+                start = merged.pop()[0]
+            merged.append((start, stop))
+        self._free = merged
 
 
 def replay(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float = 10.0) -> Leases:
@@ -177,7 +176,7 @@ def replay(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float 
 
     Raises UsageError when the rows are of other records.
     """
-    found = Leases(epoch=epoch, num_records=num_records, lease_s=lease_s)
+    leases = Leases(epoch=epoch, num_records=num_records, lease_s=lease_s)
     done: list[tuple[int, int]] = []
     for kind, body in rows:
         if body.get("epoch") != epoch:
@@ -188,7 +187,7 @@ def replay(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float 
                     f"epoch {epoch} was begun with {body['num_records']} records, and there are {num_records} now",
                     hint="restore the data, or start a new job",
                 )
-            found.incarnation = max(found.incarnation, body["incarnation"] + 1)
+            leases.incarnation = max(leases.incarnation, body["incarnation"] + 1)
         elif kind == "DONE":
             done.append((body["start"], body["stop"]))
     at, free = 0, []
@@ -200,6 +199,6 @@ def replay(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float 
         at = stop
     if at < num_records:
         free.append((at, num_records))
-    found._free = free
-    found._committed = num_records - sum(stop - start for start, stop in free)
-    return found
+    leases._free = free
+    leases._committed = num_records - sum(stop - start for start, stop in free)
+    return leases

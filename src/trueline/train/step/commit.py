@@ -82,11 +82,9 @@ class Commit:
         step = self.replica.ledger.steps
         try:
             account.check(
-                records=len(self.plan.records(step)),
-                plan_digest=self.plan.digest(step),
-                generation=self.group.generation,
-                step=step,
-            )
+                records=len(self.plan.records(step)), plan_digest=self.plan.digest(step),
+                generation=self.group.generation, step=step,
+            )  # fmt: skip
         except RecordsMiscounted:
             self.replica.check_all_used()  # DDP never reduces a bucket that holds an unused parameter
             raise

@@ -42,7 +42,6 @@ class Contribution:
     done: list[Ints] = field(default_factory=list)
     """Records of the batches whose loss is known."""
     count: int = 0
-    """How many records `done` has."""
     digest: int = 0
     """Of the batches that were handed to the loop."""
     loss_sum: float = 0.0

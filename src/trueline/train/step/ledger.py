@@ -197,15 +197,11 @@ class Ledger:
         pairs = sorted(zip(self.epoch_left_out, self.epoch_left_out_of, strict=True))
         out, out_of = [record for record, _ in pairs], [record for _, record in pairs]
         certificate = {
-            "epoch": epoch,
-            "steps": self.epoch_steps,
-            "records": self.epoch_records,
-            "digest": self.epoch_digest,
+            "epoch": epoch, "steps": self.epoch_steps, "records": self.epoch_records, "digest": self.epoch_digest,
             "tally_min": -1 if kept is None or partial or not len(kept) else int(kept.min()),
             "tally_max": -1 if self.tally is None else int(self.tally.max()),
-            "set_aside": out,
-            "set_aside_of": out_of if out_of != out else [],
-        }
+            "set_aside": out, "set_aside_of": out_of if out_of != out else [],
+        }  # fmt: skip
         self.certificates.append(certificate)
         self.epoch_steps = self.epoch_records = self.epoch_digest = 0
         self.epoch_left_out, self.epoch_left_out_of = [], []
