@@ -66,11 +66,12 @@ class JobSummary:
 
     def as_text(self) -> str:
         facts = self.facts
+        tallied = all(certificate["tally_min"] == 1 for certificate in facts["certificates"])
         size = f"of {facts['global_batch']} records " if facts["global_batch"] else ""  # a script's is not known
         lines = [
             f"{facts['name']}: {count_of(facts['steps'], 'step')} {size}in {facts['seconds']:.1f} s, "
             f"{count_of(facts['workers_started'], 'worker')} started, {count_of(facts['generations'], 'generation')}",
-            f"{self._claim()} ({self._evidence()})",
+            f"{self._claim()} (counted {'record by record' if tallied else 'and digested'} in the gradients)",
         ]
         lines += map(format_set_aside, facts.get("set_aside") or ())
         lines += [f"quarantined: worker {slot['slot']}: {slot['why']}" for slot in facts.get("quarantined") or ()]
@@ -106,9 +107,8 @@ class JobSummary:
     def _best(self, best: dict[str, Any]) -> str:
         values = ", ".join(f"{name} {value:.4g}" for name, value in [("loss", best["loss"]), *best["metrics"].items()])
         stopped = ", and training stopped as no later one was better" if self.facts["stopped_early"] else ""
-        return (
-            f"best of {count_of(len(self.facts['evaluations']), 'evaluation')}: step {best['step']}, {values}{stopped}"
-        )
+        evaluations = count_of(len(self.facts["evaluations"]), "evaluation")
+        return f"best of {evaluations}: step {best['step']}, {values}{stopped}"
 
     def _partial(self, certificate: dict[str, Any]) -> bool:
         return bool(certificate["records"] + len(certificate.get("set_aside", ())) < self.facts["records"])
@@ -116,10 +116,8 @@ class JobSummary:
     def _claim(self) -> str:
         *whole, last = self.facts["certificates"]
         if not whole and self._partial(last):
-            steps = count_of(last["steps"], "step")
-            return (
-                f"none of the {self.facts['records']} records was applied twice in the one epoch, stopped after {steps}"
-            )
+            once = f"none of the {self.facts['records']} records was applied twice in the one epoch"
+            return f"{once}, stopped after {count_of(last['steps'], 'step')}"
         records = f"every one of the {self.facts['records']} records{self._left_out()}"
         return f"{records} was applied exactly once in {self._epochs()}"
 
@@ -131,12 +129,6 @@ class JobSummary:
             f"each of the {count_of(len(whole), 'whole epoch')}, and at most once in the last one, "
             f"stopped after {count_of(last['steps'], 'step')}"
         )
-
-    def _evidence(self) -> str:
-        certificates = self.facts["certificates"]
-        if all(certificate["tally_min"] == 1 for certificate in certificates):
-            return "counted record by record in the gradients"
-        return "counted and digested in the gradients"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

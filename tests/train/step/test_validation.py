@@ -122,7 +122,7 @@ def member(monkeypatch, *, position=0, ordered_weights=(1.0,), rank=0, overtaken
 
 class Replica:
     def __init__(self, num_records=100):
-        self.ledger, self.averaging = Ledger(num_records=num_records), []
+        self.ledger, self.averaging, self.optimizer_step = Ledger(num_records=num_records), [], self
 
     @contextlib.contextmanager
     def use_averages(self):

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import importlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -177,7 +178,8 @@ class Agent:
 
     def _signal(self, seen: Seen, number: signal.Signals) -> None:
         if seen.ref in self.adopted:
-            process.kill_orphan(self.adopted[seen.ref], number)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.adopted[seen.ref], number)
         else:
             os.kill(seen.pid, number)
 
@@ -193,7 +195,7 @@ class Agent:
                 self._signal(seen, signal.SIGKILL)
         for seen in self.seen.values():
             if seen.ref in self.adopted:
-                process.wait_for_orphan(self.adopted[seen.ref])
+                select.select([self.adopted[seen.ref]], [], [])
             elif seen.alive:
                 os.waitpid(seen.pid, 0)
 

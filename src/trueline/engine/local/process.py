@@ -120,12 +120,3 @@ def adopt_orphan(birth: Birth) -> int | None:
         return handle
     os.close(handle)
     return None
-
-
-def kill_orphan(handle: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(handle, number)
-
-
-def wait_for_orphan(handle: int) -> None:
-    select.select([handle], [], [])

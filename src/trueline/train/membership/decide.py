@@ -178,19 +178,14 @@ def _apply_heartbeat(
         member.steps = event.step
         member.base = event.step if member.base is None else member.base
     if event.step > state.committed:
-        _pace(state, event.step - state.committed, now)
-        state.committed = event.step
+        if state.stepped_at is not None:
+            took_s = (now - state.stepped_at) / (event.step - state.committed)
+            state.usual_s = took_s if not state.usual_s else (1 - SMOOTH) * state.usual_s + SMOOTH * took_s
+        state.stepped_at, state.committed = now, event.step
         if state.fill_at > now and state.released:
             state.fill_at = now
             return [*fill(state, now), *(settle(state, policy) if first else [])]
     return settle(state, policy) if first else []
-
-
-def _pace(state: State, steps: int, now: float) -> None:
-    if state.stepped_at is not None:
-        took_s = (now - state.stepped_at) / steps
-        state.usual_s = took_s if not state.usual_s else (1 - SMOOTH) * state.usual_s + SMOOTH * took_s
-    state.stepped_at = now
 
 
 def _apply_finish(state: State, member: Member, event: h.Finished) -> list[Action]:

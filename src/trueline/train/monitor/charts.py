@@ -222,8 +222,8 @@ class Lanes:
 
     def start(self, ref: str, at: float, last: float) -> None:
         """Begins a life; the one before in the same slot, if its end was not seen, ended by `last`."""
-        lane = self._lane(ref)
-        span = lane.alive
+        lane = self.by_slot.setdefault(parse_ref(ref)[1], Lane())
+        lane.quarantined, span = "", lane.alive
         if lane.spans and parse_ref(ref)[2] <= parse_ref(lane.spans[-1].ref)[2]:
             return  # known already, or followed by another
         if span is not None:
@@ -276,20 +276,14 @@ class Lanes:
 
     def rows(self) -> list[dict[str, object]]:
         """For the page, the lowest slots first."""
-        shown = sorted(self.by_slot)[:MAX_LANES]
         return [
             {"slot": slot, "quarantined": lane.quarantined, "spans": [span.row() for span in lane.spans]}
-            for slot, lane in ((slot, self.by_slot[slot]) for slot in shown)
+            for slot, lane in sorted(self.by_slot.items())[:MAX_LANES]
         ]
 
     def _close(self, span: Span, at: float, how: End, why: str) -> None:
         self._leaving -= span.leaving
         span.end, span.how, span.why, span.leaving = max(at, span.start), how, why, False
-
-    def _lane(self, ref: str) -> Lane:
-        lane = self.by_slot.setdefault(parse_ref(ref)[1], Lane())
-        lane.quarantined = ""
-        return lane
 
     def _living(self, ref: str) -> Span | None:
         lane = self.by_slot.get(parse_ref(ref)[1])

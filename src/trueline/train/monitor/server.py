@@ -271,7 +271,9 @@ class _App:
             return self.refuse(request.path, 404, "this page has /, /state, /events and /metrics")
         if request.method not in ("GET", "HEAD"):
             return self._plain(405, "this page is read with GET", b"allow: GET, HEAD\r\n")
-        if not self._has_token(request):
+        bearer = request.headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        token = query_of(request.target).get("token", "").encode() or bearer
+        if not hmac.compare_digest(token, self._page.token.encode()):
             why = "the token is missing or wrong. The page's address, with its token, is in the job's master.json."
             return self._plain(401, why, b"www-authenticate: Bearer\r\n")
         return answer()
@@ -282,11 +284,6 @@ class _App:
 
     def _plain(self, status: int, message: str, headers: bytes = b"") -> Response:
         return Response(status, f"{status}: {message}\n".encode(), _TEXT, self._headers + headers)
-
-    def _has_token(self, request: Request) -> bool:
-        bearer = request.headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        given = query_of(request.target).get("token", "").encode() or bearer
-        return hmac.compare_digest(given, self._page.token.encode())
 
     def _show(self) -> Response:
         return Response(200, self._html, b"text/html; charset=utf-8", self._headers)

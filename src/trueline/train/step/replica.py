@@ -10,7 +10,6 @@ its mean loss with n/B, whatever the split.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +179,3 @@ class Replica:
         self.optimizer_step.restore(state)
         self.ledger = Ledger.from_tree(state["ledger"])
         self.begin()
-
-    def use_averages(self) -> AbstractContextManager[None]:
-        return self.optimizer_step.use_averages()

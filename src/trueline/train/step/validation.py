@@ -102,7 +102,7 @@ class Validation:
         if replica is not None:
             chunks = self.chunks()
             mine = chunks[slice(*permutation.split(len(chunks), group.ordered_weights)[group.position])]
-            with replica.use_averages():
+            with replica.optimizer_step.use_averages():
                 totals = self.sums(mine, group.is_overtaken)
             if group.is_overtaken():  # the group is not cut yet, so incomplete sums could still be reduced
                 raise RuntimeError("ProcessGroup: a newer view")
