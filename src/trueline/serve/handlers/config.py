@@ -14,12 +14,7 @@ from typing import Any, Protocol
 from trueline.serve.handlers.archive import ArchiveError, Manifest
 from trueline.serve.handlers.envelopes import NAMES
 
-NOT_RUN = (
-    "asyncCommunication",
-    "continuousBatching",
-    "useJobTicket",
-    "useVenv",
-)
+NOT_RUN = ("asyncCommunication", "continuousBatching", "useJobTicket", "useVenv")
 """Keys of model-config.yaml that are known and change nothing here; the handler sees them."""
 OF_SEQUENCES = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
 """Keys that say something of a stateful model only."""

@@ -85,10 +85,7 @@ class Ports:
         scheme = "http" if self._secured is None else "https"
         for port in self._http:
             head = "" if port.what == "data" else f"{port.what}_"
-            found |= {
-                f"{head}url": url_of(self._settings.host, port.number, scheme),
-                f"{head}port": port.number,
-            }
+            found |= {f"{head}url": url_of(self._settings.host, port.number, scheme), f"{head}port": port.number}
         return found
 
     @property
@@ -107,8 +104,7 @@ class Ports:
         for port in self._http:
             port.listener.close()
         await asyncio.gather(
-            *(port.server.drain() for port in self._http),
-            *(calls.server.stop(grace_s) for calls in self._grpc),
+            *(port.server.drain() for port in self._http), *(calls.server.stop(grace_s) for calls in self._grpc)
         )
 
     async def close(self) -> None:
