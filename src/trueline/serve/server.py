@@ -21,13 +21,12 @@ from trueline.bundle.read import open_bundle
 from trueline.errors import UsageError, join_names
 from trueline.serve.assembly import Parts, assemble
 from trueline.serve.handlers import archive
-from trueline.serve.models import desired_state, download
+from trueline.serve.models import desired_state, sources
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import Refused, ResolvedSource
 from trueline.serve.models.model_store import Entry, Store, check_name
 from trueline.serve.models.sources import Sources, in_thread
-from trueline.serve.models.state_sync import Follower
-from trueline.serve.models.watchers import AliasFollower, StoreFollower, every
+from trueline.serve.models.watchers import AliasFollower, StateFollower, StoreFollower, every
 from trueline.serve.process.listeners import Field, Ports
 from trueline.serve.process.signals import Stop
 from trueline.serve.settings import ServeSettings
@@ -77,7 +76,9 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
             if settings.joins:
                 await listen()
             if state is not None:
-                follower = Follower(fleet, state, parts.core.sources.find, parts.core.keys, parts.extension.companion)
+                follower = StateFollower(
+                    fleet, state, parts.core.sources.find, parts.core.keys, parts.extension.companion
+                )
                 chores.append(loop.create_task(follower.follow(FOLLOW_S)))
             announce({"event": "server.ready", **ports.places(), **record})
             chores += _following(settings, fleet, parts.core.store, record)
@@ -175,7 +176,7 @@ def _is_alias(source: str) -> bool:
 
 def _whole(source: str) -> str:
     """`source` as the state file names it: what is no path from the root and no URL there is an entry of the store."""
-    return source if source.startswith("models:/") or download.is_url(source) else os.path.abspath(source)
+    return source if source.startswith("models:/") or sources.is_url(source) else os.path.abspath(source)
 
 
 def _bundle_name(path: Path) -> str:

@@ -24,8 +24,7 @@ from conformance.fast_path import *  # noqa: F403 - the shared tests
 from conformance.fast_path import Case
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.serve.batching.policy import Policy
-from trueline.serve.models.catalog import Models
-from trueline.serve.models.shadow import Shadow
+from trueline.serve.models.catalog import Models, Shadow
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import ProgramVersion
 from trueline.serve.protocols.router import Routes

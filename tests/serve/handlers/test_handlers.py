@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from trueline.errors import RequestError, TooLarge
-from trueline.serve.handlers import archive, entry_point, framing, messages, workdir
+from trueline.serve.handlers import archive, child, framing, messages, workdir
 from trueline.serve.handlers import config as plan
 from trueline.serve.handlers.archive import ArchiveError, name_in_store
 from trueline.serve.handlers.loader import ArchiveLoader, CodeNotAllowed
@@ -316,7 +316,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     def made(code: str, handler: str) -> Any:
         (tmp_path / "own_handler.py").write_text(dedent(code))
         monkeypatch.delitem(sys.modules, "own_handler", raising=False)
-        answer, initialize = entry_point.load(handler, tmp_path)
+        answer, initialize = child.load_handler(handler, tmp_path)
         initialize("context")
         monkeypatch.delitem(sys.modules, "own_handler")
         return answer(["data"], "context")
@@ -339,18 +339,18 @@ def test_functions_and_classes_are_found_as_torchserve_finds_them(load: Callable
 
 
 def test_a_handler_that_is_not_there_is_named(load: Callable[[str, str], Any], tmp_path: Path) -> None:
-    with pytest.raises(entry_point.NoHandler, match="has no function 'nope'"):
+    with pytest.raises(child.NoHandler, match="has no function 'nope'"):
         load("x = 1", "own_handler.py:nope")
-    with pytest.raises(entry_point.NoHandler, match=r"it has the classes A, B"):
+    with pytest.raises(child.NoHandler, match=r"it has the classes A, B"):
         load(
             "class A:\n def handle(s): 0\n initialize = handle\nclass B(object):\n handle = initialize = A.handle",
             "own_handler",
         )
-    with pytest.raises(entry_point.NoHandler, match=r"neither nope\.py in the archive nor a default \(base_handler"):
-        entry_point.load("nope.py", tmp_path)
+    with pytest.raises(child.NoHandler, match=r"neither nope\.py in the archive nor a default \(base_handler"):
+        child.load_handler("nope.py", tmp_path)
     (tmp_path / "json.py").write_text("")
-    with pytest.raises(entry_point.NoHandler, match="'json' that is in use already"):
-        entry_point.load("json.py", tmp_path)
+    with pytest.raises(child.NoHandler, match="'json' that is in use already"):
+        child.load_handler("json.py", tmp_path)
 
 
 # the folder and the store

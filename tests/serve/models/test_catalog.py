@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from trueline.errors import NotReady, RequestError
-from trueline.serve.models.catalog import Models, UnknownModel, UnknownVersion
-from trueline.serve.models.shadow import Shadow
+from trueline.serve.models.catalog import Models, Shadow, UnknownModel, UnknownVersion
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import ProgramVersion
 

@@ -15,7 +15,7 @@ from trueline.serve.models import desired_state
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource
-from trueline.serve.models.state_sync import Follower
+from trueline.serve.models.watchers import StateFollower
 from worlds import bundles, servers
 
 
@@ -31,7 +31,7 @@ class Town:
         shutil.copytree(folder / "1.bundle", folder / "2.bundle")
         bundles.double_plus(folder / "wrong.bundle", wrong=True)
         self.fleets = [Fleet(Models(), self.loop, self._in_thread, state=self.state) for _ in range(2)]
-        self.followers = [Follower(fleet, self.state, self.find) for fleet in self.fleets]
+        self.followers = [StateFollower(fleet, self.state, self.find) for fleet in self.fleets]
 
     def _in_thread(self, work: Callable[[], Any]) -> Any:
         return self.loop.run_in_executor(self.pool, work)

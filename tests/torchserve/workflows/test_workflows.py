@@ -28,7 +28,7 @@ from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource, VersionOptions
 from trueline.serve.models.model_store import Store
-from trueline.serve.models.state_sync import Follower
+from trueline.serve.models.watchers import StateFollower
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.extension import TorchServe
 from trueline.torchserve.management import Management
@@ -261,7 +261,7 @@ class WorkflowApp:
         self.management = Management(self.fleet, store, find, loop, None, self.workflows)
         extension = TorchServe(self.management, self.workflows, strict=strict)
         self.routes = Routes(self.models, loop, extension=extension)
-        self.follower = Follower(self.fleet, self.state, find, None, self.workflows)
+        self.follower = StateFollower(self.fleet, self.state, find, None, self.workflows)
 
     def in_thread(self, work: Callable[[], Any]) -> Awaitable[Any]:
         return self.loop.run_in_executor(None, work)

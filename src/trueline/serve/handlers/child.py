@@ -8,22 +8,41 @@ code, a want of memory with 507.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
+import inspect
 import json
+import os
+import resource
+import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from trueline.serve.handlers import entry_point, envelopes, framing
-from trueline.serve.handlers.sandbox import confine
+from trueline.serve.handlers import envelopes, framing
+from trueline.serve.handlers.envelopes import Entry
 
 COMPAT = Path(__file__).parents[2] / "torchserve" / "compat"
 """The folder that holds our own `ts` package."""
 LOAD_BYTES = 2**20
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+DEFAULTS = (
+    "base_handler",
+    "image_classifier",
+    "image_segmenter",
+    "object_detector",
+    "text_classifier",
+    "text_handler",
+    "vision_handler",
+)
+Initialize = Callable[[Any], Any]
 
 
 def _ts(name: str) -> Any:
@@ -58,7 +77,7 @@ class Service:
             _config(folder, told["config_file"]),
         )
         self._context.send_piece = self._send_piece
-        self._answer, initialize = entry_point.load(told["handler"], folder)
+        self._answer, initialize = load_handler(told["handler"], folder)
         if told["envelope"]:
             self._answer = envelopes.within(told["envelope"], self._answer)
         initialize(self._context)
@@ -197,6 +216,98 @@ def _head(processor: Any) -> dict[str, Any]:
         "phrase": str(processor.get_response_status_phrase() or ""),
         "headers": {str(name): str(value) for name, value in processor.get_response_headers().items()},
     }
+
+
+class NoHandler(Exception):
+    """The archive holds no handler of that name; the message says what was looked for."""
+
+
+def load_handler(handler: str, folder: Path) -> tuple[Entry, Initialize]:
+    """The function that answers, and the one that is called once before. Raises NoHandler, and what the module raises.
+
+        "my_handler.py", "my_handler"    the module's function `handle(data, context)`, else its only class
+        "my_handler:answer"              the module's function of that name
+        "image_classifier", ...          a default handler of the `ts` package
+
+    A function is called once with data None so that it can load its model; a class has `initialize`.
+    Source: TorchServe's model_loader.
+    """
+    named, _, function = handler.partition(":")
+    module = _import_handler(named.rsplit("/", 1)[-1].removesuffix(".py"), folder)
+    found = getattr(module, function or "handle", None)
+    if callable(found) and not inspect.isclass(found):
+        entry: Entry = found
+        return entry, lambda context: entry(None, context)
+    if function:
+        raise NoHandler(f"the handler module '{module.__name__}' has no function '{function}'")
+    made = _handler_class(module)()
+    return made.handle, made.initialize
+
+
+def _import_handler(name: str, folder: Path) -> ModuleType:
+    path = folder / f"{name}.py"
+    if path.is_file():
+        if name in sys.modules:
+            raise NoHandler(f"the handler's file is called as the module '{name}' that is in use already; rename it")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None  # it is a .py file
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+    if name in DEFAULTS:
+        return importlib.import_module(f"ts.torch_handler.{name}")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise NoHandler(
+            f"there is no handler '{name}': neither {name}.py in the archive nor a default ({', '.join(DEFAULTS)})"
+        ) from error
+
+
+def _handler_class(module: ModuleType) -> Any:
+    """The one class that the module defines; of a family, its youngest. Raises NoHandler."""
+    own = [one for _, one in inspect.getmembers(module, inspect.isclass) if one.__module__ == module.__name__]
+    able = [one for one in own if hasattr(one, "handle") and hasattr(one, "initialize")]
+    leaves = [one for one in able if not any(other is not one and issubclass(other, one) for other in able)]
+    if len(leaves) != 1:
+        raise NoHandler(
+            f"the handler module '{module.__name__}' is to have a function handle(data, context) or one class with "
+            f"initialize and handle; it has the classes {', '.join(one.__name__ for one in own) or 'none'}"
+        )
+    return leaves[0]
+
+
+def confine(*, parent: int, address_space: int, open_files: int) -> None:
+    """Bounds this process and all that it starts: no new privileges, no core files, no life after the server.
+
+    It protects against accidents, not against hostile code, which runs as the server's user with that user's files and
+    network. `address_space`: bytes, 0 for no bound. Raises OSError. Sources: prctl(2), getrlimit(2).
+    """
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        raise ProcessLookupError(f"the server {parent} is gone")
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_NOFILE, open_files)
+    if address_space:
+        _lower(resource.RLIMIT_AS, address_space)
+
+
+def _lower(what: int, value: int) -> None:
+    _, hard = resource.getrlimit(what)
+    bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (bound, bound))
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def main(descriptor: int, parent: int) -> int:

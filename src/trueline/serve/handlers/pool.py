@@ -1,12 +1,11 @@
-"""The requests of one handler and the workers that answer them.
+"""The queue of one handler and its workers.
 
-    waiting ──gather──▶ an idle worker ──▶ answers          a worker that dies is started again after a pause that
-       │                     │                              grows; one that dies for `max_retry_s` is given up
+    waiting ──gather──▶ an idle worker ──▶ answers          a worker that dies is restarted after a growing pause, and
+       │                     │                              given up when it keeps dying for `max_retry_s`
     full: 429          dies: 503 at once
 
-A request waits in one queue until a worker is idle and its batch is full or old enough; of a stateful model it waits in
-that of its sequence for the worker that remembers it. What is decided is in `plan` and `sequences`; here are the queue,
-the timers and the lives of the workers.
+A request waits until a worker is idle and its batch is full or old enough; in a stateful model it waits for the worker
+of its sequence. `config` and `sequences` decide; this module has the queue, the timers and the workers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from trueline.serve.handlers.worker import Launch, NoSequence, StartFailed, Work
 from trueline.serve.models.servable import NO_WORKER, HandlerAnswer, HandlerRequest
 
 MAX_QUEUE_BYTES = 256 * 2**20
-"""Of what waits for one model; a lone request is let in whatever its size."""
+"""Of the requests that wait for one model; a single request may be larger."""
 OnBatch = Callable[[int, float, float], None]
 
 
@@ -37,16 +36,13 @@ class _Job:
     since: float
     future: asyncio.Future[HandlerAnswer]
     part: SequencePart | None = None
-    """In a sequence."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A place for one worker, and who holds it now."""
-
     number: int
     first: asyncio.Future[None]
-    """Done when its first worker is ready, or could not become it."""
+    """Done when its first worker is ready or has failed."""
     worker: Worker | None = None
     busy: bool = False
     leaving: bool = False
@@ -64,11 +60,9 @@ class Pool:
         on_batch: OnBatch | None = None,
         on_metrics: Callable[[Any], None] | None = None,
     ) -> None:
-        """`on_batch(requests, seconds, seconds waited by all)` is called after each batch that was answered."""
-        self.launch = launch
-        self._loop = loop
-        self._on_batch = on_batch
-        self._on_metrics = on_metrics
+        """`on_batch(requests, seconds, seconds waited by all)` is called after each answered batch."""
+        self.launch, self._loop = launch, loop
+        self._on_batch, self._on_metrics = on_batch, on_metrics
         self._slots: list[_Slot] = []
         self._numbers = 0
         self._queue: list[_Job] = []
@@ -88,26 +82,23 @@ class Pool:
 
     @property
     def num_workers(self) -> int:
-        """How many there are to be."""
         return sum(not slot.leaving for slot in self._slots)
 
     @property
     def sick(self) -> bool:
-        """Whether a worker was given up and nobody has asked for others since."""
+        """Whether a worker was given up since the last `scale`."""
         return self._given_up > 0
 
     def workers(self) -> list[tuple[int, Worker, bool]]:
-        """Those that are up: number, process, and whether it takes what comes."""
+        """Number, process, and whether it accepts requests."""
         return [
             (slot.number, slot.worker, slot.worker.ready and not slot.leaving)
             for slot in self._slots
             if slot.worker is not None
         ]
 
-    # how many
-
     async def begin(self, workers: int) -> None:
-        """Starts the first workers and returns when all are ready. Raises StartFailed; none is then left."""
+        """Returns when the first workers are ready. Raises StartFailed and ends all."""
         self.scale(workers)
         try:
             await self.wait_ready()
@@ -116,8 +107,8 @@ class Pool:
             raise
 
     def scale(self, workers: int) -> None:
-        """So many workers from now on; one that is to go answers what it was asked first, and stays until its sequences
-        have ended. With 0 those end when what waits is answered.
+        """Starts or ends workers. One that ends answers its batch first and stays until its sequences have ended; with
+        0 workers, sequences end when the waiting requests are answered.
         """
         self._given_up = 0
         wanted = min(workers, MAX_WORKERS)
@@ -132,11 +123,11 @@ class Pool:
         self._trim()
 
     def _kept_by(self, slot: _Slot) -> int:
-        """How many sequences its worker remembers."""
+        """The number of sequences in its worker."""
         return self._sequences.on(slot.number) if self._sequences else 0
 
     def _trim(self) -> None:
-        """Lets those go that are to go. The last of all stay until nothing waits."""
+        """Removes workers that are leaving and free. The last ones stay until no request waits."""
         last = not self.num_workers
         if last and self._waiting():
             return
@@ -145,7 +136,7 @@ class Pool:
                 self._remove(slot)
 
     async def wait_ready(self) -> None:
-        """Returns when every worker that is wanted has been ready once. Raises StartFailed."""
+        """Returns when every worker has been ready once. Raises StartFailed."""
         firsts = [slot.first for slot in self._slots]
         await asyncio.gather(*(asyncio.shield(one) for one in firsts))
 
@@ -167,7 +158,7 @@ class Pool:
         slot.task.cancel()
 
     async def close(self) -> None:
-        """Ends every worker, at once; returns when they are gone."""
+        """Ends all workers at once; returns when they are gone."""
         self._fail_all("the model is unloaded")
         for slot in list(self._slots):
             self._remove(slot)
@@ -176,10 +167,8 @@ class Pool:
         if self._ending:
             await asyncio.wait(set(self._ending))
 
-    # the life of a worker
-
     async def _keep(self, slot: _Slot) -> None:
-        """Keeps a worker in `slot`: starts it again when it dies, later each time, until it is given up."""
+        """Runs a worker in `slot` and restarts it when it dies, after growing pauses, until it is given up."""
         deaths, failing_since = 0, 0.0
         max_retry_s = self.launch.plan.max_retry_s
         while True:
@@ -196,7 +185,7 @@ class Pool:
                 raise
             self._trim()
             if slot not in self._slots:
-                return  # it was to go, and has no sequences to stay for any more
+                return  # it was leaving, and has no sequences any more
             now = self._loop.time()
             if not deaths or answered or now - began > max_retry_s > 0:
                 deaths, failing_since = 0, now
@@ -209,7 +198,7 @@ class Pool:
             await asyncio.sleep(pause_s)
 
     async def _one_life(self, slot: _Slot) -> tuple[str, bool]:
-        """Starts a worker and waits for its end: why, and whether it answered anything. Raises StartFailed."""
+        """Starts a worker and returns at its end: why, and whether it answered anything. Raises StartFailed."""
         gpus = self.launch.plan.gpus
         gpu = gpus[slot.number % len(gpus)] if gpus else None
         try:
@@ -222,7 +211,7 @@ class Pool:
             await worker.wait_started()
             events.emit("worker.ready", model=self.launch.model, worker=slot.number, pid=worker.pid)
             if slot.first.done():
-                slot.first = self._loop.create_future()  # that it failed once is forgotten
+                slot.first = self._loop.create_future()  # its failure is over
             slot.first.set_result(None)
             self._pump()
             return await asyncio.shield(worker.ended), worker.answered > 0
@@ -234,7 +223,7 @@ class Pool:
                 await asyncio.shield(worker.ended)
 
     def _forget(self, slot: _Slot, worker: Worker) -> None:
-        """What its process remembered is gone."""
+        """Drops the sequences of a dead process."""
         if self._sequences and self._kept_by(slot):
             events.emit(
                 "sequences.lost", model=self.launch.model, worker=slot.number, count=self._kept_by(slot), pid=worker.pid
@@ -248,15 +237,12 @@ class Pool:
         if not self._slots:
             self._fail_all("its workers died and were given up")
 
-    # requests
-
     def submit(
         self, ask: HandlerRequest, *, alone: bool = False, part: SequencePart | None = None
     ) -> asyncio.Future[HandlerAnswer]:
-        """A future of the answer; cancel it to withdraw. `part` is the request's in a sequence of a stateful model.
+        """A future of the answer; cancel it to withdraw the request.
 
-        Raises Overloaded when the queue is full, NoSequence, NotReady. The future raises HandlerFailed for what the
-        handler refuses, DeadlineExceeded, NoSequence, NotReady.
+        Raises Overloaded, NoSequence, NotReady; the future HandlerFailed, DeadlineExceeded, NoSequence, NotReady.
         """
         plan = self.launch.plan
         if not self._slots:
@@ -270,7 +256,6 @@ class Pool:
         return job.future
 
     def _enqueue(self, job: _Job) -> None:
-        """Raises Overloaded, NoSequence."""
         waiting = self._waiting()
         waiting_bytes = sum(one.ask.num_bytes for one in waiting)
         full = waiting_bytes + job.ask.num_bytes > MAX_QUEUE_BYTES and bool(waiting)
@@ -295,7 +280,6 @@ class Pool:
             self._fail(job, self._no_sequence(refused))
 
     def _end_sequences(self) -> None:
-        """Those whose time has passed."""
         if self._sequences:
             self._drop(self._sequences.expire(self._loop.time()))
 
@@ -317,12 +301,12 @@ class Pool:
             self._fail(job, NotReady(f"model '{self.launch.model}' has no worker: {why}"))
 
     @staticmethod
-    def _fail(job: _Job, error: Exception) -> None:
+    def _fail(job: _Job, error: BaseException) -> None:
         if not job.future.done():
             job.future.set_exception(error)
 
     def wait_empty(self) -> asyncio.Future[None]:
-        """Done when nobody waits and no worker is busy."""
+        """Done when no request waits and no worker is busy."""
         found: asyncio.Future[None] = self._loop.create_future()
         self._waiters.append(found)
         self._notify_if_empty()
@@ -336,7 +320,7 @@ class Pool:
                     waiter.set_result(None)
 
     def _pump(self) -> None:
-        """Gives idle workers what is due."""
+        """Sends due requests to idle workers."""
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
@@ -361,7 +345,7 @@ class Pool:
         self._trim()
 
     def _due(self, slot: _Slot, *, loose: bool) -> tuple[list[_Job], float | None]:
-        """What an idle worker runs now, else when to ask again; `loose`: also what is of no sequence."""
+        """What an idle worker runs now, else when to look again; `loose`: also requests outside of sequences."""
         now, plan = self._loop.time(), self.launch.plan
         waiting = [job for job in self._queue if loose and not job.future.done()]
         count, wake_at = gather(waiting, now=now, plan=plan)
@@ -387,8 +371,7 @@ class Pool:
         failure = done.exception()
         if failure is not None:
             for job in jobs:
-                if not job.future.done():
-                    job.future.set_exception(failure)
+                self._fail(job, failure)
         else:
             for job, answer in zip(jobs, done.result(), strict=True):
                 if not job.future.done():
@@ -397,7 +380,9 @@ class Pool:
                 waited_s = sum(began - job.since for job in jobs)
                 self._on_batch(len(jobs), self._loop.time() - began, waited_s)
         if self._sequences:
-            closed = [] if failure else [one for told in done.result() for one in sequences.closed_by(told.headers)]
+            closed = (
+                [] if failure else [name for answer in done.result() for name in sequences.closed_by(answer.headers)]
+            )
             parts = [job for job in jobs if job.part is not None]
             self._drop(self._sequences.finish(slot.number, parts, closed, now=self._loop.time()))
         self._pump()

@@ -25,8 +25,7 @@ from trueline.errors import RequestError, TruelineError, UsageError, join_names
 from trueline.recipe.load import load_recipe
 from trueline.serve import json_records
 from trueline.serve.handlers.worker import SHARED_WEIGHTS
-from trueline.serve.models.loader import RuntimeOptions, load
-from trueline.serve.redaction import without_paths
+from trueline.serve.models.loader import RuntimeOptions, load, without_paths
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -22,11 +22,10 @@ from trueline.serve import host
 from trueline.serve.models import desired_state as wanted
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion
-from trueline.serve.models.loader import Loader, Refused, ResolvedSource, VersionOptions
+from trueline.serve.models.loader import Loader, Refused, ResolvedSource, VersionOptions, public_reason
 from trueline.serve.models.servable import Servable
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import BundleLoader
-from trueline.serve.redaction import public_reason
 
 
 class Conflict(RequestError):

@@ -6,6 +6,7 @@ The replay uses the device, the precision and the threads of that session: nothi
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from trueline import events
 from trueline.bundle import signing
 from trueline.bundle.read import Bundle
 from trueline.bundle.signing import Trusted
-from trueline.errors import BundleError, RequestError
+from trueline.errors import BundleError, RequestError, TruelineError
 from trueline.runtime.open import open_program, replay
 from trueline.serve import host
 from trueline.serve.batching.execution_plan import draw_up
@@ -26,6 +27,7 @@ from trueline.serve.models.desired_state import DesiredVersion
 from trueline.serve.models.servable import Loaded, Servable
 
 V = TypeVar("V", bound=Servable)
+_PATHS = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?:?\s*")
 
 PLATFORMS = {
     "onnx": "onnxruntime_onnx",
@@ -203,3 +205,20 @@ def _load(bundle: Bundle, way: RuntimeOptions, max_batch: int) -> Loaded:
         golden_cases=len(replayed),
         plan=draw_up(session, bundle.golden(), max_batch=max_batch, by_record=bundle.program(way.program).by_record),
     )
+
+
+def public_reason(error: TruelineError) -> str:
+    """Why a version failed, in words that name no path."""
+    if error.code in ("not_proven", "archive"):
+        return error.message
+    events.emit("version.refused", code=error.code, why=error.message)
+    return f"the bundle was refused ({error.code}); the server's log says why"
+
+
+def without_paths(message: str) -> str:
+    """`message` with file names taken out: runtimes put lines of their own sources into messages.
+
+    >>> without_paths("the program refuses these values: /src/core/gather.cc:45 index 9 is out of bounds")
+    'the program refuses these values: index 9 is out of bounds'
+    """
+    return _PATHS.sub("", message)

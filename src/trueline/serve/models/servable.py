@@ -80,22 +80,20 @@ class Loaded:
 
 
 class Handler(Protocol):
-    """Answers whole requests in processes of its own."""
+    """Answers whole requests in processes of its own. Its properties raise NotReady.
+
+    `parameters` and `description` are for the model metadata of the Open Inference Protocol and of TorchServe.
+    """
 
     @property
-    def stateful(self) -> bool:
-        """Whether its requests belong to sequences. Raises NotReady."""
-
+    def stateful(self) -> bool: ...
     @property
-    def parameters(self) -> dict[str, Any]:
-        """For the model metadata of the Open Inference Protocol. Raises NotReady."""
-
+    def parameters(self) -> dict[str, Any]: ...
     @property
-    def description(self) -> dict[str, Any]:
-        """For TorchServe's description of the model. Raises NotReady."""
+    def description(self) -> dict[str, Any]: ...
 
     def handle(self, ask: HandlerRequest, *, alone: bool = False, loose: bool = False) -> asyncio.Future[HandlerAnswer]:
-        """The answer; `alone`: in a batch of its own; `loose`: outside of any sequence. Raises RequestError."""
+        """`alone`: in a batch of its own; `loose`: outside of any sequence. Raises RequestError."""
 
     def collect(self, host: str) -> Iterator[Metric]:
         """The metrics that its code counted, labelled with the name of the `host`."""
@@ -108,15 +106,12 @@ class Handler(Protocol):
 
 
 class Program(CachedProgram, Protocol):
-    """Answers tensors."""
+    """Answers tensors. Its properties raise NotReady."""
 
     @property
-    def loaded(self) -> Loaded:
-        """Raises NotReady."""
-
+    def loaded(self) -> Loaded: ...
     @property
-    def signature(self) -> Signature:
-        """Raises NotReady."""
+    def signature(self) -> Signature: ...
 
     def no_room(self, priority: int) -> Overloaded | None:
         """Why a request of `priority` is rejected now; the same object until the queue changes."""
@@ -125,7 +120,10 @@ class Program(CachedProgram, Protocol):
 class Servable(Protocol):
     """A version of a model that answers requests: `ask` takes tensors, `handler` takes whole requests.
 
-    Fleet loads and retires it, Models finds it. All methods are called on the loop.
+    Call all methods on the loop. `handler` is None for a version that takes tensors; for others `program` and `ask`
+    raise NoTensors. `digest` (of the loaded bytes) and `policy` raise NotReady. `sick`: it cannot answer and will not
+    recover by itself. `full`: its queue accepts a request only in place of a less urgent one. `load_times`: seconds
+    from start to ready by TorchServe's names of workers.
     """
 
     model: str
@@ -140,35 +138,21 @@ class Servable(Protocol):
     stats: VersionStats
 
     @property
-    def handler(self) -> Handler | None:
-        """None for a version that takes tensors."""
-
+    def handler(self) -> Handler | None: ...
     @property
-    def program(self) -> Program:
-        """Raises NoTensors for a handler."""
-
+    def program(self) -> Program: ...
     @property
-    def digest(self) -> str:
-        """Of the bytes that it was loaded from. Raises NotReady."""
-
+    def digest(self) -> str: ...
     @property
-    def policy(self) -> Policy:
-        """How its requests are batched and how many runs go on at a time. Raises NotReady."""
-
+    def policy(self) -> Policy: ...
     @property
-    def sick(self) -> bool:
-        """Whether it cannot answer and will not recover by itself."""
-
+    def sick(self) -> bool: ...
     @property
     def num_waiting(self) -> int: ...
-
     @property
-    def full(self) -> bool:
-        """Whether its queue accepts a further request only in place of a less urgent one."""
-
+    def full(self) -> bool: ...
     @property
-    def load_times(self) -> dict[str, float]:
-        """Seconds from start to ready, by TorchServe's names of workers."""
+    def load_times(self) -> dict[str, float]: ...
 
     def check_ready(self) -> None:
         """Raises NotReady."""
@@ -176,10 +160,10 @@ class Servable(Protocol):
     def ask(
         self, inputs: Mapping[str, Array], timeout_s: float | None = None, priority: int = USUAL
     ) -> Outputs | asyncio.Future[Outputs]:
-        """The outputs, immediately if the run is short, else a future. Raises RequestError, NoTensors, NotReady."""
+        """The outputs, immediately if the run is short, else a future. Raises RequestError."""
 
     def scale(self, lanes: int) -> None:
-        """How many runs or workers go on at a time; with 0, new requests are rejected. Waiting ones are answered."""
+        """Sets the number of runs or workers. With 0, new requests are rejected; waiting ones are answered."""
 
     async def retire(self) -> None:
         """Returns when the last accepted request is answered, and releases what was loaded.

@@ -1,6 +1,8 @@
 """Resolves a source to a local bundle: a path, a URL, a name in the registry, an entry of the model store.
 
-Operators may use all of them, clients what the operator allows.
+Operators may use all of them, clients what the operator allows. A URL is a packed file or folder in a store that fsspec
+reads, `s3://bucket/digits.tlb#sha256:…`: it is downloaded, verified and kept in the user's cache under its digest;
+`#sha256:DIGEST` protects against a replaced bundle.
 """
 
 from __future__ import annotations
@@ -8,23 +10,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trueline import files
-from trueline.errors import NotFound, RegistryError
+from trueline.bundle import schema, signing
+from trueline.bundle.read import Bundle, open_folder
+from trueline.bundle.unpack import unpack
+from trueline.errors import BundleError, NotFound, RegistryError, UsageError
 from trueline.serve.child_process import rebuild_error
-from trueline.serve.models import download
 from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.model_store import Store
 from trueline.serve.settings import ServeSettings
+from trueline.storage.checkpoint_store import translate_errors
+
+if TYPE_CHECKING:
+    from trueline.bundle.schema import BundleManifest
 
 _RESOLVE_S = 300.0
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 T = TypeVar("T")
 
@@ -35,9 +48,9 @@ def resolve(source: str, tracking_uri: str | None, *, signed: bool = False) -> R
     A child process reads the registry, whose client is heavy. Raises RegistryError, BundleError, StorageError,
     UsageError.
     """
-    if download.is_url(source):
-        bundle = download.fetch(source, files.user_cache() / "served")
-        signature = download.signature(source) if signed else None
+    if is_url(source):
+        bundle = fetch(source, files.user_cache() / "served")
+        signature = signature_of(source) if signed else None
         return ResolvedSource(path=bundle.path, digest=bundle.digest, signature=signature)
     if not source.startswith("models:/"):
         return ResolvedSource(path=Path(source))
@@ -79,7 +92,7 @@ class Sources:
 
     async def find(self, source: str) -> ResolvedSource:
         """For operators: a path, a URL, a registry URI, or an entry of the store."""
-        if self._store is not None and not source.startswith(("/", "models:/")) and not download.is_url(source):
+        if self._store is not None and not source.startswith(("/", "models:/")) and not is_url(source):
             return ResolvedSource(path=self._store.find(source))
         return await in_thread(self._loop, lambda: resolve(source, self._uri, signed=self._signed))
 
@@ -111,3 +124,126 @@ def in_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> asyncio
 
     threading.Thread(target=body, name="load", daemon=True).start()
     return answer
+
+
+# downloads
+
+
+def is_url(source: str) -> bool:
+    """Whether `source` is in an object store.
+
+    >>> is_url("s3://bucket/digits.tlb"), is_url("models:/digits@champion"), is_url("/srv/digits.bundle")
+    (True, False, False)
+    """
+    return bool(_URL.match(source))
+
+
+def split_digest(source: str) -> tuple[str, str | None]:
+    """The URL and the required digest. Raises UsageError.
+
+    >>> split_digest("s3://bucket/digits.tlb")
+    ('s3://bucket/digits.tlb', None)
+    """
+    url, mark, digest = source.partition("#")
+    if not mark:
+        return url, None
+    found = _DIGEST.fullmatch(digest)
+    if found is None:
+        raise UsageError(
+            f"'{digest[:80]}' after # is no digest of a bundle",
+            hint="write #sha256: and the 64 hexadecimal digits that `trueline bundle inspect` shows",
+        )
+    return url, found[1]
+
+
+def fetch(source: str, cache: Path) -> Bundle:
+    """The verified bundle at `source`, from `cache` if possible. Raises UsageError, StorageError, BundleError."""
+    import fsspec
+
+    url, digest = split_digest(source)
+    known = cache / digest if digest is not None else None
+    if known is not None and known.is_dir():
+        return _open(known)
+    with translate_errors(url, "opening"):
+        fs, root = fsspec.url_to_fs(url)
+        folder = not fs.isfile(root)
+        if folder and not fs.isfile(f"{root}/{schema.MANIFEST}"):
+            raise BundleError(f"there is no bundle at {url}", hint="it is a packed file, or a folder with bundle.json")
+    cache.mkdir(parents=True, exist_ok=True)
+    found = _fetch_folder(fs, str(root), url, cache) if folder else _fetch_packed(fs, str(root), url, cache)
+    if digest is not None and found.digest != digest:
+        raise BundleError(
+            f"{url} holds the bundle of digest {found.digest[:12]}, expected {digest[:12]}",
+            hint="the stored bundle was replaced; upload the right one, or name the new digest",
+        )
+    return found
+
+
+def signature_of(source: str) -> str | None:
+    """The signature file beside the bundle at `source`, if there is one. Raises UsageError, StorageError."""
+    import fsspec
+
+    place = f"{split_digest(source)[0].rstrip('/')}{signing.SUFFIX}"
+    with translate_errors(place, "reading"):
+        fs, root = fsspec.url_to_fs(place)
+        if not fs.isfile(root):
+            return None
+        found: bytes = fs.cat_file(root, start=0, end=signing.MAX_BYTES)
+    return found.decode("ascii", "replace")
+
+
+def _fetch_packed(fs: Any, root: str, url: str, cache: Path) -> Bundle:
+    with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=cache) as scratch:
+        file = Path(scratch, "packed.tlb")
+        with translate_errors(url, "reading"):
+            fs.get_file(root, str(file))
+        bundle = open_folder(unpack(file, Path(scratch, "bundle")))
+        return _keep(bundle, cache)
+
+
+def _fetch_folder(fs: Any, root: str, url: str, cache: Path) -> Bundle:
+    manifest = _manifest(fs, root, url)
+    known = cache / manifest.digest
+    if known.is_dir():
+        return _open(known)
+    with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=cache) as scratch:
+        folder = Path(scratch, "bundle")
+        for name, entry in manifest.files.items():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with translate_errors(url, f"reading {name} of"):
+                size = fs.size(f"{root}/{name}")
+                if size != entry.size:
+                    raise BundleError(f"{url}/{name} has {size} bytes, sealed were {entry.size}", hint=schema.AGAIN)
+                fs.get_file(f"{root}/{name}", str(target))
+        (folder / schema.MANIFEST).write_bytes(schema.encode(manifest))
+        return _keep(open_folder(folder), cache)
+
+
+def _manifest(fs: Any, root: str, url: str) -> BundleManifest:
+    path = f"{root}/{schema.MANIFEST}"
+    with translate_errors(url, f"reading {schema.MANIFEST} of"):
+        if fs.size(path) > schema.MANIFEST_BYTES:
+            raise BundleError(f"{url}/{schema.MANIFEST} has more than {schema.MANIFEST_BYTES} bytes")
+        text: bytes = fs.cat_file(path)
+    return schema.decode(text, f"{url}/{schema.MANIFEST}")
+
+
+def _keep(bundle: Bundle, cache: Path) -> Bundle:
+    """Moves `bundle` to its digest in `cache`, where another process may have put the same bytes meanwhile."""
+    target = cache / bundle.digest
+    try:
+        bundle.path.rename(target)
+    except OSError as error:
+        if not target.is_dir():
+            raise files.storage_error(error, target) from error
+    return _open(target)
+
+
+def _open(folder: Path) -> Bundle:
+    """The verified bundle in the cache; a damaged one is deleted, so that the next call downloads it again."""
+    try:
+        return open_folder(folder)
+    except BundleError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

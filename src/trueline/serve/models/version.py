@@ -22,9 +22,8 @@ from trueline.serve.batching.queue import Batcher
 from trueline.serve.fastpath.bound_run import BoundRuns
 from trueline.serve.fastpath.templates import TemplateCache
 from trueline.serve.models.desired_state import DesiredVersion
-from trueline.serve.models.loader import ResolvedSource, VersionOptions, load
+from trueline.serve.models.loader import ResolvedSource, VersionOptions, load, without_paths
 from trueline.serve.models.servable import NO_WORKER, Loaded, VersionRecord
-from trueline.serve.redaction import without_paths
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -24,7 +24,7 @@ from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
     from trueline.serve.models.servable import Outputs
-    from trueline.serve.models.state_sync import Companion
+    from trueline.serve.models.watchers import Companion
 
     Answer = Response | asyncio.Future[Response]
     Encode = Callable[[Outputs], Response]

@@ -15,7 +15,7 @@ from trueline.serve.counters import ServerStats
 from trueline.serve.fastpath.fast_path import FastPath, InferFastPath
 from trueline.serve.metrics import dashboard, prometheus
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.state_sync import Companion
+from trueline.serve.models.watchers import Companion
 from trueline.serve.protocols import openapi
 from trueline.serve.protocols.dispatch import Dispatch, RouteTable
 from trueline.serve.protocols.errors import NO_METHOD, NO_RESOURCE, ErrorFormat, Method, OipErrors, allow, is_oip, json

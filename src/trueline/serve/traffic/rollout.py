@@ -12,9 +12,9 @@ from typing import Any
 
 from trueline import events
 from trueline.errors import NotFound, RequestError, TruelineError
+from trueline.serve.models.catalog import Shadow
 from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.servable import Servable
-from trueline.serve.models.shadow import Shadow
 from trueline.serve.traffic.canary import CanaryRule, CanaryVerdict, Sample, judge, sample
 
 TICK_S = 0.2
