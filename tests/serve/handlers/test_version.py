@@ -13,7 +13,7 @@ import pytest
 from conformance.servable import *  # noqa: F403 - the shared tests
 from conformance.servable import ServableWorld, turns
 from trueline.serve.handlers.archive import Archive, Manifest
-from trueline.serve.handlers.version import HandlerVersion
+from trueline.serve.handlers.version import HandlerVersion, StartOptions
 from trueline.serve.models.servable import HandlerRequest, Servable
 from worlds.servables import FakeWorker, fake_workers
 
@@ -31,7 +31,7 @@ class HandlerWorld:
         made = self.fresh()
         manifest = Manifest(model="noop", version="1.0", handler="noop.py")
         found = Archive(folder=Path(), manifest=manifest, config={}, digest="ab")
-        await made.begin_in(found, {"default_workers": "1"}, asyncio.get_running_loop())
+        await made.begin_in(found, StartOptions(given={"default_workers": "1"}), asyncio.get_running_loop())
         return made
 
     def request(self, servable: Servable) -> Awaitable[Any]:

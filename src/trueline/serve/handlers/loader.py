@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trueline.errors import RequestError
 from trueline.serve.handlers import archive
-from trueline.serve.handlers.version import HandlerVersion
+from trueline.serve.handlers.version import HandlerVersion, StartOptions
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models.desired_state import DesiredVersion
 from trueline.serve.models.loader import ResolvedSource, VersionOptions
@@ -23,46 +25,33 @@ class CodeNotAllowed(RequestError):
     torchserve_type = "ModelException"
 
 
+@dataclass(frozen=True, slots=True)
 class ArchiveLoader:
-    """Makes archives ready whose handlers may take `limits`; None: no code is run."""
+    """Starts archives' handlers within `limits`; None: no code is run."""
 
-    def __init__(
-        self,
-        how: VersionOptions,
-        limits: Limits | None,
-        loop: asyncio.AbstractEventLoop,
-        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
-    ) -> None:
-        self._how = how
-        self._limits = limits
-        self._loop = loop
-        self._in_thread = in_thread
+    how: VersionOptions
+    limits: Limits | None
+    loop: asyncio.AbstractEventLoop
+    in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
 
     def accepts(self, path: Path) -> bool:
         return archive.is_archive(path)
 
     def create(self, found: ResolvedSource, model: str, version: str, source: str) -> HandlerVersion:
-        if self._limits is None:
+        if self.limits is None:
             raise CodeNotAllowed(
                 f"'{found.path.name[:128]}' is a model archive whose handler is code, and this server runs none",
                 hint="start it with --allow-code if you trust what the store holds",
             )
-        return HandlerVersion(model=model, version=version, source=source, limits=self._limits)
+        return HandlerVersion(model=model, version=version, source=source, limits=self.limits)
 
     async def load(
         self, made: HandlerVersion, found: ResolvedSource, how: VersionOptions | None, digest: str | None
     ) -> DesiredVersion:
         """Raises ArchiveError, NotStarted."""
-        given = (how or self._how).given
-        kept = await made.begin(
-            found.path,
-            given,
-            self._in_thread,
-            self._loop,
-            digest or found.digest,
-            usual=self._how.usual_of(made.model, made.version),
-            shared=self._how.shared,
-            weights=self._how.way.shared,
-            check=lambda found_digest: found.check(self._how.trusted, found_digest),
-        )
+        given = (how or self.how).given
+        usual = self.how.usual_of(made.model, made.version)
+        options = StartOptions(given=given, usual=usual, shared=self.how.shared, weights=self.how.way.shared)
+        check = partial(found.check, self.how.trusted)
+        kept = await made.begin(found.path, options, self.loop, self.in_thread, digest or found.digest, check)
         return DesiredVersion(source=made.source, digest=kept, workers=made.policy.lanes, given=dict(given))

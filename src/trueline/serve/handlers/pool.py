@@ -380,9 +380,8 @@ class Pool:
                 waited_s = sum(began - job.since for job in jobs)
                 self._on_batch(len(jobs), self._loop.time() - began, waited_s)
         if self._sequences:
-            closed = (
-                [] if failure else [name for answer in done.result() for name in sequences.closed_by(answer.headers)]
-            )
+            answers = [] if failure is not None else done.result()
+            closed = [name for answer in answers for name in sequences.closed_by(answer.headers)]
             parts = [job for job in jobs if job.part is not None]
             self._drop(self._sequences.finish(slot.number, parts, closed, now=self._loop.time()))
         self._pump()

@@ -1,7 +1,4 @@
-"""A version of a model that a handler of an archive answers, beside those that programs of bundles answer.
-
-It has no tensors and nothing was proven of it: its code runs because the operator said so (`--allow-code`).
-"""
+"""A version of a model that a handler answers. Nothing of it is proven: its code runs because of `--allow-code`."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import functools
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,15 +36,27 @@ InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class NotStarted(RequestError):
-    """TorchServe's answer when a model's workers do not come up."""
+    """A model's workers did not become ready."""
 
     code = "workers_failed"
     status = 500
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """An archive's configuration goes before `usual`, and `given`, TorchServe's registration parameters, before both."""
+
+    given: Mapping[str, str]
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    shared: bool = False
+    """Whether other processes answer on the same ports."""
+    weights: Path | None = None
+    """Folder for the weights that workers share; None: each worker has its own copy."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class HandlerVersion(VersionRecord):
-    """One version, answered by workers."""
+    """One version and its workers."""
 
     limits: Limits = field(default_factory=Limits)
     archive: Archive | None = None
@@ -83,7 +93,6 @@ class HandlerVersion(VersionRecord):
 
     @property
     def load_times(self) -> dict[str, float]:
-        """Of each worker that is ready."""
         workers = self._pool.workers() if self._pool else []
         return {
             f"W-{9000 + number}-{self.model}_{self.version}": worker.load_s
@@ -101,7 +110,6 @@ class HandlerVersion(VersionRecord):
 
     @property
     def policy(self) -> Policy:
-        """Its batching and workers in the server's own words. Raises NotReady."""
         plan, lanes = self.pool.launch.plan, self.pool.num_workers
         in_sequences = plan.sequences.queue_size * plan.max_sequences(lanes) if plan.sequences else 0
         return Policy(
@@ -115,80 +123,44 @@ class HandlerVersion(VersionRecord):
     async def begin(
         self,
         path: Path,
-        given: Mapping[str, str],
-        in_thread: InThread,
+        options: StartOptions,
         loop: asyncio.AbstractEventLoop,
+        in_thread: InThread,
         digest: str | None = None,
-        *,
-        usual: Mapping[str, Any] | None = None,
-        shared: bool = False,
-        weights: Path | None = None,
         check: Callable[[str], None] | None = None,
     ) -> str:
-        """Lays the archive out, starts its workers, and returns its digest. The archive's configuration goes before
-        `usual`, and `given` before both. `shared`: other processes answer on the same ports, and lay what they share at
-        `weights`. `check` gets the digest and raises what keeps its code from being run.
+        """Unpacks the archive at `path`, starts its workers and returns its digest, which `check` may reject.
 
-        Raises ArchiveError (also when the archive is not the one of `digest`), NotStarted; nothing is then left.
+        Raises ArchiveError (also when the archive does not have `digest`), NotStarted, and cleans up.
         """
         place = await in_thread(WorkDir)
         try:
-            found: Archive = await in_thread(functools.partial(_laid_out, path, place.folder))
+            found: Archive = await in_thread(functools.partial(_unpack, path, place.folder))
             if digest is not None and digest != found.digest:
                 raise archive.ArchiveError(
-                    f"the archive of digest {digest[:12]} is wanted, found is {found.digest[:12]}",
-                    hint="it was exchanged; register it again",
+                    f"the archive of digest {digest[:12]} is expected, found is {found.digest[:12]}",
+                    hint="it was replaced; register it again",
                 )
             if check is not None:
                 check(found.digest)
-            own = weights or place.folder / _WEIGHTS
-            await self.begin_in(found, given, loop, usual=usual, shared=shared, weights=own)
+            await self.begin_in(found, replace(options, weights=options.weights or place.folder / _WEIGHTS), loop)
         except BaseException:
             place.remove()
             raise
         self._place = place
         return found.digest
 
-    async def begin_in(
-        self,
-        found: Archive,
-        given: Mapping[str, str],
-        loop: asyncio.AbstractEventLoop,
-        *,
-        usual: Mapping[str, Any] | None = None,
-        shared: bool = False,
-        weights: Path | None = None,
-    ) -> None:
-        """The same for what lies in a folder already, which stays its owner's; without `weights` each worker has its
-        own copy of what it loads. Raises ArchiveError, NotStarted.
-        """
-        plan = plans.draw_up(found.manifest, {**(usual or {}), **found.config}, given, host.gpus())
-        if shared and plan.sequences is not None:
+    async def begin_in(self, found: Archive, options: StartOptions, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts the workers of an unpacked archive, whose folder stays the caller's. Raises ArchiveError, NotStarted."""
+        plan = plans.draw_up(found.manifest, {**options.usual, **found.config}, options.given, host.gpus())
+        if options.shared and plan.sequences is not None:
             raise archive.ArchiveError(
                 "the model is stateful: one worker remembers a sequence, and of several processes any may get its "
                 "next request; serve it with --processes 1"
             )
-        await self._start(found, plan, loop, weights, beside=shared)
-        self.archive, self.since = found, time.time()
-        self.state = "ready"
-
-    async def _start(
-        self,
-        found: Archive,
-        plan: plans.HandlerPlan,
-        loop: asyncio.AbstractEventLoop,
-        weights: Path | None,
-        *,
-        beside: bool,
-    ) -> None:
-        ignored = plans.find_ignored(found.config, plan)
-        if ignored or found.manifest.requirements_file:
-            events.emit(
-                "archive.ignored",
-                model=self.model,
-                keys=",".join(ignored),
-                requirements=found.manifest.requirements_file,
-            )
+        ignored, requirements = plans.find_ignored(found.config, plan), found.manifest.requirements_file
+        if ignored or requirements:
+            events.emit("archive.ignored", model=self.model, keys=",".join(ignored), requirements=requirements)
         self.measures = Measures(self.model, self.version)
         launch = Launch(
             model=self.model,
@@ -197,17 +169,22 @@ class HandlerVersion(VersionRecord):
             config_file=found.manifest.config_file,
             plan=plan,
             limits=self.limits,
-            weights=weights,
-            beside=beside,
+            weights=options.weights,
+            beside=options.shared,
         )
         pool = Pool(launch, loop, on_batch=self._count, on_metrics=self.measures.add)
-        try:
+        with self._start_errors():
             await pool.begin(plan.workers)
+        self._pool, self.archive, self.since, self.state = pool, found, time.time(), "ready"
+
+    @contextmanager
+    def _start_errors(self) -> Iterator[None]:
+        try:
+            yield
         except StartFailed as error:
             raise NotStarted(
                 f"Failed to start workers for model {self.model} version: {self.version}: {error.message}"
             ) from error
-        self._pool = pool
 
     def _count(self, requests: int, took_s: float, waited_s: float) -> None:
         self.stats.count_run(requests, requests, took_s, waited_s)
@@ -216,23 +193,16 @@ class HandlerVersion(VersionRecord):
         self.pool.scale(lanes)
 
     async def wait_ready(self) -> None:
-        """Raises NotStarted."""
-        try:
+        with self._start_errors():
             await self.pool.wait_ready()
-        except StartFailed as error:
-            raise NotStarted(
-                f"Failed to start workers for model {self.model} version: {self.version}: {error.message}"
-            ) from error
 
     async def retire(self) -> None:
-        """Returns when the last request is answered, the workers are gone and the files deleted."""
         if self._pool is not None:
             await self._pool.wait_empty()
         self.state = "retiring"
         await self.close()
 
     async def close(self) -> None:
-        """Ends its workers at once and deletes the files: the server leaves."""
         if self._pool is not None:
             await self._pool.close()
         if self._place is not None:
@@ -242,11 +212,10 @@ class HandlerVersion(VersionRecord):
         raise NoTensors(self.model)
 
     def handle(self, ask: HandlerRequest, *, alone: bool = False, loose: bool = False) -> asyncio.Future[HandlerAnswer]:
-        """The handler's answer, or its head once the first piece was sent; `alone`: in a batch of its own; `loose`: of
-        no sequence.
+        """The answer, or its status and headers with the first piece of a stream.
 
-        Of a stateful model it is a request of the sequence that its headers name, else the first of a new one; the
-        answer's headers name it. Raises NotReady, Overloaded, NoSequence; the future HandlerFailed, DeadlineExceeded,
+        A request of a stateful model belongs to the sequence in its headers, else it begins a new one, which the
+        answer's headers name. Raises NotReady, Overloaded, NoSequence; the future HandlerFailed, DeadlineExceeded,
         NotReady, NoSequence.
         """
         self.check_ready()
@@ -257,16 +226,15 @@ class HandlerVersion(VersionRecord):
         if self.stateful and not loose:
             part = sequences.read_part(ask.headers)
             ask.headers = {**ask.headers, **sequences.encode_headers(part)}
-        told = _Told(part)
-        ask.on_piece = told.piece
+        stream = _Stream(part)
+        ask.on_piece = stream.add_piece
         waiting = self.pool.submit(ask, alone=alone, part=part)
-        told.follow(waiting)
+        stream.follow(waiting)
         waiting.add_done_callback(lambda done: self._count_answer(began, done))
-        return told.answer
+        return stream.answer
 
     @property
     def stateful(self) -> bool:
-        """Whether its requests are of sequences. Raises NotReady."""
         return self.pool.launch.plan.sequences is not None
 
     def _count_answer(self, began: float, done: asyncio.Future[HandlerAnswer]) -> None:
@@ -296,6 +264,15 @@ class HandlerVersion(VersionRecord):
     @property
     def description(self) -> dict[str, Any]:
         plan, workers = self.pool.launch.plan, self.pool.workers()
+        sequences_of: dict[str, Any] = {}
+        if plan.sequences is not None:
+            sequences_of = {
+                "stateful": True,
+                "sequenceMaxIdleMSec": round(plan.sequences.max_idle_s * 1e3),
+                "sequenceTimeoutMSec": round(plan.sequences.timeout_s * 1e3),
+                "maxNumSequence": plan.max_sequences(self.pool.num_workers),
+                "maxSequenceJobQueueSize": plan.sequences.queue_size,
+            }
         return {
             "runtime": "python",
             "minWorkers": self.pool.num_workers,
@@ -307,7 +284,7 @@ class HandlerVersion(VersionRecord):
             "maxRetryTimeoutInSec": round(plan.max_retry_s),
             "clientTimeoutInMills": round(plan.client_timeout_s * 1e3),
             "deviceType": "gpu" if plan.gpus else "cpu",
-            **self._of_sequences(),
+            **sequences_of,
             "workers": [
                 {
                     "id": str(9000 + number),
@@ -322,37 +299,23 @@ class HandlerVersion(VersionRecord):
             ],
         }
 
-    def _of_sequences(self) -> dict[str, Any]:
-        plan = self.pool.launch.plan
-        if plan.sequences is None:
-            return {}
-        return {
-            "stateful": True,
-            "sequenceMaxIdleMSec": round(plan.sequences.max_idle_s * 1e3),
-            "sequenceTimeoutMSec": round(plan.sequences.timeout_s * 1e3),
-            "maxNumSequence": plan.max_sequences(self.pool.num_workers),
-            "maxSequenceJobQueueSize": plan.sequences.queue_size,
-        }
 
-
-class _Told:
-    """What becomes of one request: an answer at once, or its head and then its pieces."""
+class _Stream:
+    """The answer of one request, whole or in pieces."""
 
     def __init__(self, part: SequencePart | None = None) -> None:
-        """With a `part` the answer names its sequence, unless the handler does."""
         self.answer: asyncio.Future[HandlerAnswer] = asyncio.get_running_loop().create_future()
         self._own = {} if part is None else {sequences.ID: part.id}
         self._pieces: StreamedBody | None = None
         self._waiting: asyncio.Future[HandlerAnswer] | None = None
 
     def follow(self, waiting: asyncio.Future[HandlerAnswer]) -> None:
-        """`waiting` brings the end; a reader who goes away before cancels it."""
+        """`waiting` is the whole answer; it is cancelled when the reader leaves."""
         self._waiting = waiting
         waiting.add_done_callback(self._end)
         self.answer.add_done_callback(lambda answer: waiting.cancel() if answer.cancelled() else None)
 
-    def piece(self, piece: HandlerAnswer) -> None:
-        """One piece; the first brings the head."""
+    def add_piece(self, piece: HandlerAnswer) -> None:
         if self._pieces is None:
             if self.answer.done():
                 return
@@ -383,15 +346,15 @@ class _Told:
         return replace(answer, headers={**self._own, **answer.headers}) if self._own else answer
 
 
-def _laid_out(path: Path, place: Path) -> Archive:
-    """The archive at `path` under `place`, with an empty folder beside it for what its workers share. Blocks."""
+def _unpack(path: Path, place: Path) -> Archive:
+    """The archive at `path` below `place`, beside an empty folder for shared weights. Blocks."""
     for name in (_ARCHIVE, _WEIGHTS):
         (place / name).mkdir()
     return archive.unpack(path, place / _ARCHIVE)
 
 
 def _resident(pid: int) -> int:
-    """Bytes in memory; 0 when the process is gone."""
+    """Bytes in memory; 0 if the process is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):

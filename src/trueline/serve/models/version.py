@@ -185,18 +185,13 @@ def _rows(inputs: Mapping[str, Array], first: str) -> int:
     return shape[0] if shape else 1
 
 
+@dataclass(frozen=True, slots=True)
 class BundleLoader:
     """Makes the programs of bundles ready."""
 
-    def __init__(
-        self,
-        how: VersionOptions,
-        loop: asyncio.AbstractEventLoop,
-        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
-    ) -> None:
-        self._how = how
-        self._loop = loop
-        self._in_thread = in_thread
+    how: VersionOptions
+    loop: asyncio.AbstractEventLoop
+    in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
 
     def accepts(self, path: Path) -> bool:
         return True
@@ -208,8 +203,8 @@ class BundleLoader:
         self, made: ProgramVersion, found: ResolvedSource, how: VersionOptions | None, digest: str | None
     ) -> DesiredVersion:
         """Raises BundleError, NotProven."""
-        usual, how = self._how, how or self._how.of_bundle(made.model, made.version)
-        loaded: Loaded = await self._in_thread(lambda: _load(found, how, digest, usual.trusted))
+        usual, how = self.how, how or self.how.of_bundle(made.model, made.version)
+        loaded: Loaded = await self.in_thread(lambda: _load(found, how, digest, usual.trusted))
         lanes = how.workers if how.workers is not None else (1 if loaded.plan.batch else 2)
         policy = Policy(
             batch=loaded.plan.batch,
@@ -218,7 +213,7 @@ class BundleLoader:
             lanes=min(lanes, MAX_LANES),
             max_requests=how.max_queue,
         )
-        made.make_ready(loaded, policy, ThreadPoolExecutor(MAX_LANES, thread_name_prefix="run"), self._loop)
+        made.make_ready(loaded, policy, ThreadPoolExecutor(MAX_LANES, thread_name_prefix="run"), self.loop)
         return DesiredVersion(
             source=made.source,
             digest=loaded.digest,

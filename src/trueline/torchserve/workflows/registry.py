@@ -21,7 +21,7 @@ from trueline.errors import BundleError, NotFound, NotReady, RequestError, Truel
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import Archive, ArchiveError
 from trueline.serve.handlers.loader import CodeNotAllowed
-from trueline.serve.handlers.version import HandlerVersion, InThread
+from trueline.serve.handlers.version import HandlerVersion, InThread, StartOptions
 from trueline.serve.handlers.workdir import WorkDir
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
@@ -204,7 +204,7 @@ class Workflows:
                 handler = HandlerVersion(model=model, version="1.0", workflow=workflow, limits=self._handlers)
                 manifest = archive.Manifest(model=model, version="1.0", handler=f"{found.handler}:{node.name}")
                 function = Archive(folder=found.folder, manifest=manifest, config={}, digest=found.digest)
-                await handler.begin_in(function, entry.given, self._loop, usual=usual)
+                await handler.begin_in(function, StartOptions(given=entry.given, usual=usual), self._loop)
                 return handler
             stored = await self._find(_name_in_store(node.url))
             if not archive.is_archive(stored.path):
@@ -213,10 +213,9 @@ class Workflows:
             handler = HandlerVersion(
                 model=model, version=version, source=node.url, workflow=workflow, limits=self._handlers
             )
-            await handler.begin(
-                stored.path, entry.given | node.parameters, self._in_thread, self._loop, entry.models.get(node.name),
-                usual=usual, check=partial(self._check, stored),
-            )  # fmt: skip
+            options = StartOptions(given=entry.given | node.parameters, usual=usual)
+            digest, check = entry.models.get(node.name), partial(self._check, stored)
+            await handler.begin(stored.path, options, self._loop, self._in_thread, digest, check)
             return handler
         except TruelineError as error:
             if isinstance(error, RequestError):
