@@ -1,10 +1,9 @@
-"""TorchServe's model archives: read, checked, and laid out in a folder of the server's own. No code of theirs runs.
+"""Reads, checks and unpacks TorchServe's model archives without running their code.
 
-An archive is a zip (`.mar`), a `.tar.gz` whose files may stand in one top folder, or a plain folder; in each
-`MAR-INF/MANIFEST.json` says what it holds. What could write elsewhere or fill the disk is refused by the name of its
-entry: paths that leave the folder (ZipUtils of TorchServe compared strings, so `../modelX` passed), links, devices,
-more entries or bytes than the caps, bytes that unpack out of proportion.
-Source: TorchServe 0.12's ModelArchive, Manifest and ModelConfig, as the contract page has them.
+An archive is a zip (`.mar`), a `.tar.gz` whose files may be in one top folder, or a plain folder, with
+`MAR-INF/MANIFEST.json`. Rejected are paths that leave the folder (TorchServe's ZipUtils compared strings, so that
+`../modelX` passed), links, devices, and more entries, bytes or compression than the caps allow.
+Source: TorchServe 0.12's ModelArchive, Manifest and ModelConfig.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -33,35 +32,33 @@ WORKFLOW_MANIFEST = "WAR-INF/MANIFEST.json"
 SUFFIXES = (".mar", ".tar.gz", ".tgz")
 _WORKFLOW = "'{}' says that this is the archive of a workflow, not of a model: register it at /workflows"
 TEXT_BYTES = 2**20
-"""A manifest, a model-config.yaml or a workflow's specification is not larger."""
+"""Upper bound of a manifest, a model-config.yaml or a workflow's specification."""
 _PIECE = 2**20
 
 
 class ArchiveError(BundleError):
-    """An archive that is torn, hostile, or of no form that is served; the message names the entry, never a path."""
+    """An archive that is torn, hostile or of an unknown form. The message names the entry, never a path."""
 
     code = "archive"
 
 
 class HoldsWorkflow(ArchiveError):
-    """An archive of a workflow where one of a model was looked for."""
+    """An archive of a workflow instead of a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """What an archive may unpack into."""
+    """Bounds of what an archive unpacks into."""
 
     entries: int = 20_000
     total_bytes: int = 16 * 2**30
     ratio: float = 200.0
-    """Bytes unpacked by bytes packed, asked of archives that unpack into more than `ratio_from_bytes`."""
+    """Unpacked by packed bytes, for archives that unpack into more than `ratio_from_bytes`."""
     ratio_from_bytes: int = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What an archive says of itself. `raw` is the whole of it, for the handler."""
-
     model: str
     version: str
     handler: str
@@ -70,12 +67,11 @@ class Manifest:
     config_file: str = ""
     requirements_file: str = ""
     envelope: str = ""
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archive:
-    """An archive in a folder of the server's own; `config` is its model-config.yaml, {} when it has none."""
+    """An unpacked archive; `config` is its model-config.yaml."""
 
     folder: Path
     manifest: Manifest
@@ -84,7 +80,7 @@ class Archive:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether `path` has the looks of an archive; whether it is one, `unpack` says."""
+    """Whether `path` looks like an archive; `unpack` checks it."""
     return (path / MANIFEST).is_file() if path.is_dir() else path.name.endswith(SUFFIXES)
 
 
@@ -100,11 +96,8 @@ def stem(name: str) -> str:
     return name
 
 
-# reading
-
-
 def unpack(path: Path, into: Path, caps: Caps | None = None) -> Archive:
-    """Lays the archive at `path` out under the empty folder `into`. Raises ArchiveError; a part may then lie there."""
+    """Unpacks into the empty folder `into`. Raises ArchiveError and may leave a part of the files."""
     with readable(path.name):
         digest = lay_out(path, into, caps)
         folder = root(into, MANIFEST)
@@ -114,7 +107,7 @@ def unpack(path: Path, into: Path, caps: Caps | None = None) -> Archive:
 
 
 def lay_out(path: Path, into: Path, caps: Caps | None = None) -> str:
-    """Lays out whatever is packed at `path`, and returns its digest; call it inside `readable`. Raises ArchiveError."""
+    """Unpacks the files and returns their digest; call it inside `readable`. Raises ArchiveError."""
     placer = _Placer(into, caps or Caps())
     if path.is_dir():
         return _copy_folder(path, placer)
@@ -131,7 +124,7 @@ def lay_out(path: Path, into: Path, caps: Caps | None = None) -> str:
 
 
 def peek(path: Path) -> Manifest:
-    """The manifest of the archive at `path`; nothing is written. Raises ArchiveError."""
+    """The manifest, without unpacking. Raises ArchiveError."""
     with readable(path.name):
         if path.is_dir():
             return _manifest((path / MANIFEST).read_bytes())
@@ -170,7 +163,7 @@ def name_in_store(path: Path) -> tuple[str, str] | None:
 
 @contextmanager
 def readable(name: str, manifest: str = MANIFEST, kind: str = "model") -> Iterator[None]:
-    """What goes wrong inside while the archive `name` is read is raised as ArchiveError."""
+    """Raises errors of reading the archive `name` as ArchiveError."""
     try:
         yield
     except (KeyError, FileNotFoundError) as error:
@@ -179,33 +172,29 @@ def readable(name: str, manifest: str = MANIFEST, kind: str = "model") -> Iterat
         ) from error
     except (zipfile.BadZipFile, gzip.BadGzipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
         raise ArchiveError(f"'{name}' is torn, or neither a zip nor a tar.gz: {error}", hint="copy it again") from error
-    except (NotImplementedError, RuntimeError) as error:  # zipfile's words for a coding or a password
-        raise ArchiveError(f"'{name}' is packed in a way that is not read here: {error}") from error
+    except (NotImplementedError, RuntimeError) as error:  # zipfile: a compression or a password
+        raise ArchiveError(f"'{name}' is packed in a way that is not supported: {error}") from error
     except OSError as error:
-        raise ArchiveError(f"'{name}' cannot be read or laid out: {error.strerror or error}") from error
+        raise ArchiveError(f"'{name}' cannot be read or unpacked: {error.strerror or error}") from error
 
 
 class _Placer:
-    """Writes entries below one folder, and refuses those that lie elsewhere or are too much."""
+    """Writes entries below one folder, within the caps. Its methods raise ArchiveError."""
 
     def __init__(self, root: Path, caps: Caps) -> None:
-        self._root = root.resolve()
-        self.caps = caps
-        self._entries = 0
-        self._bytes = 0
+        self._root, self.caps = root.resolve(), caps
+        self._entries = self._bytes = 0
         self.packed_bytes = 0
-        """0: the source is not packed, and proportion says nothing."""
+        """0: the source is not compressed."""
 
     def folder(self, name: str) -> None:
-        """Makes the folder `name`. Raises ArchiveError."""
         target = self._target(name)
         try:
             target.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise ArchiveError(f"entry '{_printable(name)}' stands where another entry is a file") from error
+            raise ArchiveError(f"entry '{_printable(name)}' is a folder and a file") from error
 
     def file(self, name: str, source: IO[bytes]) -> None:
-        """Writes the file `name`. Raises ArchiveError."""
         target = self._target(name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +203,7 @@ class _Placer:
                     self._count(name, len(piece))
                     out.write(piece)
         except (FileExistsError, NotADirectoryError) as error:
-            raise ArchiveError(f"entry '{_printable(name)}' comes twice, or stands below a file") from error
+            raise ArchiveError(f"entry '{_printable(name)}' comes twice, or is below a file") from error
 
     def _target(self, name: str) -> Path:
         self._entries += 1
@@ -244,7 +233,9 @@ def _unzip(file: IO[bytes], placer: _Placer) -> None:
         for info in archive.infolist():
             kind = stat.S_IFMT(info.external_attr >> 16)
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise ArchiveError(f"entry '{_printable(info.filename)}' is a link or a device; files and folders go")
+                raise ArchiveError(
+                    f"entry '{_printable(info.filename)}' is a link or a device; only files and folders are allowed"
+                )
             if info.is_dir():
                 placer.folder(info.filename)
                 continue
@@ -253,9 +244,7 @@ def _unzip(file: IO[bytes], placer: _Placer) -> None:
 
 
 class _Bounded:
-    """A decompressed stream that gives no more than it may: neither in all, nor at once (a header that says it is long
-    would be read whole).
-    """
+    """A decompressed stream with bounds in total and for one read (tarfile reads headers of any claimed length)."""
 
     def __init__(self, source: gzip.GzipFile, total_bytes: int) -> None:
         self._source = source
@@ -296,11 +285,13 @@ def _untar(file: IO[bytes], placer: _Placer) -> None:
                 assert source is not None  # it is a file
                 placer.file(name, source)
             else:
-                raise ArchiveError(f"entry '{_printable(member.name)}' is a link or a device; files and folders go")
+                raise ArchiveError(
+                    f"entry '{_printable(member.name)}' is a link or a device; only files and folders are allowed"
+                )
 
 
 def _plain(name: str) -> str:
-    """A member's name without the `./` that `tar` puts before it; "" for the top folder itself."""
+    """A member's name without tar's `./`; "" for the top folder."""
     return "" if name in (".", "./") else name.removeprefix("./")
 
 
@@ -321,21 +312,20 @@ def _copy_folder(path: Path, placer: _Placer) -> str:
                     source.seek(0)
                     placer.file(inner, source)
             else:
-                raise ArchiveError(f"entry '{_printable(inner)}' is a link or a device; files and folders go")
+                raise ArchiveError(
+                    f"entry '{_printable(inner)}' is a link or a device; only files and folders are allowed"
+                )
     return digest.hexdigest()
 
 
 def root(into: Path, manifest: str) -> Path:
-    """Where the manifest's folder stands: here, or in the one folder that is here. Raises KeyError."""
+    """The folder with the manifest: `into`, or its only folder. Raises KeyError."""
     if (into / manifest).is_file():
         return into
     inner = list(into.iterdir())
     if len(inner) == 1 and (inner[0] / manifest).is_file():
         return inner[0]
     raise KeyError(manifest)
-
-
-# what it says
 
 
 class _Model(msgspec.Struct):
@@ -356,7 +346,7 @@ class _Manifest(msgspec.Struct):
 
 def _manifest(text: bytes) -> Manifest:
     if len(text) > TEXT_BYTES:
-        raise ArchiveError(f"entry '{MANIFEST}' is over {TEXT_BYTES} bytes; no manifest is")
+        raise ArchiveError(f"entry '{MANIFEST}' is over {TEXT_BYTES} bytes")
     try:
         raw = msgspec.json.decode(text, type=dict[str, Any])
         if "workflow" in raw and "model" not in raw:
@@ -376,17 +366,16 @@ def _manifest(text: bytes) -> Manifest:
         config_file=model.configFile or "",
         requirements_file=model.requirementsFile or "",
         envelope=model.envelope or "",
-        raw=raw,
     )
 
 
 def read_yaml(folder: Path, name: str) -> dict[str, Any]:
-    """The YAML that a manifest names, as it is; {} for an empty one. Raises ArchiveError."""
+    """The YAML file that a manifest names. Raises ArchiveError."""
     import yaml
 
     path = inside(folder, name)
     if path.stat().st_size > TEXT_BYTES:
-        raise ArchiveError(f"entry '{_printable(name)}' is over {TEXT_BYTES} bytes; no configuration is")
+        raise ArchiveError(f"entry '{_printable(name)}' is over {TEXT_BYTES} bytes")
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
@@ -394,12 +383,12 @@ def read_yaml(folder: Path, name: str) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ArchiveError(f"entry '{_printable(name)}' is to map names to values, it is {type(found).__name__}")
+        raise ArchiveError(f"entry '{_printable(name)}' has to map names to values, it is {type(found).__name__}")
     return found
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file that a manifest names. Raises ArchiveError for one that the archive does not hold."""
+    """The file that a manifest names. Raises ArchiveError for one outside the archive."""
     path = folder / name.replace("\0", "?")
     if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
         raise ArchiveError(f"the manifest names the file '{_printable(name)}', which the archive does not hold")
@@ -407,5 +396,9 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _printable(name: str) -> str:
-    """An entry's name for a message: short, and without control characters."""
+    """An entry's name for a message."""
     return "".join(char if char.isprintable() else "?" for char in name[:128])
+
+
+def _not_a_file(name: str) -> ArchiveError:
+    return ArchiveError(f"entry '{_printable(name)}' is a link or a device; only files and folders are allowed")

@@ -1,9 +1,8 @@
 """The process of one handler: loads it, then answers batches until the server closes the socket.
 
-It runs code of an archive that the operator allowed; it holds neither the server's sockets nor its tokens. It imports
-torch only if the handler does. What the handler prints goes to the server's log. Outcomes are TorchServe's
-(ts/service.py, as the contract page has them): an exception fails the batch with 503, PredictionException with its own
-code, a want of memory with 507.
+It has neither the server's sockets nor its tokens, and imports torch only if the handler does. The handler's output goes
+to the server's log. As in TorchServe's ts/service.py an exception fails the batch with 503, a PredictionException with
+its own code, and lack of memory with 507.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from trueline.serve.handlers import envelopes, framing
 from trueline.serve.handlers.envelopes import Entry
 
 COMPAT = Path(__file__).parents[2] / "torchserve" / "compat"
-"""The folder that holds our own `ts` package."""
+"""The folder of our own `ts` package."""
 LOAD_BYTES = 2**20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
@@ -46,44 +45,42 @@ Initialize = Callable[[Any], Any]
 
 
 def _ts(name: str) -> Any:
-    """A module of our `ts` package, which is on the path since `main`."""
+    """A module of our `ts` package, which `main` has put on the path."""
     return importlib.import_module(f"ts.{name}")
 
 
 class _Unserialisable(Exception):
-    """An output that no body can be made of."""
+    """No body can be made of the output."""
 
 
 class Service:
-    """One handler, loaded."""
-
-    def __init__(self, told: Mapping[str, Any], sock: socket.socket) -> None:
+    def __init__(self, launch: Mapping[str, Any], sock: socket.socket) -> None:
         """Loads and initializes. Raises whatever the handler raises."""
         self._sock = sock
-        self._decodes = told["decode"]
+        self._decodes = launch["decode"]
         self._open: list[int] = []
-        """Of the batch under way, which requests the handler is called with."""
-        folder = Path(told["folder"])
-        self._metrics = _ts("metrics.metrics_store").MetricsStore(told["model"])
+        """The requests of the current batch that the handler is called with."""
+        folder = Path(launch["folder"])
+        self._metrics = _ts("metrics.metrics_store").MetricsStore(launch["model"])
         self._context = _ts("context").Context(
-            told["model"],
+            launch["model"],
             str(folder),
             _manifest(folder),
-            told["batch_size"],
-            told["gpu"],
-            told["server_version"],
+            launch["batch_size"],
+            launch["gpu"],
+            launch["server_version"],
             True,
             self._metrics,
-            _config(folder, told["config_file"]),
+            _config(folder, launch["config_file"]),
         )
         self._context.send_piece = self._send_piece
-        self._answer, initialize = load_handler(told["handler"], folder)
-        if told["envelope"]:
-            self._answer = envelopes.within(told["envelope"], self._answer)
+        self._answer, initialize = load_handler(launch["handler"], folder)
+        if launch["envelope"]:
+            self._answer = envelopes.within(launch["envelope"], self._answer)
         initialize(self._context)
 
     def predict(self, head: Mapping[str, Any], parts: Sequence[bytearray]) -> None:
-        """Answers one batch: one frame, and those of its pieces before it."""
+        """Answers one batch: frames of pieces, then one of the answers."""
         data: list[dict[str, Any]] = []
         processors, at = [], 0
         for request in head["requests"]:
@@ -99,18 +96,18 @@ class Service:
         began = time.perf_counter()
         try:
             bodies = self._steps(data, processors, ids)
-        except Exception as error:  # noqa: BLE001 - blind on purpose: whatever the handler raises fails its batch
+        except Exception as error:  # noqa: BLE001 - user code: any error fails its batch
             code, message = _refusal(error)
-            told = {"kind": "refused", "code": code, "message": message, "metrics": self._metrics.drain()}
-            framing.send(self._sock, told)
+            metrics = self._metrics.drain()
+            framing.send(self._sock, {"kind": "refused", "code": code, "message": message, "metrics": metrics})
             return
         self._metrics.add_time("PredictionTime", (time.perf_counter() - began) * 1e3)
         answers = [_head(one) for one in processors]
         framing.send(self._sock, {"kind": "answers", "answers": answers, "metrics": self._metrics.drain()}, bodies)
 
     def _steps(self, data: list[Any], processors: list[Any], ids: list[str]) -> list[bytes | bytearray]:
-        """The answers of a batch. A handler that sets stopping criteria is called again for the requests whose
-        criterion says False; what it has answered them goes out as a piece.
+        """The answers of a batch. A handler that sets stopping criteria is called again for the requests whose criterion
+        returns False; what it has answered so far is sent as a piece.
         """
         last: dict[int, bytes | bytearray] = {}
         self._open = list(range(len(data)))
@@ -129,16 +126,16 @@ class Service:
         return [last[at] for at in range(len(data))]
 
     def _send_piece(self, values: Sequence[Any], request_ids: Mapping[int, str], code: int) -> None:
-        """A piece of each answer, before the whole is there."""
         for index, value in enumerate(values):
             if index in request_ids:
-                told = _head(self._context.request_processor[index]) | {"status": code}
-                at = self._open[index]
-                framing.send(self._sock, {"kind": "piece", "index": at, "answer": told}, [_encode(value)])
+                head = _head(self._context.request_processor[index]) | {"status": code}
+                framing.send(
+                    self._sock, {"kind": "piece", "index": self._open[index], "answer": head}, [_encode(value)]
+                )
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """{} beside the functions of a workflow: they are no model's."""
+    """Empty for the functions of a workflow."""
     path = folder / "MAR-INF" / "MANIFEST.json"
     found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
     return found
@@ -154,7 +151,7 @@ def _config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _decode(value: bytearray, kind: str) -> Any:
-    """JSON as its value and text as str, where they can be read as such; else the bytes."""
+    """Valid JSON as its value and text as str, else the bytes."""
     try:
         if kind.lower().startswith("application/json"):
             return json.loads(value)
@@ -166,7 +163,7 @@ def _decode(value: bytearray, kind: str) -> Any:
 
 
 def _bodies(found: Any, count: int) -> list[bytes | bytearray]:
-    """The answers of a batch of `count`. Raises PredictionException with TorchServe's words."""
+    """The answers of a batch of `count`. Raises PredictionException with TorchServe's messages."""
     refused = _ts("utils.util").PredictionException
     if not isinstance(found, list):
         print(f"the handler returned {type(found).__name__}, not a list", file=sys.stderr)  # noqa: T201 - the log
@@ -199,18 +196,17 @@ def _encode(value: Any) -> bytes | bytearray:
 
 
 def _refusal(error: Exception) -> tuple[int, str]:
-    """Code and message of an answer that could not be made. The traceback goes to the log."""
+    """Code and message of a failed batch. The traceback goes to the log."""
     traceback.print_exception(error)
     if isinstance(error, _ts("utils.util").PredictionException):
-        told: Any = error
-        return int(told.error_code), str(told.message)
+        failure: Any = error
+        return int(failure.error_code), str(failure.message)
     if isinstance(error, MemoryError) or "CUDA" in str(error) or "out of memory" in str(error).lower():
         return 507, "Out of resources"
     return 503, "Prediction failed"
 
 
 def _head(processor: Any) -> dict[str, Any]:
-    """Status and headers that the handler has set for one request."""
     return {
         "status": int(processor.get_response_status_code()),
         "phrase": str(processor.get_response_status_phrase() or ""),
@@ -219,7 +215,7 @@ def _head(processor: Any) -> dict[str, Any]:
 
 
 class NoHandler(Exception):
-    """The archive holds no handler of that name; the message says what was looked for."""
+    """The archive has no such handler."""
 
 
 def load_handler(handler: str, folder: Path) -> tuple[Entry, Initialize]:
@@ -269,7 +265,7 @@ def _import_handler(name: str, folder: Path) -> ModuleType:
 
 
 def _handler_class(module: ModuleType) -> Any:
-    """The one class that the module defines; of a family, its youngest. Raises NoHandler."""
+    """The module's only class; of a class and its subclasses the last. Raises NoHandler."""
     own = [one for _, one in inspect.getmembers(module, inspect.isclass) if one.__module__ == module.__name__]
     able = [one for one in own if hasattr(one, "handle") and hasattr(one, "initialize")]
     leaves = [one for one in able if not any(other is not one and issubclass(other, one) for other in able)]
@@ -313,12 +309,12 @@ def _prctl(option: int, value: int) -> None:
 def main(descriptor: int, parent: int) -> int:
     """Loads the handler that the first frame names and serves it; returns the exit code."""
     sock = socket.socket(fileno=descriptor)
-    told, _ = framing.receive(sock, LOAD_BYTES)
+    launch, _ = framing.receive(sock, LOAD_BYTES)
     try:
-        confine(parent=parent, address_space=told["address_space"], open_files=told["open_files"])
-        sys.path[:0] = [told["folder"], str(COMPAT)]
-        service = Service(told, sock)
-    except Exception as error:  # noqa: BLE001 - blind on purpose: the server is told why
+        confine(parent=parent, address_space=launch["address_space"], open_files=launch["open_files"])
+        sys.path[:0] = [launch["folder"], str(COMPAT)]
+        service = Service(launch, sock)
+    except Exception as error:  # noqa: BLE001 - user code: the server gets the reason
         traceback.print_exception(error)
         why = traceback.format_exception_only(error)[-1].strip()
         framing.send(sock, {"kind": "failed", "why": why[:2000]})
@@ -326,7 +322,7 @@ def main(descriptor: int, parent: int) -> int:
     framing.send(sock, {"kind": "ready"})
     while True:
         try:
-            head, parts = framing.receive(sock, told["max_bytes"])
+            head, parts = framing.receive(sock, launch["max_bytes"])
         except framing.Closed:
             return 0
         service.predict(head, parts)

@@ -1,7 +1,6 @@
-"""How a handler is run: from what the call says, else the archive's configuration, else TorchServe's defaults. Pure.
+"""How a handler runs: the call's parameters, else the archive's configuration, else TorchServe's defaults. Pure.
 
-A value that is no number, or out of range, is refused in the configuration and falls back to the default in a call, as
-TorchServe does.
+As in TorchServe, an invalid value is an error in the configuration and falls back to the default in a call.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from trueline.serve.handlers.archive import ArchiveError, Manifest
 from trueline.serve.handlers.envelopes import NAMES
 
 NOT_RUN = ("asyncCommunication", "continuousBatching", "useJobTicket", "useVenv")
-"""Keys of model-config.yaml that are known and change nothing here; the handler sees them."""
+"""Keys of model-config.yaml without effect here; the handler sees them."""
 OF_SEQUENCES = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
-"""Keys that say something of a stateful model only."""
+"""Keys for stateful models only."""
 _BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0)
 MAX_WORKERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """On which terms a stateful model keeps sequences of requests."""
+    """Limits of a stateful model's sequences."""
 
     max_idle_s: float
-    """A sequence that nobody asks for so long is closed."""
+    """A sequence is closed after this time without a request."""
     timeout_s: float = 0.0
-    """How long a sequence may last; 0: as long as it is asked."""
+    """How long a sequence may last; 0: no bound."""
     max_sequences: int = 1
-    """Of the model at the same time; never fewer than its workers take into their batches."""
+    """At a time; never fewer than fill the batches of all workers."""
     queue_size: int = 1
     """Requests of one sequence that may wait."""
 
@@ -47,28 +46,26 @@ class HandlerPlan:
     response_timeout_s: float = 120.0
     startup_timeout_s: float = 120.0
     max_retry_s: float = 300.0
-    """How long a worker that dies is started again before it is given up."""
+    """How long a dying worker is restarted before it is given up."""
     client_timeout_s: float = 0.0
-    """How long a request may take in all; 0: as long as `response_timeout_s` allows in the queue and again in a run."""
+    """For a whole request; 0: the timeouts of start and response together."""
     queue_size: int = 100
     envelope: str = ""
-    """What is around the data (`envelopes`); empty: nothing."""
     decode: bool = True
-    """Whether the handler gets JSON as its value and text as str; else it gets bytes."""
+    """Whether the handler gets JSON as values and text as str, not bytes."""
     gpus: tuple[int, ...] = ()
-    """Worker i gets gpus[i % len(gpus)]; none: the processor."""
+    """Worker i gets gpus[i % len(gpus)]; none: the CPU."""
     sequences: Terms | None = None
-    """Of a stateful model."""
 
     def max_sequences(self, workers: int) -> int:
-        """How many sequences `workers` keep between them; 0 when the model is not stateful."""
+        """Over all `workers`; 0 if the model is not stateful."""
         return max(self.sequences.max_sequences, self.batch_size * workers) if self.sequences else 0
 
 
 def draw_up(
     manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, str], gpus: Sequence[int] = ()
 ) -> HandlerPlan:
-    """The plan. `given` are the parameters of the call; `gpus` those that the machine has. Raises ArchiveError."""
+    """`given`: the call's parameters; `gpus`: the machine's. Raises ArchiveError."""
     parallel = config.get("parallelType")
     if parallel not in (None, "", "custom") or int(_number(config, "parallelLevel", 1)) > 1:
         raise ArchiveError(
@@ -96,13 +93,13 @@ def draw_up(
 
 
 def find_ignored(config: Mapping[str, Any], plan: HandlerPlan) -> list[str]:
-    """The keys of the archive's configuration that say something and change nothing."""
+    """The keys of the archive's configuration that are set and have no effect."""
     silent = NOT_RUN if plan.sequences else (*NOT_RUN, *OF_SEQUENCES)
     return [key for key in silent if config.get(key)]
 
 
 def _terms(config: Mapping[str, Any]) -> Terms | None:
-    """TorchServe 0.12 asks for `sequenceBatching: true` beside the times, older ones for the times alone."""
+    """TorchServe 0.12 needs `sequenceBatching: true` beside the times, older versions the times alone."""
     max_idle_s = _number(config, "sequenceMaxIdleMSec", 0) / 1e3
     stateful = config.get("sequenceBatching", config.get("stateful", max_idle_s > 0))
     if not isinstance(stateful, bool):
@@ -113,8 +110,8 @@ def _terms(config: Mapping[str, Any]) -> Terms | None:
         return None
     if not max_idle_s:
         raise ArchiveError(
-            "the archive's configuration wants sequences and no end of them: say in 'sequenceMaxIdleMSec' after how "
-            "many milliseconds without a request one is closed"
+            "the archive's configuration has sequences without an end: set 'sequenceMaxIdleMSec', the milliseconds "
+            "without a request after which one is closed"
         )
     return Terms(
         max_idle_s=max_idle_s,
@@ -154,7 +151,7 @@ def _gpus(config: Mapping[str, Any], found: Sequence[int]) -> tuple[int, ...]:
 
 
 def backoff_s(deaths: int) -> float:
-    """How long to wait before a worker is started again that died `deaths` times without an answer between.
+    """The pause before restarting a worker that died `deaths` times without an answer in between.
 
     >>> [backoff_s(n) for n in (1, 2, 5, 99)]
     [0.0, 1.0, 3.0, 55.0]
@@ -163,17 +160,17 @@ def backoff_s(deaths: int) -> float:
 
 
 class Waiting(Protocol):
-    """A request in the queue, as far as the choice needs it."""
+    """A request in the queue."""
 
     since: float
     alone: bool
 
 
 def gather(queue: Sequence[Waiting], *, now: float, plan: HandlerPlan) -> tuple[int, float | None]:
-    """How many requests from the head of the queue an idle worker takes at `now`, and when to ask again if it is 0.
+    """The size of the batch at the head of the queue that an idle worker takes at `now`; if 0, when to look again.
 
-    A full batch goes at once, one that is not waits until its oldest has waited `max_batch_delay_s`. A request that
-    is `alone` (an explanation) is a batch of its own.
+    A full batch runs at once, another when its oldest request has waited `max_batch_delay_s`. A request that is `alone`
+    (an explanation) has a batch of its own.
     """
     if not queue:
         return 0, None

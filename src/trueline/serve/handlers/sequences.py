@@ -1,15 +1,15 @@
-"""Which worker a sequence's requests go to, in which order, and when a sequence ends. Pure.
+"""Decides which worker a sequence's requests go to, in which order, and when a sequence ends. Pure.
 
-A stateful handler keeps in its process what a sequence has said so far. So the requests of a sequence go to one worker,
-one after the other, and never two of them into one batch.
+A stateful handler keeps a sequence's state in its process: the requests of a sequence go to one worker, in order, and
+never two into one batch.
 
     begins ──▶ on the worker with the fewest ──▶ one runs, others wait ──▶ ends:  closed   by a request or the handler
                                                                                   expired  idle, or open, for too long
                                                                                   lost     with its worker
 
-An id whose sequence has ended is refused until a request begins it again by its word (`start`): an answer that is made
-without what was said before is a wrong one. After REMEMBERED_S the id is as if it were new.
-Source: TorchServe 0.12's SequenceBatching and JobGroup; docs/guides/torchserve.md says where this differs.
+The id of an ended sequence is rejected until a request starts it again: without its state an answer would be wrong.
+After REMEMBERED_S the id counts as new. Source: TorchServe 0.12's SequenceBatching and JobGroup; the differences are in
+docs/guides/torchserve.md.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from trueline.serve.handlers.config import HandlerPlan, Terms, gather
 ID = "ts_request_sequence_id"
 START = "ts_request_sequence_start"
 END = "ts_request_sequence_end"
-"""Headers of a request; a handler that answers with the last one closes the sequences that it names."""
+"""Headers of a request. END in an answer closes the sequences that it names."""
 MAX_ID = 128
 REMEMBERED_S = 600.0
 MAX_REMEMBERED = 10_000
-"""Ids of sequences that have ended, the youngest."""
+"""Ids of the latest sequences that have ended."""
 _MADE = "ts-seq-"
-"""How ids begin that the server makes; no client begins such a sequence by itself."""
+"""Prefix of ids that the server makes; clients cannot begin such a sequence."""
 _AGAIN = f"begin it again with {START}: true, or another without an id"
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """Which sequence a request is of, and whether it begins or closes it."""
+    """The sequence of a request, and whether it begins or closes it."""
 
     id: str
     start: bool = False
@@ -47,7 +47,7 @@ class SequencePart:
 
 
 def read_part(headers: Mapping[str, str]) -> SequencePart:
-    """A request's part by its headers; without an id it begins a sequence of a new one. Raises RequestError.
+    """From a request's headers; without an id it begins a new sequence. Raises RequestError.
 
     >>> read_part({"ts_request_sequence_id": "a", "ts_request_sequence_end": "true"})
     SequencePart(id='a', start=False, end=True)
@@ -60,12 +60,12 @@ def read_part(headers: Mapping[str, str]) -> SequencePart:
 
 
 def encode_headers(part: SequencePart) -> dict[str, str]:
-    """The headers in which the handler finds it."""
+    """The headers for the handler."""
     return {ID: part.id} | ({START: "true"} if part.start else {})
 
 
 def closed_by(headers: Mapping[str, str]) -> list[str]:
-    """The sequences that a handler closes with its answer, as TorchServe reads them.
+    """The sequences that a handler's answer closes.
 
     >>> closed_by({"ts_request_sequence_end": "a; b"})
     ['a', 'b']
@@ -74,7 +74,7 @@ def closed_by(headers: Mapping[str, str]) -> list[str]:
 
 
 class Job(Protocol):
-    """A request, as far as its sequence needs it."""
+    """A request."""
 
     since: float
     alone: bool
@@ -86,8 +86,6 @@ J = TypeVar("J", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is not answered, and what its client can do."""
-
     why: str
     hint: str
 
@@ -105,11 +103,10 @@ class _Sequence(Generic[J]):
     running: J | None = None
     worker: int | None = None
     ran: bool = False
-    """Whether its worker remembers anything of it."""
+    """Whether its worker has state of it."""
 
     @property
     def closing(self) -> bool:
-        """Whether the last request that it has closes it."""
         last = self.waiting[-1] if self.waiting else self.running
         return last is not None and _part(last).end
 
@@ -132,23 +129,19 @@ class Sequences(Generic[J]):
         return len(self._live)
 
     def on(self, worker: int) -> int:
-        """How many sequences a worker has."""
+        """The number of sequences on a worker."""
         return sum(one.worker == worker for one in self._live.values())
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, counted in any thread."""
+        """Safe in any thread."""
         return sum(len(one.waiting) for one in list(self._live.values()))
 
     def waiting(self) -> list[J]:
         return [job for one in self._live.values() for job in one.waiting]
 
-    # requests come
-
     def join(self, job: J, *, now: float, room: int) -> Refusal | None:
-        """Puts a request behind those of its sequence, or says why not. A sequence that is not there begins where fewer
-        than `room` are.
-        """
+        """Queues a request of a sequence, a new one if fewer than `room` are open; else returns why not."""
         part = _part(job)
         one = self._live.get(part.id)
         if one is None:
@@ -177,19 +170,17 @@ class Sequences(Generic[J]):
         return None
 
     def leave(self, job: J) -> bool:
-        """Takes back a request that waits; False when it waits no more."""
+        """Withdraws a waiting request; False if it does not wait any more."""
         one = self._live.get(_part(job).id)
         if one is None or job not in one.waiting:
             return False
         one.waiting.remove(job)
         if not (one.ran or one.waiting):
-            del self._live[one.id]  # nothing of it has reached a worker
+            del self._live[one.id]  # no worker has seen it
         return True
 
-    # workers take them
-
     def place(self, workers: Sequence[int]) -> None:
-        """Gives each sequence without a worker to the one of `workers` that has the fewest; of equals to the first."""
+        """Assigns each new sequence to the worker with the fewest, of equals the first."""
         load = {worker: self.on(worker) for worker in workers}
         for one in self._live.values():
             if one.worker is None and load:
@@ -197,8 +188,8 @@ class Sequences(Generic[J]):
                 load[one.worker] += 1
 
     def take(self, worker: int, *, now: float, plan: HandlerPlan) -> tuple[list[J], float | None]:
-        """The batch that an idle worker runs at `now`, the first request of each of several sequences; else when to ask
-        again. It does not wait for company when every sequence of the worker is in the batch.
+        """The batch of an idle worker, the first request of each of its sequences; else when to look again. It does not
+        wait when all the worker's sequences are in the batch.
         """
         mine = [one for one in self._live.values() if one.worker == worker]
         heads = sorted((one.waiting[0] for one in mine if one.waiting and not one.running), key=lambda job: job.since)
@@ -212,12 +203,12 @@ class Sequences(Generic[J]):
         return heads[:count], wake_at
 
     def finish(self, worker: int, jobs: Iterable[J], closed: Iterable[str], *, now: float) -> Dropped[J]:
-        """The batch `jobs` of `worker` is over; its handler has closed the sequences `closed`."""
+        """Ends the batch `jobs` of `worker`, whose handler has closed the sequences `closed`."""
         ending = dict.fromkeys(closed)
         for job in jobs:
             one = self._live.get(_part(job).id)
             if one is None or one.running is not job:
-                continue  # lost with its worker meanwhile
+                continue  # lost with its worker
             one.running, one.idle_since = None, now
             if _part(job).end:
                 ending[one.id] = None
@@ -228,10 +219,8 @@ class Sequences(Generic[J]):
                 dropped += self._end(one, f"sequence '{name}' is closed", now)
         return dropped
 
-    # sequences end
-
     def _end(self, one: _Sequence[J], why: str, now: float) -> Dropped[J]:
-        """Ends a sequence; a request that begins it again, and those behind, stay."""
+        """Ends a sequence; a request that starts it again, and those behind it, stay."""
         dropped: Dropped[J] = []
         while one.waiting and not _part(one.waiting[0]).start:
             dropped.append((one.waiting.popleft(), Refusal(why, _AGAIN)))
@@ -245,7 +234,7 @@ class Sequences(Generic[J]):
         return dropped
 
     def drop_worker(self, worker: int, *, now: float, how: str = "was lost with its worker") -> Dropped[J]:
-        """A worker is gone, and what it remembered with it. Sequences that it had not begun go to another."""
+        """Ends the sequences of a worker that is gone; those that it had not begun go to another."""
         dropped: Dropped[J] = []
         for one in [one for one in self._live.values() if one.worker == worker]:
             if one.ran:
@@ -254,7 +243,7 @@ class Sequences(Generic[J]):
         return dropped
 
     def expire(self, now: float) -> Dropped[J]:
-        """Ends the sequences whose time has passed. One that runs is answered first."""
+        """Ends the sequences whose time has passed; a running request is answered first."""
         dropped: Dropped[J] = []
         terms = self._terms
         for one in [one for one in self._live.values() if one.running is None]:
@@ -270,7 +259,7 @@ class Sequences(Generic[J]):
         return one.began + self._terms.timeout_s if self._terms.timeout_s and one.ran else math.inf
 
     def wake_at(self) -> float | None:
-        """When `expire` has something to do if nothing happens before."""
+        """When to call `expire` next."""
         times = []
         for one in self._live.values():
             if one.running is None:

@@ -44,7 +44,7 @@ class NotStarted(RequestError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """An archive's configuration goes before `usual`, and `given`, TorchServe's registration parameters, before both."""
+    """`given` are TorchServe's registration parameters; the archive's configuration, then `usual` are the defaults."""
 
     given: Mapping[str, str]
     usual: Mapping[str, Any] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class HandlerVersion(VersionRecord):
         return found.digest
 
     async def begin_in(self, found: Archive, options: StartOptions, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the workers of an unpacked archive, whose folder stays the caller's. Raises ArchiveError, NotStarted."""
+        """Starts the workers of an unpacked archive; the caller keeps its folder. Raises ArchiveError, NotStarted."""
         plan = plans.draw_up(found.manifest, {**options.usual, **found.config}, options.given, host.gpus())
         if options.shared and plan.sequences is not None:
             raise archive.ArchiveError(

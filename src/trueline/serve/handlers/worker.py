@@ -1,7 +1,6 @@
-"""One handler's process, seen from the server: started, asked one batch after the other, ended.
+"""One handler's process, seen from the server: starts it, sends it one batch at a time, ends it. Never blocks the loop.
 
-Lives on the loop and never blocks it. A process that dies, hangs over its timeout or says what is no frame is ended
-with its whole process group; what it was asked fails at once.
+A process that dies, exceeds its timeout or sends a malformed frame is ended with its process group, and its batch fails.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}")
 SHARED_WEIGHTS = "TRUELINE_SHARED_WEIGHTS"
-"""The variable that tells a handler of ours where the weights are that it shares with others of its model."""
+"""Environment variable: the folder of the weights that the workers of a recipe's model share."""
 
 
 DIED = "Worker died."
-"""TorchServe's words for a request whose process ended under it."""
+"""TorchServe's message for a request whose process ended."""
 
 
 class HandlerFailed(RequestError):
-    """The handler refused or failed: `status` and message are its own, or TorchServe's for what happened."""
+    """The handler rejected the request or failed; status and message are its own or TorchServe's."""
 
     code = "handler_failed"
 
@@ -46,19 +45,17 @@ class HandlerFailed(RequestError):
 
 
 class Hung(DeadlineExceeded):
-    """The handler gave no answer in its time, and its process was ended."""
+    """The handler exceeded its timeout, and its process was ended."""
 
 
 class StartFailed(TruelineError):
-    """A handler's process did not become ready. The message says why, and names no path."""
+    """A handler's process did not become ready. The message contains no path."""
 
     code = "start_failed"
 
 
 class NoSequence(RequestError):
-    """The request's sequence is closed, expired, lost or full, or there is no room for another; the message says which,
-    behind TorchServe's words for all of them.
-    """
+    """A sequence is closed, expired, lost or full, or there is no room for another."""
 
     code = "no_sequence"
     status = 503
@@ -66,19 +63,17 @@ class NoSequence(RequestError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one process may take."""
+    """Bounds of one process."""
 
     address_space: int = 0
-    """Bytes; 0: not bounded."""
+    """Bytes; 0: no bound."""
     open_files: int = 1024
     max_bytes: int = 256 * 2**20
-    """Of one request, and of its answer."""
+    """Of a request, and of its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the process is told when it starts."""
-
     model: str
     version: str
     folder: Path
@@ -86,14 +81,14 @@ class Launch:
     plan: HandlerPlan
     limits: Limits = field(default_factory=Limits)
     weights: Path | None = None
-    """Where workers lay the weights that they share; None: each has its own."""
+    """Folder for the weights that workers share; None: each has its own copy."""
     beside: bool = False
-    """Whether workers of other servers lay theirs there too."""
+    """Whether workers of other server processes use the folder too."""
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment without what looks like a secret; the process starts in another folder, so that what
-    is relative in PYTHONPATH is made whole.
+    """The server's environment without variables that look like secrets; PYTHONPATH becomes absolute, since the process
+    starts in another folder.
 
     >>> environment({"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x", "HF_TOKEN": "y"})
     {'PATH': '/bin'}
@@ -117,15 +112,12 @@ class Worker:
         on_metrics: Callable[[Any], None] | None = None,
         together: bool = False,
     ) -> None:
-        """Starts the process, `together` with others of its model or alone. Raises OSError when the machine has no room
-        for one.
-        """
+        """Starts the process; `together`: the model has further workers. Raises OSError."""
         self.since = time.time()
         self.ended: asyncio.Future[str] = loop.create_future()
         """Why it ended."""
         self.ready = False
         self.load_s = 0.0
-        """From its start until it was ready."""
         self.answered = 0
         self._launch = launch
         self._loop = loop
@@ -151,7 +143,7 @@ class Worker:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output is the server's own word
+                stdout=2,  # standard output carries the server's announcement
                 pass_fds=[theirs.fileno()],
                 cwd=self._launch.folder,
                 env=self._environment(),
@@ -165,7 +157,7 @@ class Worker:
         self._arm(self._launch.plan.startup_timeout_s, "was not ready")
 
     def _environment(self) -> dict[str, str]:
-        """The processor is shared out among the workers, unless the operator has said how."""
+        """Divides the cores among the workers, unless the operator has set OMP_NUM_THREADS."""
         cores = len(os.sched_getaffinity(0))
         usual = {"OMP_NUM_THREADS": str(max(1, cores // max(1, self._launch.plan.workers)))}
         ours = {} if self._shares is None else {SHARED_WEIGHTS: str(self._shares)}
@@ -173,7 +165,6 @@ class Worker:
 
     @property
     def _frame_bytes(self) -> int:
-        """Of a whole batch, and of what its head says."""
         return self._launch.limits.max_bytes * self._launch.plan.batch_size + 16 * 2**20
 
     def _encode_launch(self) -> dict[str, Any]:
@@ -196,8 +187,8 @@ class Worker:
         }
 
     async def wait_started(self) -> None:
-        """Returns when the handler is initialized. Raises StartFailed; the process is then gone."""
-        with contextlib.suppress(framing.Closed, BlockingIOError):  # then it ended already, and _starting says so
+        """Returns when the handler is initialized. Raises StartFailed when the process is gone."""
+        with contextlib.suppress(framing.Closed, BlockingIOError):  # it has ended, and _starting holds the reason
             framing.send(self._sock, self._encode_launch())
         try:
             await asyncio.shield(self._starting)
@@ -207,27 +198,27 @@ class Worker:
             raise
 
     def ask(self, asks: Sequence[HandlerRequest]) -> asyncio.Future[list[HandlerAnswer]]:
-        """The answers of one batch; one at a time. The future raises HandlerFailed, DeadlineExceeded."""
+        """The answers of a batch; call it for one at a time. The future raises HandlerFailed, DeadlineExceeded."""
         assert self._answering is None
         assert self.ready
         self._answering = answering = self._loop.create_future()
         self._asks = asks
         self._piece_bytes = 0
-        told = [
+        requests = [
             {"id": ask.request_id, "headers": ask.headers, "parts": [[name, kind] for name, kind, _ in ask.parts]}
             for ask in asks
         ]
         self._arm(self._launch.plan.response_timeout_s, "gave no answer")
         try:
             framing.send(
-                self._sock, {"kind": "batch", "requests": told}, [part[2] for ask in asks for part in ask.parts]
+                self._sock, {"kind": "batch", "requests": requests}, [part[2] for ask in asks for part in ask.parts]
             )
         except (framing.Closed, BlockingIOError, OSError) as error:
             self.kill(f"takes no requests ({type(error).__name__})")
         return answering
 
     def kill(self, why: str) -> None:
-        """Ends the process and what it started; what it was asked fails. Harmless when repeated."""
+        """Ends the process group and fails its batch. Harmless when repeated."""
         self._fail(why, HandlerFailed(DIED))
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -247,7 +238,7 @@ class Worker:
         self.kill(text)
 
     def _fail(self, why: str, error: Exception) -> None:
-        """Whatever waits for this process waits no more."""
+        """Fails the start or the batch that waits for this process."""
         self.ready = False
         self._why = self._why or why
         self._disarm()
@@ -256,7 +247,7 @@ class Worker:
             self._sock.close()
         if not self._starting.done():
             self._starting.set_exception(StartFailed(f"its worker {why}"))
-            self._starting.exception()  # it may be that nobody waits for it
+            self._starting.exception()  # there may be no waiter
         answering, self._answering = self._answering, None
         if answering is not None and not answering.done():
             answering.set_exception(error)
@@ -265,18 +256,13 @@ class Worker:
         self._loop.remove_reader(self._exit)
         os.close(self._exit)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it started and left behind
+            os.killpg(self._process.pid, signal.SIGKILL)  # its children
         code = self._process.wait()
-        self._read_rest()
+        self._read()  # an answer that arrived before the end counts
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._fail(f"ended with {how}", HandlerFailed(DIED))
         if not self.ended.done():
             self.ended.set_result(self._why)
-
-    def _read_rest(self) -> None:
-        """What it said before it ended: an answer that arrived is an answer."""
-        if self._sock.fileno() >= 0:
-            self._read()
 
     def _read(self) -> None:
         while self._sock.fileno() >= 0:
@@ -287,19 +273,19 @@ class Worker:
             except framing.Closed:
                 self._loop.remove_reader(self._sock.fileno())
                 if self._answering is not None or not self._starting.done():
-                    return  # its end says how, in a moment
+                    return  # _reap knows how it ended
                 self.kill("closed its socket")
                 return
             except (framing.Malformed, OSError) as error:
-                self.kill(f"said what is no frame: {error}")
+                self.kill(f"sent a malformed frame: {error}")
                 return
             try:
-                self._hear(head, parts)
+                self._handle(head, parts)
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                self.kill(f"said what is not understood: {type(error).__name__}")
+                self.kill(f"sent a frame that is not understood: {type(error).__name__}")
                 return
 
-    def _hear(self, head: Mapping[str, Any], parts: Sequence[bytearray]) -> None:
+    def _handle(self, head: Mapping[str, Any], parts: Sequence[bytearray]) -> None:
         kind = head["kind"]
         if "metrics" in head and self._on_metrics is not None:
             self._on_metrics(head["metrics"])
@@ -314,7 +300,7 @@ class Worker:
         elif kind == "answers" and self._answering is not None:
             if len(head["answers"]) != len(self._asks) or len(parts) != len(self._asks):
                 raise ValueError("as many answers as requests")
-            found = [_answer(told, part) for told, part in zip(head["answers"], parts, strict=True)]
+            found = [_answer(answer, part) for answer, part in zip(head["answers"], parts, strict=True)]
             self._settle(lambda answering: answering.set_result(found))
         elif kind == "refused" and self._answering is not None:
             refusal = HandlerFailed(str(head["message"])[:2000], int(head["code"]))
@@ -327,7 +313,7 @@ class Worker:
             if listener is not None:
                 listener(_answer(head["answer"], parts[0]))
         else:
-            raise ValueError(f"nobody waits for '{kind}'")
+            raise ValueError(f"unexpected frame '{kind}'")
 
     def _settle(self, act: Callable[[asyncio.Future[list[HandlerAnswer]]], None]) -> None:
         self._disarm()
@@ -338,16 +324,16 @@ class Worker:
             act(answering)
 
 
-def _answer(told: Mapping[str, Any], body: bytearray) -> HandlerAnswer:
-    """Raises ValueError for what cannot stand in an answer."""
-    headers = {str(name).lower(): str(value) for name, value in told["headers"].items()}
-    status = int(told["status"])
-    text = f"{told['phrase']}{''.join(headers)}{''.join(headers.values())}"
+def _answer(head: Mapping[str, Any], body: bytearray) -> HandlerAnswer:
+    """Raises ValueError for headers or a status that HTTP does not allow."""
+    headers = {str(name).lower(): str(value) for name, value in head["headers"].items()}
+    status = int(head["status"])
+    text = f"{head['phrase']}{''.join(headers)}{''.join(headers.values())}"
     if any(ord(char) < 32 or ord(char) == 127 for char in text) or not 200 <= status <= 599:
         raise ValueError("a header or status that cannot be sent")
     kept = {name: value for name, value in headers.items() if name not in _OURS}
-    return HandlerAnswer(body=body, status=status, phrase=str(told["phrase"])[:128], headers=kept)
+    return HandlerAnswer(body=body, status=status, phrase=str(head["phrase"])[:128], headers=kept)
 
 
 _OURS = frozenset({"content-length", "transfer-encoding", "connection", "date", "keep-alive", "upgrade"})
-"""Headers that frame the answer; a handler does not set them."""
+"""Headers that a handler does not set."""
