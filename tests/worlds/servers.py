@@ -20,7 +20,7 @@ from trueline.bundle import Bundle
 from trueline.serve import RunningServer
 from trueline.serve.batching import execution_plan
 from trueline.serve.batching.policy import Policy
-from trueline.serve.handlers.archive import name_in_store
+from trueline.serve.handlers.loader import name_in_store
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource, RuntimeOptions, VersionOptions, load

@@ -1,7 +1,6 @@
 """Answers requests with the programs of bundles, over HTTP. No torch in this room.
 
-`trueline.serve(source)` runs a server here until it is told to stop; `trueline.serve.start(source)` runs one as a
-process of its own.
+`trueline.serve(source)` runs a server until it is stopped; `trueline.serve.start(source)` runs one in another process.
 """
 
 from trueline._verbs import make_callable

@@ -1,7 +1,6 @@
 """The server as a process: `python -m trueline.serve BUNDLE`.
 
-One JSON line on stdout says that it is ready, or why not:
-{"event": "server.ready", "url", "port", "model", "version", "digest"} or
+It writes one JSON line to stdout, {"event": "server.ready", "url", "port", "model", "version", "digest"} or
 {"event": "server.failed", "code", "message", "hint"}; everything else goes to stderr.
 """
 
@@ -19,18 +18,18 @@ from trueline.serve import server
 from trueline.serve.settings import from_arguments
 
 
-def _say(record: dict[str, Any]) -> None:
+def _write(record: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
 
 
 def main() -> int:
-    """Serves until told to stop; returns the exit code."""
+    """Returns the exit code."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        uvloop.run(server.run(from_arguments(sys.argv[1:]), _say))
+        uvloop.run(server.run(from_arguments(sys.argv[1:]), _write))
     except TruelineError as error:
-        _say({"event": "server.failed", "code": error.code, "message": error.message, "hint": error.hint})
+        _write({"event": "server.failed", "code": error.code, "message": error.message, "hint": error.hint})
         return error.exit_code
     return 0
 

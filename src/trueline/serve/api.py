@@ -1,11 +1,11 @@
-"""The verb `serve`: run a server here, or as a process of its own."""
+"""The verb `serve`: runs a server here, or in another process."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
@@ -28,7 +28,7 @@ def serve(source: str | Path | None = None, *, port: int = 8080, **options: Unpa
 
 
 def run(chosen: ServeSettings) -> None:
-    """`serve` with its arguments as one value."""
+    """`serve` with its settings as one value."""
     import uvloop
 
     from trueline.serve import server
@@ -42,13 +42,13 @@ def _announce(record: dict[str, Any]) -> None:
 
 @dataclass(slots=True)
 class RunningServer:
-    """A server process that is ready. It ends with `stop`, with the block, or with the process that started it."""
+    """A server process that is ready. It ends with `stop`, the `with` block, or the process that started it."""
 
     url: str
     port: int
     pid: int
     model: str
-    """Of the source; empty when only a store is served."""
+    """Of the source; empty if only a store is served."""
     version: str
     management_url: str | None
     metrics_url: str | None
@@ -75,11 +75,10 @@ def start(
     log: Path | None = None,
     **options: Unpack[ServeOptions],
 ) -> RunningServer:
-    """Starts a server process and returns when it is ready. It takes what `serve` takes; the port is a free one, and
-    its log goes to the file `log`, or to this process's stderr.
+    """Starts a server process and returns when it is ready. It takes the arguments of `serve`; by default it uses a
+    free port and logs to this process's stderr.
 
-    Raises what the server would have raised, with its message; TruelineError when it is not ready within
-    `ready_timeout_s`.
+    Raises the server's error; TruelineError when it is not ready within `ready_timeout_s`.
     """
     chosen = settings.of(source, port, options, lifeline=True)
     command = [sys.executable, "-P", "-m", "trueline.serve", *to_arguments(chosen)]
@@ -93,18 +92,9 @@ def start(
     except BaseException:
         child_process.end(process, 5.0)
         raise
-    return RunningServer(
-        url=record["url"],
-        port=record["port"],
-        pid=process.pid,
-        model=record["model"],
-        version=record["version"],
-        management_url=record.get("management_url"),
-        metrics_url=record.get("metrics_url"),
-        grpc_port=record.get("grpc_port"),
-        grpc_management_port=record.get("grpc_management_port"),
-        _process=process,
-    )
+    names = {one.name for one in fields(RunningServer)} - {"pid", "_process"}
+    known: dict[str, Any] = {name: record.get(name) for name in names}
+    return RunningServer(**known, pid=process.pid, _process=process)
 
 
 def _failure(record: dict[str, Any] | None, process: subprocess.Popen[bytes], timeout_s: float) -> TruelineError:

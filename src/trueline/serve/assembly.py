@@ -1,7 +1,4 @@
-"""Puts a server together from its settings: the fleet of models, the extension, the apps of its ports.
-
-`serve` imports no extension: the modules below are loaded by name.
-"""
+"""Builds a server from its settings: the fleet of models, the extension (loaded by name), the apps of its ports."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ import msgspec
 
 from trueline.bundle.signing import Trusted
 from trueline.errors import RequestError, UsageError
-from trueline.serve.handlers.archive import name_in_store
-from trueline.serve.handlers.loader import ArchiveLoader
+from trueline.serve.handlers.loader import ArchiveLoader, name_in_store
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
@@ -37,12 +33,12 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 EXTENSION = "trueline.torchserve.extension:extend"
-"""Called with a Core; returns an Extension."""
+"""From a Core to an Extension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """The parts of a server that an extension builds on."""
+    """What an extension builds on."""
 
     settings: ServeSettings
     fleet: Fleet
@@ -50,31 +46,31 @@ class Core:
     sources: Sources
     keys: Keys | None
     state: Path | None
-    """File of the wanted state."""
+    """The state file."""
     handlers: HandlerLimits | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A server that does not listen yet."""
+    """A server before it listens."""
 
     core: Core
     extension: Extension
     routes: Routes
     apps: dict[Literal["data", "management", "metrics"], tuple[App, int | None]]
-    """The app of each port, and the port's number; None: it is not opened."""
+    """App and number of each port; None: closed."""
     tracer: TracerProvider | None
 
     def grpc_services(self, kind: Literal["inference", "management"], log: AccessLog | None) -> list[Any]:
         """Handlers of the services of one gRPC port."""
-        from trueline.serve.protocols.oip import grpc  # grpc takes time and memory: only a server with such a port pays
+        from trueline.serve.protocols.oip import grpc  # slow to import
 
         own = [grpc.OipService(self.routes, self.core.keys, log).handler()] if kind == "inference" else []
         return own + self.extension.grpc_services(kind, self.routes, log)
 
 
 def assemble(settings: ServeSettings) -> Parts:
-    """Called on the loop. Raises UsageError for settings that do not fit together, StorageError, BundleError."""
+    """Call it on the loop. Raises UsageError for settings that contradict each other, StorageError, BundleError."""
     loop = asyncio.get_running_loop()
     store = _store(settings)
     state = Path(settings.state) if settings.state is not None else None
@@ -131,14 +127,13 @@ def _how(settings: ServeSettings) -> VersionOptions:
 
 
 def handlers_of(settings: ServeSettings) -> HandlerLimits | None:
-    """What the processes of archives' handlers may take; None when there are to be none."""
+    """Bounds of handlers' processes; None: no code is run."""
     if not settings.allow_code:
         return None
     return HandlerLimits(address_space=settings.handler_memory_bytes, max_bytes=4 * settings.max_body_bytes)
 
 
 def _require_token(app: App, parts: Parts, kind: TokenKind) -> App:
-    """`app` behind tokens, if the server has any."""
     if parts.core.keys is None:
         return app
 
@@ -146,7 +141,7 @@ def _require_token(app: App, parts: Parts, kind: TokenKind) -> App:
         if kind != "management" and is_oip(path):
             return app.refuse(path, error.status, error.message + (f"; {error.hint}" if error.hint else ""))
         answer = parts.extension.errors.encode_error(error, path)
-        app.refuse(path, answer.status, error.message)  # which counts it
+        app.refuse(path, answer.status, error.message)  # counts it
         return answer
 
     return AuthMiddleware(app, parts.core.keys, kind, render)
@@ -172,19 +167,15 @@ def _store(settings: ServeSettings) -> Store | None:
 
 
 class _MetricsOnly:
-    """The metrics page and nothing else."""
-
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
 
     def answer(self, request: Request) -> Response | asyncio.Future[Response]:
-        """The answer, now or later."""
         if request.path != "/metrics":
             return self.refuse(request.path, 404, NO_RESOURCE)
         return self._routes.handle_uncached(request)
 
     def refuse(self, path: str, status: int, message: str) -> Response:
-        """The answer for a request that could not be received."""
         return self._routes.errors_of("/metrics").encode_malformed(path, status, message)
 
 
@@ -192,4 +183,4 @@ def _usual(settings: ServeSettings) -> dict[str, dict[str, Any]]:
     try:
         return msgspec.json.decode(settings.models or "{}", type=dict[str, dict[str, Any]])
     except msgspec.DecodeError as error:
-        raise UsageError(f"what is said of models is no JSON by name: {error}") from error
+        raise UsageError(f"--models is no JSON object by name: {error}") from error

@@ -1,4 +1,4 @@
-"""What a child process says, and its end: one JSON line, errors as code, message and hint."""
+"""Reads the first JSON line of a child process, and ends it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trueline.errors import TruelineError, find_error_class
 
 
 def first_record(stdout: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
-    """The first line, parsed; None when the process ends or `timeout_s` passes before there is one."""
+    """None when the process ends or `timeout_s` passes before there is a line."""
     line, until = b"", time.monotonic() + timeout_s
     while not line.endswith(b"\n"):
         left_s = until - time.monotonic()
@@ -30,12 +30,12 @@ def first_record(stdout: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
 
 
 def rebuild_error(code: str, record: Mapping[str, Any]) -> TruelineError:
-    """The error that a child wrote as `code`, and `message` and `hint` in `record`."""
+    """The error that a child wrote as `code`, with `message` and `hint` in `record`."""
     return find_error_class(code)(str(record["message"]), hint=str(record.get("hint", "")))
 
 
 def end(process: subprocess.Popen[bytes], timeout_s: float) -> int:
-    """Asks the process to end, kills it after `timeout_s`, closes its pipes; returns its exit code."""
+    """Terminates the process, kills it after `timeout_s`, closes its pipes; returns its exit code."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

@@ -1,4 +1,4 @@
-"""Counters of the hot path: plain integers, added to on the event loop, read at a scrape."""
+"""Counters of requests: written on the event loop, read by a scrape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BOUNDS_ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 
 class Histogram:
-    """Counts by upper bound; the last cell is for what lies above all bounds."""
+    """Counts by upper bound; the last cell is for larger values."""
 
     __slots__ = ("bounds", "cells", "total")
 
@@ -29,7 +29,7 @@ class Histogram:
 
 
 class VersionStats:
-    """What one version of a model has done. Seconds are sums over requests."""
+    """Counters of one version. Seconds are sums over requests."""
 
     __slots__ = (
         "batch_s",
@@ -54,12 +54,12 @@ class VersionStats:
         self.queue_s = 0.0
         self.infer_s = 0.0
         self.last_at = 0.0
-        """When a request was last answered, in seconds since the epoch; 0: never."""
+        """Of the last answer, in seconds since the epoch; 0: none."""
         self.runs_by_rows: dict[int, list[float]] = {}
-        """Rows of a run -> how many such runs, and their seconds."""
+        """Rows of a run -> number of such runs, and their seconds."""
 
     def count_run(self, requests: int, rows: int, took_s: float, waited_s: float) -> None:
-        """One run of `rows` over `requests`, which waited `waited_s` together."""
+        """One run of `rows` over `requests`, which waited `waited_s` in total."""
         self.batch_s.add(took_s)
         self.infer_s += took_s * requests
         self.queue_s += waited_s
@@ -85,12 +85,10 @@ class VersionStats:
 
     @property
     def rows(self) -> int:
-        """Rows of all runs."""
         return sum(rows * int(count) for rows, (count, _) in list(self.runs_by_rows.items()))
 
     @property
     def batch_rows(self) -> Histogram:
-        """Runs by their rows."""
         found = Histogram(BOUNDS_ROWS)
         for rows, (count, _) in list(self.runs_by_rows.items()):
             found.add(rows, int(count))
@@ -98,7 +96,7 @@ class VersionStats:
 
 
 class ServerStats:
-    """What the server has answered, by status."""
+    """Answers by status."""
 
     __slots__ = ("by_status",)
 

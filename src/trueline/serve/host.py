@@ -1,4 +1,4 @@
-"""What TorchServe tells of the machine: processor, memory, disk. Read from the kernel when somebody asks."""
+"""TorchServe's readings of the machine, its GPUs, and settings of glibc's allocator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIBC = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _APART_BYTES = 2**20
 _MOST_BYTES = 32 * 2**20
-"""What glibc allows at most."""
+"""glibc's upper bound."""
 _LOCK = threading.Lock()
 _opening = 0
 
@@ -24,7 +24,7 @@ Readings = dict[str, tuple[str, float]]
 
 
 def readings() -> Readings:
-    """By TorchServe's names: what each is, and its value. What the kernel does not tell is left out."""
+    """By TorchServe's names: description and value. What the kernel does not report is left out."""
     disk = shutil.disk_usage("/")
     cores = len(os.sched_getaffinity(0))
     found: Readings = {
@@ -46,12 +46,11 @@ def readings() -> Readings:
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """While a program is opened, its weights are mapped one by one, and go back to the system whole when it leaves.
+    """Maps a program's weights separately while it is opened, so that they return to the system when it is released.
 
-    Left alone, glibc takes what is freed as a measure of what is
-    usual, lays weights of up to 32 MiB among the rest, and keeps as much of them in each of its arenas. Requests are
-    left there: what they free is soon wanted again, and a mapping of its own costs a fault for each page. Elsewhere
-    than with glibc nothing happens. Source: mallopt(3).
+    By default glibc adapts its threshold to freed sizes: it puts weights of up to 32 MiB in its arenas and keeps as
+    much there. Buffers of requests should stay in the arenas, where they are reused without page faults. Without glibc
+    it has no effect. Source: mallopt(3).
     """
     global _opening
     with _LOCK:
@@ -74,14 +73,14 @@ def _adjust(mapped_from: int) -> None:
 
 
 def give_back() -> None:
-    """Hands back to the system what was freed in pieces. Blocks for less than a millisecond, after a load for some."""
+    """Returns freed memory to the system. Blocks for less than a millisecond, after a load for a few."""
     trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def _memory() -> tuple[int, int] | None:
-    """Bytes in all, and those that are to be had."""
+    """Total and available bytes."""
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         return int(lines["MemTotal"].split()[0]) * 1024, int(lines["MemAvailable"].split()[0]) * 1024
@@ -90,7 +89,7 @@ def _memory() -> tuple[int, int] | None:
 
 
 def gpus() -> tuple[int, ...]:
-    """The NVIDIA devices of this machine, without asking a driver library."""
+    """The indices of NVIDIA devices, without a driver library."""
     try:
         return tuple(range(len(os.listdir("/proc/driver/nvidia/gpus"))))
     except OSError:

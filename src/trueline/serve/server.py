@@ -1,8 +1,7 @@
-"""The server process: listen, load, be ready, drain, leave.
+"""The server process: listens, loads, becomes ready, drains.
 
-Up to three ports: the data plane, the management of versions (TorchServe's 8081), metrics alone (its 8082). It answers
-whether it lives from the first moment, and whether it is ready only after the golden examples were replayed. Loading
-and long runs happen in threads; the event loop never waits for them.
+It has up to three HTTP ports: requests, management (TorchServe's 8081), metrics (its 8082). It reports that it lives at
+once, and that it is ready after the golden records were reproduced. Loads and long runs happen in threads.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from trueline.web.access_log import AccessLog, AccessLogMiddleware
 from trueline.web.cors import CorsMiddleware, CorsRule
 
 FOLLOW_S = 0.5
-"""How often the state file is looked at for what others wrote."""
+"""Seconds between looks at the state file."""
 
 Announce = Callable[[dict[str, Field]], None]
 
 
 async def run(settings: ServeSettings, announce: Announce) -> None:
-    """Serves until told to stop. `announce` gets one record when the server is ready. Raises TruelineError."""
+    """Serves until it is stopped; `announce` gets a record when the server is ready. Raises TruelineError."""
     if settings.processes > 1:
         from trueline.serve.process import multiprocess
 
@@ -88,7 +87,7 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
     finally:
         for chore in chores:
             chore.cancel()
-        await asyncio.gather(*chores, return_exceptions=True)  # a watch of the registry ends its process
+        await asyncio.gather(*chores, return_exceptions=True)  # ends the process that watches the registry
         if parts.tracer is not None:
             await loop.run_in_executor(None, parts.tracer.shutdown)
         await fleet.close()
@@ -102,7 +101,7 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
 def _following(
     settings: ServeSettings, fleet: Fleet, store: Store | None, record: dict[str, Field]
 ) -> list[asyncio.Task[None]]:
-    """What goes on looking for news once the server is ready."""
+    """Tasks that follow the store or the alias."""
     loop = asyncio.get_running_loop()
     found = []
     if settings.watch and store is not None:
@@ -126,7 +125,7 @@ async def _until(stop: Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str
 
 
 async def _begin(parts: Parts) -> dict[str, Field]:
-    """Restores the wanted state, then loads what the command line names; returns what the announcement says."""
+    """Restores the desired state, then loads what the settings name; returns the fields of the announcement."""
     settings, fleet, store, sources = parts.core.settings, parts.core.fleet, parts.core.store, parts.core.sources
     models = fleet.models
     if settings.state is not None:
@@ -175,12 +174,12 @@ def _is_alias(source: str) -> bool:
 
 
 def _whole(source: str) -> str:
-    """`source` as the state file names it: what is no path from the root and no URL there is an entry of the store."""
+    """`source` as in the state file, where a relative path is an entry of the store."""
     return source if source.startswith("models:/") or sources.is_url(source) else os.path.abspath(source)
 
 
 def _bundle_name(path: Path) -> str:
-    """The name in a bundle's or an archive's manifest. Raises BundleError."""
+    """Raises BundleError."""
     if archive.is_archive(path):
         return archive.peek(path).model
     if path.is_dir() and (path / schema.MANIFEST).is_file():
@@ -189,13 +188,13 @@ def _bundle_name(path: Path) -> str:
 
 
 def _version_of(path: Path) -> str:
-    """The version of what no registry has numbered. Raises BundleError."""
+    """Of a source outside the registry. Raises BundleError."""
     return archive.peek(path).version if archive.is_archive(path) else "1"
 
 
 async def _load_source(settings: ServeSettings, source: str, fleet: Fleet, sources: Sources) -> dict[str, Field]:
     found = await sources.find(_whole(source))
-    # An alias may move while the server is down: what is wanted is the version that was served.
+    # An alias may move while the server is down: the state file names the version.
     kept = _whole(source) if found.version is None else f"models:/{found.name}/{found.version}"
     loop = asyncio.get_running_loop()
     name = settings.name or found.name
@@ -207,14 +206,14 @@ async def _load_source(settings: ServeSettings, source: str, fleet: Fleet, sourc
     try:
         made = await fleet.load(found, name, version, source=kept, replace_it=True)
     except Refused as error:
-        raise error.__cause__ or error from error  # the operator may read everything
+        raise error.__cause__ or error from error  # with paths, for the operator
     if _is_alias(source):
         await _moved_meanwhile(fleet, found, name, version)
     return {"model": name, "version": version, "digest": made.digest}
 
 
 async def _moved_meanwhile(fleet: Fleet, found: ResolvedSource, name: str, version: str) -> None:
-    """The version of the alias takes over from the one that was served before the server went down."""
+    """Retires the version that the alias pointed to before the restart."""
     before = fleet.models.default(name)
     if before == version or not fleet.models.find(name, before).source.startswith(f"models:/{found.name}/"):
         return

@@ -1,4 +1,4 @@
-"""What a server is told: one value, the same in a call, in a command line and in the child process."""
+"""The settings of a server: one value for calls, command lines and child processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ServeSettings:
     """How to serve a bundle, a store of bundles, or both."""
 
     source: str | None = None
-    """Path of a bundle (folder or packed file), `models:/name@alias`, `models:/name/3`, or a URL of a store that fsspec
-    reads, `s3://bucket/digits.tlb#sha256:…`."""
+    """Path of a bundle, `models:/name@alias`, `models:/name/3`, or a URL that fsspec reads,
+    `s3://bucket/digits.tlb#sha256:…`."""
     name: str | None = setting(None, "Name of the model in URLs; the bundle's own if left out.", metavar="NAME")
     version: str | None = setting(
         None, "Version of SOURCE; that of the registry, or 1, if left out.", metavar="VERSION"
@@ -100,15 +100,15 @@ class ServeSettings:
     state: str | None = setting(None, "Remembers what is served in FILE, and brings it back at start.", metavar="FILE")
     processes: int = setting(1, "Server processes that share the ports.", low=1, high=64)
     shared: bool = False
-    """This is one of several processes that listen on the same ports."""
+    """Several processes listen on the same ports."""
     joins: bool = False
-    """Others of them answer already: this one listens when it is ready, and no sooner."""
+    """It listens only when it is ready, since other processes answer already."""
     most_threads: int = 0
-    """Its share of the cores: threads of one run where `threads` leaves them to the server; 0: no bound."""
+    """Upper bound of threads of one run if `threads` is 0; 0: no bound."""
     shared_weights: str | None = None
-    """Folder of this server alone where its processes lay the weights that they share."""
+    """Folder for the weights that its processes share."""
     resumed: bool = False
-    """The state file alone says what is served: `source` and `load` were followed before."""
+    """Only the state file says what is served; `source` and `load` have been applied."""
     traces: str | None = setting(None, "Send OpenTelemetry spans to this collector (OTLP over HTTP).", metavar="URL")
     access_log: str | None = setting(
         None, "Write one line of JSON for each request; `-`: standard error.", metavar="FILE"
@@ -132,19 +132,19 @@ class ServeSettings:
     )
     torchserve_strict: bool = setting(False, "TorchServe's statuses also where the server's own say more.")
     lifeline: bool = False
-    """Stop when standard input ends: a child process that dies with its parent."""
+    """Stop when standard input ends, with the parent process."""
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
     def guarded(self) -> bool:
-        """Whether clients have to say who they are: by a token, or by a certificate."""
+        """Whether clients need a token or a certificate."""
         return self.key_file is not None or self.client_ca is not None
 
 
 class ServeOptions(TypedDict, total=False):
-    """The settings that `serve` and `start` take beside source and port; a test compares them with Settings."""
+    """Arguments of `serve` and `start` besides source and port; a test compares them with ServeSettings."""
 
     name: str | None
     version: str | None
@@ -187,13 +187,13 @@ class ServeOptions(TypedDict, total=False):
 
 
 def of(source: str | Path | None, port: int, options: ServeOptions, **internal: Any) -> ServeSettings:
-    """The settings of a call. Raises UsageError for a value out of its range."""
+    """Raises UsageError for a value out of its range."""
     given: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     return ServeSettings(source=None if source is None else str(source), port=port, **given, **internal)
 
 
 def to_arguments(settings: ServeSettings) -> list[str]:
-    """The command line that says `settings`; `from_arguments` reads it back.
+    """The command line of `settings`, the inverse of `from_arguments`.
 
     >>> to_arguments(ServeSettings(source="a.bundle", port=0))
     ['--port=0', 'a.bundle']
@@ -209,7 +209,6 @@ def to_arguments(settings: ServeSettings) -> list[str]:
 
 
 def from_arguments(arguments: Sequence[str]) -> ServeSettings:
-    """The settings in a command line."""
     parser = argparse.ArgumentParser("python -m trueline.serve", description="Serve bundles.", allow_abbrev=False)
     kinds = {one.name: one.kind for one in declared(ServeSettings)} | {"most_threads": int}
     parser.add_argument("source", nargs="?")

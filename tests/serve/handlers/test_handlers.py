@@ -18,8 +18,8 @@ import pytest
 from trueline.errors import RequestError, TooLarge
 from trueline.serve.handlers import archive, child, framing, messages, workdir
 from trueline.serve.handlers import config as plan
-from trueline.serve.handlers.archive import ArchiveError, name_in_store
-from trueline.serve.handlers.loader import ArchiveLoader, CodeNotAllowed
+from trueline.serve.handlers.archive import ArchiveError
+from trueline.serve.handlers.loader import ArchiveLoader, CodeNotAllowed, name_in_store
 from trueline.serve.handlers.messages import encode_answer
 from trueline.serve.handlers.metrics import MAX_SERIES, Measures
 from trueline.serve.handlers.worker import HandlerFailed, _answer

@@ -20,8 +20,8 @@ from trueline import serve
 from trueline.errors import StorageError
 from trueline.serve import RunningServer
 from trueline.serve.handlers import workdir
-from trueline.serve.handlers.archive import ArchiveError, HoldsWorkflow, name_in_store, peek
-from trueline.serve.handlers.loader import ArchiveLoader
+from trueline.serve.handlers.archive import ArchiveError, HoldsWorkflow, peek
+from trueline.serve.handlers.loader import ArchiveLoader, name_in_store
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
 from trueline.serve.models.catalog import Models

@@ -25,7 +25,6 @@ from typing import IO, Any
 import msgspec
 
 from trueline.errors import BundleError
-from trueline.serve.models.model_store import NAME
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 WORKFLOW_MANIFEST = "WAR-INF/MANIFEST.json"
@@ -144,23 +143,6 @@ def peek(path: Path) -> Manifest:
             raise KeyError(MANIFEST)
 
 
-def name_in_store(path: Path) -> tuple[str, str] | None:
-    """Model and version of an archive by its manifest, or by the file's name if the manifest cannot be read; None for
-    other files and for archives of workflows.
-    """
-    if not is_archive(path):
-        return None
-    try:
-        manifest = peek(path)
-    except HoldsWorkflow:
-        return None
-    except ArchiveError:
-        return stem(path.name), "1.0"
-    if NAME.fullmatch(manifest.model) and NAME.fullmatch(manifest.version):
-        return manifest.model, manifest.version
-    return stem(path.name), "1.0"
-
-
 @contextmanager
 def readable(name: str, manifest: str = MANIFEST, kind: str = "model") -> Iterator[None]:
     """Raises errors of reading the archive `name` as ArchiveError."""
@@ -233,9 +215,7 @@ def _unzip(file: IO[bytes], placer: _Placer) -> None:
         for info in archive.infolist():
             kind = stat.S_IFMT(info.external_attr >> 16)
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise ArchiveError(
-                    f"entry '{_printable(info.filename)}' is a link or a device; only files and folders are allowed"
-                )
+                raise _not_a_file(info.filename)
             if info.is_dir():
                 placer.folder(info.filename)
                 continue
@@ -285,9 +265,7 @@ def _untar(file: IO[bytes], placer: _Placer) -> None:
                 assert source is not None  # it is a file
                 placer.file(name, source)
             else:
-                raise ArchiveError(
-                    f"entry '{_printable(member.name)}' is a link or a device; only files and folders are allowed"
-                )
+                raise _not_a_file(member.name)
 
 
 def _plain(name: str) -> str:
@@ -312,9 +290,7 @@ def _copy_folder(path: Path, placer: _Placer) -> str:
                     source.seek(0)
                     placer.file(inner, source)
             else:
-                raise ArchiveError(
-                    f"entry '{_printable(inner)}' is a link or a device; only files and folders are allowed"
-                )
+                raise _not_a_file(inner)
     return digest.hexdigest()
 
 
@@ -383,7 +359,7 @@ def read_yaml(folder: Path, name: str) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ArchiveError(f"entry '{_printable(name)}' has to map names to values, it is {type(found).__name__}")
+        raise ArchiveError(f"entry '{_printable(name)}' is {type(found).__name__}, not a mapping of names to values")
     return found
 
 

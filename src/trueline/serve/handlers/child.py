@@ -1,8 +1,8 @@
 """The process of one handler: loads it, then answers batches until the server closes the socket.
 
-It has neither the server's sockets nor its tokens, and imports torch only if the handler does. The handler's output goes
-to the server's log. As in TorchServe's ts/service.py an exception fails the batch with 503, a PredictionException with
-its own code, and lack of memory with 507.
+It has neither the server's sockets nor its tokens, and imports torch only if the handler does. The handler's output
+goes to the server's log. As in TorchServe's ts/service.py an exception fails the batch with 503, a PredictionException
+with its own code, and lack of memory with 507.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Service:
         framing.send(self._sock, {"kind": "answers", "answers": answers, "metrics": self._metrics.drain()}, bodies)
 
     def _steps(self, data: list[Any], processors: list[Any], ids: list[str]) -> list[bytes | bytearray]:
-        """The answers of a batch. A handler that sets stopping criteria is called again for the requests whose criterion
-        returns False; what it has answered so far is sent as a piece.
+        """The answers of a batch. A handler that sets stopping criteria is called again for the requests whose
+        criterion returns False; what it has answered so far is sent as a piece.
         """
         last: dict[int, bytes | bytearray] = {}
         self._open = list(range(len(data)))

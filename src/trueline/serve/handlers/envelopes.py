@@ -1,13 +1,12 @@
-"""Request envelopes: what is around a handler's data, taken off before it and put on after it. Runs in its process.
+"""Request envelopes, unwrapped before the handler and wrapped around its answers. Runs in the handler's process.
 
-    body        each request's body alone, and not by its name
+    body        each request's body, without its name
     json        {"instances": [...]} of every request, joined; {"predictions": [...]} for each
-    kserve      the same, and {"explanations": [...]} where that was asked
+    kserve      the same, and {"explanations": [...]} for explanations
     kservev2    {"inputs": [tensor, ...]}; {"id", "model_name", "model_version", "outputs": [tensor]}
 
-Which one is `service_envelope` of config.properties, or `envelope` of the archive's manifest. TorchServe's `kserve` and
-`kservev2` read the first request of a batch and answer only that; here all are read and answered.
-Sources: ts/torch_handler/request_envelope of TorchServe, which says the forms; the codes are the contract page's.
+TorchServe's `kserve` and `kservev2` answer only the first request of a batch; here all are answered.
+Source: ts/torch_handler/request_envelope of TorchServe.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ NAMES = ("body", "json", "kserve", "kservev2")
 
 Entry = Callable[[Any, Any], Any]
 _KINDS = {"b": "BOOL", "u": "UINT", "i": "INT", "f": "FP"}
-"""Of a numpy dtype, as the protocol calls it; the bits stand behind it."""
+"""By kind of a numpy dtype; the protocol appends the bits."""
 
 
 def within(name: str, answer: Entry) -> Entry:
-    """`answer` behind the envelope `name`, one of NAMES; the data may still be None or empty."""
+    """`answer` behind the envelope `name`, one of NAMES."""
     wrapped = {"body": _bodies_only, "json": _instances, "kserve": _instances, "kservev2": _tensors}[name]
 
     def handle(data: Any, context: Any) -> Any:
@@ -45,7 +44,7 @@ def _instances(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
     found = answer([_decode_base64(one) for part in parts for one in part], context)
     count = sum(map(len, parts))
     if not isinstance(found, list) or len(found) != count:
-        raise _prediction_error(f"the handler was given {count} instances and is to return a list of as many", 503)
+        raise _prediction_error(f"the handler has to return a list of {count} answers, one for each instance", 503)
     key = "explanations" if context.get_request_header(0, "explain") == "True" else "predictions"
     answers, at = [], 0
     for part in parts:
@@ -55,10 +54,10 @@ def _instances(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
 
 
 def _tensors(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
-    asked = [_object(row) for row in data]
-    found = answer([_get_list(one, "inputs") for one in asked], context)
+    bodies = [_object(row) for row in data]
+    found = answer([_get_list(one, "inputs") for one in bodies], context)
     if not isinstance(found, list) or len(found) != len(data):
-        raise _prediction_error(f"the handler was given {len(data)} requests and is to return a list of as many", 503)
+        raise _prediction_error(f"the handler has to return a list of {len(data)} answers, one for each request", 503)
     model = context.manifest["model"]
     return [
         {
@@ -67,7 +66,7 @@ def _tensors(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
             "model_version": str(model.get("modelVersion") or "1.0"),
             "outputs": [_tensor(values, explain=context.get_request_header(index, "explain") == "True")],
         }
-        for index, (one, values) in enumerate(zip(asked, found, strict=True))
+        for index, (one, values) in enumerate(zip(bodies, found, strict=True))
     ]
 
 
@@ -92,34 +91,34 @@ def _body(row: dict[str, Any]) -> Any:
 
 
 def _object(row: dict[str, Any]) -> dict[str, Any]:
-    """The JSON object of a request, also where its content type does not say that it is one."""
+    """The JSON object of a request, whatever its content type."""
     body = _body(row)
     if isinstance(body, str | bytes | bytearray):
         try:
             body = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise _prediction_error("the body is to be a JSON object", 400) from error
+            raise _prediction_error("the body has to be a JSON object", 400) from error
     if not isinstance(body, dict):
-        raise _prediction_error("the body is to be a JSON object", 400)
+        raise _prediction_error("the body has to be a JSON object", 400)
     return body
 
 
 def _get_list(body: dict[str, Any], key: str) -> list[Any]:
     found = body.get(key)
     if not isinstance(found, list) or not found:
-        raise _prediction_error(f"'{key}' of the body is to be a list that is not empty", 400)
+        raise _prediction_error(f"'{key}' of the body has to be a list that is not empty", 400)
     return found
 
 
 def _decode_base64(value: Any) -> Any:
-    """{"b64": text} as its bytes, also as a value of an object."""
+    """The bytes of {"b64": text}, also for values of an object."""
     if not isinstance(value, dict):
         return value
     if list(value) == ["b64"]:
         try:
             return base64.b64decode(value["b64"], validate=True)
         except (binascii.Error, TypeError, ValueError) as error:
-            raise _prediction_error("'b64' is to be base64", 400) from error
+            raise _prediction_error("'b64' has to be base64", 400) from error
     packed = {name: one for name, one in value.items() if isinstance(one, dict) and list(one) == ["b64"]}
     return value | {name: _decode_base64(one) for name, one in packed.items()}
 

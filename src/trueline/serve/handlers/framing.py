@@ -1,13 +1,12 @@
-"""What the server and a handler's process say to each other: a JSON head and raw parts. Nothing is unpickled.
+"""Frames between the server and a handler's process: a JSON head and raw parts, without pickle.
 
-One packet of a SOCK_SEQPACKET pair is one frame; the kernel keeps their bounds.
+One packet of a SOCK_SEQPACKET pair is one frame.
 
-    prefix   kind (0: the body follows, 1: it lies in the memory whose descriptor comes along), length of the head,
-             length of the body
+    prefix   kind (0: the body follows, 1: it is in the memfd whose descriptor comes along), lengths of head and body
     body     the head, then its parts; the head's `sizes` are their lengths
 
-A body over INLINE_BYTES travels as a memfd: the bytes are copied once by each side and never through the socket. Both
-sides read it with pread, so that who shrinks a memory that the other reads gets a short read, not a SIGBUS.
+A body over INLINE_BYTES travels as a memfd, which each side copies once. It is read with pread: if the other side
+shrinks it, the result is a short read, not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -29,20 +28,19 @@ Head = dict[str, Any]
 
 
 class Closed(Exception):
-    """The other side is gone."""
+    """The other side has closed the socket."""
 
 
 class Malformed(Exception):
-    """What came is no frame; who sent it is not to be listened to any more."""
+    """The sender is not trusted any more."""
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends, for two processes."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(sock: socket.socket, head: Head, parts: Sequence[Part] = ()) -> None:
-    """Sends one frame. Raises Closed; BlockingIOError when `sock` does not block and the other does not read."""
+    """Raises Closed; BlockingIOError if `sock` does not block and the other side does not read."""
     text = msgspec.json.encode({**head, "sizes": [len(part) for part in parts]})
     total = len(text) + sum(len(part) for part in parts)
     try:
@@ -79,7 +77,7 @@ def receive(sock: socket.socket, max_bytes: int) -> tuple[Head, list[bytearray]]
             raise Malformed(f"a packet of {len(data)} bytes is no frame")
         kind, head_bytes, total = _PREFIX.unpack_from(data)
         if head_bytes > total or total > max_bytes:
-            raise Malformed(f"a frame of {total} bytes is over the {max_bytes} that may come")
+            raise Malformed(f"a frame of {total} bytes is over the limit of {max_bytes}")
         if kind == _MEMORY and len(descriptors) == 1:
             return _from_memory(descriptors[0], head_bytes, total)
         if kind != _INLINE or descriptors or len(data) != _PREFIX.size + total:

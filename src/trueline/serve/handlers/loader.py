@@ -15,6 +15,7 @@ from trueline.serve.handlers.version import HandlerVersion, StartOptions
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models.desired_state import DesiredVersion
 from trueline.serve.models.loader import ResolvedSource, VersionOptions
+from trueline.serve.models.model_store import NAME
 
 
 class CodeNotAllowed(RequestError):
@@ -55,3 +56,20 @@ class ArchiveLoader:
         check = partial(found.check, self.how.trusted)
         kept = await made.begin(found.path, options, self.loop, self.in_thread, digest or found.digest, check)
         return DesiredVersion(source=made.source, digest=kept, workers=made.policy.lanes, given=dict(given))
+
+
+def name_in_store(path: Path) -> tuple[str, str] | None:
+    """Model and version of an archive by its manifest, or by the file's name if the manifest cannot be read; None for
+    other files and for archives of workflows.
+    """
+    if not archive.is_archive(path):
+        return None
+    try:
+        manifest = archive.peek(path)
+    except archive.HoldsWorkflow:
+        return None
+    except archive.ArchiveError:
+        return archive.stem(path.name), "1.0"
+    if NAME.fullmatch(manifest.model) and NAME.fullmatch(manifest.version):
+        return manifest.model, manifest.version
+    return archive.stem(path.name), "1.0"

@@ -1,8 +1,7 @@
-"""The metrics that handlers count, summed over their processes until they are read at a scrape.
+"""Metrics that handlers count, summed over their processes until a scrape.
 
-A handler's process sends what it counted with each answer: name, kind, value, labels. Counters add up, gauges are the
-last value, histograms are kept in cells. What a handler can invent is bounded: names are made Prometheus names, and a
-model has at most MAX_SERIES series.
+A process sends name, kind, value and labels with each answer. Counters add up, gauges keep the last value, histograms
+are kept in cells. A model has at most MAX_SERIES series.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def name_of(text: str) -> str:
-    """`text` as a name that Prometheus takes.
+    """`text` as a valid Prometheus name.
 
     >>> name_of("inference-ms"), name_of("2nd")
     ('inference_ms', '_2nd')
@@ -54,7 +53,7 @@ class Measures:
         self._left_out = False
 
     def add(self, records: Any) -> None:
-        """Takes what came with an answer: [name, kind, value, {label: value}] each; what is not so is left out."""
+        """Adds records [name, kind, value, {label: value}] of an answer; skips others."""
         for record in records if isinstance(records, list) else []:
             match record:
                 case [str(name), str(kind), int(value) | float(value), dict(labels)]:
@@ -65,11 +64,11 @@ class Measures:
         family = self._families.setdefault(name, _Family(kind))
         if family.kind != kind:
             return
-        key: Labels = tuple(sorted((name_of(one), str(told)[:128]) for one, told in list(labels.items())[:16]))
+        key: Labels = tuple(sorted((name_of(one), str(text)[:128]) for one, text in list(labels.items())[:16]))
         known = family.series.get(key)
         if known is None:
             if self._num_series >= MAX_SERIES:
-                self._tell(name)
+                self._report_limit(name)
                 return
             self._num_series += 1
             family.series[key] = known = Histogram(_BOUNDS_MS) if kind == "histogram" else 0.0
@@ -80,13 +79,13 @@ class Measures:
         else:
             family.series[key] = value
 
-    def _tell(self, name: str) -> None:
+    def _report_limit(self, name: str) -> None:
         if not self._left_out:
             self._left_out = True
             events.emit("metric.left_out", model=self._model, name=name, why=f"more than {MAX_SERIES} series")
 
     def collect(self, host: str) -> Iterator[Metric]:
-        """What prometheus_client prints; names as the handler gave them, as TorchServe does, and the `host` beside."""
+        """For prometheus_client. As in TorchServe the names are the handler's and `host` is a label."""
         from prometheus_client.metrics_core import Metric
 
         own = {"model_name": self._model, "model_version": self._version, "Hostname": host}
@@ -100,8 +99,8 @@ class Measures:
                 running = 0
                 for bound, count in zip((*value.bounds, math.inf), value.cells, strict=True):
                     running += count
-                    told = "+Inf" if bound == math.inf else repr(bound)
-                    found.add_sample(f"{name}_bucket", labels | {"le": told}, running)
+                    le = "+Inf" if bound == math.inf else repr(bound)
+                    found.add_sample(f"{name}_bucket", labels | {"le": le}, running)
                 found.add_sample(f"{name}_count", labels, running)
                 found.add_sample(f"{name}_sum", labels, value.total)
             yield found

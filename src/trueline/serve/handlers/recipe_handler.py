@@ -1,10 +1,9 @@
 """A recipe's `preprocess` and `postprocess` around the proven program of its bundle. Runs in the handler's process.
 
-The archive (`trueline torchserve archive`) holds both. A worker is ready when the program has answered the golden
-examples here. `preprocess` is called with one request: what its JSON says, the text, or the bytes; a dictionary by
-name when it has several parts. It returns a batch of inputs of any size: an array or tensor, several in the model's
-order, or a dictionary by name. `postprocess` gets the outputs of that batch: an array, or a dictionary by name when
-there are several. What either raises fails its own request; those of other clients in the same batch are answered.
+A worker is ready when the program has reproduced the golden records. `preprocess` gets one request: the value of its
+JSON, the text, or the bytes; a dictionary by name if it has several parts. It returns a batch of inputs: an array or
+tensor, several in the model's order, or a dictionary by name. `postprocess` gets the outputs of that batch: an array,
+or a dictionary by name. An exception fails its own request, not the others of the batch.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ MAX_BATCH = 1024
 
 
 class RecipeHandler:
-    """What TorchServe's contract calls a handler: `initialize`, then `handle` for each batch."""
+    """A handler by TorchServe's contract: `initialize`, then `handle` for each batch."""
 
     def initialize(self, context: Any) -> None:
-        """Opens and replays. Raises BundleError, NotProven, RecipeError."""
+        """Raises BundleError, NotProven, RecipeError."""
         self._folder = Path(context.system_properties["model_dir"])
         self._recipe = load_recipe(self._folder / RECIPE)
         self._bundle = open_bundle(self._folder / BUNDLE)
@@ -54,14 +53,14 @@ class RecipeHandler:
         self._explainer: Any = None
 
     def handle(self, data: Sequence[Mapping[str, Any]], context: Any) -> list[Any]:
-        """One answer for each request; the status of one that failed is set beside it."""
+        """One answer for each request; sets the status of those that failed."""
         answers: list[Any] = [None] * len(data)
         given: dict[int, json_records.JsonRecords] = {}
         began = time.perf_counter()
         for index, row in enumerate(data):
             try:
                 given[index] = self._preprocess(row)
-            except Exception as error:  # noqa: BLE001 - the user's code on a client's values: it fails this request
+            except Exception as error:  # noqa: BLE001 - user code: it fails this request
                 answers[index] = _reject(context, index, error, "preprocess")
         context.metrics.add_time("PreprocessTime", (time.perf_counter() - began) * 1e3)
         if given and context.get_request_header(0, "explain") == "True":
@@ -92,36 +91,34 @@ class RecipeHandler:
         return found
 
     def _groups(self, given: Mapping[int, Mapping[str, Array]]) -> list[list[int]]:
-        """Requests that may share a run: alike but for the number of rows, and no more than the program takes."""
+        """Requests that may share a run: of one shape but for the rows, and within the program's largest batch."""
         if not self._together:
             return [[index] for index in given]
-        open_groups: dict[object, list[int]] = {}
-        found: list[list[int]] = []
-        sizes: dict[int, int] = {}
+        groups: list[list[int]] = []
+        last: dict[object, tuple[list[int], int]] = {}
         for index, inputs in given.items():
             key = tuple((name, array.shape[1:]) for name, array in inputs.items())
             rows = len(next(iter(inputs.values())))
-            group = open_groups.get(key)
-            if group is None or sizes[id(group)] + rows > self._together:
-                group = open_groups[key] = []
-                sizes[id(group)] = 0
-                found.append(group)
+            group, size = last.get(key, ([], 0))
+            if not group or size + rows > self._together:
+                group, size = [], 0
+                groups.append(group)
             group.append(index)
-            sizes[id(group)] += rows
-        return found
+            last[key] = group, size + rows
+        return groups
 
     def _run(self, group: Mapping[int, Mapping[str, Array]]) -> dict[int, Any]:
-        """Outputs of each request, or the exception; a group that fails is asked one by one."""
+        """Outputs or exception of each request; the requests of a group that fails run one by one."""
         if len(group) == 1:
             ((index, inputs),) = group.items()
             try:
                 return {index: self._session.run(inputs)}
-            except Exception as error:  # noqa: BLE001 - whatever a runtime raises fails the request that it came from
+            except Exception as error:  # noqa: BLE001 - any error of a runtime fails this request
                 return {index: error}
         names = [spec.name for spec in self._signature.inputs]
         try:
             outputs = self._session.run({name: np.concatenate([one[name] for one in group.values()]) for name in names})
-        except Exception:  # noqa: BLE001 - one of them is to blame; which, each says alone
+        except Exception:  # noqa: BLE001 - each request alone shows which of them fails
             return {index: one for i, inputs in group.items() for index, one in self._run({i: inputs}).items()}
         found: dict[int, Any] = {}
         at = 0
@@ -146,7 +143,7 @@ class RecipeHandler:
                 )
             target = row.get("target") or context.get_request_header(index, "target")
             found = self._explainer.explain(given.inputs, _target(target))
-        except Exception as error:  # noqa: BLE001 - Captum over the user's model: anything may come
+        except Exception as error:  # noqa: BLE001 - Captum over the user's model
             return _reject(context, index, error, "explanation")
         return {
             "output": found.output,
@@ -157,7 +154,7 @@ class RecipeHandler:
 
 
 def inputs_by_name(found: Any, signature: Signature) -> dict[str, Array]:
-    """What a `preprocess` returned as arrays by name, in the signature's order. Raises ValueError."""
+    """The result of `preprocess` as arrays by name, in the signature's order. Raises ValueError."""
     names = [spec.name for spec in signature.inputs]
     if isinstance(found, Mapping):
         if found.keys() != set(names):
@@ -174,7 +171,7 @@ def inputs_by_name(found: Any, signature: Signature) -> dict[str, Array]:
 
 
 def _array(value: Any, dtype: np.dtype[np.generic]) -> Array:
-    """Lists become `dtype`; arrays and tensors keep their own, which the signature checks."""
+    """Lists become `dtype`; the signature checks the dtype of arrays and tensors."""
     if isinstance(value, list | tuple | int | float):
         return np.asarray(value, dtype)
     if hasattr(value, "detach"):
@@ -183,14 +180,14 @@ def _array(value: Any, dtype: np.dtype[np.generic]) -> Array:
 
 
 def _value(row: Mapping[str, Any]) -> Any:
-    """One part as it is, several by name."""
+    """The value of a single part, or several by name."""
     parts = {name: bytes(value) if isinstance(value, bytearray) else value for name, value in row.items()}
     parts = {name: value for name, value in parts.items() if name != "target"} or parts
     return next(iter(parts.values())) if len(parts) == 1 else parts
 
 
 def _target(value: Any) -> int | None:
-    """The class that a client names. Raises RequestError."""
+    """The class index that a client names. Raises RequestError."""
     if isinstance(value, bytes | bytearray):
         value = value.decode("ascii", "replace")
     if value is None or value == "":
@@ -201,7 +198,7 @@ def _target(value: Any) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy or torch as JSON has them; bytes and text as they are."""
+    """Arrays and numbers of numpy or torch as JSON values."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -210,7 +207,7 @@ def _plain(value: Any) -> Any:
 
 
 def _reject(context: Any, index: int, error: Exception, stage: str) -> dict[str, Any]:
-    """The body of one request's refusal: its own fault in words, ours to the log."""
+    """The body of a failed request: the client's fault in the message, the server's in the log."""
     if isinstance(error, RequestError | ValueError) and stage != "postprocess":
         code, kind, message = 400, "BadRequestException", without_paths(getattr(error, "message", "") or str(error))
     elif isinstance(error, UsageError):

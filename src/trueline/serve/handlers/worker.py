@@ -1,6 +1,6 @@
 """One handler's process, seen from the server: starts it, sends it one batch at a time, ends it. Never blocks the loop.
 
-A process that dies, exceeds its timeout or sends a malformed frame is ended with its process group, and its batch fails.
+A process that dies, exceeds its timeout or sends a malformed frame is ended with its process group; its batch fails.
 """
 
 from __future__ import annotations
