@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trueline import files
 from trueline.bundle import schema, signing
-from trueline.bundle.read import Bundle, open_folder
-from trueline.bundle.unpack import unpack
+from trueline.bundle.read import Bundle, open_folder, unpack
 from trueline.errors import BundleError, NotFound, RegistryError, UsageError
 from trueline.serve.child_process import rebuild_error
 from trueline.serve.models.loader import ResolvedSource
