@@ -17,7 +17,7 @@ from bench.zoo.dynamic import DYNAMIC, EXAMPLES
 from trueline.capture.model.eager import EagerSession
 from trueline.doctor.api import calls_of
 from trueline.doctor.diagnosis import Row
-from trueline.doctor.onnx_proof import right_as_onnx
+from trueline.doctor.examine import prove_onnx
 from trueline.doctor.survey import survey
 
 
@@ -27,7 +27,7 @@ def examined(model: type[torch.nn.Module]) -> list[Row]:
     module = model().eval()
     declared = {name: {axis: f"{name}.{axis}" for axis in axes} for name, axes in DYNAMIC.get(model, {}).items()}
     calls = calls_of(EagerSession(module, EXAMPLES[model](), dynamic_shapes=declared))
-    return list(survey(module, calls, onnx=right_as_onnx, base=Path.cwd()).rows.values())
+    return list(survey(module, calls, onnx=prove_onnx, base=Path.cwd()).rows.values())
 
 
 def main(names: list[str]) -> None:

@@ -17,14 +17,12 @@ from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.patches import size_lists
 from trueline.cli.app import run
-from trueline.doctor import progress
-from trueline.doctor.api import calls_of, doctor
+from trueline.doctor.api import calls_of, doctor, read_progress
 from trueline.doctor.diagnosis import Cause, Diagnosis, Rewrite, Row
 from trueline.doctor.examine import ask_original, examine
-from trueline.doctor.html import page
 from trueline.doctor.patch import patch_module
 from trueline.doctor.recorded_calls import agree, answer_of
-from trueline.doctor.report import text
+from trueline.doctor.report import page, text
 from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
 from trueline.runtime import graph
@@ -70,12 +68,12 @@ def test_a_branch_is_named_with_its_line_and_its_rewrite_is_proven(
     assert edit in row.rewrite.diff
 
 
-def test_a_class_that_was_written_in_no_file_is_named_and_said_to_need_one() -> None:
+def test_a_class_without_a_file_is_named_with_the_advice_to_put_it_into_one() -> None:
     typed: dict[str, Any] = {"torch": torch}
     text = "class Typed(torch.nn.Module):\n    def forward(self, x):\n        return x + 1 if x.sum() > 0 else -x\n"
     exec(text, typed)
     row = whole(typed["Typed"](), torch.randn(3, 4))
-    assert row.why_not == "Typed was written in no file (<string>): put it into a module, and it can be rewritten there"
+    assert row.why_not == "Typed is not in a file (<string>): move it into a module, where it can be rewritten"
 
 
 def test_a_number_taken_out_of_a_tensor_stays_a_tensor() -> None:
@@ -238,7 +236,7 @@ def test_a_freed_size_that_is_taken_in_multiples_only_is_proven_for_them_and_ref
     assert examine(edited, oracle).reason
     found = examine(edited, oracle, in_units=True)
     assert not found.reason
-    assert max(found.steps.values()) in (2, 4)
+    assert max(found.divisors.values()) in (2, 4)
 
 
 def test_statistics_that_no_answer_depends_on_are_kept_in_training_only() -> None:
@@ -396,7 +394,7 @@ def test_a_torn_memory_of_the_last_run_counts_as_none(recipe: Path) -> None:
     from trueline.recipe.load import load_recipe
 
     recipe.with_suffix(".doctor.json").write_text("{torn")
-    assert progress.earlier(load_recipe(recipe)) is None
+    assert read_progress(load_recipe(recipe)) is None
 
 
 def diagnosis(**changes: Any) -> Diagnosis:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trueline.doctor.diagnosis import Cause, Diagnosis, Rewrite, Row
-from trueline.doctor.html import page
+from trueline.doctor.report import page
 from worlds import browser
 
 REWRITE = Rewrite(

@@ -1,18 +1,21 @@
-"""`doctor`: what keeps a recipe's model from being captured, line by line, and the rewrites that were proven.
+"""`doctor`: which lines keep a recipe's model from being captured, and the rewrites that were proven.
 
-Knows the order of the steps. Nothing of a bundle is run: the code that is imported, and run again as edited,
-is the recipe's own. Importing this imports no torch.
+Only the recipe's own code is imported, and run again as edited. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trueline import events
+import msgspec
+
+from trueline import events, files
+from trueline.doctor import report
 from trueline.doctor.diagnosis import Diagnosis
-from trueline.errors import UsageError
+from trueline.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from trueline.capture.model.eager import EagerSession
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from trueline.storage.location import Location
 
 Free = Mapping[str, Sequence[int]]
-"""Input -> its dimensions whose size varies from request to request, beside those that `capture` takes for free."""
+"""Input -> its dimensions whose size varies between requests, in addition to those that `capture` takes as free."""
 
 
 def doctor(
@@ -36,48 +39,39 @@ def doctor(
 ) -> Diagnosis:
     """Examines every submodule of the recipe's model and looks for proven rewrites of those that cannot be captured.
 
-    `dynamic` names dimensions that vary, e.g. `{"x": [1]}`, beside the batch, what the recipe declares and what differs
-    between its examples. `apply` is a folder that gets a
-    copy of the recipe with the rewrites, `html` a file for the report. With `keep`, how far the model is is kept
-    beside the recipe (`NAME.doctor.json`), for the next run to compare with. `onnx` tries each rewrite in ONNX
-    Runtime too. Raises RecipeError, CaptureError, CheckpointError, DataError, UsageError, StorageError.
+    `dynamic` names dimensions that vary, e.g. `{"x": [1]}`, in addition to the batch, those that the recipe declares
+    and those in which its examples differ. `apply` is a folder for a copy of the recipe with the rewrites, `html` a
+    file for the report. `keep` saves the progress beside the recipe (`NAME.doctor.json`), which the next run compares
+    with. `onnx` proves each rewrite in ONNX Runtime too. Raises RecipeError, CaptureError, CheckpointError, DataError,
+    UsageError, StorageError.
     """
     from trueline.capture import subject
-    from trueline.doctor import onnx_proof, progress
+    from trueline.doctor.examine import prove_onnx
     from trueline.doctor.survey import survey
     from trueline.recipe.load import load_recipe
 
     recipe = load_recipe(recipe)
     if apply is not None and (recipe.path is None or Path(apply).exists()):
-        what = f"{apply} exists already" if recipe.path is not None else "the recipe is no file"
-        raise UsageError(f"the rewrites cannot be applied: {what}", hint="name a folder that is not there yet")
+        why = f"{apply} exists already" if recipe.path is not None else "the recipe has no file"
+        raise UsageError(f"the rewrites cannot be applied: {why}", hint="name a folder that does not exist yet")
     events.emit("doctor.started", recipe=recipe.name)
     declared = {name: {axis: f"{name}.{axis}" for axis in axes} for name, axes in (dynamic or {}).items()}
     model = subject.prepare(recipe, checkpoint, dynamic_shapes=declared)
-    calls = calls_of(model.eager)
     base = recipe.path.parent if recipe.path is not None else Path.cwd()
-    done = survey(model.module, calls, onnx=onnx_proof.right_as_onnx if onnx else None, base=base)
-    before = progress.earlier(recipe)
-    diagnosis = Diagnosis(recipe=recipe.name, rows=tuple(done.rows.values()), before=before)
+    done = survey(model.module, calls_of(model.eager), onnx=prove_onnx if onnx else None, base=base)
+    diagnosis = Diagnosis(recipe=recipe.name, rows=tuple(done.rows.values()), before=read_progress(recipe))
     if keep:
-        progress.keep(recipe, diagnosis)
+        keep_progress(recipe, diagnosis)
     if apply is not None and recipe.path is not None:
-        from trueline.doctor.apply import apply_to
-
-        apply_to(recipe.path, done.texts, Path(apply))
+        apply_rewrites(recipe.path, done.texts, Path(apply))
     if html is not None:
-        from trueline import files
-        from trueline.doctor.html import page
-
-        files.write_atomic(Path(html), page(diagnosis).encode())
+        files.write_atomic(Path(html), report.page(diagnosis).encode())
     return diagnosis
 
 
 def calls_of(eager: EagerSession) -> list[RecordedCall]:
-    """Two sets of probes of the whole model as calls, at other sizes of whatever is free in it.
-
-    Values that are no numbers are left out: a submodule is asked what a request may ask it.
-    """
+    """Two sets of probes of the whole model as calls, at other sizes of all its free dimensions; without NaN and
+    infinity, which requests do not contain."""
     from trueline.capture.model.signature import BATCH, Slot
     from trueline.capture.proof.probes import make_probes, resize
     from trueline.doctor.recorded_calls import RecordedCall
@@ -88,8 +82,68 @@ def calls_of(eager: EagerSession) -> list[RecordedCall]:
     probes = [probe for seed in (0, 1) for probe in make_probes(eager.example, signature=calling.presumed, seed=seed)]
     asked = [probe.inputs for probe in probes if not probe.wild]
     sizes = {symbol: size for symbol, size in calling.presumed.sizes(eager.example).items() if symbol != BATCH}
-    if sizes:  # what takes multiples only is asked another one, of all sizes at once
+    if sizes:  # a model that accepts multiples only gets another one, of all sizes at once
         asked.append(resize(eager.example, calling.presumed, {symbol: 2 * size for symbol, size in sizes.items()}))
     return [
         RecordedCall(tensors=to_tensors(eager.signature, inputs), leaves=leaves, spec=calling.spec) for inputs in asked
     ]
+
+
+def apply_rewrites(recipe: Path, texts: Mapping[str, str], folder: Path) -> list[Path]:
+    """Copies the Python files of the recipe's folder to `folder`, edited by `texts` (file -> text); returns the edited
+    ones. A rewrite of a file elsewhere is left out and reported. Raises StorageError; `folder` then does not exist."""
+    home = recipe.resolve().parent
+    packages = [init.parent for init in home.glob("*/__init__.py")]
+    sources = {recipe.resolve(), *home.glob("*.py"), *(file for package in packages for file in package.rglob("*.py"))}
+    sources |= {Path(file) for file in texts if Path(file).is_relative_to(home)}
+    written: list[Path] = []
+    with files.atomic_dir(folder) as partial:
+        for source in sorted(sources):
+            target = partial / source.relative_to(home)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if str(source) in texts:
+                target.write_text(texts[str(source)])
+                written.append(folder / source.relative_to(home))
+            else:
+                shutil.copyfile(source, target)
+    for file in texts:
+        if not Path(file).is_relative_to(home):
+            events.emit("doctor.not_applied", file=file, why="it is not in the recipe's folder")
+    events.emit("doctor.applied", folder=str(folder), files=len(written))
+    return written
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How many submodules were ready at the last run."""
+
+    schema: int = 1
+    recipe_sha256: str
+    submodules: int
+    ready: int
+    healed: int
+
+
+def progress_file(recipe: Recipe) -> Path | None:
+    """`NAME.doctor.json` beside the recipe; None for a recipe without a file."""
+    return None if recipe.path is None else recipe.path.with_suffix(".doctor.json")
+
+
+def read_progress(recipe: Recipe) -> int | None:
+    """Submodules that were ready at the last run; None without a readable file, which is a memory and not a proof."""
+    path = progress_file(recipe)
+    try:
+        return None if path is None else msgspec.json.decode(path.read_bytes(), type=Progress).ready
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def keep_progress(recipe: Recipe, diagnosis: Diagnosis) -> None:
+    """Saves the counts of `diagnosis`. A folder that cannot be written is an event, not an error."""
+    path = progress_file(recipe)
+    if path is None:
+        return
+    counts = {"submodules": len(diagnosis.rows), "ready": diagnosis.ready, "healed": diagnosis.healed}
+    try:
+        files.write_atomic(path, msgspec.json.encode(Progress(recipe_sha256=recipe.digest, **counts)) + b"\n")
+    except StorageError as error:
+        events.emit("doctor.progress_not_kept", why=error.message)

@@ -1,4 +1,4 @@
-"""What blocks a module, in words: the construct at the line that was found, and what its condition depends on."""
+"""The cause that blocks a module: the construct at the line that was found, and what its condition depends on."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trueline.doctor.diagnosis import Cause, Kind
 from trueline.doctor.examine import Finding, Oracle
 from trueline.doctor.patch import class_node, file_of, owner_of
 from trueline.doctor.rewrites.scope import Scope, Spot
-from trueline.doctor.rewrites.state.unused_state import writes_state
-from trueline.doctor.rewrites.tensors.sizes import free_size
+from trueline.doctor.rewrites.state import written_attribute
+from trueline.doctor.rewrites.tensors.numbers import free_size
 from trueline.doctor.search import function_at, locals_of
 
 
 def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause:
     """The first line of the user's code that explains `finding`, and why."""
     for place in finding.places:
-        found = _explain(place, module, oracle)
-        if found is not None:
-            return found
-    state = None if oracle.forgetful and not oracle.written else _state(module, oracle)
+        cause = _explain(place, module, oracle)
+        if cause is not None:
+            return cause
+    state = None if oracle.forgetful and not oracle.written else _state(module)
     if state is not None:
         return state
     if finding.fixed:
@@ -36,8 +36,8 @@ def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause
     return _cause("exporter", SourceLine(file=file_of(owner), line=line), finding.reason)
 
 
-def cause_of_lost_dimension(finding: Finding) -> Cause | None:
-    """The line that drops a dimension at some sizes (`examine.of_other_ranks`), where it is known."""
+def cause_of_rank_change(finding: Finding) -> Cause | None:
+    """The line that drops a dimension at some sizes (`examine.find_rank_change`), where it is known."""
     return _cause("size branch", finding.places[0], finding.reason) if finding.places else None
 
 
@@ -56,9 +56,7 @@ def _explain(place: SourceLine, module: torch.nn.Module, oracle: Oracle) -> Caus
     seen = locals_of(module, oracle, place.file, function)
     scope = Scope(text=text, function=function, seen=seen)
     spot = scope.spot(place.line)
-    if spot is None:
-        return None
-    found = _construct(scope, spot)
+    found = _construct(scope, spot) if spot is not None else None
     return None if found is None else _cause(found[0], place, found[1])
 
 
@@ -66,69 +64,60 @@ def _construct(scope: Scope, spot: Spot) -> tuple[Kind, str] | None:
     statement = spot.statement
     tried = [one.statement.body[-1].end_lineno or 0 for one in spot.outer if isinstance(one.statement, ast.Try)]
     if tried and statement.lineno <= tried[-1] and not isinstance(statement, ast.If | ast.While | ast.For):
-        return "value branch", f"it goes another way where values make this raise: `{ast.unparse(statement)}`"
+        return "value branch", f"it takes another way where values make this raise: `{ast.unparse(statement)}`"
     if isinstance(statement, ast.If):
         return _branch(scope, statement.test, "if")
     if isinstance(statement, ast.While):
-        test = ast.unparse(statement.test)
-        return "value loop", f"how often the loop runs depends on values: `while {test}`"
+        return "value loop", f"values decide how often the loop runs: `while {ast.unparse(statement.test)}`"
     if isinstance(statement, ast.For):
         source = ast.unparse(statement.iter)
-        if scope.worth(statement.iter) in ("size", "tensor"):
+        if scope.depends_on(statement.iter) in ("size", "tensor"):
             return "time loop", f"the loop takes as many steps as a size that varies: `{source}`"
-        return "value loop", f"how often the loop runs depends on values: `{source}`"
+        return "value loop", f"values decide how often the loop runs: `{source}`"
     if isinstance(statement, ast.Break | ast.Continue):
-        return "break", "the loop ends early, when values say so"
+        return "break", "values end the loop early"
     if isinstance(statement, ast.Assert):
         return _branch(scope, statement.test, "assert")
     return _expression(scope, statement)
 
 
 def _branch(scope: Scope, test: ast.expr, word: str) -> tuple[Kind, str]:
-    text = ast.unparse(test)
-    worth = scope.worth(test)
-    if worth == "size":
+    text, dependence = ast.unparse(test), scope.depends_on(test)
+    if dependence == "size":
         return "size branch", f"it branches on a size that varies: `{word} {text}`"
-    if worth == "static":
-        return "value branch", f"it branches on what changes from call to call: `{word} {text}`"
+    if dependence == "static":
+        return "value branch", f"it branches on something that changes from call to call: `{word} {text}`"
     return "value branch", f"it branches on values: `{word} {text}`"
 
 
 def _expression(scope: Scope, statement: ast.stmt) -> tuple[Kind, str] | None:
     for node in ast.walk(statement):
-        if isinstance(node, ast.IfExp) and scope.worth(node.test) != "static":
+        if isinstance(node, ast.IfExp) and scope.depends_on(node.test) != "static":
             return _branch(scope, node.test, "… if")
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("item", "tolist"):
             return "item", f"it takes numbers out of a tensor: `{ast.unparse(node)}`"
         if free_size(scope, node) is not None:
             return "fixed size", f"it makes a number of a size that varies: `{ast.unparse(node)}`"
-        if _takes_number(scope, node):
-            return "item", f"it takes a number out of a tensor: `{ast.unparse(node)}`"
-        if isinstance(node, ast.Call) and scope.worth(node) == "number":
+        match node:
+            case ast.Call(func=ast.Name(id="int" | "float" | "bool"), args=[given, *_]):
+                if scope.depends_on(given) == "tensor":
+                    return "item", f"it takes a number out of a tensor: `{ast.unparse(node)}`"
+        if isinstance(node, ast.Call) and scope.depends_on(node) == "number":
             return "item", f"it computes with a number that was taken out of a tensor: `{ast.unparse(node)}`"
-        if _selects(scope, node):
-            return "masked selection", f"values decide how much is selected: `{ast.unparse(node)}`"
-        if isinstance(node, ast.ListComp) and any(scope.worth(one.iter) != "static" for one in node.generators):
+        match node:
+            case ast.Subscript(slice=ast.Name() | ast.Compare() as mask) if scope.depends_on(mask) == "tensor":
+                return "masked selection", f"values decide how much is selected: `{ast.unparse(node)}`"
+        if isinstance(node, ast.ListComp) and any(scope.depends_on(one.iter) != "static" for one in node.generators):
             return "time loop", f"it takes as many steps as something that varies: `{ast.unparse(node)}`"
-    if writes_state(statement):
-        return "state", f"it keeps a state between calls: `{ast.unparse(statement)}`"
-    return None
+    return ("state", _state_words(statement)) if written_attribute(statement) else None
 
 
-def _takes_number(scope: Scope, node: ast.AST) -> bool:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
-        return False
-    return node.func.id in ("int", "float", "bool") and scope.worth(node.args[0]) == "tensor"
+def _state_words(statement: ast.stmt) -> str:
+    return f"it keeps a state between calls: `{ast.unparse(statement)}`"
 
 
-def _selects(scope: Scope, node: ast.AST) -> bool:
-    if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name | ast.Compare)):
-        return False
-    return scope.worth(node.slice) == "tensor"
-
-
-def _state(module: torch.nn.Module, oracle: Oracle) -> Cause | None:
+def _state(module: torch.nn.Module) -> Cause | None:
     """The first line of the module's own class, or of a submodule's, that writes into `self`."""
     for part in module.modules():
         if type(part).__module__.startswith("torch."):
@@ -141,7 +130,6 @@ def _state(module: torch.nn.Module, oracle: Oracle) -> Cause | None:
         for statement in ast.walk(node) if node is not None else ():
             if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
                 for one in ast.walk(statement):
-                    if isinstance(one, ast.stmt) and writes_state(one):
-                        words = f"it keeps a state between calls: `{ast.unparse(one)}`"
-                        return _cause("state", SourceLine(file=file, line=one.lineno), words)
+                    if isinstance(one, ast.stmt) and written_attribute(one):
+                        return _cause("state", SourceLine(file=file, line=one.lineno), _state_words(one))
     return None

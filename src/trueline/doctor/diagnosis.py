@@ -1,4 +1,4 @@
-"""What the doctor found: a row for each submodule, and the rewrites that were proven. Values only; no torch."""
+"""The doctor's result: a row for each submodule, and the rewrites that were proven. Values only; no torch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,19 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Kind = Literal[
-    "value branch",
-    "size branch",
-    "value loop",
-    "time loop",
-    "item",
-    "fixed size",
-    "masked selection",
-    "state",
-    "break",
-    "exporter",
-]
-"""What blocks, in the order in which the guide explains it; `exporter`: a limit of torch.export itself."""
+    "value branch", "size branch", "value loop", "time loop", "item", "fixed size", "masked selection", "state",
+    "break", "exporter",
+]  # fmt: skip
+"""`exporter`: a limit of torch.export itself."""
 
 Status = Literal["ready", "rewritten", "waits", "blocked"]
 """`ready`: exports as it is. `rewritten`: exports with the rewrite shown. `waits`: only a submodule blocks it.
-`blocked`: it needs a rewrite that nobody here could prove."""
+`blocked`: it needs a rewrite, and none was proven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """What blocks a submodule: the first line of the user's code that does, and the condition in words."""
+    """The first line of the user's code that blocks a submodule, and the condition in words."""
 
     kind: Kind
     file: str
@@ -45,9 +37,7 @@ class Rewrite:
 
     class_name: str
     file: str
-    """The user's file that it changes."""
     steps: tuple[str, ...]
-    """What was done, one step a line."""
     diff: str
     probes: int
     """Calls on which the original and the exported rewrite agree."""
@@ -55,7 +45,7 @@ class Rewrite:
     onnx: str
     """`proven`, or why it has no ONNX program; empty when that was not tried."""
     state: tuple[str, ...] = ()
-    """Buffers that answers depend on: the model is to be captured with its state explicit."""
+    """Buffers that answers depend on: the model has to be captured with its state explicit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +62,12 @@ class Row:
     cause: Cause | None
     rewrite: Rewrite | None
     why_not: str
-    """Of a blocked one: why there is no rewrite. Of a ready one that keeps a state: how it is captured."""
+    """Why a blocked submodule has no rewrite; how a ready one that keeps a state is captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All rows in reading order, and how many submodules can be captured now, with the rewrites, and last time."""
+    """All rows in reading order, and how many submodules can be captured: now, with the rewrites, at the last run."""
 
     recipe: str
     rows: tuple[Row, ...]

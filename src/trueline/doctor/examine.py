@@ -1,32 +1,44 @@
-"""Does torch.export follow a module, and is what it makes right on every call? If not: at which line, and why.
+"""Whether torch.export follows a module and its program is right on every call; if not, at which line, and why.
 
-Values decide, not guards: the program runs without its guards on every recorded call, in the order in which
-the eager module was asked, so that a state that was frozen shows too.
+Values decide, not guards: the program runs without its guards on every recorded call, in the order in which the eager
+module was called, so that a frozen state shows too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
-import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils._sympy.value_ranges import ValueRanges
+from torch.utils import _pytree as pytree
 
 from trueline.capture.export import specialization
-from trueline.capture.export.silence import quiet
-from trueline.capture.export.tracing import followable
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
-from trueline.capture.patches import nonzero_loops as places
-from trueline.capture.patches import size_lists
-from trueline.doctor import divisible_sizes
+from trueline.doctor.export import (
+    CONSTANT,
+    LEAST_SIZES,
+    NO_DIVISORS,
+    Axis,
+    Divisors,
+    Memory,
+    all_sizes,
+    copy_without_hooks,
+    evenest,
+    export_like_capture,
+    export_module,
+    export_with_divisors,
+    guess_divisors,
+    is_divisible,
+    make_state_explicit,
+    silence_exporters,
+    without_ranges,
+)
 from trueline.doctor.recorded_calls import (
     FlatModule,
     RecordedAnswer,
@@ -36,7 +48,7 @@ from trueline.doctor.recorded_calls import (
     base_call,
     free_dims,
 )
-from trueline.doctor.stateful import Memory, make_state_explicit, shapes
+from trueline.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,35 +58,41 @@ class Finding:
     reason: str
     places: tuple[SourceLine, ...] = ()
     """Lines of the user's code that may be the cause, the likeliest first."""
-    loud: bool = False
-    """Whether the exporter itself refused."""
     fixed: tuple[SourceLine, ...] = ()
     """Those of the places that made a constant of a size that varies."""
     program: torch.export.ExportedProgram | None = None
     max_abs_error: float = 0.0
     compared: int = 0
-    steps: divisible_sizes.Steps = field(default_factory=dict)
-    """Of what a size has to be a multiple, where the module takes no others."""
+    divisors: Divisors = field(default_factory=dict)
+    """Of sizes that the module accepts in multiples only."""
     memory: Memory | None = None
-    """Of a module that remembers: the state that the program takes and gives beside its inputs and answers."""
+    """The state of a module that remembers, which the program takes and returns beside inputs and answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oracle:
-    """A module's calls with the answers of the original, asked in order of a fresh copy."""
+    """A module's calls with the answers of the original, a fresh copy that was called in order."""
 
     calls: tuple[RecordedCall, ...]
     answers: tuple[RecordedAnswer, ...]
     forgetful: bool
-    """True when the same call is answered the same again: no state."""
+    """Whether a repeated call has the same answer: no state."""
     written: tuple[str, ...] = ()
     """Buffers that the calls changed."""
 
     @property
+    def pairs(self) -> Iterator[tuple[RecordedCall, RecordedAnswer]]:
+        return zip(self.calls, self.answers, strict=True)
+
+    @property
+    def answered_pairs(self) -> list[tuple[RecordedCall, RecordedAnswer]]:
+        """Calls and answers, without the calls on which the original raises."""
+        return [(call, answer) for call, answer in self.pairs if answer.arrays is not None]
+
+    @property
     def answered(self) -> Sequence[RecordedCall]:
         """The calls that the original answers; all where it answers none."""
-        found = [call for call, answer in zip(self.calls, self.answers, strict=True) if answer.arrays is not None]
-        return found or self.calls
+        return [call for call, _ in self.answered_pairs] or self.calls
 
     @property
     def base(self) -> RecordedCall:
@@ -84,9 +102,7 @@ class Oracle:
     def partings(self) -> tuple[SourceLine, ...]:
         """Lines at which the ways of two answered calls part, for calls of one size first: those are values."""
         seen: dict[SourceLine, None] = {}
-        answered = [(c, a) for c, a in zip(self.calls, self.answers, strict=True) if a.arrays is not None]
-        if not answered:
-            return ()
+        answered = self.answered_pairs
         shapes = [tuple(tensor.shape for tensor in call.tensors) for call, _ in answered]
         for same in (True, False):
             for index, (_, answer) in enumerate(answered):
@@ -98,31 +114,13 @@ class Oracle:
 
 
 def ask_original(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> Oracle:
-    """Asks a copy of `module` each call, watching its way, and the first one again at the end."""
+    """Makes each call to a copy of `module`, watching its way, and repeats the first one at the end."""
     twin = copy_without_hooks(module)
     before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     answers = [answer_of(twin, call, watch=True) for call in calls]
-    again = answer_of(twin, calls[0])
-    reason, _ = agree(answers[0], again)
+    reason, _ = agree(answers[0], answer_of(twin, calls[0]))
     written = tuple(n for n, b in twin.named_buffers() if n not in before or not torch.equal(b, before[n]))
     return Oracle(calls=tuple(calls), answers=tuple(answers), forgetful=not reason, written=written)
-
-
-def copy_without_hooks(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose hooks are gone: they watch the original. What they compute of the parameters (torch's weight_norm
-    keeps the product as a plain attribute) is copied as it is."""
-    computed = [
-        value
-        for part in module.modules()
-        for value in vars(part).values()
-        if isinstance(value, torch.Tensor) and not value.is_leaf
-    ]
-    twin = copy.deepcopy(module, {id(value): value.detach().clone() for value in computed})
-    for part in twin.modules():
-        part._forward_pre_hooks.clear()
-        part._forward_pre_hooks_with_kwargs.clear()
-        part._forward_hooks.clear()
-    return twin
 
 
 def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) -> Finding:
@@ -132,14 +130,14 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     multiples of powers of two; then it is compared on the calls that are.
     """
     free = free_dims(oracle.calls)
-    base = divisible_sizes.evenest(oracle.answered, free) if in_units else oracle.base
+    base = evenest(oracle.answered, free) if in_units else oracle.base
     flat: torch.nn.Module = FlatModule(copy_without_hooks(module), base)
-    tensors, memory, steps = base.tensors, None, divisible_sizes.NONE
+    tensors, memory, divisors = base.tensors, None, NO_DIVISORS
     if not oracle.forgetful:
         try:
             held = make_state_explicit(copy_without_hooks(module), base)
         except Exception as error:  # noqa: BLE001 (blind except): a rewrite that cannot be called is no rewrite
-            return _loud(error, oracle, {})
+            return _refusal(error, oracle, {})
         if isinstance(held, str):
             return Finding(reason=held)
         if held is not None:
@@ -149,168 +147,164 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     try:
         with specialization.watched() as fixed:
             if in_units and memory is None:
-                program, steps = divisible_sizes.export_with_divisors(
-                    partial(_program, flat, tensors), free, oracle.calls, base
-                )
+                program, divisors = export_with_divisors(partial(export_module, flat, tensors), free, oracle.calls)
             else:
-                program = _trace_like_capture(flat, tensors, shapes(free), oracle)
+                program = export_like_capture(flat, tensors, all_sizes(free), oracle.answered)
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
-        return _loud(error, oracle, fixed)
+        return _refusal(error, oracle, fixed)
+    guesses = [*guess_divisors(base, free, divisors)] if in_units else [divisors]
+    return _compare(program, oracle, memory, guesses)
+
+
+def _compare(
+    program: torch.export.ExportedProgram, oracle: Oracle, memory: Memory | None, guesses: Sequence[Divisors]
+) -> Finding:
+    """The finding for the first of the guessed divisors with which the program is right, else for the last."""
     with torch.no_grad(), silence_exporters():
-        run: Callable[..., Any] = _without_ranges(program).module(check_guards=False)
+        run: Callable[..., Any] = without_ranges(program).module(check_guards=False)
         writes = oracle.written and memory is None
         kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if writes else {}
         run = memory.thread_state(run) if memory is not None else run
-        for steps in [*divisible_sizes.guesses(base, free, steps)] if in_units else [steps]:  # noqa: B020 (one after the other)
-            reason, worst, compared = compared_with(run, oracle, steps)
+        for divisors in guesses:
+            reason, worst, compared = _compare_calls(run, oracle, divisors)
             if not reason:
                 break
     if not reason and kept:
         reason = f"it writes into its own buffers when it is called ({', '.join(oracle.written)})"
         return Finding(reason=reason, program=program)
-    places = oracle.partings() if reason else ()
     return Finding(
         reason=reason,
-        places=places,
+        places=oracle.partings() if reason else (),
         program=program,
         max_abs_error=worst,
         compared=compared,
         memory=memory,
-        steps=steps,
+        divisors=divisors,
     )
 
 
-def of_other_ranks(oracle: Oracle) -> Finding | None:
-    """A model whose output has more dimensions on one call than on another: it can be exported, and no bundle holds
-    what it answers. None for any other."""
+def find_rank_change(oracle: Oracle) -> Finding | None:
+    """A model whose output has more dimensions on one call than on another: it can be exported, but no bundle holds
+    such answers. None for any other."""
     seen: dict[str, tuple[RecordedCall, RecordedAnswer]] = {}
-    for call, answer in zip(oracle.calls, oracle.answers, strict=True):
+    for call, answer in oracle.answered_pairs:
         for name, array in (answer.arrays or {}).items():
             first, earlier = seen.setdefault(name, (call, answer))
             assert earlier.arrays is not None
             if earlier.arrays[name].ndim != array.ndim:
                 shapes = [list(earlier.arrays[name].shape), list(array.shape)]
-                sizes = [", ".join(str(list(tensor.shape)) for tensor in one.tensors) for one in (first, call)]
-                reason = f"{name} has shape {shapes[0]} for inputs of {sizes[0]} and {shapes[1]} for {sizes[1]}"
+                reason = f"{name} has shape {shapes[0]} for inputs of {first.sizes} and {shapes[1]} for {call.sizes}"
                 place = code_paths.find_line(answer.way, ".squeeze()")
                 advice = ": squeeze() drops a batch of 1 too; name the dimension, as in squeeze(-1)" if place else ""
                 return Finding(reason=reason + advice, places=(place,) if place is not None else ())
     return None
 
 
-def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
-    with torch.no_grad(), silence_exporters(), followable():
-        return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
-
-
-def _without_ranges(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program without what torch took for its smallest sizes: of what has n / 3 rows it says that n is 4 at least,
-    so that there is more than one. A shallow copy: what capture claims of the ranges stays as torch found it."""
-    free = copy.copy(program)
-    free._range_constraints = {
-        symbol: ValueRanges(min(1, span.lower), span.upper) for symbol, span in program.range_constraints.items()
-    }
-    return free
-
-
-def _trace_like_capture(
-    flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any, oracle: Oracle
-) -> torch.export.ExportedProgram:
-    """As capture traces it: once more where a size was fixed or a loop goes over places that values choose."""
-    try:
-        return _program(flat, tensors, free)
-    except Exception as error:
-        if _CONSTANT.search(str(error)) and (size_lists.may_help(flat) or size_lists.counts(flat)):
-            kept = size_lists.kept(flat)
-        elif places.may_help(flat, str(error)) and places.left_out(flat, (call.tensors for call in oracle.answered)):
-            kept = places.all_of_them(flat)
-        else:
-            raise
-        try:
-            with kept:
-                return _program(flat, tensors, free)
-        except Exception:  # noqa: BLE001 (blind except): what torch.export said of the module as it stands is raised
-            raise error from None
-
-
-def compared_with(
-    run: Callable[..., Any], oracle: Oracle, steps: divisible_sizes.Steps = divisible_sizes.NONE
-) -> tuple[str, float, int]:
+def _compare_calls(run: Callable[..., Any], oracle: Oracle, divisors: Divisors = NO_DIVISORS) -> tuple[str, float, int]:
     """Why `run`, which takes flat tensors, is not the original; the largest difference; how many calls agree.
 
-    With `steps` only calls are asked whose sizes are such multiples, and two different ones of each have to be.
+    With `divisors` only calls of such sizes are compared, and two different sizes of each dimension have to be.
     """
     worst, compared = 0.0, 0
-    seen: dict[divisible_sizes.Place, set[int]] = {place: set() for place in steps}
-    for call, expected in zip(oracle.calls, oracle.answers, strict=True):
-        if expected.arrays is None or not divisible_sizes.within(call, steps):
+    seen: dict[Axis, set[int]] = {place: set() for place in divisors}
+    for call, expected in oracle.answered_pairs:
+        if not is_divisible(call, divisors):
             continue
-        found = answer_of(run, _flat(call))
-        reason, error = agree(expected, found)
+        leaves, spec = pytree.tree_flatten((call.tensors, {}))
+        flat = RecordedCall(tensors=call.tensors, leaves=tuple(... for _ in leaves), spec=spec)
+        reason, error = agree(expected, answer_of(run, flat))
         if reason:
-            sizes = ", ".join(str(list(tensor.shape)) for tensor in call.tensors)
-            return f"for inputs of {sizes}, {reason}", worst, compared
+            return f"for inputs of {call.sizes}, {reason}", worst, compared
         worst, compared = max(worst, error), compared + 1
         for number, axis in seen:
             seen[number, axis].add(call.tensors[number].shape[axis])
-    if any(len(sizes) < divisible_sizes.LEAST for sizes in seen.values()):
-        return "it takes a size in multiples only, and no call had another such size", worst, compared
+    if any(len(sizes) < LEAST_SIZES for sizes in seen.values()):
+        return "it accepts a size in multiples only, and no other call had such a size", worst, compared
     return ("" if compared else "no call could be compared: the original raises on each"), worst, compared
 
 
-def _flat(call: RecordedCall) -> RecordedCall:
-    from torch.utils import _pytree as pytree
-
-    leaves, spec = pytree.tree_flatten((call.tensors, {}))
-    return RecordedCall(tensors=call.tensors, leaves=tuple(... for _ in leaves), spec=spec)
-
-
-_CONSTANT = re.compile(r"to be a constant \((\d+)\)")
-
-
-def _loud(error: Exception, oracle: Oracle, fixed: Mapping[int, SourceLine]) -> Finding:
-    """`fixed` are the lines that made constants of sizes; the error says which sizes it is about."""
+def _refusal(error: Exception, oracle: Oracle, fixed: Mapping[int, SourceLine]) -> Finding:
+    """`fixed` are the lines that made constants of sizes; the error names the sizes that it is about."""
     place = code_paths.users_line(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     partings = oracle.partings()
-    sizes = [int(size) for size in _CONSTANT.findall(str(error))]
+    sizes = [int(size) for size in CONSTANT.findall(str(error))]
     places = [place, *partings] if place is not None else [*partings]
     # torch names the dimensions in any order
     constant = tuple(sorted({fixed[size] for size in sizes if size in fixed}, key=lambda one: (one.file, one.line)))
-    return Finding(reason=reason, places=tuple(dict.fromkeys([*places, *constant])), loud=True, fixed=constant)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return Finding(reason=reason, places=tuple(dict.fromkeys([*places, *constant])), fixed=constant)
 
 
 def traces(module: torch.nn.Module, oracle: Oracle) -> bool:
     """Whether torch.jit.trace gives a program that is right on every call."""
     base = oracle.base
-
-    def make() -> Any:
-        return torch.jit.trace(FlatModule(copy_without_hooks(module), base), base.tensors, check_trace=False)  # type: ignore[no-untyped-call]
-
-    return _scripted_right(make, oracle, flat=True)
+    with silence_exporters(), torch.no_grad():
+        try:
+            flat = FlatModule(copy_without_hooks(module), base)
+            program = torch.jit.trace(flat, base.tensors, check_trace=False)  # type: ignore[no-untyped-call]
+        except Exception:  # noqa: BLE001 (blind except): torch's refusal is the answer
+            return False
+        return not _compare_calls(program, oracle)[0]
 
 
 def scripts(module: torch.nn.Module, oracle: Oracle) -> bool:
     """Whether torch.jit.script gives a program that is right on every call."""
-    return _scripted_right(lambda: torch.jit.script(copy_without_hooks(module)), oracle, flat=False)
-
-
-def _scripted_right(make: Callable[[], Any], oracle: Oracle, *, flat: bool) -> bool:
     with silence_exporters(), torch.no_grad():
         try:
-            program = make()
-        except Exception:  # noqa: BLE001 (blind except): a refusal is the answer, its reason is torch's own
+            program = torch.jit.script(copy_without_hooks(module))
+        except Exception:  # noqa: BLE001 (blind except): torch's refusal is the answer
             return False
-        if flat:
-            return not compared_with(program, oracle)[0]
-        answered = [(c, a) for c, a in zip(oracle.calls, oracle.answers, strict=True) if a.arrays is not None]
-        return all(not agree(expected, answer_of(program, call))[0] for call, expected in answered)
+        return all(not agree(expected, answer_of(program, call))[0] for call, expected in oracle.answered_pairs)
 
 
-@contextlib.contextmanager
-def silence_exporters() -> Iterator[None]:
-    """torch's exporters and TorchScript keep their talk to themselves: what matters is in the finding."""
-    with quiet(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+def prove_onnx(finding: Finding, oracle: Oracle) -> str:
+    """`proven`, or why the program has no ONNX form that is right: translated, run by ONNX Runtime, compared on every
+    call. Raises nothing."""
+    from trueline.capture.onnx import emit
+
+    assert finding.program is not None
+    if not oracle.forgetful and finding.memory is None:
+        return "ONNX cannot hold the state"
+    signature = finding.program.graph_signature
+    inputs = [f"input {i}" for i in range(len(signature.user_inputs))]
+    outputs = [f"output {i}" for i in range(len(signature.user_outputs))]
+    try:
+        with torch.no_grad(), silence_exporters(), contextlib.redirect_stderr(io.StringIO()):
+            session = _open_session(emit.translated(finding.program, inputs, outputs))
+    except CaptureError as error:
+        return f"not translated: {error.message[:200]}"
+    except Exception as error:  # noqa: BLE001 (blind except): a refusal of the exporter or the runtime is the answer
+        return f"not translated: {_first_line(error.__cause__ or error)}"
+    names = [spec.name for spec in session.get_inputs()]
+
+    def run(*tensors: Any) -> Any:
+        return session.run(None, {name: np.asarray(one) for name, one in zip(names, tensors, strict=False)})
+
+    ask = run if finding.memory is None else finding.memory.thread_state(run)
+    for call, expected in oracle.answered_pairs:
+        if is_divisible(call, finding.divisors):
+            reason, _ = agree(expected, _onnx_answer(ask, call))
+            if reason:
+                return f"refused: {reason}"
+    return "proven"
+
+
+def _open_session(made: Any) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(made.model_proto.SerializeToString(), options)
+
+
+def _onnx_answer(ask: Callable[..., Any], call: RecordedCall) -> RecordedAnswer:
+    try:
+        answer = ask(*call.tensors)
+    except Exception as error:  # noqa: BLE001 (blind except): whatever the runtime raises is a disagreement
+        return RecordedAnswer(arrays=None, error=_first_line(error))
+    return RecordedAnswer(arrays={f"output {index}": array for index, array in enumerate(answer)}, error="")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,7 +1,7 @@
 """A module whose classes run an edited text of their own file, in this process, without importing it again.
 
 Only the functions of the edited file are compiled; its top level is not run a second time. Classes keep their
-identity, instances their parameters. A method with decorators is compiled, with them, where the edit reaches it.
+identity, instances their parameters. A method with decorators is compiled, with them, where the edit affects it.
 """
 
 from __future__ import annotations
@@ -17,31 +17,35 @@ from typing import Any
 
 import torch
 
-from trueline.doctor.examine import copy_without_hooks
-from trueline.doctor.rewrites.state.attributes import as_buffer, buffers_of
+from trueline.doctor.export import copy_without_hooks
+from trueline.doctor.rewrites.scope import loaded_names
+from trueline.doctor.rewrites.state import as_buffer, buffers_of
 
 MARK = "#rewritten-"
-"""Stands in the file name of edited code, between the user's file and a digest."""
+"""Separates the user's file and a digest in the file name of edited code."""
 
 
 def owner_of(module: torch.nn.Module) -> type:
     """The class whose `forward` the module runs."""
-    return next(one for one in type(module).__mro__ if "forward" in vars(one))
+    return next(base for base in type(module).__mro__ if "forward" in vars(base))
 
 
 def file_of(owner: type) -> str:
     """The file of a class's `forward`."""
-    function = inspect.unwrap(vars(owner)["forward"])
-    return str(getattr(getattr(function, "__code__", None), "co_filename", ""))
+    return str(getattr(getattr(_forward(owner), "__code__", None), "co_filename", ""))
+
+
+def _forward(owner: type) -> Any:
+    return inspect.unwrap(vars(owner)["forward"])
 
 
 def class_node(tree: ast.Module, owner: type) -> ast.ClassDef | None:
-    """The definition of `owner` in its file; of several of its name the one that stands at its line."""
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner.__name__]
-    if len(found) < 2:
-        return found[0] if found else None
+    """The definition of `owner` in its file; of several of its name the one at its line."""
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner.__name__]
+    if len(nodes) < 2:
+        return nodes[0] if nodes else None
     line = vars(owner)["forward"].__code__.co_firstlineno
-    return min(found, key=lambda node: abs(node.lineno - line))
+    return min(nodes, key=lambda node: abs(node.lineno - line))
 
 
 def patch_module(module: torch.nn.Module, texts: Mapping[str, str]) -> torch.nn.Module:
@@ -49,48 +53,44 @@ def patch_module(module: torch.nn.Module, texts: Mapping[str, str]) -> torch.nn.
     twin = copy_without_hooks(module)
     compiled: dict[type, dict[str, Any]] = {}
     for part in twin.modules():
-        owner = owner_of(part) if _has_forward(part) else None
-        if owner is None or file_of(owner) not in texts:
+        if not any("forward" in vars(base) for base in type(part).__mro__[:-1] if base is not torch.nn.Module):
+            continue
+        owner = owner_of(part)
+        if file_of(owner) not in texts:
             continue
         if owner not in compiled:
             compiled[owner] = _functions(owner, texts[file_of(owner)])
         for name, function in compiled[owner].items():
-            if inspect.getattr_static(type(part), name, None) is not vars(owner).get(name):
-                continue  # a subclass has its own
-            part.__dict__[name] = types.MethodType(function, part)
-        _as_buffers(part, owner, texts[file_of(owner)])
+            if inspect.getattr_static(type(part), name, None) is vars(owner).get(name):  # no subclass has its own
+                part.__dict__[name] = types.MethodType(function, part)
+        _register_buffers(part, owner, texts[file_of(owner)])
     return twin
 
 
-def _as_buffers(part: torch.nn.Module, owner: type, text: str) -> None:
-    """What the edited `__init__` registers as a buffer and `part` still holds as an attribute: its value stays."""
+def _register_buffers(part: torch.nn.Module, owner: type, text: str) -> None:
+    """The attributes of `part` that the edited `__init__` registers as buffers, as buffers of the same value."""
     node = class_node(ast.parse(text), owner)
     for name, value in (buffers_of(node) if node is not None else {}).items():
         if name in part.__dict__:
             code = compile(ast.Expression(value), file_of(owner), "eval")
-            scope = inspect.unwrap(vars(owner)["forward"]).__globals__
+            scope = _forward(owner).__globals__
             buffer = as_buffer(part.__dict__.pop(name), lambda code=code, scope=scope: eval(code, scope))
             part.register_buffer(name, buffer, persistent=False)
 
 
-def _has_forward(module: torch.nn.Module) -> bool:
-    return any("forward" in vars(one) for one in type(module).__mro__[:-1] if one is not torch.nn.Module)
-
-
 def name_of(file: str, text: str) -> str:
-    """The file name that edited code carries in tracebacks; its lines are shown from the edit."""
+    """The file name of edited code in tracebacks, which show its lines from the edit."""
     name = f"{file}{MARK}{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     return name
 
 
 def _functions(owner: type, text: str) -> dict[str, Any]:
-    """The methods of `owner` as `text` has them, in a copy of their module's globals."""
+    """The methods of `owner` in `text`, compiled in a copy of their module's globals."""
     tree = ast.parse(text)
     node = class_node(tree, owner)
-    original = inspect.unwrap(vars(owner)["forward"])
-    scope = dict(original.__globals__)
-    # Dynamo would look names up in the module of that name, which lacks what the edit imports
+    scope = dict(_forward(owner).__globals__)
+    # Dynamo would look names up in the module of that name, which lacks the imports of the edit
     scope.pop("__name__", None)
     name = name_of(file_of(owner), text)
     changed = _run_changed(tree, file_of(owner), name, scope)
@@ -103,9 +103,9 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
         for n in node.body
         if isinstance(n, ast.FunctionDef)
         and n.name != "__init__"
-        and (not n.decorator_list or _edit_reaches(n, owner, same, changed))
+        and (not n.decorator_list or _edit_affects(n, owner, same, changed))
     ]
-    free = _free(owner)
+    free = _closure_values(owner)
     names = ", ".join(["__class__", *free])
     maker = ast.parse(f"def __make({names}):\n    return {{}}").body[0]
     assert isinstance(maker, ast.FunctionDef)
@@ -117,22 +117,21 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
     return made
 
 
-def _edit_reaches(method: ast.FunctionDef, owner: type, same: set[str], changed: set[str]) -> bool:
+def _edit_affects(method: ast.FunctionDef, owner: type, same: set[str], changed: set[str]) -> bool:
     """Whether the edit is in a method with decorators, or in a function that it calls, and it is no property."""
-    calls = {node.id for node in ast.walk(method) if isinstance(node, ast.Name)}
-    edited = ast.dump(method) not in same or bool(calls & changed)
+    edited = ast.dump(method) not in same or bool(set(loaded_names(method)) & changed)
     return edited and isinstance(vars(owner).get(method.name), types.FunctionType)
 
 
-def _free(owner: type) -> dict[str, Any]:
-    """What the methods of a class that stands inside a function read from around it."""
-    found: dict[str, Any] = {}
+def _closure_values(owner: type) -> dict[str, Any]:
+    """The variables around a class inside a function that its methods read."""
+    values: dict[str, Any] = {}
     for function in vars(owner).values():
         code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
         for name, cell in zip(getattr(code, "co_freevars", ()), cells or (), strict=False):
             if name != "__class__":
-                found[name] = cell.cell_contents
-    return found
+                values[name] = cell.cell_contents
+    return values
 
 
 def _run_changed(tree: ast.Module, file: str, name: str, scope: dict[str, Any]) -> set[str]:
@@ -143,10 +142,7 @@ def _run_changed(tree: ast.Module, file: str, name: str, scope: dict[str, Any]) 
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and ast.dump(node) not in before]
     functions = [*_top_functions(tree)]
     names = {node.name for node in functions if ast.dump(node) not in before}
-    while True:
-        more = {node.name for node in functions if node.name not in names and names & _read(node)}
-        if not more:
-            break
+    while more := {node.name for node in functions if node.name not in names and names & set(loaded_names(node))}:
         names |= more
     run = [*imports, *(node for node in functions if node.name in names)]
     exec(compile(ast.Module(body=run, type_ignores=[]), name, "exec"), scope)
@@ -154,12 +150,10 @@ def _run_changed(tree: ast.Module, file: str, name: str, scope: dict[str, Any]) 
 
 
 def _top_functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Functions that importing the file defines; those under an `if` or a `try` if they have a name of their own."""
+    """Functions that importing the file defines; those under an `if` or a `try` where their name is unique."""
     inside = [node for one in tree.body if isinstance(one, ast.If | ast.Try) for node in _under(one)]
     names = [node.name for node in (*tree.body, *inside) if isinstance(node, ast.FunctionDef)]
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            yield node
+    yield from (node for node in tree.body if isinstance(node, ast.FunctionDef))
     yield from (node for node in inside if names.count(node.name) == 1)
 
 
@@ -170,7 +164,3 @@ def _under(statement: ast.stmt) -> Iterator[ast.FunctionDef]:
                 yield node
             elif isinstance(node, ast.If | ast.Try):
                 yield from _under(node)
-
-
-def _read(node: ast.FunctionDef) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}

@@ -1,8 +1,7 @@
-"""Calls of a module: arguments and answers as trees of tensors, recorded once and asked again.
+"""Calls of a module: arguments and answers as trees of tensors, recorded once and repeated.
 
-A submodule is probed with what the whole model really asked it while the whole model was probed: other
-batch sizes, other values, extremes. A dimension whose size differs between these calls is free. Nothing
-here knows a program format.
+A submodule is probed with the calls that it received while the whole model was probed: other batch sizes, other values,
+extremes. A dimension whose size differs between these calls is free. Nothing here knows a program format.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ from trueline.runtime import compare
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
+MAX_RECORDED = 1000
+"""Calls kept of one submodule: those in a loop repeat one kind of call."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedCall:
-    """One call: flat tensors, and what else belongs to it. Calls with equal `form` differ in tensors only."""
+    """One call: its tensors, flat, and the rest. Calls with equal `form` differ in tensors only."""
 
     tensors: tuple[torch.Tensor, ...]
     leaves: tuple[Any, ...]
-    """Leaves of (args, kwargs); `...` where a tensor belongs."""
+    """Leaves of (args, kwargs); `...` in the place of a tensor."""
     spec: Any
 
     @property
@@ -44,13 +46,10 @@ class RecordedCall:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
-
-def call_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
-    """The call with copies of its tensors."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor))
-    rest = tuple(... if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return RecordedCall(tensors=tensors, leaves=rest, spec=spec)
+    @property
+    def sizes(self) -> str:
+        """The shapes of the tensors, for messages."""
+        return ", ".join(str(list(tensor.shape)) for tensor in self.tensors)
 
 
 class FlatModule(torch.nn.Module):
@@ -66,13 +65,13 @@ class FlatModule(torch.nn.Module):
         return flat_answer(self.module(*args, **kwargs))
 
 
-def flat_answer(found: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
+def flat_answer(answer: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedAnswer:
-    """What a module answered: arrays by position, or why it did not; and the way its code took."""
+    """A module's answer: arrays by position, or the error; and the way through its code."""
 
     arrays: dict[str, Array] | None
     error: str
@@ -80,65 +79,60 @@ class RecordedAnswer:
 
 
 def answer_of(function: Callable[..., Any], call: RecordedCall, *, watch: bool = False) -> RecordedAnswer:
-    """Asks `function` with copies of the call's tensors; an exception is an answer too. With `watch`, so is a loop that
-    never ends."""
-    tensors = tuple(tensor.clone() for tensor in call.tensors)
-    args, kwargs = call.arguments(tensors)
+    """Calls `function` with copies of the call's tensors; an exception is an answer too. With `watch`, so is an endless
+    loop."""
+    args, kwargs = call.arguments(tuple(tensor.clone() for tensor in call.tensors))
     way: Sequence[Event] = ()
     try:
         with torch.no_grad():
             if watch:
                 with code_paths.watch(ends=True) as way:
-                    found = function(*args, **kwargs)
+                    answer = function(*args, **kwargs)
             else:
-                found = function(*args, **kwargs)
-        return RecordedAnswer(arrays=arrays_of(flat_answer(found)), error="", way=way)
+                answer = function(*args, **kwargs)
+        return RecordedAnswer(arrays=_arrays_of(flat_answer(answer)), error="", way=way)
     except Exception as error:  # noqa: BLE001 (blind except): the user's forward on made-up values may raise anything
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return RecordedAnswer(arrays=None, error=f"{type(error).__name__}: {first}", way=way)
 
 
-def arrays_of(tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
-    """Tensors by position, in dtypes that numpy knows."""
-    found: dict[str, Array] = {}
-    for index, tensor in enumerate(tensors):
-        tensor = tensor.detach()
-        tensor = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
-        found[f"output {index}"] = np.array(tensor.numpy())
-    return found
+def _arrays_of(tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
+    """Tensors by position, in dtypes that numpy has."""
+    plain = (tensor.detach() for tensor in tensors)
+    numbered = enumerate(tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in plain)
+    return {f"output {index}": np.array(tensor.numpy()) for index, tensor in numbered}
 
 
-def agree(expected: RecordedAnswer, found: RecordedAnswer) -> tuple[str, float]:
+def agree(expected: RecordedAnswer, answer: RecordedAnswer) -> tuple[str, float]:
     """Why two answers disagree (empty when they agree), and the largest difference.
 
-    Where the original raises, nothing is compared: there is no answer to keep.
+    Where the original raises, nothing is compared.
     """
     if expected.arrays is None:
         return "", 0.0
-    if found.arrays is None:
-        return f"it raises {found.error}", 0.0
-    result = compare.compare(expected.arrays, found.arrays)
+    if answer.arrays is None:
+        return f"it raises {answer.error}", 0.0
+    result = compare.compare(expected.arrays, answer.arrays)
     return result.reason, result.max_abs_error
-
-
-MAX_NOTED = 1000
-"""A submodule that is called in a loop is asked the same kind of thing many times."""
 
 
 @contextmanager
 def recording(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[RecordedCall]]]:
-    """Notes the calls of each of `modules`, the first MAX_NOTED of them."""
+    """Records the calls of each of `modules`, the first MAX_RECORDED, with copies of their tensors."""
     calls: dict[str, list[RecordedCall]] = {path: [] for path in modules}
     handles = []
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
-            continue  # it takes no hooks
+            continue  # it accepts no hooks
 
-        def note(module: torch.nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            if len(calls[path]) < MAX_NOTED:
-                calls[path].append(call_of(args, kwargs))
+        def record(module: torch.nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            if len(calls[path]) < MAX_RECORDED:
+                leaves, spec = pytree.tree_flatten((args, kwargs))
+                tensors = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor))
+                rest = tuple(... if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+                calls[path].append(RecordedCall(tensors=tensors, leaves=rest, spec=spec))
 
-        handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(record, with_kwargs=True))
     try:
         yield calls
     finally:
@@ -147,7 +141,7 @@ def recording(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Re
 
 
 def alike(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """The calls of the form that is asked most."""
+    """The calls of the most frequent form."""
     forms: dict[tuple[object, ...], list[RecordedCall]] = {}
     for call in calls:
         forms.setdefault(call.form, []).append(call)
@@ -156,16 +150,12 @@ def alike(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
 
 def free_dims(calls: Sequence[RecordedCall]) -> list[set[int]]:
     """For each tensor of calls that are alike: the dimensions whose sizes differ between calls."""
-    shapes = [[tensor.shape for tensor in call.tensors] for call in calls]
-    found: list[set[int]] = []
-    for position in range(len(shapes[0])):
-        sizes = [shape[position] for shape in shapes]
-        found.append({axis for axis in range(len(sizes[0])) if len({size[axis] for size in sizes}) > 1})
-    return found
+    shapes = zip(*([tensor.shape for tensor in call.tensors] for call in calls), strict=True)
+    return [{axis for axis, sizes in enumerate(zip(*each, strict=True)) if len(set(sizes)) > 1} for each in shapes]
 
 
 def base_call(calls: Sequence[RecordedCall], free: Sequence[set[int]]) -> RecordedCall:
-    """The call to export with: free sizes of at least 2 (0 and 1 are taken for constants), as unlike as can be."""
+    """The call to export with: free sizes of at least 2 (torch takes 0 and 1 for constants), as different as can be."""
 
     def score(call: RecordedCall) -> tuple[int, int]:
         sizes = [tensor.shape[axis] for tensor, axes in zip(call.tensors, free, strict=True) for axis in axes]

@@ -1,12 +1,15 @@
-"""The diagnosis as text: the table, what blocks each row, the rewrites as diffs. Pure: values in, text out."""
+"""The diagnosis as text and as a page of HTML: the table, what blocks each row, the rewrites as diffs. Pure.
+
+The page needs nothing else: no script, font or picture.
+"""
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 
 from trueline.doctor.diagnosis import Diagnosis, Rewrite, Row
 
-MARKS = {True: "yes", False: "no"}
 STATUS = {
     "ready": "ready",
     "rewritten": "needs a rewrite: below",
@@ -18,12 +21,15 @@ STATUS = {
 def text(diagnosis: Diagnosis, *, diffs: bool = True) -> str:
     """The whole report."""
     head = ("submodule", "class", "trace", "script", "export", "status")
-    table = [head, *(_cells(row) for row in diagnosis.rows)]
+    table = [head, *((row.path, row.class_name, *_marks(row), STATUS[row.status]) for row in diagnosis.rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    causes = [part for row in diagnosis.rows for part in _cause(row)]
-    shown = [part for rewrite in diagnosis.rewrites for part in _rewrite(rewrite)] if diffs else []
-    return "\n".join([*lines, *causes, *shown, "", summary(diagnosis)])
+    for row in diagnosis.rows:
+        lines += _explain(row)
+    for rewrite in diagnosis.rewrites if diffs else ():
+        heading = f"{rewrite.class_name}: {'; then '.join(rewrite.steps)}"
+        lines += ["", heading, f"  {proof(rewrite)}", rewrite.diff.rstrip()]
+    return "\n".join([*lines, "", summary(diagnosis)])
 
 
 def summary(diagnosis: Diagnosis) -> str:
@@ -33,30 +39,16 @@ def summary(diagnosis: Diagnosis) -> str:
     return f"{diagnosis.progress}{comma} can be exported{rewrites}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.path,
-        row.class_name,
-        MARKS[row.traceable],
-        MARKS[row.scriptable],
-        MARKS[row.exportable],
-        STATUS[row.status],
-    )
+def _marks(row: Row) -> tuple[str, ...]:
+    return tuple("yes" if mark else "no" for mark in (row.traceable, row.scriptable, row.exportable))
 
 
-def _cause(row: Row) -> list[str]:
+def _explain(row: Row) -> list[str]:
     if row.cause is None:
         return ["", f"{row.path}: {row.why_not}"] if row.why_not else []
-    lines = [
-        "",
-        f"{row.path}: {row.cause.words}",
-        f"  {shorten_path(row.cause.file)}:{row.cause.line}: {row.cause.source}",
-    ]
+    place = f"{shorten_path(row.cause.file)}:{row.cause.line}"
+    lines = ["", f"{row.path}: {row.cause.words}", f"  {place}: {row.cause.source}"]
     return [*lines, f"  no rewrite: {row.why_not}"] if row.why_not else lines
-
-
-def _rewrite(rewrite: Rewrite) -> list[str]:
-    return ["", f"{rewrite.class_name}: {'; then '.join(rewrite.steps)}", f"  {proof(rewrite)}", rewrite.diff.rstrip()]
 
 
 def proof(rewrite: Rewrite) -> str:
@@ -71,8 +63,82 @@ def proof(rewrite: Rewrite) -> str:
 
 
 def shorten_path(file: str) -> str:
-    """A path from here, where that is shorter."""
+    """A path relative to the current folder, where the file is inside it."""
     try:
         return str(Path(file).relative_to(Path.cwd()))
     except ValueError:
         return file
+
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --warn: #9a6700; --bad: #cf222e; --faint: #8881; }
+@media (prefers-color-scheme: dark) { :root { --good: #4ac26b; --warn: #d4a72c; --bad: #ff8182; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.bar { display: flex; height: .6rem; border-radius: .3rem; overflow: hidden; background: var(--line); margin: .8rem 0; }
+.bar span { display: block; } .bar .ready { background: var(--good); } .bar .healed { background: var(--warn); }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { font-weight: 600; } .cause { display: block; opacity: .8; font-size: .9em; overflow-wrap: anywhere; }
+code, pre { font-family: ui-monospace, monospace; font-size: .9em; }
+pre { background: var(--faint); border: 1px solid var(--line); border-radius: .4rem; padding: .8rem; overflow-x: auto; }
+.ready { color: var(--good); } .rewritten, .waits { color: var(--warn); } .blocked { color: var(--bad); }
+.bar .ready, .bar .healed { color: inherit; }
+.added { color: var(--good); } .gone { color: var(--bad); }
+@media (max-width: 44rem) { /* the status goes below the other cells */
+  tr { display: grid; grid-template-columns: 4fr 4fr 3fr 3fr 3fr; border-bottom: 1px solid var(--line); }
+  th, td { border: 0; padding: .2rem .4rem .2rem 0; min-width: 0; overflow-wrap: anywhere; }
+  th:last-child, td:last-child { grid-column: 1 / -1; } }
+"""
+
+
+def page(diagnosis: Diagnosis) -> str:
+    """The report as a page."""
+    name = escape(diagnosis.recipe)
+    rows = "\n".join(_row_html(row) for row in diagnosis.rows)
+    rewrites = "\n".join(_rewrite_html(rewrite) for rewrite in diagnosis.rewrites)
+    total = max(1, len(diagnosis.rows))
+    ready, healed = diagnosis.ready / total, (diagnosis.healed - diagnosis.ready) / total
+    heading = "<h2>Rewrites, each proven equal to the original</h2>" if diagnosis.rewrites else ""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>doctor: {name}</title><style>{_STYLE}</style></head><body>
+<h1>{name}</h1>
+<p>{escape(summary(diagnosis))}</p>
+<div class="bar"><span class="ready" style="width:{ready:.1%}"></span>
+<span class="healed" style="width:{healed:.1%}"></span></div>
+<div class="scroll"><table>
+<tr><th>Submodule</th><th>Class</th><th>Trace</th><th>Script</th><th>Export</th><th>Status</th></tr>
+{rows}
+</table></div>
+{heading}
+{rewrites}
+</body></html>
+"""
+
+
+def _row_html(row: Row) -> str:
+    marks = "".join(f"<td>{mark}</td>" for mark in _marks(row))
+    notes = []
+    if row.cause is not None:
+        place = f"{shorten_path(row.cause.file)}:{row.cause.line}"
+        source = f"<code>{escape(place)}</code>: <code>{escape(row.cause.source)}</code>"
+        notes.append(f"{escape(row.cause.words)}<br>{source}")
+    if row.why_not:
+        notes.append(escape(row.why_not))
+    causes = "".join(f'<span class="cause">{note}</span>' for note in notes)
+    return (
+        f"<tr><td><code>{escape(row.path)}</code></td><td>{escape(row.class_name)}</td>{marks}"
+        f'<td><span class="{row.status}">{STATUS[row.status]}</span>{causes}</td></tr>'
+    )
+
+
+def _rewrite_html(rewrite: Rewrite) -> str:
+    steps = "".join(f"<li>{escape(step)}</li>" for step in rewrite.steps)
+    lines = []
+    for line in rewrite.diff.splitlines():
+        kind = "added" if line.startswith("+") else "gone" if line.startswith("-") else ""
+        lines.append(f'<span class="{kind}">{escape(line)}</span>' if kind else escape(line))
+    diff = "\n".join(lines)
+    return f"<h2>{escape(rewrite.class_name)}</h2><ol>{steps}</ol><p>{escape(proof(rewrite))}</p><pre>{diff}</pre>"

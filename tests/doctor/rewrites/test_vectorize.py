@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trueline.capture.model.eager import EagerSession
-from trueline.doctor import onnx_proof
 from trueline.doctor.api import calls_of
+from trueline.doctor.examine import prove_onnx
 from trueline.doctor.patch import patch_module
 from trueline.doctor.survey import survey
 from worlds import TESTS, loops
@@ -23,7 +23,7 @@ def healed(model: nn.Module, x: Tensor, *fresh: Tensor, onnx: bool = False) -> s
     torch.manual_seed(0)
     name = "boxes" if isinstance(model, loops.Kept) else "x"
     eager = EagerSession(copy.deepcopy(model).eval(), x, dynamic_shapes={name: {1: "length"} if x.ndim == 3 else {}})
-    done = survey(model.eval(), calls_of(eager), onnx=onnx_proof.right_as_onnx if onnx else None, base=TESTS)
+    done = survey(model.eval(), calls_of(eager), onnx=prove_onnx if onnx else None, base=TESTS)
     row = done.rows["(model)"]
     assert row.rewrite is not None, row.why_not
     assert row.rewrite.onnx in (("proven",) if onnx else ("",))

@@ -1,96 +1,170 @@
 """Writes into a tensor as new values of its name: `x[i] = v` as `index_put`, `x[m] = v` as a mask, `x.exp_()` as
-`x = x.exp()`.
+`x = x.exp()`; and whether a block does more than compute names.
 
-A structured loop and a branch that is computed on both ways may not write into what they were given. Condition: nobody
-else holds the tensor and looks at it again (`y = x` before, and `y` read after); the proof sees whether that is so.
+A structured loop, or a branch of which both ways are computed, may not write into its inputs. Condition: no other name
+that is read later holds the same tensor; the proof notices when one does.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from trueline.doctor.rewrites.loops.recurrences import full, whole
-from trueline.doctor.rewrites.scope import Scope, expression, statements, value_of
-from trueline.doctor.rewrites.tensors.masking import mask_store
+from trueline.doctor.rewrites.appends import appended_by
+from trueline.doctor.rewrites.indices import is_full, is_whole, parts_of
+from trueline.doctor.rewrites.scope import (
+    Scope,
+    arguments_text,
+    element_value,
+    expression,
+    indices_of,
+    loaded_names,
+    statements,
+    stored_names,
+    tensor_of,
+)
 
 _NO_METHODS = ("requires_grad_", "retain_grad_", "share_memory_", "resize_")
 
 
 def pure(scope: Scope, statement: ast.stmt) -> ast.stmt:
     """A copy of `statement` that assigns to a name, where it writes into a tensor of that name; else a copy of it."""
-    if isinstance(statement, ast.Expr):
-        return _method(scope, statement) or copy.deepcopy(statement)
-    if isinstance(statement, ast.Assign | ast.AugAssign):
-        return mask_store(scope, statement) or _element(scope, statement) or copy.deepcopy(statement)
-    return copy.deepcopy(statement)
+    new = mask_store(scope, statement) or _put_elements(scope, statement) or _call_without_writing(scope, statement)
+    return new or copy.deepcopy(statement)
 
 
-def _method(scope: Scope, statement: ast.Expr) -> ast.stmt | None:
+def _call_without_writing(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
     """`x.clamp_(0)` as `x = x.clamp(0)`; `x.fill_(v)`, which has no such twin, as `torch.full_like(x, v)`."""
-    call = statement.value
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name) as owner, attr=method)) as call):
+            pass
+        case _:
+            return None
+    if not method.endswith("_") or method.endswith("__") or method in _NO_METHODS or not scope.is_tensor(owner):
         return None
-    method, owner = call.func.attr, call.func.value
-    if not method.endswith("_") or method.endswith("__") or method in _NO_METHODS:
-        return None
-    if not (isinstance(owner, ast.Name) and scope.is_tensor(owner)):
-        return None
-    given = ", ".join(ast.unparse(one) for one in (*call.args, *call.keywords))
-    if method == "zero_":
-        return statements(f"{owner.id} = torch.zeros_like({owner.id})")[0]
-    if method == "fill_":
-        return statements(f"{owner.id} = torch.full_like({owner.id}, {given})")[0]
-    if method == "copy_":
-        return statements(f"{owner.id} = ({given}).expand_as({owner.id}).to({owner.id}.dtype)")[0]
-    return statements(f"{owner.id} = {owner.id}.{method.removesuffix('_')}({given})")[0]
+    given = arguments_text(call)
+    new = {
+        "zero_": f"torch.zeros_like({name})",
+        "fill_": f"torch.full_like({name}, {given})",
+        "copy_": f"({given}).expand_as({name}).to({name}.dtype)",
+    }.get(method, f"{name}.{method.removesuffix('_')}({given})")
+    return statements(f"{name} = {new}")[0]
 
 
-def _element(scope: Scope, statement: ast.Assign | ast.AugAssign) -> ast.stmt | None:
-    """`x[i, j] = v`, where every index is a whole number or a tensor of such, as `x.index_put((i, j), v)`."""
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-    if isinstance(statement, ast.Assign) and len(statement.targets) != 1:
+def _put_elements(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
+    """`x[i, j] = v`, where every index is an integer or a tensor of integers, as `x.index_put((i, j), v)`."""
+    written = element_value(statement)
+    if written is None or (isinstance(statement, ast.Assign) and len(statement.targets) != 1):
         return None
-    if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
+    target, value = written
+    held = tensor_of(target.value, scope)
+    if held is None or not isinstance(target.value, ast.Name):
         return None
-    held = value_of(target.value, scope.seen)
-    if not isinstance(held, torch.Tensor):
+    parts = indices_of(target)
+    if any((isinstance(part, ast.Slice) and not is_full(part)) or _is_no_index(part) for part in parts):
         return None
-    places = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
-    if any((isinstance(one, ast.Slice) and not full(one)) or _no_index(one) for one in places):
+    name, axes = target.value.id, [axis for axis, part in enumerate(parts) if not is_full(part)]
+    first = [*range(len(axes))]
+    if axes != first and not all(is_whole(scope, parts[axis]) for axis in axes):
         return None
-    name, dtype = target.value.id, held.dtype
-    axes = [axis for axis, one in enumerate(places) if not full(one)]
-    if axes != [*range(len(axes))] and not all(whole(scope, places[axis]) for axis in axes):
-        return None
-    at = ", ".join(_tensor(places[axis]) for axis in axes)
-    there, back = _to_front(axes)
-    read = copy.deepcopy(target)
-    read.ctx = ast.Load()
-    value = ast.unparse(statement.value)
-    if isinstance(statement, ast.AugAssign):
-        value = ast.unparse(ast.BinOp(left=read, op=statement.op, right=statement.value))
-    put = _tensor(expression(value), f", dtype={dtype}")
-    return statements(f"{name} = {name}{there}.index_put(({at},), {put}){back}")[0]
+    there = back = ""
+    if axes != first:  # these dimensions to the front, and back
+        one, two = (str(tuple(each)) if len(axes) > 1 else str(each[0]) for each in (axes, first))
+        there, back = f".movedim({one}, {two})", f".movedim({two}, {one})"
+    at = ", ".join(_tensor(parts[axis]) for axis in axes)
+    added = _tensor(expression(ast.unparse(value)), f", dtype={held.dtype}")
+    return statements(f"{name} = {name}{there}.index_put(({at},), {added}){back}")[0]
 
 
 def _tensor(value: ast.expr, dtype: str = "") -> str:
-    """A value as a tensor. A number is made one where the program runs: torch loses its hold of one that is made while
-    it follows a step."""
+    """A value as a tensor. torch loses track of a constant tensor that is made while it traces a step; `full` makes it
+    where the program runs."""
     made = "full((), " if isinstance(value, ast.Constant) else "as_tensor("
     return f"torch.{made}{ast.unparse(value)}{dtype})"
 
 
-def _to_front(axes: list[int]) -> tuple[str, str]:
-    """What moves these dimensions to the front, and what moves them back."""
-    first = [*range(len(axes))]
-    if axes == first:
-        return "", ""
-    one, two = (str(tuple(each)) if len(axes) > 1 else str(each[0]) for each in (axes, first))
-    return f".movedim({one}, {two})", f".movedim({two}, {one})"
-
-
-def _no_index(node: ast.expr) -> bool:
+def _is_no_index(node: ast.expr) -> bool:
     return isinstance(node, ast.Starred) or (isinstance(node, ast.Constant) and not isinstance(node.value, int))
+
+
+def mask_of(scope: Scope, node: ast.expr) -> ast.expr | None:
+    """The mask of `x[mask]`: a name of a boolean tensor, or a comparison."""
+    if not isinstance(node, ast.Subscript):
+        return None
+    held = tensor_of(node.slice, scope)
+    boolean = held is not None and held.dtype is torch.bool
+    compared = isinstance(node.slice, ast.Compare) and scope.depends_on(node.slice) == "tensor"
+    return node.slice if boolean or compared else None
+
+
+def widen(scope: Scope, mask: ast.expr, like: ast.expr) -> str:
+    """The mask with the dimensions that only `like` has."""
+    text = ast.unparse(mask) if isinstance(mask, ast.Name | ast.Attribute) else f"({ast.unparse(mask)})"
+    mask_rank = scope.rank(mask) if not isinstance(mask, ast.Compare) else scope.rank(mask.left)
+    rank = scope.rank(like)
+    missing = rank - mask_rank if rank is not None and mask_rank is not None else 0
+    return text + f"[..., {', '.join(['None'] * missing)}]" if missing > 0 else text
+
+
+def mask_store(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
+    """`y[mask] = f(x[mask])` as `y = torch.where(mask, f(x), y)`; also `+=`."""
+    written = element_value(statement)
+    mask = mask_of(scope, written[0]) if written is not None else None
+    if written is None or mask is None or not isinstance(written[0].value, ast.Name):
+        return None
+    masked, name = ast.dump(mask), written[0].value.id
+
+    class Whole(ast.NodeTransformer):
+        def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+            return node.value if ast.dump(node.slice) == masked else self.generic_visit(node)
+
+    value = ast.unparse(Whole().visit(copy.deepcopy(written[1])))
+    return statements(f"{name} = torch.where({widen(scope, mask, written[0].value)}, {value}, {name})")[0]
+
+
+def has_effects(block: Sequence[ast.stmt]) -> bool:
+    """Whether `block` does more than compute names: jumps, writes into objects that it has not made, calls for their
+    effect."""
+    own = set(stored_names(block))
+    for node in (node for statement in block for node in _run(statement)):
+        if isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Yield | ast.Global | ast.Nonlocal | ast.Delete):
+            return True
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _created_in(node, block) not in own:
+            return True
+        if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
+            appended = appended_by(node)
+            if appended is None or not _starts_list(appended[0], block):
+                return True
+    return False
+
+
+def _created_in(node: ast.Subscript, block: Sequence[ast.stmt]) -> str:
+    """The name of the tensor that `node` writes into, where an earlier call in the block made it; else no name."""
+    root, _ = parts_of(node)
+    name = root.id if isinstance(root, ast.Name) else ""
+    for statement in block:
+        if node in ast.walk(statement):
+            return ""
+        called = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
+        if called and stored_names(statement) == [name]:
+            return name
+    return ""
+
+
+def _starts_list(name: str, block: Sequence[ast.stmt]) -> bool:
+    """Whether the block makes the list itself, anew in each step."""
+    first = next((one for one in block if name in (*stored_names(one), *loaded_names(one))), None)
+    return isinstance(first, ast.Assign) and ast.unparse(first.value) in ("[]", "list()")
+
+
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when `node` does, without the bodies of functions that it defines."""
+    yield node
+    if not isinstance(node, ast.FunctionDef | ast.Lambda):
+        for child in ast.iter_child_nodes(node):
+            yield from _run(child)

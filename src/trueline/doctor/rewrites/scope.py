@@ -1,45 +1,46 @@
-"""The user's function as a rewrite sees it: its tree, its text, and what its names held when it was run.
+"""A function of the user's file as a rewrite sees it: its tree, its text, and the values of its names in a run.
 
-An edit replaces whole statements by others and leaves every other line of the file as it is.
+An edit replaces whole statements and leaves every other line of the file as it is.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-Worth = Literal["static", "size", "number", "tensor"]
-"""What an expression's value depends on, the strongest last: nothing that varies, a size, a number that was taken out
-of a tensor, a tensor's values."""
+Dependence = Literal["static", "size", "number", "tensor"]
+"""What an expression's value depends on, the strongest last: nothing that varies, a size, a number taken out of a
+tensor, a tensor's values."""
+Compound = ast.For | ast.While | ast.If | ast.With | ast.Try
 
-_ORDER: tuple[Worth, ...] = ("static", "size", "number", "tensor")
-_OUT = ("item", "tolist")
+_ORDER: tuple[Dependence, ...] = ("static", "size", "number", "tensor")
 _STATIC_ATTRIBUTES = ("dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
 _FACTORIES = ("torch", "F", "nn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One possible edit: the whole file after it, and what it does in words."""
+    """One possible edit: the whole file after it, and a description."""
 
     text: str
     words: str
     both: tuple[int, int] | None = None
-    """Lines of a condition and of what stands under it, as the text was: a proof has to have seen both ways."""
+    """Lines (before the edit) of a condition and of its body: the edit is proven only if calls took both ways."""
     frees: bool = False
-    """Whether it frees a size: what is left may take it in multiples only."""
+    """Whether it frees a size: other code may then accept only multiples."""
     cheap: bool = True
-    """False where the eager rewrite is slow to run (torch compiles structured control flow): the proof is then left
-    to the exported program."""
+    """False where the eager rewrite is slow (torch compiles structured control flow): only the exported program is
+    compared then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A statement in its block; `loop` says that the block is run again (what is read above is read later)."""
+    """A statement in its block, and the statements around it, outermost first."""
 
     block: list[ast.stmt]
     index: int
@@ -49,15 +50,19 @@ class Spot:
     def statement(self) -> ast.stmt:
         return self.block[self.index]
 
+    @property
+    def rest(self) -> list[ast.stmt]:
+        """What follows the statement in its block."""
+        return self.block[self.index + 1 :]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """One function of the user's file with what its locals held on a real call."""
+    """One function of the user's file, and the values that its locals held in a real call."""
 
     text: str
     function: ast.FunctionDef
     seen: Mapping[str, Any]
-    """Local name -> its last value on a real call."""
 
     def spot(self, line: int) -> Spot | None:
         """The innermost statement that holds `line`."""
@@ -67,32 +72,35 @@ class Scope:
         """The file with the lines of `block` replaced; None when they share a line with other code."""
         lines = self.text.splitlines(keepends=True)
         first, last = block[0].lineno - 1, block[-1].end_lineno or block[-1].lineno
-        head = lines[first][: block[0].col_offset]
-        if head.strip():
+        indent = lines[first][: block[0].col_offset]
+        if indent.strip():
             return None
         written = []
         for statement in new:
             for line in ast.unparse(ast.fix_missing_locations(statement)).splitlines():
-                written.append(f"{head}{line}\n" if line.strip() else "\n")
+                written.append(f"{indent}{line}\n" if line.strip() else "\n")
         return "".join([*lines[:first], *written, *lines[last:]])
 
-    def worth(self, node: ast.expr) -> Worth:
-        """What the value of `node` depends on."""
-        return _worth(node, self, self._names())
+    def candidate(
+        self, block: Sequence[ast.stmt], new: Sequence[ast.stmt], words: str, both: tuple[int, int] | None = None
+    ) -> Candidate | None:
+        """The edit that puts `new` in the place of `block`; None when they share a line with other code."""
+        text = self.replace(block, new)
+        return Candidate(text=text, words=words, both=both) if text else None
 
-    def _names(self) -> dict[str, Worth]:
-        """Names whose values are plain numbers, by what they were computed from; to a fixed point."""
-        names: dict[str, Worth] = {}
-        for _ in range(4):
+    def depends_on(self, node: ast.expr) -> Dependence:
+        """What the value of `node` depends on."""
+        names: dict[str, Dependence] = {}
+        for _ in range(4):  # to a fixed point
             before = dict(names)
             for target, value in assignments(self.function):
-                names[target] = _stronger(names.get(target, "static"), _worth(value, self, names))
+                names[target] = _strongest(names.get(target, "static"), _dependence(value, self, names))
             if names == before:
                 break
-        return names
+        return _dependence(node, self, names)
 
     def rank(self, node: ast.expr) -> int | None:
-        """Number of dimensions of a tensor expression, where it is a name that was seen."""
+        """Number of dimensions of a tensor expression, where its value was seen."""
         value = value_of(node, self.seen)
         return value.ndim if isinstance(value, torch.Tensor) else None
 
@@ -101,10 +109,10 @@ class Scope:
 
     def fresh(self, name: str) -> str:
         """`name`, or with a number where the function has it already."""
-        taken = {n.id for n in ast.walk(self.function) if isinstance(n, ast.Name)} | set(self.seen)
-        taken |= {n.name for n in ast.walk(self.function) if isinstance(n, ast.FunctionDef)}
+        used = {n.id for n in ast.walk(self.function) if isinstance(n, ast.Name)} | set(self.seen)
+        used |= {n.name for n in ast.walk(self.function) if isinstance(n, ast.FunctionDef)}
         free, count = name, 2
-        while free in taken:
+        while free in used:
             free, count = f"{name}_{count}", count + 1
         return free
 
@@ -113,11 +121,8 @@ def _find(block: list[ast.stmt], line: int, outer: tuple[Spot, ...]) -> Spot | N
     for index, statement in enumerate(block):
         if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
             spot = Spot(block=block, index=index, outer=outer)
-            for inner in blocks(statement):
-                found = _find(inner, line, (*outer, spot))
-                if found is not None:
-                    return found
-            return spot
+            inside = (_find(inner, line, (*outer, spot)) for inner in blocks(statement))
+            return next((inner for inner in inside if inner is not None), spot)
     return None
 
 
@@ -132,20 +137,17 @@ def blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 def assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Every `name = value` in `node`: targets of loops, and of unpacking one value, get the whole of it."""
     for part in ast.walk(node):
+        pairs: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(part, ast.Assign):
-            for target, its in (pair for one in part.targets for pair in _pairs(one, part.value)):
-                yield from ((name, its) for name in stored_names(target))
-        elif isinstance(part, ast.AugAssign) or (isinstance(part, ast.AnnAssign) and part.value is not None):
-            value = part.value
-            if value is not None:
-                yield from ((name, value) for name in stored_names(part.target))
+            pairs = [pair for target in part.targets for pair in _unpack(target, part.value)]
+        elif isinstance(part, ast.AugAssign | ast.NamedExpr) or (isinstance(part, ast.AnnAssign) and part.value):
+            pairs = [(part.target, part.value)]  # type: ignore[list-item]
         elif isinstance(part, ast.For):
-            yield from ((name, part.iter) for name in stored_names(part.target))
-        elif isinstance(part, ast.NamedExpr):
-            yield part.target.id, part.value
+            pairs = [(part.target, part.iter)]
+        yield from ((name, value) for target, value in pairs for name in stored_names(target))
 
 
-def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+def _unpack(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
     """Of `a, b = x, y` each name with its own value."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         return list(zip(target.elts, value.elts, strict=True))
@@ -154,28 +156,26 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
 
 def stored_names(node: ast.AST | Sequence[ast.stmt]) -> list[str]:
     """Names that are assigned in `node`, in order, each once."""
-    nodes = node if isinstance(node, Sequence) else [node]
-    names = [n.id for one in nodes for n in walk(one) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    names = [n.id for n in walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     return list(dict.fromkeys(names))
 
 
 def loaded_names(node: ast.AST | Sequence[ast.AST]) -> list[str]:
     """Names that are read in `node`, in order, each once; `x += 1` reads x."""
-    nodes = node if isinstance(node, Sequence) else [node]
     names: list[str] = []
-    for one in nodes:
-        for part in walk(one):
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
-                names.append(part.id)
-            if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
-                names.append(part.target.id)
+    for part in walk(node):
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
+            names.append(part.id)
+        if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+            names.append(part.target.id)
     return list(dict.fromkeys(names))
 
 
-def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """As ast.walk, in the order of the source."""
-    yield node
-    for child in ast.iter_child_nodes(node):
+def walk(node: ast.AST | Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """As ast.walk, in the order of the source; of a block all its statements."""
+    if isinstance(node, ast.AST):
+        yield node
+    for child in node if isinstance(node, Sequence) else ast.iter_child_nodes(node):
         yield from walk(child)
 
 
@@ -184,16 +184,21 @@ def read_later(spot: Spot, end: int | None = None) -> set[str]:
     after = spot.index + 1 if end is None else end
     names = set(loaded_names(spot.block[after:]))
     for outer in spot.outer:
-        names |= set(loaded_names(outer.block[outer.index + 1 :]))
+        names |= set(loaded_names(outer.rest))
         if isinstance(outer.statement, ast.For | ast.While):
             names |= set(loaded_names(outer.statement))
     return names
 
 
+def parameters(function: ast.FunctionDef) -> set[str]:
+    """Names of the arguments, without `*args` and `**kwargs`."""
+    given = function.args
+    return {argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+
+
 def bound_before(spot: Spot, function: ast.FunctionDef) -> set[str]:
     """Names that certainly or possibly hold a value when the statement is reached."""
-    arguments = function.args
-    names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    names = parameters(function)
     for outer in (*spot.outer, spot):
         names |= set(stored_names(outer.block[: outer.index]))
         if isinstance(outer.statement, ast.For) and outer is not spot:
@@ -202,17 +207,78 @@ def bound_before(spot: Spot, function: ast.FunctionDef) -> set[str]:
 
 
 def expression(text: str) -> ast.expr:
-    """Parses an expression of ours."""
     return ast.parse(text, mode="eval").body
 
 
 def statements(text: str) -> list[ast.stmt]:
-    """Parses statements of ours."""
     return ast.parse(text).body
 
 
+def assign(name: str, value: ast.expr) -> ast.Assign:
+    """`name = value`."""
+    return ast.Assign(targets=[ast.Name(id=name, ctx=ast.Store())], value=value)
+
+
+def define(name: str, arguments: str, body: Sequence[ast.stmt], result: str = "") -> ast.stmt:
+    """`def name(arguments)` of the statements `body`, which returns `result` if there is one."""
+    function = statements(f"def {name}({arguments}):\n    return {result}")[0]
+    assert isinstance(function, ast.FunctionDef)
+    function.body = [*body, *(function.body if result else [])]
+    return function
+
+
+def first_line(node: ast.AST) -> str:
+    """The first line of the node's source."""
+    return ast.unparse(node).splitlines()[0]
+
+
+def arguments_text(call: ast.Call) -> str:
+    """The call's arguments as they are written."""
+    return ", ".join(ast.unparse(argument) for argument in (*call.args, *call.keywords))
+
+
+def indices_of(node: ast.Subscript) -> list[ast.expr]:
+    """The indices of `x[i, j]`."""
+    return list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+
+
+def named_value(statement: ast.AST) -> tuple[str, ast.expr] | None:
+    """Name and new value of `x = v`, or of `x += v`, which is `x = x + v`."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return name, value
+        case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
+            return name, ast.BinOp(left=ast.Name(id=name, ctx=ast.Load()), op=op, right=value)
+    return None
+
+
+def element_value(statement: ast.stmt) -> tuple[ast.Subscript, ast.expr] | None:
+    """Target and new value of `x[i] = v`, or of `x[i] += v`, which is `x[i] = x[i] + v`."""
+    match statement:
+        case ast.Assign(targets=[ast.Subscript() as target, *_], value=value):
+            return target, value
+        case ast.AugAssign(target=ast.Subscript() as target, op=op, value=value):
+            read = copy.deepcopy(target)
+            read.ctx = ast.Load()
+            return target, ast.BinOp(left=read, op=op, right=value)
+    return None
+
+
+class _Put(ast.NodeTransformer):
+    def __init__(self, values: Mapping[str, ast.expr]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return copy.deepcopy(self.values.get(node.id, node)) if isinstance(node.ctx, ast.Load) else node
+
+
+def put(node: ast.AST, values: Mapping[str, ast.expr]) -> Any:
+    """A copy of `node` with `values` in the place of the names that it reads."""
+    return _Put(values).visit(copy.deepcopy(node))
+
+
 def value_of(node: ast.expr, seen: Mapping[str, Any]) -> Any:
-    """What a name or a chain of attributes held on the call that was seen; None when that is not known."""
+    """The value that a name, a chain of attributes or an element held in the call; None when it is not known."""
     if isinstance(node, ast.Name):
         return seen.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -228,15 +294,21 @@ def value_of(node: ast.expr, seen: Mapping[str, Any]) -> Any:
     return None
 
 
-def _stronger(*worths: Worth) -> Worth:
-    return max(worths, key=_ORDER.index, default="static")
+def tensor_of(node: ast.expr, scope: Scope) -> torch.Tensor | None:
+    """The tensor that `node` was in the call, if it was one."""
+    held = value_of(node, scope.seen)
+    return held if isinstance(held, torch.Tensor) else None
 
 
-def _worth(node: ast.expr, scope: Scope, names: Mapping[str, Worth]) -> Worth:
-    def of(*nodes: ast.expr) -> Worth:
-        return _stronger("static", *(_worth(one, scope, names) for one in nodes))
+def _strongest(*found: Dependence) -> Dependence:
+    return max(found, key=_ORDER.index, default="static")
 
-    if isinstance(value_of(node, scope.seen), torch.Tensor):
+
+def _dependence(node: ast.expr, scope: Scope, names: Mapping[str, Dependence]) -> Dependence:
+    def of(*nodes: ast.expr) -> Dependence:
+        return _strongest("static", *(_dependence(inner, scope, names) for inner in nodes))
+
+    if scope.is_tensor(node):
         return "tensor"
     if isinstance(node, ast.Name):
         return names.get(node.id, "static")
@@ -246,18 +318,15 @@ def _worth(node: ast.expr, scope: Scope, names: Mapping[str, Worth]) -> Worth:
             return base if not isinstance(node.value, ast.Name) else "static"
         return "size" if node.attr == "shape" else "static" if node.attr in _STATIC_ATTRIBUTES else "tensor"
     if isinstance(node, ast.Call):
-        return _worth_of_call(node, scope, names)
+        arguments = of(*node.args, *(keyword.value for keyword in node.keywords))
+        owner = of(node.func.value) if isinstance(node.func, ast.Attribute) else "static"
+        return _of_call(node.func, scope, owner, arguments)
     if isinstance(node, ast.Subscript):
         return of(node.value)
     return of(*(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)))
 
 
-def _worth_of_call(node: ast.Call, scope: Scope, names: Mapping[str, Worth]) -> Worth:
-    def of(*nodes: ast.expr) -> Worth:
-        return _stronger("static", *(_worth(one, scope, names) for one in nodes))
-
-    arguments = of(*node.args, *(keyword.value for keyword in node.keywords))
-    function = node.func
+def _of_call(function: ast.expr, scope: Scope, owner: Dependence, arguments: Dependence) -> Dependence:
     if isinstance(function, ast.Name):
         if function.id == "len":
             return "size" if arguments == "tensor" else "static"
@@ -268,13 +337,10 @@ def _worth_of_call(node: ast.Call, scope: Scope, names: Mapping[str, Worth]) -> 
         return arguments
     if isinstance(function.value, ast.Name) and function.value.id in _FACTORIES:
         return "tensor"
-    owner = of(function.value)
     if owner == "tensor":
-        if function.attr in _OUT:
+        if function.attr in ("item", "tolist"):
             return "number"
         if function.attr in ("size", "numel", "nelement"):
             return "size"
         return "static" if function.attr in ("dim", "is_floating_point") else "tensor"
-    if isinstance(value_of(function, scope.seen), torch.nn.Module):
-        return "tensor"
-    return _stronger(owner, arguments)
+    return "tensor" if isinstance(value_of(function, scope.seen), torch.nn.Module) else _strongest(owner, arguments)

@@ -1,8 +1,8 @@
 """`if` on a value or a size: both ways are computed and one is chosen (torch.where), or one is run (torch.cond).
 
 Conditions: each way is straight code, assignments to names and perhaps a return, and both give tensors that
-broadcast to one shape (where) or have the same shape and dtype (cond). An early `return` makes what follows
-it the other way.
+broadcast to one shape (where) or have the same shape and dtype (cond). After an early `return`, the rest of the block
+is the other way.
 """
 
 from __future__ import annotations
@@ -10,21 +10,26 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from trueline.doctor.rewrites.control.predicate import predicate, without_numbers
-from trueline.doctor.rewrites.loops.appends import appended_by
+from trueline.doctor.rewrites.appends import appended_by
+from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
     Spot,
+    assign,
     bound_before,
+    define,
     expression,
     loaded_names,
+    named_value,
+    put,
     read_later,
     statements,
     stored_names,
+    walk,
 )
 
 
@@ -34,7 +39,7 @@ class NotStraight(Exception):
 
 @dataclass(slots=True)
 class Branch:
-    """One branch as straight code: its statements with renamed targets, the values of its names, what it returns."""
+    """One way as straight code: its statements with renamed targets, the values of its names, its return value."""
 
     lines: list[ast.stmt] = field(default_factory=list)
     values: dict[str, ast.expr] = field(default_factory=dict)
@@ -42,99 +47,79 @@ class Branch:
     ends: bool = False
 
 
-def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
+Ways = tuple[list[ast.stmt], list[ast.stmt], int]
+"""The two ways, and the index in the block at which both have ended."""
+
+
+def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     """Candidates for the statement at `spot`: a ternary inside it, or itself an `if`."""
     statement = spot.statement
     if not isinstance(statement, ast.If):
-        yield from _ternaries(scope, spot)
+        yield _ternaries(scope, spot)
         return
-    body, other, end = _ways(spot)
-    heavy = any(isinstance(node, ast.Call) and _calls_module(node) for part in (body, other) for node in _nodes(part))
-    for one in (_one_place(scope, statement), _one_item(scope, statement)):
-        if one is not None:
-            yield one
-    choices = [
-        _select_by_where(scope, spot, body, other, end),
-        _run_always(scope, spot),
-        *_run_one_branch(scope, spot, body, other, end),
-    ]
-    order = (2, 0, 1) if heavy and len(choices) > 2 else range(len(choices))
-    yield from (one for one in (choices[i] for i in order) if one is not None)
+    ways = _ways(statement, spot.rest, spot.index + 1)
+    calls = [node for way in ways[:2] for node in walk(way) if isinstance(node, ast.Call)]
+    yield _one_place(scope, statement)
+    yield _one_append(scope, statement)
+    where, always = _select_by_where(scope, spot, statement, ways), _run_always(scope, statement)
+    cond = _run_one_branch(scope, spot, statement, ways)
+    heavy = cond is not None and any(ast.unparse(call.func).startswith("self.") for call in calls)
+    yield from (cond, where, always) if heavy else (where, always, cond)
+
+
+def _where_words(test: ast.expr) -> str:
+    return f"`if {ast.unparse(test)}` chooses with torch.where"
 
 
 def _one_place(scope: Scope, statement: ast.If) -> Candidate | None:
     """`if c: out[i] = a else: out[i] = b` as `out[i] = torch.where(c, a, b)`; without the other way it stays."""
-    found: list[tuple[ast.expr, ast.expr]] = []
+    stores: list[tuple[str, ast.expr]] = []
     for way in (statement.body, statement.orelse):
-        one = way[0] if len(way) == 1 else None
-        if isinstance(one, ast.Assign) and len(one.targets) == 1 and isinstance(one.targets[0], ast.Subscript):
-            found.append((one.targets[0], one.value))
-    places = {ast.unparse(place) for place, _ in found}
-    if len(places) != 1 or len(found) != (2 if statement.orelse else 1):
+        match way:
+            case [ast.Assign(targets=[ast.Subscript() as target], value=value)]:
+                stores.append((ast.unparse(target), without_numbers(value, scope)))
+    places = {place for place, _ in stores}
+    if len(places) != 1 or len(stores) != (2 if statement.orelse else 1):
         return None
-    place = places.pop()
-    values = [without_numbers(value, scope) for _, value in found] + ([] if statement.orelse else [expression(place)])
-    new = statements(f"{place} = {ast.unparse(_select(predicate(statement.test, scope), values[0], values[1]))}")
-    text = scope.replace([statement], new)
-    return Candidate(text=text, words=f"`if {ast.unparse(statement.test)}` chooses with torch.where") if text else None
+    (place,) = places
+    other = stores[1][1] if statement.orelse else expression(place)
+    chosen = ast.unparse(_select(predicate(statement.test, scope), stores[0][1], other))
+    return scope.candidate([statement], statements(f"{place} = {chosen}"), _where_words(statement.test))
 
 
-def _one_item(scope: Scope, statement: ast.If) -> Candidate | None:
+def _one_append(scope: Scope, statement: ast.If) -> Candidate | None:
     """`if c: rows.append(a) else: rows.append(b)` as `rows.append(torch.where(c, a, b))`."""
-    found = [appended_by(way[0]) if len(way) == 1 else None for way in (statement.body, statement.orelse)]
-    one, two = found
+    one, two = (appended_by(way[0]) if len(way) == 1 else None for way in (statement.body, statement.orelse))
     if one is None or two is None or one[0] != two[0]:
         return None
     values = [without_numbers(value, scope) for _, value in (one, two)]
     chosen = ast.unparse(_select(predicate(statement.test, scope), *values))
-    text = scope.replace([statement], statements(f"{one[0]}.append({chosen})"))
-    return Candidate(text=text, words=f"`if {ast.unparse(statement.test)}` chooses with torch.where") if text else None
+    return scope.candidate([statement], statements(f"{one[0]}.append({chosen})"), _where_words(statement.test))
 
 
-def _nodes(block: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    for statement in block:
-        yield from ast.walk(statement)
-
-
-def _calls_module(node: ast.Call) -> bool:
-    return ast.unparse(node.func).startswith("self.")
-
-
-def _ways(spot: Spot) -> tuple[list[ast.stmt], list[ast.stmt], int]:
-    """The two ways, and the index in the block at which both have ended. After `if c: return`, the rest is the other
-    way."""
-    statement = spot.statement
-    assert isinstance(statement, ast.If)
-    body, other, end = list(statement.body), list(statement.orelse), spot.index + 1
-    rest = list(spot.block[end:])
-    if _returns(body) and not _returns(other) and rest:
-        return body, [*other, *rest], len(spot.block)
-    if _returns(other) and not _returns(body) and rest:
-        return [*body, *rest], other, len(spot.block)
+def _ways(statement: ast.If, rest: list[ast.stmt], end: int) -> Ways:
+    """The two ways of an `if` which `rest` follows in its block, from the index `end` on. After `if c: return`, the
+    rest is the other way."""
+    body, other, returns = statement.body, statement.orelse, _returns(statement.body)
+    if rest and returns != _returns(other):
+        return (body, [*other, *rest], end + len(rest)) if returns else ([*body, *rest], other, end + len(rest))
     return body, other, end
 
 
 def _returns(block: Sequence[ast.stmt]) -> bool:
-    if not block:
-        return False
-    last = block[-1]
-    return isinstance(last, ast.Return) or (
-        isinstance(last, ast.If) and _returns(last.body) and (_returns(last.orelse) or (not last.orelse and False))
-    )
+    last = block[-1] if block else None
+    return isinstance(last, ast.Return) or (isinstance(last, ast.If) and _returns(last.body) and _returns(last.orelse))
 
 
-def _select_by_where(
-    scope: Scope, spot: Spot, body: list[ast.stmt], other: list[ast.stmt], end: int
-) -> Candidate | None:
+def _select_by_where(scope: Scope, spot: Spot, statement: ast.If, ways: Ways) -> Candidate | None:
     """Both ways computed, `torch.where` chooses."""
-    test = spot.statement.test  # type: ignore[attr-defined]
+    body, other, end = ways
     known = bound_before(spot, scope.function)
     try:
-        new = _where(scope, test, body, other, known, read_later(spot, end))
+        new = _where(scope, statement.test, body, other, known, read_later(spot, end))
     except NotStraight:
         return None
-    text = scope.replace(spot.block[spot.index : end], new)
-    return (text and Candidate(text=text, words=f"`if {ast.unparse(test)}` chooses with torch.where")) or None
+    return scope.candidate(spot.block[spot.index : end], new, _where_words(statement.test))
 
 
 def _where(
@@ -158,8 +143,7 @@ def _where(
         values = [way.values.get(name) or (expression(name) if name in known else None) for way in (one, two)]
         if values[0] is None or values[1] is None:
             raise NotStraight(f"'{name}' has no value on one of the ways")
-        target = ast.Name(id=name, ctx=ast.Store())
-        chosen.append(ast.Assign(targets=[target], value=_select(pred, values[0], values[1])))
+        chosen.append(assign(name, _select(pred, values[0], values[1])))
     if not chosen:
         raise NotStraight("neither way changes a name that is read later")
     return [*named, *one.lines, *two.lines, *chosen]
@@ -170,7 +154,7 @@ def _name_predicate(scope: Scope, pred: ast.expr, uses: int) -> tuple[list[ast.s
     if uses < 2 or isinstance(pred, ast.Name):
         return [], pred
     name = scope.fresh("chosen")
-    return [ast.Assign(targets=[ast.Name(id=name, ctx=ast.Store())], value=pred)], expression(name)
+    return [assign(name, pred)], expression(name)
 
 
 def _select(pred: ast.expr, one: ast.expr, two: ast.expr) -> ast.expr:
@@ -194,27 +178,26 @@ def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str],
     for index, statement in enumerate(block):
         if isinstance(statement, ast.If):
             rest = block[index + 1 :]
-            body, other, done = _inner_ways(statement, rest)
-            inner_later = later | set(loaded_names(rest))
-            nested = _where(scope, statement.test, body, other, known, inner_later)
-            tail = nested if done else [*nested, *rest]
-            found = _straight(scope, tail, suffix, known, later)
+            body, other, done = _ways(statement, rest, 0)
+            nested = _where(scope, statement.test, body, other, known, later | set(loaded_names(rest)))
+            found = _straight(scope, nested if done else [*nested, *rest], suffix, known, later)
             return _join_branches(way, found, current)
         if isinstance(statement, ast.Return):
             if statement.value is None:
                 raise NotStraight("a bare return")
-            way.returns, way.ends = _substitute(statement.value, current, scope), True
+            way.returns, way.ends = put(without_numbers(statement.value, scope), current), True
             break
-        if isinstance(statement, ast.Pass) or _is_words(statement):
+        if isinstance(statement, ast.Pass) or _is_docstring(statement):
             continue
         last = index == len(block) - 1
-        pairs = [(name, _substitute(value, current, scope)) for name, value in _assignments(pure(scope, statement))]
+        assigned = _assignments(pure(scope, statement))
+        pairs = [(name, put(without_numbers(value, scope), current)) for name, value in assigned]
         for name, value in pairs:
             if last and len(pairs) == 1:
                 current[name] = value
             else:
                 fresh = scope.fresh(name + suffix)
-                way.lines.append(ast.Assign(targets=[ast.Name(id=fresh, ctx=ast.Store())], value=value))
+                way.lines.append(assign(fresh, value))
                 current[name] = expression(fresh)
             known.add(name)
     way.values = current
@@ -225,141 +208,102 @@ def _join_branches(way: Branch, rest: Branch, current: dict[str, ast.expr]) -> B
     """`way` up to a nested `if`, then what that became."""
     for line in rest.lines:
         assert isinstance(line, ast.Assign)
-        line.value = _Renaming(current).visit(line.value)
-    values = {**current, **{name: _Renaming(current).visit(value) for name, value in rest.values.items()}}
-    returns = None if rest.returns is None else _Renaming(current).visit(rest.returns)
-    return Branch(lines=[*way.lines, *rest.lines], values=values, returns=returns, ends=rest.ends)
+        line.value = put(line.value, current)
+    values = {**current, **{name: put(value, current) for name, value in rest.values.items()}}
+    returns = None if rest.returns is None else put(rest.returns, current)
+    return replace(rest, lines=[*way.lines, *rest.lines], values=values, returns=returns)
 
 
-def _inner_ways(statement: ast.If, rest: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt], bool]:
-    spot = Spot(block=[statement, *rest], index=0, outer=())
-    body, other, end = _ways(spot)
-    return body, other, end > 1
-
-
-def _is_words(statement: ast.stmt) -> bool:
+def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _assignments(statement: ast.stmt) -> list[tuple[str, ast.expr]]:
     """Names and their values, all of which are computed before the first name changes."""
+    named = named_value(statement)
+    if named is not None:
+        return [named]
     match statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value):
-            return [(name, value)]
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
             return [(name, value)]
-        case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
-            return [(name, ast.BinOp(left=ast.Name(id=name, ctx=ast.Load()), op=op, right=value))]
         case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if len(targets) == len(values):
-            named = [one.id for one in targets if isinstance(one, ast.Name)]
-            if len(set(named)) == len(targets):
-                return list(zip(named, values, strict=True))
-    raise NotStraight(f"`{ast.unparse(statement).splitlines()[0]}` is no assignment to a name")
+            names = [one.id for one in targets if isinstance(one, ast.Name)]
+            if len(set(names)) == len(targets):
+                return list(zip(names, values, strict=True))
+    raise NotStraight(f"`{ast.unparse(statement).splitlines()[0]}` is not an assignment to a name")
 
 
-def _substitute(value: ast.expr, current: dict[str, ast.expr], scope: Scope) -> ast.expr:
-    return _Renaming(current).visit(without_numbers(value, scope))  # type: ignore[no-any-return]
-
-
-class _Renaming(ast.NodeTransformer):
-    def __init__(self, current: dict[str, ast.expr]) -> None:
-        self.current = current
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return copy.deepcopy(self.current.get(node.id, node)) if isinstance(node.ctx, ast.Load) else node
-
-
-def _run_always(scope: Scope, spot: Spot) -> Candidate | None:
-    """The body without its condition, for a body that changes nothing where the condition is false."""
-    statement = spot.statement
-    assert isinstance(statement, ast.If)
-    if statement.orelse or _returns(statement.body):
-        return None
-    body = [copy.deepcopy(one) for one in statement.body]
-    text = scope.replace([statement], [_Padding().visit(one) for one in body])
-    words = f"what stands under `if {ast.unparse(statement.test)}` changes nothing where it is false, and runs always"
+def _run_always(scope: Scope, statement: ast.If) -> Candidate | None:
+    """The body without its condition, where it changes nothing when the condition is false."""
     both = (statement.test.lineno, statement.body[0].lineno)
-    return Candidate(text=text, words=words, both=both) if text and both[0] != both[1] else None
+    if statement.orelse or _returns(statement.body) or both[0] == both[1]:
+        return None
+    body = [_Padding().visit(copy.deepcopy(one)) for one in statement.body]
+    words = f"the body of `if {ast.unparse(statement.test)}` changes nothing where it is false, and runs always"
+    return scope.candidate([statement], body, words, both)
 
 
 class _Padding(ast.NodeTransformer):
-    """`k - n % k`, the distance to the next multiple, as `-n % k`: nought where n is one already."""
+    """`k - n % k`, the distance to the next multiple, as `-n % k`, which is 0 where n is a multiple."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        right = node.right
-        rest = isinstance(right, ast.BinOp) and isinstance(right.op, ast.Mod)
-        if isinstance(node.op, ast.Sub) and rest:
-            assert isinstance(right, ast.BinOp)
-            if ast.dump(node.left) == ast.dump(right.right):
-                return ast.BinOp(left=ast.UnaryOp(op=ast.USub(), operand=right.left), op=ast.Mod(), right=right.right)
+        match node:
+            case ast.BinOp(left=left, op=ast.Sub(), right=ast.BinOp(left=size, op=ast.Mod(), right=unit)):
+                if ast.dump(left) == ast.dump(unit):
+                    return ast.BinOp(left=ast.UnaryOp(op=ast.USub(), operand=size), op=ast.Mod(), right=unit)
         return node
 
 
-def _run_one_branch(
-    scope: Scope, spot: Spot, body: list[ast.stmt], other: list[ast.stmt], end: int
-) -> Iterator[Candidate]:
+def _run_one_branch(scope: Scope, spot: Spot, statement: ast.If, ways: Ways) -> Candidate | None:
     """One way run: torch.cond over two functions of the names that they read."""
-    test = spot.statement.test  # type: ignore[attr-defined]
+    body, other, end = ways
     known, later = bound_before(spot, scope.function), read_later(spot, end)
     ends = _returns(body)
-    if ends != _returns(other) or any(
+    writes = any(
         isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
-        for part in (body, other)
-        for node in _nodes(part)
-    ):
-        return
-    names = [name for name in dict.fromkeys([*stored_names(body), *stored_names(other)]) if name in later]
-    if not ends and (
-        not names
-        or any(name not in known and not (name in stored_names(body) and name in stored_names(other)) for name in names)
-    ):
-        return
-    read = [name for name in dict.fromkeys([*loaded_names(body), *loaded_names(other), *names]) if name in known]
-    operands = [name for name in read if scope.is_tensor(expression(name))]
-    one, two = scope.fresh("one_way"), scope.fresh("other_way")
-    ways = [_way(name, operands, part, names, ends) for name, part in ((one, body), (two, other))]
+        for node in walk([*body, *other])
+    )
+    one, two = stored_names(body), stored_names(other)
+    names = [name for name in dict.fromkeys([*one, *two]) if name in later]
+    unknown = [name for name in names if name not in known and not (name in one and name in two)]
+    if writes or ends != _returns(other) or (not ends and (not names or unknown)):
+        return None
+    read = dict.fromkeys([*loaded_names(body), *loaded_names(other), *names])
+    operands = [name for name in read if name in known and scope.is_tensor(expression(name))]
+    then, otherwise = scope.fresh("one_way"), scope.fresh("other_way")
+    functions = [_way(name, operands, part, names, ends) for name, part in ((then, body), (otherwise, other))]
     tail = ", ".join(operands) + ("," if operands else "")
-    call = f"torch.cond({ast.unparse(predicate(test, scope))}, {one}, {two}, ({tail}))"
+    call = f"torch.cond({ast.unparse(predicate(statement.test, scope))}, {then}, {otherwise}, ({tail}))"
     head = "return " if ends else f"{', '.join(names)} = "
-    text = scope.replace(spot.block[spot.index : end], [*ways, *statements(head + call)])
-    if text:
-        yield Candidate(text=text, words=f"`if {ast.unparse(test)}` runs one way with torch.cond", cheap=False)
+    words = f"`if {ast.unparse(statement.test)}` runs one way with torch.cond"
+    edit = scope.candidate(spot.block[spot.index : end], [*functions, *statements(head + call)], words)
+    return None if edit is None else replace(edit, cheap=False)
 
 
 def _way(name: str, operands: list[str], block: list[ast.stmt], names: list[str], ends: bool) -> ast.stmt:
     body = [copy.deepcopy(one) for one in block]
-    if ends:
-        last = body[-1]
-        if isinstance(last, ast.Return) and isinstance(last.value, ast.Name):
-            last.value = expression(f"{last.value.id}.clone()")
-    else:
-        assigned = stored_names(block)
-        values = ", ".join(one if one in assigned else f"{one}.clone()" for one in names)
-        body += statements(f"def _():\n    return {values}")[0].body  # type: ignore[attr-defined]
-    function = statements(f"def {name}({', '.join(operands)}):\n    pass")[0]
-    assert isinstance(function, ast.FunctionDef)
-    function.body = body
-    return function
+    last = body[-1] if ends else None
+    if isinstance(last, ast.Return) and isinstance(last.value, ast.Name):
+        last.value = expression(f"{last.value.id}.clone()")
+    values = ", ".join(one if one in stored_names(block) else f"{one}.clone()" for one in names)
+    return define(name, ", ".join(operands), body, "" if ends else values)
 
 
-def _ternaries(scope: Scope, spot: Spot) -> Iterator[Candidate]:
-    statement = copy.deepcopy(spot.statement)
-    if isinstance(statement, ast.For | ast.While | ast.With | ast.Try):
-        return
-    found: list[str] = []
+def _ternaries(scope: Scope, spot: Spot) -> Candidate | None:
+    if isinstance(spot.statement, ast.For | ast.While | ast.With | ast.Try):
+        return None
+    tests: list[str] = []
 
     class Choose(ast.NodeTransformer):
         def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-            if scope.worth(node.test) == "static":
+            if scope.depends_on(node.test) == "static":
                 return self.generic_visit(node)
-            found.append(ast.unparse(node.test))
+            tests.append(ast.unparse(node.test))
             pred = predicate(node.test, scope)
             self.generic_visit(node)
             return _select(pred, without_numbers(node.body, scope), without_numbers(node.orelse, scope))
 
-    new = Choose().visit(statement)
-    if found:
-        text = scope.replace([spot.statement], [new])
-        if text:
-            yield Candidate(text=text, words=f"`… if {found[0]} else …` chooses with torch.where")
+    new = Choose().visit(copy.deepcopy(spot.statement))
+    words = f"`… if {tests[0]} else …` chooses with torch.where" if tests else ""
+    return scope.candidate([spot.statement], [new], words) if tests else None

@@ -1,4 +1,4 @@
-"""`try` whose way values decide: what raises becomes the condition of an `if`, which other rewrites then take.
+"""A `try` that values decide: what raises becomes the condition of an `if`, which other rewrites then handle.
 
     try:                                             spread = x.std()
         spread = x.std()                             if spread < 1e-6:
@@ -8,8 +8,8 @@
     except ValueError:
         y = torch.zeros_like(x)
 
-and so a factorisation that does not exist (`torch.linalg.cholesky`), of which torch tells by a number as well.
-Condition: nothing else in the block raises. And what a program may leave out of checks: those that nobody catches.
+and so a factorisation that does not exist (`torch.linalg.cholesky`), which torch can report by a number as well.
+Condition: nothing else in the block raises. Also tells which checks a program may leave out: those that are not caught.
 """
 
 from __future__ import annotations
@@ -19,62 +19,53 @@ import builtins
 import copy
 from collections.abc import Iterator, Sequence
 
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, arguments_text, expression, statements
 
-_TELLING = {
+_WITH_INFO = {
     "torch.linalg.cholesky": "torch.linalg.cholesky_ex",
     "torch.cholesky": "torch.linalg.cholesky_ex",
     "torch.linalg.inv": "torch.linalg.inv_ex",
     "torch.inverse": "torch.linalg.inv_ex",
     "torch.linalg.solve": "torch.linalg.solve_ex",
 }
-"""What raises -> what gives the same, and a number that is not nought where the other raises."""
+"""A function that raises -> its variant that returns a number instead, not 0 where the other raises."""
 _RAISED = ("torch.linalg.LinAlgError", "torch._C._LinAlgError", "RuntimeError", "Exception", "BaseException")
 
 
-def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
+def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     """A candidate for the `try` at `spot`."""
     statement = spot.statement
     if not isinstance(statement, ast.Try) or len(statement.handlers) != 1 or statement.finalbody:
         return
     new = _as_branch(scope, statement)
-    text = scope.replace([statement], new) if new else None
-    if text:
-        yield Candidate(text=text, words=f"what `{_head(statement)}` catches is the condition of an `if`")
-
-
-def _head(statement: ast.Try) -> str:
     caught = statement.handlers[0].type
-    return f"except {ast.unparse(caught)}" if caught is not None else "except"
+    head = f"except {ast.unparse(caught)}" if caught is not None else "except"
+    yield scope.candidate([statement], new, f"what `{head}` catches is the condition of an `if`") if new else None
 
 
 def _as_branch(scope: Scope, statement: ast.Try) -> list[ast.stmt] | None:
     handler = statement.handlers[0]
-    if _ends_so(handler.body, ast.Raise):
+    if isinstance(handler.body[-1], ast.Raise):
         return None
     for index, one in enumerate(statement.body):
-        told = _test_before_raise(scope, one, handler)
-        if told is None:
+        found = _test_before_raise(scope, one, handler)
+        if found is None:
             continue
-        before, test, instead = told
+        before, test, instead = found
         rest = [*instead, *statement.body[index + 1 :], *statement.orelse]
         branch = ast.If(test=test, body=copy.deepcopy(handler.body), orelse=copy.deepcopy(rest))
         kept = [copy.deepcopy(each) for each in statement.body[:index]]
-        if _ends_so(handler.body, ast.Return):  # as people write it: what follows is the other way
+        if isinstance(handler.body[-1], ast.Return):  # as people write it: the rest is the other way
             return [*kept, *before, ast.If(test=test, body=branch.body, orelse=[]), *branch.orelse]
         return [*kept, *before, branch if rest else ast.If(test=test, body=branch.body, orelse=[])]
     return None
 
 
-def _ends_so(block: Sequence[ast.stmt], kind: type[ast.stmt]) -> bool:
-    return bool(block) and isinstance(block[-1], kind)
+_Test = tuple[list[ast.stmt], ast.expr, list[ast.stmt]]
 
 
-Told = tuple[list[ast.stmt], ast.expr, list[ast.stmt]]
-
-
-def _test_before_raise(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -> Told | None:
-    """What runs before it is known whether `statement` raises, when it does, and what runs if it does not."""
+def _test_before_raise(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -> _Test | None:
+    """The statements before the test, the test of whether `statement` raises, and the statements when it does not."""
     match statement:
         case ast.If(test=test, body=[ast.Raise(exc=ast.expr() as raised)], orelse=other):
             name = ast.unparse(raised.func if isinstance(raised, ast.Call) else raised)
@@ -87,15 +78,14 @@ def _test_before_raise(scope: Scope, statement: ast.stmt, handler: ast.ExceptHan
     return None
 
 
-def _test_factorization(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -> Told | None:
-    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func) in _TELLING]
+def _test_factorization(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -> _Test | None:
+    calls = [one for one in ast.walk(statement) if isinstance(one, ast.Call) and ast.unparse(one.func) in _WITH_INFO]
     caught = [ast.unparse(one) for one in _exception_types(handler)]
     if len(calls) != 1 or (caught and not {*caught} & {*_RAISED}):
         return None
     (call,) = calls
     found, failed = scope.fresh("found"), scope.fresh("failed")
-    given = ", ".join(ast.unparse(one) for one in (*call.args, *call.keywords))
-    before = statements(f"{found}, {failed} = {_TELLING[ast.unparse(call.func)]}({given})")
+    before = statements(f"{found}, {failed} = {_WITH_INFO[ast.unparse(call.func)]}({arguments_text(call)})")
     written = ast.unparse(call)
 
     class Found(ast.NodeTransformer):
@@ -112,7 +102,7 @@ def _exception_types(handler: ast.ExceptHandler) -> list[ast.expr]:
 
 
 def _catches(handler: ast.ExceptHandler, name: str) -> bool:
-    """Whether an error of this name is one that the handler is for."""
+    """Whether the handler catches an error of this name."""
     names = [ast.unparse(one) for one in _exception_types(handler)]
     kind = getattr(builtins, name, None)
     wide = [getattr(builtins, one, None) for one in names]
@@ -121,7 +111,7 @@ def _catches(handler: ast.ExceptHandler, name: str) -> bool:
 
 
 def is_caught(text: str, function: ast.FunctionDef, statement: ast.stmt) -> bool:
-    """Whether what `statement` raises may be caught in its file: the answer is then another, not none."""
+    """Whether what `statement` raises may be caught in its file: there is then another answer, not none."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Try) and node.handlers:
             inside = any(one.lineno <= statement.lineno <= (one.end_lineno or one.lineno) for one in node.body)
@@ -131,7 +121,7 @@ def is_caught(text: str, function: ast.FunctionDef, statement: ast.stmt) -> bool
 
 
 def _reachable_functions(text: str, block: Sequence[ast.stmt]) -> set[str]:
-    """Names of functions that running the block may run; `forward` stands for whatever is not defined in the file."""
+    """Names of functions that the block may run; `forward` stands for all that the file does not define."""
     functions: dict[str, list[ast.FunctionDef]] = {}
     for one in ast.walk(ast.parse(text)):
         if isinstance(one, ast.FunctionDef):
@@ -151,7 +141,7 @@ def _reachable_functions(text: str, block: Sequence[ast.stmt]) -> set[str]:
 
 
 def _may_be_a_module(called: ast.expr) -> bool:
-    """Whether a call of it may run a `forward`."""
+    """Whether calling it may run a `forward`."""
     if isinstance(called, ast.Name):
         return not hasattr(builtins, called.id)
     return isinstance(called, ast.Subscript) or ast.unparse(called).startswith("self.")

@@ -1,7 +1,7 @@
-"""A loop over time, taken apart: what each step is given, what it carries, what it collects.
+"""A loop over time, taken apart: what each step receives, carries and collects.
 
-Conditions: the steps read slices of tensors and compute names; what they collect goes into a list, or into place `t` of
-a tensor that nobody reads meanwhile, or only by its distance from `t` (`tables`). What one step leaves for the next
+Conditions: the steps read slices of tensors and compute names. What they collect goes into a list, or into place `t` of
+a tensor that they do not read, or read only by the distance from `t` (`tables`). What one step leaves for the next
 keeps its shape and dtype. Each holds only if the proof says so.
 """
 
@@ -9,36 +9,27 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from trueline.doctor.rewrites.control.predicate import without_numbers
-from trueline.doctor.rewrites.loops.appends import appended_by
-from trueline.doctor.rewrites.loops.recurrences import (
-    Table,
-    filled_again,
-    full,
-    like_row,
-    locate,
-    parts_of,
-    shift_of,
-    tables,
-    under_mask,
-    whole,
-)
-from trueline.doctor.rewrites.pure import pure
+from trueline.doctor.rewrites.appends import appended_by
+from trueline.doctor.rewrites.indices import is_full, is_whole, locate, shift_of
+from trueline.doctor.rewrites.loops.recurrences import Table, fill_again, like_row, tables, under_mask
+from trueline.doctor.rewrites.predicate import without_numbers
+from trueline.doctor.rewrites.pure import has_effects, pure
 from trueline.doctor.rewrites.scope import (
     Scope,
     Spot,
+    assign,
     bound_before,
     expression,
+    indices_of,
     loaded_names,
+    named_value,
     read_later,
     statements,
     stored_names,
-    value_of,
+    tensor_of,
 )
 
 
@@ -54,11 +45,10 @@ class Steps:
     """Where the counter begins, if not at 0."""
     backwards: bool = False
     stride: int = 1
-    """How far the counter goes in a step."""
     slices: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Name in the step -> (tensor, its dimension of time)."""
     shifts: dict[str, int] = field(default_factory=dict)
-    """Name in the step -> how far it is from the counter: -1 of `x[t - 1]`."""
+    """Name in the step -> its distance from the counter: -1 of `x[t - 1]`."""
     lists: dict[str, ast.expr] = field(default_factory=dict)
     """List that each step appends to -> what it appends."""
     filled: dict[str, int] = field(default_factory=dict)
@@ -66,18 +56,23 @@ class Steps:
     tables: dict[str, Table] = field(default_factory=dict)
     """New rows of a tensor -> how it is filled with them; they are in `lists` too."""
     rows: dict[str, str] = field(default_factory=dict)
-    """Row that an earlier step filled, as a name in the step -> what it is for the first step."""
+    """Row that an earlier step filled, as a name in the step -> its value in the first step."""
     body: list[ast.stmt] = field(default_factory=list)
     uses_index: bool = False
     enumerated: bool = False
     """Whether the counter counts the steps of a tensor."""
     numbers: bool = False
-    """Whether the steps go over numbers that were taken out of a tensor: those of a tensor of one dimension."""
+    """Whether the steps run over numbers taken out of a tensor of one dimension."""
 
     @property
     def may_be_none(self) -> bool:
-        """Whether there may be no step at all, of a tensor that a size makes empty."""
+        """Whether there may be no step at all, because a size makes a tensor empty."""
         return bool(self.start) or self.enumerated or self.length is None or isinstance(self.length, ast.BinOp)
+
+    @property
+    def uses_unknown_index(self) -> bool:
+        """Whether the steps use a counter whose end is not known."""
+        return self.uses_index and self.length is None
 
     @property
     def listed(self) -> list[str]:
@@ -86,7 +81,7 @@ class Steps:
 
     @property
     def fills_only(self) -> bool:
-        """Whether what it collects are rows of tensors that are there already."""
+        """Whether all that it collects are rows of existing tensors."""
         return bool(self.tables) and len(self.lists) == len(self.tables)
 
     @property
@@ -98,7 +93,7 @@ class Steps:
         return _plus(ast.unparse(self.length), -1)
 
     def source(self, part: str) -> str:
-        """The tensor, steps first, from which each step gets `part`."""
+        """The tensor, steps first, from which each step receives `part`."""
         tensor, axis = self.slices[part]
         moved = f"{tensor}.movedim({axis}, 0)" if axis else tensor
         shift, length = self.shifts.get(part, 0), self.length
@@ -108,7 +103,7 @@ class Steps:
         return f"{moved}.flip(0)" if self.backwards else moved
 
     def counter(self, device: str = "", *, idle: bool = False) -> str:
-        """The values of the counter, in the order of the steps; `idle` with one step more, before the first."""
+        """The values of the counter, in the order of the steps; `idle` with one more step, before the first."""
         assert self.length is not None
         start, end = self.start, ast.unparse(self.length)
         if self.stride > 1:
@@ -122,7 +117,7 @@ class Steps:
 
 
 def _plus(number: str, shift: int) -> str:
-    """`number + shift` as it would be written."""
+    """The source of `number + shift`."""
     match expression(number):
         case ast.Constant(value=int(value)):
             return str(value + shift)
@@ -143,11 +138,12 @@ def element_name(name: str) -> str:
 def split_loop(scope: Scope, loop: ast.For) -> Steps | None:
     """The steps of `for t in range(n)` (from a start, or down to one), of `for x_t in x`, `x.unbind(1)`, `zip(x, y)`,
     or of these with enumerate; else None."""
-    steps = steps_of_header(scope, loop.target, loop.iter)
+    steps = _steps_of_header(scope, loop.target, loop.iter)
     if steps is None or loop.orelse:
         return None
     loop, known = _with_tables(scope, steps, loop)
-    scope = _knowing(scope, known.values())
+    rows = {table.row: row for table in known.values() if (row := like_row(scope, table)) is not None}
+    scope = replace(scope, seen={**scope.seen, **rows})
     if steps.numbers:
         scope, loop = _with_numbers(scope, steps, loop)
     slicing = _Slicing(scope, steps, set(stored_names([pure(scope, one) for one in loop.body])), known)
@@ -168,10 +164,8 @@ def split_loop(scope: Scope, loop: ast.For) -> Steps | None:
             return None
         else:
             steps.lists[appended[0]] = appended[1]
-            steps.body.append(
-                ast.Assign(targets=[ast.Name(id=element_name(appended[0]), ctx=ast.Store())], value=appended[1])
-            )
-    if has_effects(steps.body) or set(steps.lists) & set(_values(steps.body)):
+            steps.body.append(assign(element_name(appended[0]), appended[1]))
+    if has_effects(steps.body) or set(steps.lists) & set(_value_names(steps.body)):
         return None
     if set(loaded_names(loop.iter)) & set(stored_names(steps.body)):
         return None
@@ -195,7 +189,7 @@ class _LastOf(ast.NodeTransformer):
 
 
 def _with_tables(scope: Scope, steps: Steps, loop: ast.For) -> tuple[ast.For, dict[str, Table]]:
-    """The loop with what it writes under masks written as a whole, and the tensors that it fills row by row."""
+    """The loop with masked writes as writes of the whole, and the tensors that it fills row by row."""
     if steps.index is None or steps.length is None or steps.stride > 1:
         return loop, {}
     loop = copy.copy(loop)
@@ -204,54 +198,40 @@ def _with_tables(scope: Scope, steps: Steps, loop: ast.For) -> tuple[ast.For, di
 
 
 def _with_numbers(scope: Scope, steps: Steps, loop: ast.For) -> tuple[Scope, ast.For]:
-    """What is known of the steps' numbers, which stay in their tensors, and the loop that computes with those."""
+    """The scope with the values of the steps' numbers, and the loop that keeps these in their tensors."""
     seen = dict(scope.seen)
     for name, (source, axis) in steps.slices.items():
-        held = value_of(expression(source), scope.seen)
-        if isinstance(held, torch.Tensor) and held.ndim > axis and held.shape[axis]:
+        held = tensor_of(expression(source), scope)
+        if held is not None and held.ndim > axis and held.shape[axis]:
             seen[name] = held.select(axis, 0)
     scope, loop = replace(scope, seen=seen), copy.copy(loop)
-    loop.body = [without_numbers(one, scope) for one in loop.body]  # type: ignore[arg-type, misc]
+    loop.body = [without_numbers(one, scope) for one in loop.body]
     return scope, loop
 
 
-def _knowing(scope: Scope, known: Iterable[Table]) -> Scope:
-    """The scope with the rows of tables among what is known of the names in a step."""
-    rows = {table.row: row for table in known if (row := like_row(scope, table)) is not None}
-    return replace(scope, seen={**scope.seen, **rows}) if rows else scope
-
-
 def _pure_rows(scope: Scope, statement: ast.stmt, known: dict[str, Table]) -> ast.stmt:
-    """`statement` with what it writes into rows, which the step may not write into, as new values of their names."""
-    rows = {table.row for table in known.values()}
+    """`statement` with its writes into rows, which are inputs of the step, as new values of their names."""
     if isinstance(statement, ast.For | ast.If | ast.With):
-        statement.body = [_pure_rows(scope, one, known) for one in statement.body]
-        if not isinstance(statement, ast.With):
-            statement.orelse = [_pure_rows(scope, one, known) for one in statement.orelse]
+        for name in ("body",) if isinstance(statement, ast.With) else ("body", "orelse"):
+            setattr(statement, name, [_pure_rows(scope, one, known) for one in getattr(statement, name)])
         return statement
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
-    if not isinstance(target, ast.Name) or target.id not in rows:
+    named = named_value(statement)
+    if named is None or named[0] not in {table.row for table in known.values()}:
         return pure(scope, statement)
-    if isinstance(statement, ast.AugAssign):
-        value: ast.expr = ast.BinOp(left=expression(target.id), op=statement.op, right=statement.value)
-    elif isinstance(statement, ast.Assign):
-        value = statement.value
-    else:
-        return statement
-    return statements(f"{target.id} = {_as_row(scope, value, target.id)}")[0]
+    return statements(f"{named[0]} = {_as_row(scope, named[1], named[0])}")[0]
 
 
 def _as_row(scope: Scope, value: ast.expr, row: str) -> str:
-    """What an assignment by index makes of a value: of the row's shape and dtype."""
+    """A value with the row's shape and dtype, as an assignment by index converts it."""
     if isinstance(value, ast.Constant):
         return f"torch.full_like({row}, {ast.unparse(value)})"
-    if scope.worth(value) == "tensor":
+    if scope.depends_on(value) == "tensor":
         return f"({ast.unparse(value)}).expand_as({row}).to({row}.dtype)"
     return f"torch.as_tensor({ast.unparse(value)}, dtype={row}.dtype).expand_as({row})"
 
 
 def _collect_rows(scope: Scope, steps: Steps, name: str, table: Table) -> None:
-    """Each step gives row t, and hands on the rows that the next ones read."""
+    """Each step returns row t, and passes on the rows that the next ones read."""
     new = scope.fresh(f"{name}_new")
     steps.tables[new] = table
     steps.lists[new] = ast.Name(id=table.row, ctx=ast.Load())
@@ -265,91 +245,34 @@ def _collect_rows(scope: Scope, steps: Steps, name: str, table: Table) -> None:
 
 
 def put_back(scope: Scope, steps: Steps, *, all_rows: bool = False) -> list[ast.stmt]:
-    """The tensors that the loop filled, with the rows that the steps gave: of all rows, or of those of the loop."""
-    found: list[ast.stmt] = []
-    for rows, table in steps.tables.items():
-        turned = f"{rows}.flip(0)" if steps.backwards else rows
-        found += filled_again(scope, table, turned, steps.start, None if all_rows else steps.length)
-    return found
+    """The tensors that the loop filled, with the rows of the steps: of all rows, or of those of the loop."""
+    end, turned = None if all_rows else steps.length, ".flip(0)" if steps.backwards else ""
+    filled = [fill_again(scope, table, rows + turned, steps.start, end) for rows, table in steps.tables.items()]
+    return [statement for block in filled for statement in block]
 
 
 def _filled_output(scope: Scope, steps: Steps, statement: ast.stmt, loop: ast.For) -> tuple[str, int, ast.expr] | None:
     """Name, dimension of time and value of `out[:, t] = value`."""
-    if (
-        steps.index is None
-        or steps.start
-        or steps.stride > 1
-        or not isinstance(statement, ast.Assign)
-        or len(statement.targets) != 1
-    ):
+    if steps.index is None or steps.start or steps.stride > 1:
         return None
-    target = statement.targets[0]
-    if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
+    match statement:
+        case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name) as tensor) as target], value=value):
+            place = _place_of(target, steps.index)
+        case _:
+            return None
+    if not scope.is_tensor(tensor) or place is None or place[1]:
         return None
-    held = value_of(target.value, scope.seen)
-    found = place_of(target, steps.index)
-    if not isinstance(held, torch.Tensor) or found is None or found[1]:
-        return None
-    reads = [one for one in _values([loop]) if one == target.value.id]
-    return (target.value.id, found[0], statement.value) if len(reads) == 1 else None
+    return (name, place[0], value) if _value_names([loop]).count(name) == 1 else None
 
 
-def _values(block: Sequence[ast.stmt]) -> list[str]:
-    """Each name that `block` uses for what it holds, so often as it does: `x.dtype` says nothing of that."""
+def _value_names(block: Sequence[ast.stmt]) -> list[str]:
+    """Each name whose value `block` uses, as often as it does; `x.dtype` does not use it."""
     nodes = [node for statement in block for node in ast.walk(statement)]
     kinds = {id(one.value) for one in nodes if isinstance(one, ast.Attribute) and one.attr in ("dtype", "device")}
     return [one.id for one in nodes if isinstance(one, ast.Name) and id(one) not in kinds]
 
 
-def has_effects(block: list[ast.stmt]) -> bool:
-    """Whether `block` does more than compute names: jumps, writes into objects that it has not made, calls for their
-    effect."""
-    own = set(stored_names(block))
-    for node in (node for statement in block for node in _run(statement)):
-        if isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Yield | ast.Global | ast.Nonlocal | ast.Delete):
-            return True
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            return True
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _created_in(node, block) not in own:
-            return True
-        if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
-            appended = appended_by(node)
-            if appended is None or not _starts_list(appended[0], block):
-                return True
-    return False
-
-
-def _created_in(node: ast.Subscript, block: list[ast.stmt]) -> str:
-    """The name of what is written into, where the block itself has made that before; else no name."""
-    root, _ = parts_of(node)
-    name = root.id if isinstance(root, ast.Name) else ""
-    for statement in block:
-        if node in ast.walk(statement):
-            return ""
-        if (
-            isinstance(statement, ast.Assign)
-            and stored_names(statement) == [name]
-            and isinstance(statement.value, ast.Call)
-        ):
-            return name
-    return ""
-
-
-def _starts_list(name: str, block: list[ast.stmt]) -> bool:
-    """Whether the block makes the list itself, anew in each step."""
-    first = next((one for one in block if name in (*stored_names(one), *loaded_names(one))), None)
-    return isinstance(first, ast.Assign) and ast.unparse(first.value) in ("[]", "list()")
-
-
-def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when `node` does: what stands in a function that it defines does not."""
-    yield node
-    if not isinstance(node, ast.FunctionDef | ast.Lambda):
-        for child in ast.iter_child_nodes(node):
-            yield from _run(child)
-
-
-def steps_of_header(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
+def _steps_of_header(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
     """The steps that `for target in source` takes, without their body."""
     index: str | None = None
     if isinstance(source, ast.Call) and isinstance(source.func, ast.Name):
@@ -359,8 +282,7 @@ def steps_of_header(scope: Scope, target: ast.expr, source: ast.expr) -> Steps |
             first, target = target.elts
             index, source = (first.id if isinstance(first, ast.Name) else None), source.args[0]
     pairs = [(target, source)]
-    zipped = isinstance(source, ast.Call) and ast.unparse(source.func) == "zip"
-    if zipped and isinstance(source, ast.Call) and isinstance(target, ast.Tuple):
+    if isinstance(source, ast.Call) and ast.unparse(source.func) == "zip" and isinstance(target, ast.Tuple):
         if len(target.elts) != len(source.args) or any(one.arg != "strict" for one in source.keywords):
             return None
         pairs = [*zip(target.elts, source.args, strict=True)]
@@ -369,10 +291,10 @@ def steps_of_header(scope: Scope, target: ast.expr, source: ast.expr) -> Steps |
         axis, tensor = 0, _tensor_of_list(given)
         steps.numbers = steps.numbers or tensor is not given
         if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "unbind":
-            said = [*given.args, *(keyword.value for keyword in given.keywords)]
-            axis = ast.literal_eval(said[0]) if said else 0
+            named = [*given.args, *(keyword.value for keyword in given.keywords)]
+            axis = ast.literal_eval(named[0]) if named else 0
             tensor = given.func.value
-        if not isinstance(name, ast.Name) or scope.worth(tensor) != "tensor":
+        if not isinstance(name, ast.Name) or scope.depends_on(tensor) != "tensor":
             return None
         steps.slices[name.id] = (ast.unparse(tensor), axis)
         if steps.enumerated and steps.length is None and isinstance(tensor, ast.Name):
@@ -381,7 +303,7 @@ def steps_of_header(scope: Scope, target: ast.expr, source: ast.expr) -> Steps |
 
 
 def _tensor_of_list(node: ast.expr) -> ast.expr:
-    """Of `lengths.tolist()` the tensor, whose numbers stay in it."""
+    """Of `lengths.tolist()` the tensor, in which the numbers stay."""
     match node:
         case ast.Call(func=ast.Attribute(value=tensor, attr="tolist"), args=[]):
             return tensor
@@ -398,39 +320,29 @@ def _steps_of_range(target: ast.expr, source: ast.Call) -> Steps | None:
         source = source.args[0]
     if ast.unparse(source.func) != "range" or not isinstance(target, ast.Name) or source.keywords:
         return None
-    given = source.args
-    match given:
+    match source.args:
         case [length]:
             return Steps(index=target.id, length=length, backwards=backwards)
         case [start, length]:
             return Steps(index=target.id, length=length, start=ast.unparse(start), backwards=backwards)
         case [top, last, step] if not backwards and ast.unparse(step) == "-1":
-            down = ast.unparse(last)
-            start_ = "" if down == "-1" else _plus(down, 1)
-            return Steps(index=target.id, length=_after(top), start=start_, backwards=True)
+            down, above = ast.unparse(last), expression(_plus(ast.unparse(top), 1))
+            return Steps(index=target.id, length=above, start="" if down == "-1" else _plus(down, 1), backwards=True)
         case [start, length, ast.Constant(value=int(stride))] if not backwards and stride > 0:
-            start_ = "" if ast.unparse(start) == "0" else ast.unparse(start)
-            return Steps(index=target.id, length=length, start=start_, stride=stride)
+            first = ast.unparse(start)
+            return Steps(index=target.id, length=length, start="" if first == "0" else first, stride=stride)
     return None
 
 
-def _after(top: ast.expr) -> ast.expr:
-    """`top + 1`, as it would be written."""
-    return expression(_plus(ast.unparse(top), 1))
-
-
-def place_of(node: ast.Subscript, index: str) -> tuple[int, int] | None:
-    """Dimension and shift of the one index `t`, `t - 1` or `t + 1` beside which there are only full slices."""
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    shifts = [shift_of(part, index) for part in parts]
-    at = [i for i, shift in enumerate(shifts) if shift is not None]
-    if len(at) != 1 or sum(full(part) for part in parts) != len(parts) - 1:
-        return None
-    return at[0], shifts[at[0]] or 0
+def _place_of(node: ast.Subscript, index: str) -> tuple[int, int] | None:
+    """Dimension and shift of the one index `t`, `t - 1` or `t + 1` that has only full slices beside it."""
+    parts = indices_of(node)
+    at = [(i, shift) for i, part in enumerate(parts) if (shift := shift_of(part, index)) is not None]
+    return at[0] if len(at) == 1 and sum(is_full(part) for part in parts) == len(parts) - 1 else None
 
 
 class _Slicing(ast.NodeTransformer):
-    """`x[:, t]` becomes `x_t`, a slice that the step is given; and of a table a row that it fills or has filled."""
+    """`x[:, t]` becomes `x_t`, a slice that the step receives; a row of a table becomes the name of that row."""
 
     def __init__(self, scope: Scope, steps: Steps, assigned: set[str], known: Mapping[str, Table]) -> None:
         self.scope, self.steps, self.assigned, self.known = scope, steps, assigned, known
@@ -443,15 +355,14 @@ class _Slicing(ast.NodeTransformer):
             return self.generic_visit(node)
         table = self.known.get(place.root)
         row = place.row(index)
-        rest = [self.visit(part) for part in place.rest]
-        place = replace(place, rest=tuple(rest))
+        place = replace(place, rest=tuple([self.visit(part) for part in place.rest]))
         if table is not None and place.base == table.place.base:
             ago = place.shift if self.steps.backwards else -place.shift
             if ago >= 0:
                 return place.within(table.earlier(ago) if ago else table.row, node.ctx)
         elif place.root in self.assigned and table is None:
             return self.generic_visit(node)  # a later step reads what an earlier one wrote
-        alone = not place.fixed and all(full(one) or self._known(one) for one in place.rest)
+        alone = not place.fixed and all(is_full(one) or self._is_known(one) for one in place.rest)
         if isinstance(node.ctx, ast.Store) or not (alone or self.known) or (place.shift and self.steps.length is None):
             return self.generic_visit(node)
         self.steps.slices[row] = (place.base, place.axis)
@@ -459,9 +370,9 @@ class _Slicing(ast.NodeTransformer):
             self.steps.shifts[row] = place.shift
         return place.within(row, node.ctx)
 
-    def _known(self, part: ast.expr) -> bool:
-        """Whether an index beside the counter is a number: one that nothing changes, or one of the steps' own."""
-        return self.scope.worth(part) == "static" or (self.steps.numbers and whole(self.scope, part))
+    def _is_known(self, part: ast.expr) -> bool:
+        """Whether an index beside the counter is a constant, or a number of the step's own."""
+        return self.scope.depends_on(part) == "static" or (self.steps.numbers and is_whole(self.scope, part))
 
 
 def carried_names(scope: Scope, spot: Spot, steps: Steps) -> list[str]:

@@ -1,7 +1,7 @@
 """Loops over time: as one vectorised expression, one `vmap`, or a scan.
 
-Conditions. At once, and vmap: nothing is carried from step to step. Scan: what is carried keeps its shape and dtype,
-the steps read slices of tensors. Each holds only if the proof says so.
+Conditions. One expression, and vmap: no step uses the result of another. Scan: the carried values keep their shape and
+dtype, and the steps read slices of tensors. Each holds only if the proof says so.
 """
 
 from __future__ import annotations
@@ -10,57 +10,59 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.loops.appends import begins, find_join, join, uses, without_list
+from trueline.doctor.rewrites.appends import begins, find_join, join, uses, without_list
 from trueline.doctor.rewrites.loops.loop_steps import Steps, carried_names, element_name, put_back, split_loop
 from trueline.doctor.rewrites.loops.scan import add_import, body_of, copies, one_or_all, scan, sources_of
 from trueline.doctor.rewrites.scope import (
     Candidate,
+    Compound,
     Scope,
     Spot,
+    define,
     expression,
+    first_line,
     statements,
     walk,
 )
 
 
-def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
+def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     """Candidates for a loop at `spot`, or for a list that a simple statement at `spot` makes of one."""
-    if isinstance(spot.statement, ast.For):
-        for inner in _filling(scope, spot.statement):
+    loop = spot.statement
+    if isinstance(loop, ast.For):
+        for inner in _filling(scope, loop):
             yield from rewrites(scope, inner)
-        found = [_vectorize(scope, spot), _map_steps(scope, spot), _scan_steps(scope, spot)]
-        found += [_scan_steps(scope, spot, idle=True), _scan_steps(scope, spot, in_rows=True)]
+        yield from (_vectorize(scope, spot, loop), _map_steps(scope, spot, loop), _scan_steps(scope, spot, loop))
+        yield from (_scan_steps(scope, spot, loop, idle=True), _scan_steps(scope, spot, loop, in_rows=True))
     else:
-        found = [_map_comprehension(scope, spot), _named_list(scope, spot)]
-    yield from (one for one in found if one is not None)
+        yield from (_map_comprehension(scope, spot), _map_named_list(scope, spot))
 
 
 def _filling(scope: Scope, loop: ast.For) -> Iterator[Spot]:
-    """The loops in the loop that fill a tensor row by row: of two that fill a table the inner one goes first."""
+    """The inner loops that fill a tensor row by row: of two that fill a table the inner one goes first."""
     for one in loop.body:
-        steps = split_loop(scope, one) if isinstance(one, ast.For) and scope.worth(one.iter) != "static" else None
+        steps = split_loop(scope, one) if isinstance(one, ast.For) and scope.depends_on(one.iter) != "static" else None
         inner = scope.spot(one.lineno) if steps is not None and steps.tables else None
         if inner is not None:
             yield inner
 
 
-def _vectorize(scope: Scope, spot: Spot) -> Candidate | None:
-    """`for t: outs.append(f(x[:, t]))` as `f(x)`: for an f that treats every step alike and by itself."""
-    assert isinstance(spot.statement, ast.For)
-    steps = split_loop(scope, spot.statement)
+def _vectorize(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
+    """`for t: outs.append(f(x[:, t]))` as `f(x)`, where f treats every step alike and by itself."""
+    steps = split_loop(scope, loop)
     if steps is None or len(steps.lists) != 1 or carried_names(scope, spot, steps):
         return None
-    ((name, _),) = steps.lists.items()
+    (name,) = steps.lists
     if steps.uses_index or steps.start or steps.shifts or steps.filled or steps.tables or begins(spot, name):
         return None
-    found = find_join(spot, name, name)
-    if found is None:
+    joined = find_join(spot, name, name)
+    if joined is None:
         return None
-    _, join = found
+    call = joined[1]
     whole = {part: expression(tensor) for part, (tensor, _) in steps.slices.items()}
     axes = {axis for _, axis in steps.slices.values()}
-    stacks = ast.unparse(join.func) == "torch.stack"
-    given = [*join.args[1:], *(k.value for k in join.keywords)]
+    given = [*call.args[1:], *(k.value for k in call.keywords)]
+    stacks = ast.unparse(call.func) == "torch.stack"
     if not stacks or len(axes) != 1 or (ast.literal_eval(given[0]) if given else 0) not in axes:
         return None
 
@@ -71,37 +73,28 @@ def _vectorize(scope: Scope, spot: Spot) -> Candidate | None:
             return copy.deepcopy(whole[node.id]) if node.id in whole and isinstance(node.ctx, ast.Load) else node
 
     new = [Whole().visit(copy.deepcopy(statement)) for statement in steps.body]
-    text = without_list(scope, spot, [name], new, {id(join): expression(name)})
-    head = ast.unparse(spot.statement).splitlines()[0]
-    return Candidate(text=text, words=f"`{head}` treats every step alike: all at once") if text else None
+    text = without_list(scope, spot, [name], new, {id(call): expression(name)})
+    return Candidate(text=text, words=f"`{first_line(loop)}` treats every step alike: all at once") if text else None
 
 
-def _map_steps(scope: Scope, spot: Spot) -> Candidate | None:
-    """`for x_i in x: outs.append(f(x_i))` as `torch.vmap(f)(x)`: for steps that know nothing of each other."""
-    assert isinstance(spot.statement, ast.For)
-    steps = split_loop(scope, spot.statement)
-    if (
-        steps is None
-        or not steps.lists
-        or carried_names(scope, spot, steps)
-        or (steps.uses_index and steps.length is None)
-    ):
+def _map_steps(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
+    """`for x_i in x: outs.append(f(x_i))` as `torch.vmap(f)(x)`, for independent steps."""
+    steps = split_loop(scope, loop)
+    if steps is None or not steps.lists or carried_names(scope, spot, steps) or steps.uses_unknown_index:
         return None
-    swaps = _swaps(spot, steps)
-    if swaps is None or any(begins(spot, name) for name in steps.listed):
-        return None
+    swaps = uses(spot, steps.listed)
     function, sources, body = scope.fresh("each"), sources_of(steps), body_of(scope, steps)
-    if not sources:
+    if swaps is None or not sources or any(begins(spot, name) for name in steps.listed):
         return None
     answers = one_or_all([element_name(name) for name in steps.lists])
-    made = statements(f"def {function}({', '.join(sources)}):\n    return {answers}")[0]
-    assert isinstance(made, ast.FunctionDef)
-    made.body[:0] = body
     call = f"{', '.join(steps.lists)} = torch.vmap({function})({', '.join(sources.values())})"
-    new = [made, *statements(call), *_places(scope, steps)]
+    new = [define(function, ", ".join(sources), body, answers), *statements(call), *_places(scope, steps)]
     text = without_list(scope, spot, steps.listed, new, swaps)
-    head = ast.unparse(spot.statement).splitlines()[0]
-    return Candidate(text=text, words=f"`{head}` treats every step by itself: torch.vmap") if text else None
+    return Candidate(text=text, words=_independent(first_line(loop))) if text else None
+
+
+def _independent(what: str) -> str:
+    return f"`{what}` treats every step by itself: torch.vmap"
 
 
 def _map_comprehension(scope: Scope, spot: Spot) -> Candidate | None:
@@ -119,47 +112,35 @@ def _map_comprehension(scope: Scope, spot: Spot) -> Candidate | None:
             loop = ast.For(target=rows.target, iter=rows.iter, body=[], orelse=[], lineno=0)
             loop.body = statements(f"listed.append({ast.unparse(listing.elt)})")
             steps = split_loop(scope, loop) if not rows.ifs else None
-            if steps is None or not (steps.slices or steps.uses_index) or (steps.uses_index and steps.length is None):
+            if steps is None or not (steps.slices or steps.uses_index) or steps.uses_unknown_index:
                 return node
             sources = sources_of(steps)
             value = ast.unparse(body_of(scope, steps)[-1].value)  # type: ignore[attr-defined]
             mapped = f"torch.vmap(lambda {', '.join(sources)}: {value})({', '.join(sources.values())})"
-            found = join(node, mapped)
-            changed.extend([ast.unparse(node)] if found is not None else ())
-            return found or node
+            joined = join(node, mapped)
+            changed.extend([ast.unparse(node)] if joined is not None else ())
+            return joined or node
 
-    if isinstance(spot.statement, ast.For | ast.While | ast.If | ast.With | ast.Try | ast.FunctionDef):
+    if isinstance(spot.statement, Compound | ast.FunctionDef):
         return None
     new = Map().visit(copy.deepcopy(spot.statement))
-    text = scope.replace([spot.statement], [new]) if changed else None
-    return Candidate(text=text, words=f"`{changed[0]}` treats every step by itself: torch.vmap") if text else None
+    return scope.candidate([spot.statement], [new], _independent(changed[0])) if changed else None
 
 
-def _named_list(scope: Scope, spot: Spot) -> Candidate | None:
+def _map_named_list(scope: Scope, spot: Spot) -> Candidate | None:
     """`rows = [f(a) for a in x]` as the loop that it is."""
     match spot.statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=ast.ListComp(elt=element, generators=[rows])) if (
-            not rows.ifs
-        ):
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.ListComp(elt=element, generators=[rows])):
             pass
         case _:
             return None
+    if rows.ifs:
+        return None
     loop = ast.For(target=rows.target, iter=rows.iter, body=[], orelse=[])
     loop.body = statements(f"{name}.append({ast.unparse(element)})")
     written = [ast.copy_location(one, spot.statement) for one in (*statements(f"{name} = []"), loop)]
-    block = [*spot.block[: spot.index], *written, *spot.block[spot.index + 1 :]]
-    return _map_steps(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer))
-
-
-def _swaps(spot: Spot, steps: Steps) -> dict[int, ast.expr | ast.stmt] | None:
-    """What stands for the uses of all that the loop collects in lists; None where one cannot be a tensor."""
-    found: dict[int, ast.expr | ast.stmt] = {}
-    for name in steps.listed:
-        swaps = uses(spot, name)
-        if swaps is None:
-            return None
-        found |= swaps
-    return found
+    block = [*spot.block[: spot.index], *written, *spot.rest]
+    return _map_steps(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer), loop)
 
 
 def _places(scope: Scope, steps: Steps, *, all_rows: bool = False) -> list[ast.stmt]:
@@ -170,50 +151,50 @@ def _places(scope: Scope, steps: Steps, *, all_rows: bool = False) -> list[ast.s
     return whole + put_back(scope, steps, all_rows=all_rows)
 
 
-def _scan_steps(scope: Scope, spot: Spot, *, in_rows: bool = False, idle: bool = False) -> Candidate | None:
-    """A loop over time as torch's scan; `in_rows` where what a step hands on has other strides than what it got; `idle`
-    with a step before the first that changes nothing, where there may be no step at all."""
-    assert isinstance(spot.statement, ast.For)
-    steps = split_loop(scope, spot.statement)
+def _scan_steps(
+    scope: Scope, spot: Spot, loop: ast.For, *, in_rows: bool = False, idle: bool = False
+) -> Candidate | None:
+    """A loop over time as torch's scan; `in_rows` where a step returns other strides than it received; `idle` with a
+    step before the first that changes nothing, for loops that may have no step."""
+    steps = split_loop(scope, loop)
     if steps is None or not (steps.slices or steps.length is not None):
         return None
     state = carried_names(scope, spot, steps)
-    if (steps.uses_index and steps.length is None) or (not steps.slices and not steps.uses_index and not state):
+    if steps.uses_unknown_index or (not steps.slices and not steps.uses_index and not state):
         return None
-    if any(_chooses(scope, node, steps.index) for statement in steps.body for node in walk(statement)):
+    if any(_chooses(scope, node, steps.index) for node in walk(steps.body)):
         return None
     firsts = {name: begins(spot, name) for name in steps.listed}
-    swaps = _swaps(spot, steps)
+    swaps = uses(spot, steps.listed)
     if swaps is None or (in_rows and not state) or (idle and not steps.may_be_none):
         return None
-    new = scan(scope, steps, state, in_rows=in_rows or bool(steps.rows), idle=idle)
-    new[:0] = copies(scope, spot, steps, state)
-    for name, first in firsts.items():  # what the list held before the loop may be named as what the loop carries
+    new = [*copies(scope, spot, steps, state)]
+    new += scan(scope, steps, state, in_rows=in_rows or bool(steps.rows), idle=idle)
+    for name, first in firsts.items():  # the scan may carry a name that is in the list before the loop
         if first:
             before = scope.fresh(f"{name}_before")
             given = ", ".join(ast.unparse(one) for one in first)
             new = [*statements(f"{before} = torch.stack([{given}])"), *new]
             new += statements(f"{name} = torch.cat([{before}, {name}])")
-    text = without_list(
-        scope, spot, [*firsts], [*new, *_places(scope, steps, all_rows=idle and steps.fills_only)], swaps
-    )
-    head = ast.unparse(spot.statement).splitlines()[0]
-    words = f"`{head}` is a scan" + (" that may have no step" if idle else "")
-    return (text and Candidate(text=add_import(text, "scan"), words=words, cheap=False)) or None
+    new += _places(scope, steps, all_rows=idle and steps.fills_only)
+    text = without_list(scope, spot, [*firsts], new, swaps)
+    words = f"`{first_line(loop)}` is a scan" + (" that may have no step" if idle else "")
+    return Candidate(text=add_import(text, "scan"), words=words, cheap=False) if text else None
 
 
 def _chooses(scope: Scope, node: ast.AST, index: str | None) -> bool:
-    """Whether it goes by a value or by the counter, which is one in a scan: that has to be rewritten before."""
+    """Whether it branches on a value or on the counter, which is a value in a scan: that is rewritten first."""
     if not isinstance(node, ast.If | ast.IfExp | ast.While):
         return False
-    told = {id(one) for part in ast.walk(node.test) if _of_form(part) for one in ast.walk(part)}
-    asked = [one for one in ast.walk(node.test) if isinstance(one, ast.expr) and id(one) not in told]
-    by_index = any(isinstance(one, ast.Name) and one.id == index for one in asked)
-    return by_index or (not _of_form(node.test) and scope.worth(node.test) in ("number", "tensor"))
+    static = {id(one) for part in ast.walk(node.test) if _asks_for_type(part) for one in ast.walk(part)}
+    by_index = any(
+        isinstance(one, ast.Name) and one.id == index and id(one) not in static for one in ast.walk(node.test)
+    )
+    return by_index or (not _asks_for_type(node.test) and scope.depends_on(node.test) in ("number", "tensor"))
 
 
-def _of_form(node: ast.AST) -> bool:
-    """`h is None`, `isinstance(h, Tensor)`: what no value decides."""
+def _asks_for_type(node: ast.AST) -> bool:
+    """`h is None`, `isinstance(h, Tensor)`: no value decides it."""
     if isinstance(node, ast.Compare):
         return all(isinstance(one, ast.Is | ast.IsNot) for one in node.ops)
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "hasattr")

@@ -1,6 +1,6 @@
-"""A part of a ModuleList that a value names, `self.adapters[int(task)](x)`: all are asked, and the one is taken.
+"""A part of a ModuleList that a value selects, `self.adapters[int(task)](x)`: all parts are run, and one is chosen.
 
-Condition: all parts answer in one form, and one that is not named raises nothing. The work grows with their number.
+Condition: the outputs of all parts have one form, and no part raises. The work grows with the number of parts.
 """
 
 from __future__ import annotations
@@ -11,40 +11,37 @@ from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.control.predicate import without_numbers
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, value_of
+from trueline.doctor.rewrites.predicate import without_numbers
+from trueline.doctor.rewrites.scope import Candidate, Compound, Scope, Spot, arguments_text, expression, value_of
 
 
-def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
-    """The simple statement at `spot` with every part asked."""
-    if isinstance(spot.statement, ast.For | ast.While | ast.If | ast.With | ast.Try | ast.FunctionDef):
+def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
+    """The simple statement at `spot` with every part run."""
+    if isinstance(spot.statement, Compound | ast.FunctionDef):
         return
-    asked = _Asked(scope)
-    new = asked.visit(copy.deepcopy(spot.statement))
-    text = scope.replace([spot.statement], [new]) if asked.words else None
-    if text:
-        words = f"`{asked.words[0]}` is named by a value: all parts are asked, and the one is taken"
-        yield Candidate(text=text, words=words)
+    choice = _Choice(scope)
+    new = choice.visit(copy.deepcopy(spot.statement))
+    if choice.words:
+        words = f"a value selects `{choice.words[0]}`: all parts are run, and one is chosen"
+        yield scope.candidate([spot.statement], [new], words)
 
 
-class _Asked(ast.NodeTransformer):
+class _Choice(ast.NodeTransformer):
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.words: list[str] = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        named = node.func
-        if not isinstance(named, ast.Subscript) or self.scope.worth(named.slice) not in ("number", "tensor"):
+        selected = node.func
+        if not isinstance(selected, ast.Subscript) or self.scope.depends_on(selected.slice) not in ("number", "tensor"):
             return node
-        if not isinstance(value_of(named.value, self.scope.seen), torch.nn.ModuleList):
+        if not isinstance(value_of(selected.value, self.scope.seen), torch.nn.ModuleList):
             return node
-        self.words.append(ast.unparse(named))
-        part = self.scope.fresh("part")
-        given = ", ".join(ast.unparse(one) for one in (*node.args, *node.keywords))
-        parts = ast.unparse(named.value)
-        answers = f"torch.stack([{part}({given}) for {part} in {parts}], -1)"
-        at = ast.unparse(without_numbers(named.slice, self.scope))
-        # a list counts from its end too; what is added to the one answer is nought
-        taken = f"torch.arange(len({parts})) == torch.as_tensor({at}) % len({parts})"
-        return expression(f"torch.where({taken}, {answers}, 0).sum(-1)")
+        self.words.append(ast.unparse(selected))
+        part, parts = self.scope.fresh("part"), ast.unparse(selected.value)
+        answers = f"torch.stack([{part}({arguments_text(node)}) for {part} in {parts}], -1)"
+        at = ast.unparse(without_numbers(selected.slice, self.scope))
+        # Negative indices count from the end, as in a list; all other outputs add 0 to the chosen one.
+        chosen = f"torch.arange(len({parts})) == torch.as_tensor({at}) % len({parts})"
+        return expression(f"torch.where({chosen}, {answers}, 0).sum(-1)")

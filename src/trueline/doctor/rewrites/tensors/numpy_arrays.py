@@ -1,6 +1,6 @@
-"""Arrays of numpy inside a model, as the tensors that they came from.
+"""NumPy arrays inside a model, as the tensors that they came from.
 
-Condition: what is called has a twin in torch of the same meaning; the proof compares values and dtypes.
+Condition: the functions called have counterparts of the same meaning in torch; the proof compares values and dtypes.
 """
 
 from __future__ import annotations
@@ -20,41 +20,32 @@ _SAME = {
     "round", "sign", "sin", "sinh", "sqrt", "square", "squeeze", "stack", "sum", "tan", "tanh", "tile", "trunc",
     "vstack", "where", "zeros_like",
 }  # fmt: skip
-_TWINS = {
-    "concatenate": "cat",
-    "clip": "clamp",
-    "power": "pow",
-    "dot": "matmul",
-    "expand_dims": "unsqueeze",
-    "transpose": "permute",
-    "max": "amax",
-    "min": "amin",
-    "amax": "amax",
-    "amin": "amin",
-    "absolute": "abs",
+_RENAMED = {
+    "concatenate": "cat", "clip": "clamp", "power": "pow", "dot": "matmul", "expand_dims": "unsqueeze",
+    "transpose": "permute", "max": "amax", "min": "amin", "amax": "amax", "amin": "amin", "absolute": "abs",
     "repeat": "repeat_interleave",
-}
+}  # fmt: skip
 _KEYWORDS = {"axis": "dim", "keepdims": "keepdim", "a_min": "min", "a_max": "max"}
 _DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8")
 
 
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
-    """The function with tensors where it turns them into arrays of numpy and back."""
+    """The function with tensors where it turns them into NumPy arrays and back."""
     arrays = _Arrays()
     text: str | None = scope.text
-    simple = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.Return
-    found = [one for one in ast.walk(scope.function) if isinstance(one, simple)]
-    for statement in sorted(found, key=lambda one: -one.lineno):  # the last first: lines above it stay where they are
+    kinds = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.Return
+    simple = [one for one in ast.walk(scope.function) if isinstance(one, kinds)]
+    for statement in sorted(simple, key=lambda one: -one.lineno):  # the last first: lines above it stay where they are
         new = arrays.visit(copy.deepcopy(statement))
         if text is not None and ast.dump(new) != ast.dump(statement):
             text = replace(scope, text=text).replace([statement], [new])
-    if text and arrays.met:
-        yield Candidate(text=text, words="arrays of numpy stay tensors")
+    if text and arrays.seen:
+        yield Candidate(text=text, words="NumPy arrays stay tensors")
 
 
 class _Arrays(ast.NodeTransformer):
     def __init__(self) -> None:
-        self.met = False
+        self.seen = False
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -62,12 +53,12 @@ class _Arrays(ast.NodeTransformer):
             return node
         owner, name = ast.unparse(node.func.value), node.func.attr
         if name == "numpy" and not node.args:
-            self.met = True
+            self.seen = True
             return node.func.value
         if owner == "torch" and name in ("from_numpy", "as_tensor", "tensor") and len(node.args) == 1:
             return node.args[0] if name == "from_numpy" else expression(f"torch.as_tensor({ast.unparse(node.args[0])})")
         if owner in ("np", "numpy"):
-            return _twin(name, node) or node
+            return _counterpart(name, node) or node
         if name == "astype" and len(node.args) == 1:
             return expression(f"{owner}.to({ast.unparse(node.args[0])})")
         if name == "copy" and not node.args:
@@ -81,8 +72,8 @@ class _Arrays(ast.NodeTransformer):
         return node
 
 
-def _twin(name: str, node: ast.Call) -> ast.expr | None:
-    """The call of torch that means what numpy's `name` does."""
+def _counterpart(name: str, node: ast.Call) -> ast.expr | None:
+    """The torch call with the meaning of numpy's `name`."""
     given = [ast.unparse(one) for one in node.args]
     given += [f"{_KEYWORDS.get(one.arg or '', one.arg)}={ast.unparse(one.value)}" for one in node.keywords]
     arguments = ", ".join(given)
@@ -90,6 +81,6 @@ def _twin(name: str, node: ast.Call) -> ast.expr | None:
         return expression(f"torch.sort({arguments}).values")
     if name in ("std", "var"):
         return expression(f"torch.{name}({arguments}, correction=0)")
-    if name in _SAME or name in _TWINS:
-        return expression(f"torch.{_TWINS.get(name, name)}({arguments})")
+    if name in _SAME or name in _RENAMED:
+        return expression(f"torch.{_RENAMED.get(name, name)}({arguments})")
     return None

@@ -1,4 +1,5 @@
-"""A state in a plain Python attribute becomes a buffer, which capture hands in and out (`--state explicit`).
+"""A state in a Python attribute becomes a buffer, which capture passes in and out (`--state explicit`); one that no
+answer depends on is kept in training only.
 
     self.calls = 0                self.register_buffer('calls', torch.tensor(0), persistent=False)
     self.calls += 1               self.calls = self.calls + 1
@@ -6,9 +7,9 @@
     self.keys.append(k)           self.keys = torch.cat([self.keys, k[None]])
     torch.stack(self.keys)        self.keys
 
-Conditions: `__init__` of the class sets it once, to a number, a tensor, or an empty list of what are tensors of one
-shape later. The buffer is not persistent, so checkpoints stay as they are, and is bound anew, never written in place:
-a number that was handed on stays what it was. Source: torch's documentation of nn.Module.register_buffer.
+Conditions: `__init__` of the class sets it once, to a number, a tensor, or an empty list that later holds tensors of
+one shape. The buffer is not persistent, so checkpoints stay as they are. It is assigned, never written in place, so a
+number that was passed on keeps its value. Source: torch's documentation of nn.Module.register_buffer.
 """
 
 from __future__ import annotations
@@ -23,47 +24,44 @@ import torch
 
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, blocks, expression, statements
 
-Kind = Literal["number", "rows", "tensor"]
 _NUMBERS: dict[type, str] = {bool: "", int: "", float: ", dtype=torch.float64"}
-"""Type of a Python number -> what makes the same of it in a tensor."""
+"""Type of a Python number -> the dtype argument of the tensor that holds it."""
+_IN_PLACE = ("append", "extend", "update", "pop", "clear", "insert", "setdefault")
+_NO_LIST = ("[]", "list()")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attribute:
     name: str
-    kind: Kind
+    kind: Literal["number", "rows", "tensor"]
     set_by: ast.stmt
     """The statement of `__init__`."""
     value: ast.expr
-    """The buffer as it begins."""
+    """The buffer's first value."""
 
 
-def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
+def register_buffers(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """The attribute that the statement writes as a buffer, everywhere in its class."""
-    name = written_attribute(spot.statement)
-    owner = class_of(scope)
-    found = _attribute(scope, owner, name) if name and owner is not None else None
-    if owner is None or found is None:
-        return
-    text = _register_buffer(scope, owner, found)
+    name, owner = written_attribute(spot.statement), _class_of(scope)
+    attribute = _attribute(scope, owner, name) if name and owner is not None else None
+    text = _register_buffer(scope, owner, attribute) if owner is not None and attribute is not None else None
     if text:
         yield Candidate(text=text, words=f"`self.{name}` is a buffer, to be captured with --state explicit")
 
 
 def buffers_of(node: ast.ClassDef) -> dict[str, ast.expr]:
-    """The buffers that `__init__` of the class registers: name -> what it registers."""
-    found: dict[str, ast.expr] = {}
+    """The buffers that `__init__` of the class registers: name -> value."""
+    buffers: dict[str, ast.expr] = {}
     for statement in _init(node):
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "self.register_buffer" and len(call.args) == 2:
-            name = call.args[0]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                found[name.value] = call.args[1]
-    return found
+        match statement:
+            case ast.Expr(value=ast.Call(func=called, args=[ast.Constant(value=str(name)), value])):
+                if ast.unparse(called) == "self.register_buffer":
+                    buffers[name] = value
+    return buffers
 
 
 def as_buffer(value: Any, empty: Any) -> torch.Tensor:
-    """What an attribute holds as a buffer; `empty` makes the buffer of an empty list. Raises TypeError."""
+    """An attribute's value as a buffer; `empty` makes the buffer of an empty list. Raises TypeError."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, list):
@@ -71,25 +69,20 @@ def as_buffer(value: Any, empty: Any) -> torch.Tensor:
         return rows
     if type(value) in _NUMBERS:
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    raise TypeError(f"an attribute of type {type(value).__name__} is no buffer")
+    raise TypeError(f"an attribute of type {type(value).__name__} cannot be a buffer")
 
 
-_IN_PLACE = ("append", "extend", "update", "pop", "clear", "insert", "setdefault")
-
-
-def written_attribute(statement: ast.stmt) -> str | None:
+def written_attribute(statement: ast.AST) -> str | None:
     """The attribute of `self` that a simple statement writes: itself, an element of it, or in place."""
     targets: list[ast.expr] = []
-    if isinstance(statement, ast.Assign):
-        targets = statement.targets
-    elif isinstance(statement, ast.AugAssign):
-        targets = [statement.target]
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        function = statement.value.func
-        in_place = isinstance(function, ast.Attribute) and (
-            function.attr in _IN_PLACE or (function.attr.endswith("_") and not function.attr.endswith("__"))
-        )
-        targets = [function.value] if isinstance(function, ast.Attribute) and in_place else []
+    match statement:
+        case ast.Assign():
+            targets = statement.targets
+        case ast.AugAssign():
+            targets = [statement.target]
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner, attr=method))):
+            in_place = method in _IN_PLACE or (method.endswith("_") and not method.endswith("__"))
+            targets = [owner] if in_place else []
     flat = [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
     return next((name for target in flat if (name := _of_self(target))), None)
 
@@ -102,8 +95,8 @@ def _of_self(node: ast.expr) -> str | None:
     return None
 
 
-def class_of(scope: Scope) -> ast.ClassDef | None:
-    """The class in which the function stands."""
+def _class_of(scope: Scope) -> ast.ClassDef | None:
+    """The class of the method."""
     line = scope.function.lineno
     around = [
         node
@@ -113,9 +106,12 @@ def class_of(scope: Scope) -> ast.ClassDef | None:
     return max(around, key=lambda node: node.lineno, default=None)
 
 
+def _is_init(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == "__init__"
+
+
 def _init(node: ast.ClassDef) -> list[ast.stmt]:
-    functions = (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
-    return next((one.body for one in functions), [])
+    return next((one.body for one in node.body if isinstance(one, ast.FunctionDef) and _is_init(one)), [])
 
 
 def _attribute(scope: Scope, owner: ast.ClassDef, name: str) -> _Attribute | None:
@@ -128,7 +124,7 @@ def _attribute(scope: Scope, owner: ast.ClassDef, name: str) -> _Attribute | Non
         return None
     given = set_by[0].value  # type: ignore[attr-defined]
     held = getattr(scope.seen.get("self"), "__dict__", {}).get(name)
-    if ast.unparse(given) in ("[]", "list()"):
+    if ast.unparse(given) in _NO_LIST:
         empty = _empty(held)
         return None if empty is None else _Attribute(name=name, kind="rows", set_by=set_by[0], value=empty)
     if type(held) in _NUMBERS:
@@ -150,7 +146,7 @@ def _is(node: ast.AST, name: str) -> bool:
 
 
 def _empty(held: Any) -> ast.expr | None:
-    """No rows of the form that the list's tensors have."""
+    """No rows, of the shape and dtype of the list's tensors."""
     if not isinstance(held, list) or not held or not all(isinstance(one, torch.Tensor) for one in held):
         return None
     forms = {(tuple(one.shape), one.dtype) for one in held}
@@ -161,69 +157,65 @@ def _empty(held: Any) -> ast.expr | None:
     return expression(f"torch.zeros({', '.join(map(str, (0, *shape)))}{like})")
 
 
-def _register_buffer(scope: Scope, owner: ast.ClassDef, found: _Attribute) -> str | None:
+def _register_buffer(scope: Scope, owner: ast.ClassDef, attribute: _Attribute) -> str | None:
     """The file with the attribute as a buffer; None when an edit would share a line with other code."""
-    value = ast.unparse(found.value)
-    registered = statements(f"self.register_buffer({found.name!r}, {value}, persistent=False)")
-    edits: list[tuple[ast.stmt, list[ast.stmt]]] = [(found.set_by, registered)]
+    value = ast.unparse(attribute.value)
+    registered = statements(f"self.register_buffer({attribute.name!r}, {value}, persistent=False)")
+    edits: list[tuple[ast.stmt, list[ast.stmt]]] = [(attribute.set_by, registered)]
     for method in owner.body:
-        if isinstance(method, ast.FunctionDef) and method.name != "__init__":
-            edits += _edits(method.body, found)
+        if isinstance(method, ast.FunctionDef) and not _is_init(method):
+            edits += _edits(method.body, attribute)
     text: str | None = scope.text
-    for before, after in sorted(edits, key=lambda pair: -pair[0].lineno):  # what stands above keeps its lines
+    for before, after in sorted(edits, key=lambda pair: -pair[0].lineno):  # lines above an edit keep their numbers
         text = replace(scope, text=text).replace([before], after) if text else None
     return text
 
 
-def _edits(block: list[ast.stmt], found: _Attribute) -> Iterator[tuple[ast.stmt, list[ast.stmt]]]:
-    """Statements that speak of the attribute, the innermost, each with what stands in its place."""
-    if found.kind == "tensor":
+def _edits(block: list[ast.stmt], attribute: _Attribute) -> Iterator[tuple[ast.stmt, list[ast.stmt]]]:
+    """The innermost statements that use the attribute, each with its replacement."""
+    if attribute.kind == "tensor":
         return
     for statement in block:
         head, inner = copy.deepcopy(statement), list(blocks(statement))
         for name in ("body", "orelse", "finalbody") if inner else ():
             setattr(head, name, [])
         plain = ast.dump(head)
-        changed = _Tensors(found).visit(head)
-        if not inner:
-            if ast.dump(changed) != plain:
-                yield statement, [changed]
-        elif ast.dump(changed) != plain:
-            yield statement, [_Tensors(found).visit(copy.deepcopy(statement))]
+        changed = ast.dump(_Tensors(attribute).visit(head)) != plain
+        if changed:
+            yield statement, [_Tensors(attribute).visit(copy.deepcopy(statement))]
         else:
             for deeper in inner:
-                yield from _edits(deeper, found)
+                yield from _edits(deeper, attribute)
 
 
 class _Tensors(ast.NodeTransformer):
-    """What is done with a number, or with a list, as it is done with a tensor."""
+    """Operations on a number or a list as operations on a tensor."""
 
-    def __init__(self, found: _Attribute) -> None:
-        self.found = found
-        self.self = f"self.{found.name}"
+    def __init__(self, attribute: _Attribute) -> None:
+        self.name, self.kind = attribute.name, attribute.kind
+        self.self = f"self.{attribute.name}"
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         self.generic_visit(node)
-        if not _is(node.target, self.found.name) or self.found.kind != "number":
+        if not _is(node.target, self.name) or self.kind != "number":
             return node
         value = ast.BinOp(left=expression(self.self), op=node.op, right=node.value)
         return statements(f"{self.self} = {ast.unparse(value)}")[0]
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
-        if len(node.targets) != 1 or not _is(node.targets[0], self.found.name):
+        if len(node.targets) != 1 or not _is(node.targets[0], self.name):
             return node
         value = ast.unparse(node.value)
-        if self.found.kind == "rows":
-            return statements(f"{self.self} = {self.self}[:0]")[0] if value in ("[]", "list()") else node
-        anew = not any(_is(one, self.found.name) for one in ast.walk(node.value))
+        if self.kind == "rows":
+            return statements(f"{self.self} = {self.self}[:0]")[0] if value in _NO_LIST else node
+        anew = not any(_is(one, self.name) for one in ast.walk(node.value))
         return statements(f"{self.self} = torch.full_like({self.self}, {value})")[0] if anew else node
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
-        if self.found.kind == "rows" and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-            done = ast.unparse(call.func), [ast.unparse(one) for one in call.args]
-            match done:
+        if self.kind == "rows" and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            match ast.unparse(call.func), [ast.unparse(one) for one in call.args]:
                 case (name, [value]) if name == f"{self.self}.append":
                     return statements(f"{self.self} = torch.cat([{self.self}, ({value})[None]])")[0]
                 case (name, ["0"]) if name == f"{self.self}.pop":
@@ -250,27 +242,47 @@ class _Tensors(ast.NodeTransformer):
                 return expression(f"{rows}.movedim(0, {axis}).flatten({axis}, {axis + 1})")
         return node
 
-    def visit_If(self, node: ast.If) -> ast.AST:
-        self.generic_visit(node)
-        node.test = self._whether(node.test)
-        return node
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        self.generic_visit(node)
-        node.test = self._whether(node.test)
-        return node
-
-    def _whether(self, test: ast.expr) -> ast.expr:
+    def visit_If(self, node: ast.If | ast.IfExp) -> ast.AST:
         """A list is true when it is not empty."""
-        if self.found.kind != "rows":
-            return test
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and _is(test.operand, self.found.name):
-            return expression(f"{self.self}.shape[0] == 0")
-        return expression(f"{self.self}.shape[0] > 0") if _is(test, self.found.name) else test
+        self.generic_visit(node)
+        match node.test:
+            case ast.UnaryOp(op=ast.Not(), operand=operand) if self.kind == "rows" and _is(operand, self.name):
+                node.test = expression(f"{self.self}.shape[0] == 0")
+            case test if self.kind == "rows" and _is(test, self.name):
+                node.test = expression(f"{self.self}.shape[0] > 0")
+        return node
+
+    visit_IfExp = visit_If
 
     def _is_rows(self, node: ast.expr) -> bool:
-        """Whether `node` is the list, or some of it in its order."""
-        if self.found.kind != "rows":
-            return False
-        cut = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and _is(node.value, self.found.name)
-        return _is(node, self.found.name) or cut
+        """Whether `node` is the list, or a slice of it."""
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+            node = node.value
+        return self.kind == "rows" and _is(node, self.name)
+
+
+def keep_for_training(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
+    """The write under `if self.training:`, where only what keeps the state reads it."""
+    name = written_attribute(spot.statement)
+    if name is not None and not _is_read(scope, name):
+        guarded = ast.If(test=expression("self.training"), body=[copy.deepcopy(spot.statement)], orelse=[])
+        words = f"`{ast.unparse(spot.statement)}` is for training only"
+        yield scope.candidate([spot.statement], [guarded], words)
+
+
+def _is_read(scope: Scope, name: str) -> bool:
+    """Whether the class reads the attribute outside of training and of statements that write it: an answer may depend
+    on it after more calls than the proof makes."""
+    owner = _class_of(scope)
+    waiting: list[ast.AST] = [one for one in owner.body if not _is_init(one)] if owner is not None else []
+    while waiting:
+        node = waiting.pop()
+        if written_attribute(node) is not None:
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "self.training":
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{name}":
+            return True
+        waiting += ast.iter_child_nodes(node)
+    return False

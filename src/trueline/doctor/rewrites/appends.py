@@ -1,0 +1,130 @@
+"""A list that each step of a loop appends to, as one tensor with the steps first, and the new form of its uses.
+
+Condition: the list begins empty or with tensors written there. After the loop it is only stacked, concatenated,
+reversed, counted, indexed or iterated.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from typing import Any
+
+from trueline.doctor.rewrites.scope import Scope, Spot, expression, statements, stored_names, walk
+
+Swaps = dict[int, ast.expr | ast.stmt]
+"""The id of a node -> what replaces it."""
+
+
+def appended_by(statement: ast.AST) -> tuple[str, ast.expr] | None:
+    """List and value of `list.append(value)`."""
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[value])):
+            return name, value
+    return None
+
+
+def find_join(spot: Spot, name: str, stacked: str) -> tuple[ast.expr, ast.Call] | None:
+    """How the list `name` is joined after the loop, as an expression on `stacked` (time first), and that call."""
+    for node in walk(spot.rest):
+        if isinstance(node, ast.Call) and _joins(node, name):
+            joined = join(node, stacked)
+            return None if joined is None else (joined, node)
+    return None
+
+
+def _joins(node: ast.Call, name: str) -> bool:
+    known = ("torch.stack", "torch.cat", "torch.concat")
+    return ast.unparse(node.func) in known and bool(node.args) and ast.unparse(node.args[0]) == name
+
+
+def join(node: ast.Call, stacked: str) -> ast.expr | None:
+    """The result of `torch.stack` or `torch.cat` of a list, as an expression on `stacked` (time first)."""
+    assert isinstance(node.func, ast.Attribute)
+    given = [*node.args[1:], *(k.value for k in node.keywords if k.arg in ("dim", "axis"))]
+    try:
+        axis = int(ast.literal_eval(given[0])) if given else 0
+    except (ValueError, TypeError):
+        return None
+    if node.func.attr == "stack":
+        return expression(stacked if axis == 0 else f"{stacked}.movedim(0, {axis})")
+    return None if axis < 0 else expression(f"{stacked}.movedim(0, {axis}).flatten({axis}, {axis + 1})")
+
+
+def uses(spot: Spot, names: list[str]) -> Swaps | None:
+    """What replaces each use of the lists `names` after the loop, when each is a tensor with the steps first; None
+    where one is used in a way that tensors do not have."""
+    swaps: Swaps = {}
+    for name in names:
+        known: set[int] = set()
+        for node in walk(spot.rest):
+            other = _tensor_use(node, name)
+            if other is not None:
+                swaps[id(node)] = other
+                known |= {id(inner) for inner in ast.walk(node)}
+            known |= _uses_like_a_tensor(node)
+        if any(isinstance(node, ast.Name) and node.id == name and id(node) not in known for node in walk(spot.rest)):
+            return None
+    return swaps
+
+
+def _tensor_use(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
+    if isinstance(node, ast.Expr) and ast.unparse(node.value) == f"{name}.reverse()":
+        return statements(f"{name} = {name}.flip(0)")[0]
+    if not isinstance(node, ast.expr):
+        return None
+    if isinstance(node, ast.Call) and _joins(node, name):
+        return join(node, name)
+    text = ast.unparse(node)
+    if text in (f"reversed({name})", f"{name}[::-1]", f"list(reversed({name}))"):
+        return expression(f"{name}.flip(0)")
+    return expression(f"{name}.shape[0]") if text == f"len({name})" else None
+
+
+def _uses_like_a_tensor(node: ast.AST) -> set[int]:
+    """Uses that mean the same for a list and a tensor: an element by its index, iteration."""
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and not isinstance(node.slice, ast.Slice):
+        return {id(node.value)}
+    return {id(node.iter)} if isinstance(node, ast.For) and isinstance(node.iter, ast.Name) else set()
+
+
+def begins(spot: Spot, name: str) -> list[ast.expr] | None:
+    """The list's elements when the loop begins, where it is made in the loop's own block; None where that is not
+    seen."""
+    for statement in reversed(spot.block[: spot.index]):
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and name in stored_names(statement):
+            one = isinstance(statement, ast.AnnAssign) or isinstance(statement.targets[0], ast.Name)
+            return list(statement.value.elts) if one and isinstance(statement.value, ast.List) else None
+        if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
+            return None
+    return None
+
+
+def without_list(scope: Scope, spot: Spot, names: list[str], new: list[ast.stmt], swaps: Swaps) -> str | None:
+    """The file with the loop replaced by `new`, the uses of the lists by `swaps`, and their `name = []` gone."""
+
+    def makes_list(statement: ast.stmt) -> bool:
+        return isinstance(statement, ast.Assign | ast.AnnAssign) and bool(set(stored_names(statement)) & set(names))
+
+    block, end = spot.block, spot.index + 1
+    start = next((index for index in range(spot.index) if makes_list(block[index])), spot.index)
+    kept = [statement for statement in block[start : spot.index] if not makes_list(statement)]
+    tail: list[ast.stmt] = []
+    for index in range(spot.index + 1, len(block)):
+        if any(id(node) in swaps for node in ast.walk(block[index])):
+            tail += [*block[end:index], _swap_nodes(block[index], swaps)]
+            end = index + 1
+    return scope.replace(block[start:end], [*kept, *new, *tail])
+
+
+def _swap_nodes(statement: ast.stmt, swaps: Swaps) -> ast.stmt:
+    """A copy of `statement` with the nodes of `swaps` replaced."""
+    twin = copy.deepcopy(statement)
+    pairs = zip(ast.walk(statement), ast.walk(twin), strict=True)
+    others = {id(new): swaps[id(old)] for old, new in pairs if id(old) in swaps}
+
+    class Swap(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> Any:
+            return copy.deepcopy(others[id(node)]) if id(node) in others else self.generic_visit(node)
+
+    return Swap().visit(twin)  # type: ignore[no-any-return]

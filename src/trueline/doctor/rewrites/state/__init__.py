@@ -1,1 +1,0 @@
-"""Rewrites of Python attributes and state that a model keeps."""
