@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline import events, serve
-from trueline.serve.metrics import gpu
-from trueline.serve.metrics.gpu import Gpus, parse
+from trueline.serve import host
+from trueline.serve.metrics.prometheus import Gpus, parse_gpus
 from trueline.serve.models.loader import ResolvedSource
 from trueline.web.messages import Request, Response
 from worlds import archives, bundles, servers
@@ -117,7 +117,7 @@ def a_driver(folder: Path, script: str) -> None:
 
 
 def test_devices_are_asked_beside_the_loop_and_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "gpus", lambda: (0, 1))
+    monkeypatch.setattr(host, "gpus", lambda: (0, 1))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     a_driver(tmp_path, f"echo x >> {tmp_path}/asked; echo '0, 30, 1024, 4096'; echo '1, [N/A], 0, 4096'")
     seen = Gpus()
@@ -133,7 +133,7 @@ def test_devices_are_asked_beside_the_loop_and_once_a_minute(tmp_path: Path, mon
 
 
 def test_a_driver_that_fails_is_an_event_and_no_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "gpus", lambda: (0,))
+    monkeypatch.setattr(host, "gpus", lambda: (0,))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     a_driver(tmp_path, "exit 9")
     lines: list[str] = []
@@ -146,4 +146,4 @@ def test_a_driver_that_fails_is_an_event_and_no_readings(tmp_path: Path, monkeyp
 
 def test_what_is_no_reading_is_an_error() -> None:
     with pytest.raises(ValueError, match="not enough values"):
-        parse("Failed to initialize NVML")
+        parse_gpus("Failed to initialize NVML")

@@ -12,10 +12,8 @@ import pytest
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import ArchiveError, Caps
 from trueline.serve.models.model_store import Store
-from trueline.web.header_cache import HeaderCache
-from trueline.web.limits import HttpLimits, Waits, judge
 from trueline.web.messages import Request
-from trueline.web.parser import RequestParser, RequestRejected
+from trueline.web.parser import HeaderCache, HttpLimits, RequestParser, RequestRejected, Waits, judge
 
 LIMITS = HttpLimits(idle_s=75.0, receive_s=20.0, slowest_bytes_per_s=1000, write_s=30.0, linger_s=2.0)
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trueline.web.header_cache import MAX_HEADS, HeaderCache
-from trueline.web.limits import HttpLimits, Waits, judge
 from trueline.web.messages import Request, Response, path_of
+from trueline.web.parser import MAX_HEADS, HeaderCache, HttpLimits, Waits, judge
 from worlds.connections import LIMITS, Wire, get, post, world
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trueline.web.messages import Request, Response
-from trueline.web.streaming import StreamBroken, StreamedBody
+from trueline.web.messages import Request, Response, StreamBroken, StreamedBody
 from worlds.connections import World, get, world
 
 

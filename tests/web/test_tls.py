@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 
 from trueline import serve
 from trueline.errors import UsageError
-from trueline.web import tls
+from trueline.web import sockets as tls
 from worlds import bundles
 
 SECOND = datetime.timedelta(seconds=1)

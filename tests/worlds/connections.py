@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from trueline.web.header_cache import HeaderCache
-from trueline.web.limits import HttpLimits
 from trueline.web.messages import Request, Response
+from trueline.web.parser import HeaderCache, HttpLimits
 from trueline.web.server import Connection, HttpServer
 
 LIMITS = HttpLimits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)

@@ -33,8 +33,7 @@ from trueline.serve.protocols.router import Routes
 from trueline.torchserve.management import Management
 from trueline.web.access_log import AccessLog
 from trueline.web.auth import Keys, TokenKind
-from trueline.web.messages import Request, Response
-from trueline.web.streaming import StreamBroken
+from trueline.web.messages import Request, Response, StreamBroken
 from trueline.wire import torchserve_pb2 as pb
 
 INFERENCE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"

@@ -19,10 +19,9 @@ from trueline.errors import RequestError
 from trueline.serve import json_records
 from trueline.serve.handlers import messages
 from trueline.serve.handlers.messages import encode_answer, reply
-from trueline.serve.protocols import mlflow, openapi
+from trueline.serve.protocols import openapi, predict
 from trueline.serve.protocols.dispatch import PREDICT_METHODS, PRIORITY_HEADER
 from trueline.serve.protocols.errors import NO_METHOD, allow, check_media, json
-from trueline.serve.protocols.oip import v1
 from trueline.torchserve import responses
 from trueline.torchserve.workflows.executor import UnknownWorkflow
 from trueline.version import __version__
@@ -102,7 +101,7 @@ class TorchServeRoutes:
         check_media(request)
         self._dispatch.check_room(request, found)
         media = request.headers.get(b"content-type", b"")
-        rows = mlflow.decode(request.body, media, found.program.signature) if scored else None
+        rows = predict.decode_mlflow(request.body, media, found.program.signature) if scored else None
         encode: Callable[[Outputs], Response]
         if rows is not None:
             inputs = rows.inputs
@@ -118,8 +117,8 @@ def _encode_records(records: json_records.JsonRecords, outputs: Outputs) -> Resp
     return reply(200, json_records.encode(outputs, single=records.single))
 
 
-def _encode_predictions(rows: v1.Rows, outputs: Outputs) -> Response:
-    return Response(200, v1.encode(outputs, rows))
+def _encode_predictions(rows: predict.PredictBatch, outputs: Outputs) -> Response:
+    return Response(200, predict.encode(outputs, rows))
 
 
 def _encode_workflow(answer: HandlerAnswer) -> Response:

@@ -10,8 +10,8 @@
 written, since a query may hold secrets. A gRPC call has its code and HTTP's status for it; its bytes are those of the
 messages, its `ms` end with the last of them, and each request of a bidirectional stream has a line.
 
-When the disk is full or slower than the requests, lines are dropped and counted in a line of their own; requests go on.
-A file that was renamed, as logrotate does, is opened anew under its name.
+When the disk is full or too slow, lines are dropped and counted in a line of their own. A file renamed by logrotate is
+reopened under its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Receives HTTP/1.1: bytes in, whole requests out, within `HttpLimits`.
+"""Receives HTTP/1.1 within `HttpLimits`: bytes in, whole requests out. A repeated head is not parsed again.
 
 llhttp (httptools) parses. This module knows neither responses nor transports. Sources: RFC 9110, RFC 9112.
 """
@@ -6,12 +6,102 @@ llhttp (httptools) parses. This module knows neither responses nor transports. S
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import httptools
+import msgspec
 
-from trueline.web.header_cache import HeaderCache
-from trueline.web.limits import HttpLimits
-from trueline.web.messages import Request
+from trueline.web.messages import Request, RequestHead
+
+END = b"\r\n\r\n"
+MAX_HEAD_BYTES = 2048
+"""A longer head is not cached."""
+MAX_HEADS = 512
+"""With more, the cache is cleared: clients with something new in every head gain nothing and cost no more."""
+_METHODS = ("GET", "POST")
+_NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    body_bytes: int = 64 * 2**20
+    head_bytes: int = 64 * 2**10
+    chunks: int = 64 * 2**10
+    """Of one body; each costs more than its bytes."""
+    connections: int = 2048
+    pipelined: int = 32
+    """Requests read ahead on one connection before reading pauses."""
+    idle_s: float = 75.0
+    """A kept-alive connection without a request is closed after this."""
+    receive_s: float = 20.0
+    """A request has this long to arrive, plus the time of its bytes at `slowest_bytes_per_s`."""
+    slowest_bytes_per_s: int = 16 * 2**10
+    write_s: float = 30.0
+    """A client that reads nothing of its response for this long is cut off."""
+    linger_s: float = 2.0
+    """After a refusal in the middle of a request, input is dropped for this long, so that the client reads why."""
+
+
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
+    """Since when a connection has been in each state; None: it is not."""
+
+    writing: float | None = None
+    lingering: float | None = None
+    receiving: float | None = None
+    received_bytes: int = 0
+    idle: float | None = None
+
+
+Verdict = Literal["keep", "abort", "close", "refuse"]
+
+
+def judge(waits: Waits, now: float, limits: HttpLimits) -> Verdict:
+    """Whether to keep a connection, close it, abort it, or refuse its half-received request."""
+    if waits.writing is not None and now - waits.writing > limits.write_s:
+        return "abort"
+    if waits.lingering is not None:
+        return "close" if now - waits.lingering > limits.linger_s else "keep"
+    if waits.receiving is not None:
+        allowed_s = limits.receive_s + waits.received_bytes / limits.slowest_bytes_per_s
+        return "refuse" if now - waits.receiving > allowed_s else "keep"
+    if waits.idle is not None and now - waits.idle > limits.idle_s:
+        return "close"
+    return "keep"
+
+
+class HeaderCache:
+    """Parsed request heads by their bytes, shared by all connections of one server.
+
+    Between two requests, the same head bytes mean the same to the parser. Only plain requests are cached: HTTP/1.1,
+    kept alive, with a body of a known length or none, and only a request that arrived whole is looked up.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, RequestHead] = {}
+
+    def find(self, data: bytes) -> Request | None:
+        """The request, if `data` is exactly one whole request with a cached head."""
+        body_at = data.find(END, 0, MAX_HEAD_BYTES) + 4
+        head = self._known.get(data[:body_at])
+        if head is None or len(data) - body_at != head.length:
+            return None
+        return Request(head.method, head.target, head.headers, data[body_at:], True, False, head)
+
+    def keep(self, data: bytes, request: Request) -> None:
+        """Caches the head of `data`, from which the parser has made `request`."""
+        headers = request.headers
+        body_at = data.find(END, 0, MAX_HEAD_BYTES) + 4
+        plain = request.method in _METHODS and request.keep_alive and not request.http_1_0
+        plain = plain and headers.keys().isdisjoint(_NOT_PLAIN)
+        length = int(headers.get(b"content-length", 0))
+        if not plain or body_at < 4 or len(data) - body_at != length or len(request.body) != length:
+            return  # not one request alone, or one that needs the parser
+        if len(self._known) >= MAX_HEADS:
+            self._known.clear()
+        self._known[data[:body_at]] = RequestHead(request.method, request.target, request.path, headers, length)
 
 
 class RequestRejected(Exception):

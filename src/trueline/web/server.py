@@ -11,11 +11,18 @@ import asyncio
 from collections import deque
 from typing import cast
 
-from trueline.web.header_cache import HeaderCache
-from trueline.web.limits import HttpLimits, Waits, judge
-from trueline.web.messages import App, InlineFuture, Request, Response, date_line, path_of, render, render_plain
-from trueline.web.parser import RequestParser, RequestRejected, UpgradeRequested
-from trueline.web.streaming import StreamedBody
+from trueline.web.messages import (
+    App,
+    InlineFuture,
+    Request,
+    Response,
+    StreamedBody,
+    date_line,
+    path_of,
+    render,
+    render_plain,
+)
+from trueline.web.parser import HeaderCache, HttpLimits, RequestParser, RequestRejected, UpgradeRequested, Waits, judge
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 

@@ -30,8 +30,8 @@ from trueline.serve.models.version import ProgramVersion
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.extension import TorchServe
 from trueline.web.access_log import AccessLogMiddleware
-from trueline.web.limits import HttpLimits
 from trueline.web.messages import Answer, App, InlineFuture, Request, Response
+from trueline.web.parser import HttpLimits
 from trueline.web.server import Connection, HttpServer
 from worlds import bundles
 from worlds.connections import Wire

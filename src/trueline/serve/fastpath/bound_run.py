@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter, time
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from trueline.runtime.session import Bindable
     from trueline.serve.batching.queue import Batcher
     from trueline.serve.counters import ServerStats, VersionStats
-    from trueline.serve.fastpath.templates import Template
 
     Kind = tuple[tuple[int, ...], ...]
     HandleUncached = Callable[[Request], Answer]
@@ -33,41 +33,32 @@ MAX_TRIES = 3
 """To bind a number of rows, on the values of as many requests."""
 
 
+@dataclass(slots=True, eq=False)
 class CachedReply:
     """Answers requests with one head and one template."""
 
-    __slots__ = ("_arrays", "_read", "_runs", "encode", "rows", "stats")
-
-    def __init__(
-        self,
-        runs: BoundRuns,
-        arrays: BoundArrays,
-        template: Template,
-        encode: Callable[[int], Response],
-        rows: int,
-        stats: ServerStats,
-    ) -> None:
-        """`encode(at)` makes the response from the outputs' rows from `at` on."""
-        self._runs = runs
-        self._arrays = arrays
-        self._read = template.pieces
-        self.encode = encode
-        self.rows = rows
-        self.stats = stats
+    runs: BoundRuns
+    arrays: BoundArrays
+    pieces_of: Callable[[bytes | bytearray], Sequence[bytes | bytearray] | None]
+    """The template's."""
+    encode: Callable[[int], Response]
+    """Makes the response from the outputs' rows from one on."""
+    rows: int
+    stats: ServerStats
 
     def try_answer(self, request: Request, handle_uncached: HandleUncached) -> Response | InlineFuture | None:
         """The response; None for a request that the uncached path has to answer."""
-        runs = self._runs
+        runs = self.runs
         if not runs.open:
             return None
         mode = runs.batcher.run_mode()
         if mode == "queue":
             return None
         began = perf_counter()
-        pieces = self._read(request.body)
+        pieces = self.pieces_of(request.body)
         if pieces is None:
             return None
-        arrays, since = self._arrays, perf_counter()
+        arrays, since = self.arrays, perf_counter()
         if mode == "turn":
             return arrays.hold(PendingRequest(self, request, handle_uncached, pieces, began, since))
         for view, piece in zip(arrays.views, pieces, strict=True):
@@ -87,27 +78,19 @@ class CachedReply:
         return response
 
 
+@dataclass(slots=True, eq=False)
 class PendingRequest(InlineFuture):
     """A request that waits for the end of a turn."""
 
-    __slots__ = ("began", "handle_uncached", "pieces", "reply", "request", "since")
+    reply: CachedReply
+    request: Request
+    handle_uncached: HandleUncached
+    pieces: Sequence[bytes | bytearray]
+    began: float
+    since: float
 
-    def __init__(
-        self,
-        reply: CachedReply,
-        request: Request,
-        handle_uncached: HandleUncached,
-        pieces: Sequence[bytes | bytearray],
-        began: float,
-        since: float,
-    ) -> None:
-        super().__init__()
-        self.reply = reply
-        self.request = request
-        self.handle_uncached = handle_uncached
-        self.pieces = pieces
-        self.began = began
-        self.since = since
+    def __post_init__(self) -> None:
+        InlineFuture.__init__(self)
 
     def take_uncached_path(self) -> None:
         answer = self.handle_uncached(self.request)

@@ -3,7 +3,7 @@
 When a client repeats a request and only the tensor values differ, routing, parsing and validation come out the same.
 Their result is cached:
 
-    InferHead        which model and version a head names; with the head, in `web.header_cache`
+    InferHead        which model and version a head names; with the head, in `web.parser`
     templates        the text of a body around its tensors; with the version
     CachedReply      arrays to which the program is bound, and the text of the answer; with the InferHead
     CachedRefusal    the answer while the queue is full; with the InferHead
@@ -168,7 +168,7 @@ class InferFastPath:
             encode = (_encode_bytes if call.binary else _encode_json)(version, template.call, outputs, arrays)
         except RequestError:
             return  # the uncached path reports it each time
-        known.reply = CachedReply(runs, arrays, template, encode, arrays.rows_of(call.inputs), self._stats)
+        known.reply = CachedReply(runs, arrays, template.pieces, encode, arrays.rows_of(call.inputs), self._stats)
 
     def learn_refusal(self, known: InferHead, version: CachedProgram, reason: Overloaded, response: Response) -> None:
         """Caches the `response` of `version`'s full queue."""

@@ -25,7 +25,7 @@ from trueline.serve.handlers.sequences import SequencePart
 from trueline.serve.handlers.workdir import WorkDir
 from trueline.serve.handlers.worker import HandlerFailed, Launch, Limits, StartFailed
 from trueline.serve.models.servable import NO_WORKER, HandlerAnswer, HandlerRequest, NoTensors, Program, VersionRecord
-from trueline.web.streaming import StreamedBody
+from trueline.web.messages import StreamedBody
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from trueline import events
 from trueline.serve import host
 from trueline.serve.counters import Histogram, ServerStats
-from trueline.serve.metrics.gpu import NAMES, Gpus
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.servable import Servable
 
@@ -29,6 +30,18 @@ _TIMES = {
     "QueueTime": "Milliseconds that a request waited",
     "WorkerThreadTime": "Milliseconds that a request spent between the loop and the model's thread",
 }
+
+_GPU_NAMES = {
+    "GPUUtilization": "Busy NVIDIA device, percent",
+    "GPUMemoryUsed": "Used memory of an NVIDIA device, megabytes",
+    "GPUMemoryUtilization": "Used memory of an NVIDIA device, percent",
+}
+_GPU_EVERY_S = 60.0
+_GPU_QUERY = "index,utilization.gpu,memory.used,memory.total"
+_GPU_TIMEOUT_S = 20.0
+
+Readings = dict[str, dict[str, float]]
+"""By TorchServe's names, and then by device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +169,7 @@ class Collector:
                 loading.add_sample(loading.name, labels, 1e3 * load_s)
         yield loading
         for name, devices in self._gpus.read(monotonic()).items():
-            metric = _torchserve_metric(name, NAMES[name])
+            metric = _torchserve_metric(name, _GPU_NAMES[name])
             for device, value in devices.items():
                 metric.add_sample(name, {"Level": "Host", "DeviceId": device, "Hostname": self._host}, value)
             yield metric
@@ -222,3 +235,58 @@ def _select(text: bytes, names: Collection[str]) -> bytes:
         if keep:
             lines.append(line)
     return b"".join(lines)
+
+
+class Gpus:
+    """Readings of NVIDIA devices, made in a thread at most once a minute: a scrape never waits for the driver.
+
+    Source: `nvidia-smi --help-query-gpu`.
+    """
+
+    def __init__(self) -> None:
+        self.last: Readings = {}
+        self._read_at: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def read(self, now: float) -> Readings:
+        """The last readings at `now` (monotonic seconds); when they are old, a thread fetches new ones for later."""
+        last = self.last  # the thread may end before this returns
+        if host.gpus() and (self._read_at is None or now - self._read_at >= _GPU_EVERY_S):
+            self._read_at = now
+            self._thread = threading.Thread(target=self._fetch, name="gpus", daemon=True)
+            self._thread.start()
+        return last
+
+    def wait(self) -> None:
+        """Returns when no thread is reading."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _fetch(self) -> None:
+        began = monotonic()
+        command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True)
+            self.last = parse_gpus(done.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            self.last = {}
+            events.emit("gpus.unread", why=str(error), took_s=monotonic() - began)
+
+
+def parse_gpus(text: str) -> Readings:
+    """Lines of `nvidia-smi`: index, busy percent, MiB used, MiB in total. Values that a device lacks are left out.
+
+    Raises ValueError for other text.
+
+    >>> parse_gpus("0, 30, 1024, 4096")
+    {'GPUUtilization': {'0': 30.0}, 'GPUMemoryUsed': {'0': 1024.0}, 'GPUMemoryUtilization': {'0': 25.0}}
+    """
+    readings: Readings = {name: {} for name in _GPU_NAMES}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        device, busy, used, total = (one.strip() for one in line.split(","))
+        if not busy.startswith("["):  # "[N/A]"
+            readings["GPUUtilization"][device] = float(busy)
+        if not used.startswith("["):
+            readings["GPUMemoryUsed"][device] = float(used)
+            readings["GPUMemoryUtilization"][device] = 100 * float(used) / max(1.0, float(total))
+    return readings

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array, Signature
     from trueline.runtime.session import Session
     from trueline.serve.batching.execution_plan import ExecutionPlan
-    from trueline.web.streaming import StreamedBody
+    from trueline.web.messages import StreamedBody
 
     Outputs = dict[str, Array]
 

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from trueline import events
 from trueline.serve.settings import ServeSettings
-from trueline.web import tls
-from trueline.web.limits import HttpLimits
 from trueline.web.messages import App
+from trueline.web.parser import HttpLimits
 from trueline.web.server import HttpServer
-from trueline.web.sockets import check_reach, listen
+from trueline.web.sockets import check_reach, listen, make_grpc_credentials, make_ssl_context, parse_certificates
 
 Field = str | int | float | bool | None
 SWEEP_S = 1.0
@@ -45,14 +44,14 @@ class Ports:
         """Raises UsageError for certificates that cannot be read."""
         self._settings = settings
         self._loop = loop
-        self._secured = tls.parse_certificates(settings.certificate, settings.private_key, settings.client_ca)
+        self._secured = parse_certificates(settings.certificate, settings.private_key, settings.client_ca)
         self._http: list[_Port] = []
         self._grpc: list[_Calls] = []
 
     async def open(self, what: Literal["data", "management", "metrics"], app: App, number: int) -> None:
         """`app` behind a port, 0 for a free one. Raises PortInUse, UsageError for an address that others reach."""
         settings = self._settings
-        context = None if self._secured is None else tls.make_ssl_context(self._secured)
+        context = None if self._secured is None else make_ssl_context(self._secured)
         sock = listen(settings.host, number, guarded=settings.guarded, shared=settings.shared)
         limits = HttpLimits(body_bytes=settings.max_body_bytes)
         server = HttpServer(app, limits, self._loop)
@@ -73,7 +72,7 @@ class Ports:
             settings.host,
             number,
             body_bytes=settings.max_body_bytes,
-            credentials=None if self._secured is None else tls.make_grpc_credentials(self._secured),
+            credentials=None if self._secured is None else make_grpc_credentials(self._secured),
             shared=settings.shared,
         )
         events.emit("server.listening", what=what, host=settings.host, port=found)

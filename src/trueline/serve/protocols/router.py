@@ -19,13 +19,12 @@ from trueline.serve.models.watchers import Companion
 from trueline.serve.protocols import openapi
 from trueline.serve.protocols.dispatch import Dispatch, RouteTable
 from trueline.serve.protocols.errors import NO_METHOD, NO_RESOURCE, ErrorFormat, Method, OipErrors, allow, is_oip, json
-from trueline.serve.protocols.oip.infer import InferPaths, infer_of
-from trueline.serve.protocols.oip.rest import OipRoutes, Repository
+from trueline.serve.protocols.oip.rest import InferPaths, OipRoutes, Repository, infer_of
 from trueline.version import __version__
 from trueline.web import content_encoding
 from trueline.web.access_log import AccessLog
-from trueline.web.limits import HttpLimits
 from trueline.web.messages import App, InlineFuture, Request, Response, query_all
+from trueline.web.parser import HttpLimits
 
 if TYPE_CHECKING:
     from trueline.serve.protocols.dispatch import Answer, RouteHandler

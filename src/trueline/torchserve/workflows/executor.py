@@ -23,7 +23,7 @@ from trueline.serve.handlers.worker import HandlerFailed
 from trueline.serve.models.desired_state import DesiredWorkflow
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from trueline.torchserve.workflows.spec import Node, Spec
-from trueline.web.streaming import StreamBroken
+from trueline.web.messages import StreamBroken
 
 Part = tuple[str, str, bytes | bytearray]
 """Name, content type, value."""

@@ -37,10 +37,9 @@ from trueline.train.job_dir import JobDir, parse_events
 from trueline.train.monitor import prometheus
 from trueline.train.monitor.job_view import Fields, JobView
 from trueline.web import sockets
-from trueline.web.limits import HttpLimits
-from trueline.web.messages import Request, Response, query_of
+from trueline.web.messages import Request, Response, StreamedBody, query_of
+from trueline.web.parser import HttpLimits
 from trueline.web.server import HttpServer
-from trueline.web.streaming import StreamedBody
 
 INTERVAL_S = 1.0
 CLOSE_S = 1.0

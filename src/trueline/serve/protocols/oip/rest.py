@@ -1,4 +1,4 @@
-"""The REST paths of the Open Inference Protocol but for `infer`: /v2 with Triton's extensions, and KServe's V1 in /v1.
+"""The REST paths of the Open Inference Protocol: /v2 with Triton's extensions, and KServe's V1 in /v1.
 
 Source of the repository paths: Triton's page extension_model_repository.
 """
@@ -7,22 +7,86 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trueline.errors import NotFound, RequestError
+from trueline.serve.fastpath.fast_path import OCTETS, InferFastPath, InferHead, infer_head
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.model_store import Entry, Store, check_name
-from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch
-from trueline.serve.protocols.errors import allow, check_media, json
-from trueline.serve.protocols.oip import triton, v1
+from trueline.serve.protocols import predict
+from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch, key_of
+from trueline.serve.protocols.errors import Method, allow, check_media, json
+from trueline.serve.protocols.oip import triton
+from trueline.serve.tensors import binary, codec
 from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
+    from trueline.serve.models.servable import Outputs, Servable
     from trueline.serve.protocols.dispatch import Answer, RouteHandler
+
+
+class InferPaths:
+    """Answers `/v2/models/{m}[/versions/{v}]/infer`."""
+
+    def __init__(self, dispatch: Dispatch, fast_path: InferFastPath) -> None:
+        self._dispatch = dispatch
+        self._models = dispatch.models
+        self._fast_path = fast_path
+
+    def answer(self, request: Request, model: str, version: str | None) -> Answer:
+        """Raises RequestError, NotFound."""
+        head = infer_head(request) or self._read_head(request, model, version)
+        began = perf_counter()
+        found = self._models.find(head.model, head.version, head.key)
+        if found.handler is not None:
+            return self._dispatch.handle(request, found, found.handler)
+        if found.full:
+            refused = self._dispatch.refuse_if_full(found, head.priority, request.body, head.json_bytes)
+            if refused is not None:
+                self._fast_path.learn_refusal(head, found.program, *refused)
+                return refused[1]
+        call = found.program.templates.decode(request.body, head.json_bytes)
+        priority = head.priority if call.priority is None else call.priority
+        encode = partial(self._encode, found, call, request)
+        return self._dispatch.ask(request, found, call.inputs, call.timeout_s, encode, began, priority)
+
+    def _read_head(self, request: Request, model: str, version: str | None) -> InferHead:
+        """What the request's head says; it is cached with the head, unless a handler answers."""
+        if request.method != "POST":
+            self._models.find(model, version)
+            raise Method("Method Not Allowed", ("POST",))
+        key = key_of(request)
+        if self._models.find(model, version, key).handler is not None:
+            return InferHead(model, version, key)
+        check_media(request)
+        length = request.headers.get(binary.LENGTH_HEADER)
+        json_bytes = None if length is None else binary.header_length(length, len(request.body))
+        made = InferHead(model, version, key, json_bytes, request.headers.get(PRIORITY_HEADER))
+        if request.head is not None:
+            request.head.app_data = made
+        return made
+
+    def _encode(self, version: Servable, call: codec.InferCall, request: Request, outputs: Outputs) -> Response:
+        self._fast_path.learn(request, version.program, call, outputs)
+        made = codec.encode(version.model, version.version, call, outputs)
+        if made.json_bytes is None:
+            return Response(200, made.body)
+        return Response(200, made.body, OCTETS, b"inference-header-content-length: %d\r\n" % made.json_bytes)
+
+
+def infer_of(parts: list[str]) -> tuple[str, str | None] | None:
+    """Model and version of an infer path; None for another path."""
+    match parts:
+        case ["v2", "models", model, "infer"]:
+            return model, None
+        case ["v2", "models", model, "versions", version, "infer"]:
+            return model, version
+    return None
 
 
 class OipRoutes:
@@ -154,13 +218,13 @@ class OipRoutes:
             return self._dispatch.handle(request, found, found.handler)
         check_media(request)
         self._dispatch.check_room(request, found)
-        call = v1.decode(request.body, found.program.signature)
+        call = predict.decode_v1(request.body, found.program.signature)
         return self._dispatch.ask(
             request,
             found,
             call.inputs,
             None,
-            lambda outputs: Response(200, v1.encode(outputs, call)),
+            lambda outputs: Response(200, predict.encode(outputs, call)),
             began,
             request.headers.get(PRIORITY_HEADER),
         )

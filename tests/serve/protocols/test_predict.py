@@ -17,7 +17,7 @@ from onnx import helper
 from trueline import serve
 from trueline.bundle import Dim, Golden, Signature
 from trueline.errors import RequestError
-from trueline.serve.protocols import mlflow as scoring
+from trueline.serve.protocols import predict as scoring
 from worlds import bundles
 from worlds.servers import TinyApp
 
@@ -65,12 +65,12 @@ def test_tables_and_tensors_are_answered_with_predictions(app: TinyApp, media: s
 
 def test_columns_that_are_called_as_inputs_go_to_them_whatever_their_order() -> None:
     told = {"dataframe_split": {"columns": ["b", "a"], "data": [[10, 1], [20, 2]]}}
-    found = scoring.decode(json.dumps(told).encode(), b"application/json", TWO)
+    found = scoring.decode_mlflow(json.dumps(told).encode(), b"application/json", TWO)
     assert found is not None
     assert found.inputs["a"].tolist() == [1, 2]
     assert found.inputs["b"].tolist() == [[10], [20]]
     nested = {"dataframe_records": [{"x": [1, 2, 3]}, {"x": [4, 5, 6]}]}
-    whole = scoring.decode(json.dumps(nested).encode(), b"", ONE)
+    whole = scoring.decode_mlflow(json.dumps(nested).encode(), b"", ONE)
     assert whole is not None
     assert whole.inputs["x"].tolist() == ROWS
 
@@ -113,7 +113,7 @@ def test_a_body_that_is_none_of_mlflows_is_judged_as_before(app: TinyApp) -> Non
     assert json.loads(app.ask("POST", "/invocations", b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
     assert json.loads(app.ask("POST", "/invocations", b'{"x": [1, 2, 3]}').body) == [3.0, 5.0, 7.0]
     named = Signature(inputs=(bundles.spec("inputs", "batch", 3),), outputs=ONE.outputs, dims={"batch": Dim()})
-    assert scoring.decode(b'{"inputs": [1, 2, 3]}', b"", named) is None, "it is the model's own input"
+    assert scoring.decode_mlflow(b'{"inputs": [1, 2, 3]}', b"", named) is None, "it is the model's own input"
 
 
 @given(st.binary(max_size=80), st.sampled_from([b"", b"text/csv"]))
@@ -121,7 +121,7 @@ def test_no_bytes_whatever_raise_anything_but_a_request_error(body: bytes, media
     for form in (b"%b", b'{"dataframe_split": %b}', b'{"dataframe_records": %b}', b'{"inputs": %b}'):
         for signature in (ONE, TWO):
             with contextlib.suppress(RequestError):
-                scoring.decode(form % body, media, signature)
+                scoring.decode_mlflow(form % body, media, signature)
 
 
 def test_health_is_a_line_feed_and_says_what_readiness_says(app: TinyApp) -> None:
