@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import numpy as np
 from trueline.web.messages import Answer, InlineFuture, Request, Response
 
 if TYPE_CHECKING:
-    from trueline.bundle.signature import Array, Signature
+    from trueline.bundle.signature import Array
     from trueline.runtime.session import Bindable
     from trueline.serve.batching.queue import Batcher
     from trueline.serve.counters import ServerStats, VersionStats
@@ -226,54 +226,46 @@ class BoundArrays:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class BoundRuns:
     """The arrays that one version has bound for short runs."""
 
-    def __init__(
-        self,
-        program: Bindable,
-        signature: Signature,
-        batcher: Batcher,
-        stats: VersionStats,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        by_rows: bool,
-        values: int,
-    ) -> None:
-        """`by_rows`: the first dimension of all inputs and outputs counts rows. Runs of at most `values` are short."""
-        self._program = program
-        self._names = tuple([spec.name for spec in signature.inputs])
-        self._by_rows = by_rows
-        self._values = values
-        self._kinds: dict[Kind, BoundArrays] = {}
-        self.batcher = batcher
-        self.stats = stats
-        self.loop = loop
-        self.open = True
+    program: Bindable | None
+    names: tuple[str, ...]
+    """Of the inputs."""
+    batcher: Batcher
+    stats: VersionStats
+    loop: asyncio.AbstractEventLoop
+    by_rows: bool
+    """Whether the first dimension of all inputs and outputs counts rows."""
+    values: int
+    """The most input values of a short run."""
+    open: bool = True
+    kinds: dict[Kind, BoundArrays] = field(default_factory=dict)
 
     def close(self) -> None:
         """Releases the program: there are no more requests."""
         self.open = False
-        for arrays in self._kinds.values():
+        for arrays in self.kinds.values():
             arrays.close()
-        self._kinds.clear()
-        del self._program
+        self.kinds.clear()
+        self.program = None
 
     def arrays_for(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> BoundArrays | None:
         """Where requests like this one are run; None where they are not."""
-        if not self.open or inputs.keys() != set(self._names) or any(not array.size for array in inputs.values()):
+        if self.program is None or inputs.keys() != set(self.names) or any(not array.size for array in inputs.values()):
             return None
-        inputs = {name: inputs[name] for name in self._names}
+        inputs = {name: inputs[name] for name in self.names}
         values = sum([array.size for array in inputs.values()])
-        if values > self._values or sum([array.nbytes for array in inputs.values()]) > MAX_BYTES:
+        if values > self.values or sum([array.nbytes for array in inputs.values()]) > MAX_BYTES:
             return None
-        kind = tuple([array.shape[self._by_rows :] for array in inputs.values()])
-        arrays = self._kinds.get(kind)
-        if arrays is None and len(self._kinds) < MAX_KINDS:
-            rows = inputs[self._names[0]].shape[0] if self._by_rows else 1
-            capacity = max(rows, min(self.batcher.full_rows, self._values * rows // values))
-            arrays = BoundArrays(self, self._program, inputs, outputs, by_rows=self._by_rows, capacity=capacity)
-            self._kinds[kind] = arrays
+        kind = tuple([array.shape[self.by_rows :] for array in inputs.values()])
+        arrays = self.kinds.get(kind)
+        if arrays is None and len(self.kinds) < MAX_KINDS:
+            rows = inputs[self.names[0]].shape[0] if self.by_rows else 1
+            capacity = max(rows, min(self.batcher.full_rows, self.values * rows // values))
+            arrays = BoundArrays(self, self.program, inputs, outputs, by_rows=self.by_rows, capacity=capacity)
+            self.kinds[kind] = arrays
         return arrays
 
 

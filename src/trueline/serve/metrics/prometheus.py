@@ -9,8 +9,8 @@ import re
 import socket
 import subprocess
 import threading
+from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -44,30 +44,19 @@ Readings = dict[str, dict[str, float]]
 """By TorchServe's names, and then by device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sums:
-    """What a version has done so far; seconds are sums over requests."""
+_Sums = dict[str, float]
+"""What a version has done so far; seconds are sums over requests."""
 
-    requests: int = 0
-    request_s: float = 0.0
-    queue_s: float = 0.0
-    infer_s: float = 0.0
-    coding_s: float = 0.0
 
-    @classmethod
-    def of(cls, version: Servable) -> _Sums:
-        stats = version.stats
-        return cls(
-            requests=stats.request_s.count,
-            request_s=stats.request_s.total,
-            queue_s=stats.queue_s,
-            infer_s=stats.infer_s,
-            coding_s=stats.decode_s + stats.encode_s,
-        )
-
-    def plus(self, other: _Sums, sign: int = 1) -> _Sums:
-        names = [field.name for field in fields(_Sums)]
-        return _Sums(**{name: getattr(self, name) + sign * getattr(other, name) for name in names})
+def _sums_of(version: Servable) -> _Sums:
+    stats = version.stats
+    return {
+        "requests": stats.request_s.count,
+        "request_s": stats.request_s.total,
+        "queue_s": stats.queue_s,
+        "infer_s": stats.infer_s,
+        "coding_s": stats.decode_s + stats.encode_s,
+    }
 
 
 class Collector:
@@ -144,22 +133,22 @@ class Collector:
 
     def _collect_times(self) -> Iterator[Metric]:
         """TorchServe's times in milliseconds: means over the requests since the last scrape, if there were any."""
-        new_of_all, before = _Sums(), self._of_version
-        sums_now = {version: _Sums.of(version) for version in self._models.all()}
-        self._of_version = {version: before[version] for version in sums_now if version in before}
-        for version, sums in sums_now.items():
-            new = sums.plus(self._before.get(version, _Sums()), -1)
-            new_of_all = new_of_all.plus(new)
-            if new.requests and version.handler is None:  # handlers count their own times
+        new: defaultdict[str, float] = defaultdict(float)
+        before, self._before = self._before, {version: _sums_of(version) for version in self._models.all()}
+        self._of_version = {version: times for version, times in self._of_version.items() if version in self._before}
+        for version, sums in self._before.items():
+            own = {name: value - before.get(version, {}).get(name, 0) for name, value in sums.items()}
+            for name, value in own.items():
+                new[name] += value
+            if own["requests"] and version.handler is None:  # handlers count their own times
                 self._of_version[version] = {
-                    "PredictionTime": 1e3 * new.infer_s / new.requests,
-                    "HandlerTime": 1e3 * (new.infer_s + new.coding_s) / new.requests,
+                    "PredictionTime": 1e3 * own["infer_s"] / own["requests"],
+                    "HandlerTime": 1e3 * (own["infer_s"] + own["coding_s"]) / own["requests"],
                 }
-        self._before, new = sums_now, new_of_all
-        if new.requests:
-            beside_s = new.request_s - new.queue_s - new.infer_s - new.coding_s
-            self._of_all["QueueTime"] = 1e3 * new.queue_s / new.requests
-            self._of_all["WorkerThreadTime"] = 1e3 * max(0.0, beside_s) / new.requests
+        if new["requests"]:
+            beside_s = new["request_s"] - new["queue_s"] - new["infer_s"] - new["coding_s"]
+            self._of_all["QueueTime"] = 1e3 * new["queue_s"] / new["requests"]
+            self._of_all["WorkerThreadTime"] = 1e3 * max(0.0, beside_s) / new["requests"]
         for name, text in _TIMES.items():
             yield self._host_metric(name, text, self._of_all[name])
         loading = _torchserve_metric("WorkerLoadTime", "Milliseconds until it was ready")

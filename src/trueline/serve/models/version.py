@@ -121,11 +121,8 @@ class ProgramVersion(VersionRecord):
             short_values=loaded.plan.inline_values,
         )
         if loaded.plan.inline_values and isinstance(loaded.session, Bindable):
-            signature, by_rows = loaded.session.signature, batch_symbol(loaded.session.signature)[0] is not None
-            values = loaded.plan.inline_values
-            self.bound_runs = BoundRuns(
-                loaded.session, signature, self._batcher, self.stats, loop, by_rows=by_rows, values=values
-            )
+            by_rows, values = batch_symbol(loaded.session.signature)[0] is not None, loaded.plan.inline_values
+            self.bound_runs = BoundRuns(loaded.session, self._names, self._batcher, self.stats, loop, by_rows, values)
         self.state = "ready"
 
     def scale(self, lanes: int) -> None:

@@ -83,6 +83,18 @@ class Routes:
         self._body_bytes = body_bytes
         self._loop = loop
         self._collector = prometheus.Collector(models, self.stats)
+        document = _page(lambda: json(200, self._document()))
+        self._pages: dict[str, RouteHandler] = {
+            "": self._root,
+            "metrics": self._metrics,
+            "health": self._health,
+            "version": _page(lambda: Response(200, __version__.encode(), b"text/plain")),
+            "dashboard": _page(dashboard.page),
+            "dashboard/state": _page(lambda: dashboard.answer(self.models, self.stats, time())),
+            "try": _page(dashboard.try_page),
+            "openapi.json": document,
+            "api-description": document,
+        }
 
     # what the connections call
 
@@ -132,25 +144,7 @@ class Routes:
 
     def match(self, parts: list[str]) -> RouteHandler | None:
         """The handler of one of the server's own pages."""
-        match parts:
-            case ["metrics"]:
-                return self._metrics
-            case ["health"]:
-                return self._health
-            case ["version"]:
-                return _page(lambda: Response(200, __version__.encode(), b"text/plain"))
-            case ["dashboard"]:
-                return _page(dashboard.page)
-            case ["dashboard", "state"]:
-                return _page(lambda: dashboard.answer(self.models, self.stats, time()))
-            case ["try"]:
-                return _page(dashboard.try_page)
-            case ["openapi.json"] | ["api-description"]:
-                return _page(lambda: json(200, self._document()))
-            case [""]:
-                return self._root
-            case _:
-                return None
+        return self._pages.get("/".join(parts))
 
     def _root(self, request: Request) -> Response:
         if request.method == "OPTIONS":

@@ -191,27 +191,13 @@ class OipService:
     async def _model_metadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         found = self._models.find(request.name, request.version or None)
         described = extensions.describe(found, self._models.versions(found.model))
-        kind = pb.ModelMetadataResponse.TensorMetadata
-        return pb.ModelMetadataResponse(
-            name=described["name"],
-            versions=described["versions"],
-            platform=described["platform"],
-            inputs=[kind(**one) for one in described["inputs"]],
-            outputs=[kind(**one) for one in described["outputs"]],
-        )
+        del described["parameters"]
+        return pb.ModelMetadataResponse(**described)
 
     async def _config(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         described = extensions.configuration(self._models.find(request.name, request.version or None))
-        config = pb.ModelConfig(
-            name=described["name"],
-            platform=described["platform"],
-            backend=described["backend"],
-            max_batch_size=described["max_batch_size"],
-        )
-        for one in described["input"]:
-            config.input.add(name=one["name"], data_type=pb.DataType.Value(one["data_type"]), dims=one["dims"])
-        for one in described["output"]:
-            config.output.add(name=one["name"], data_type=pb.DataType.Value(one["data_type"]), dims=one["dims"])
+        names = ("name", "platform", "backend", "max_batch_size", "input", "output")
+        config = pb.ModelConfig(**{name: described[name] for name in names})
         if "dynamic_batching" in described:
             config.dynamic_batching.SetInParent()
         return pb.ModelConfigResponse(config=config)
@@ -221,16 +207,14 @@ class OipService:
         statistics = extensions.statistics(self._models, request.name or None, request.version or None)
         for described in statistics["model_stats"]:
             del described["memory_usage"]
-            response.model_stats.append(_fill(pb.ModelStatistics(), described))
+            response.model_stats.add(**described)
         return response
 
     # the repository
 
     async def _index(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
-        response = pb.RepositoryIndexResponse()
-        for described in extensions.index(self._models.all(), ready_only=request.ready):
-            response.models.add(**described)
-        return response
+        index = extensions.index(self._models.all(), ready_only=request.ready)
+        return pb.RepositoryIndexResponse(models=[pb.RepositoryIndexResponse.ModelIndex(**entry) for entry in index])
 
     async def _load(self, request: pb.RepositoryModelLoadRequest, context: Context) -> pb.RepositoryModelLoadResponse:
         given = dict.fromkeys(request.parameters, True)
@@ -246,16 +230,3 @@ class OipService:
 
 def _encode_error(request: pb.ModelInferRequest, code: grpc.StatusCode, message: str) -> pb.ModelStreamInferResponse:
     return pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=request.id))
-
-
-def _fill(message: Any, values: dict[str, Any]) -> Any:
-    """Sets the message's fields from `values` of the same names."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            _fill(getattr(message, name), value).SetInParent()
-        elif isinstance(value, list):
-            for one in value:
-                _fill(getattr(message, name).add(), one)
-        else:
-            setattr(message, name, value)
-    return message

@@ -110,6 +110,7 @@ class OipRoutes:
                 return None
 
     def _v2(self, request: Request, rest: list[str]) -> Answer:
+        page: Callable[[], Response]
         match rest:
             case ["repository", "models", model, "load" | "unload" as act]:
                 return self._repository_act(request, model, act)
@@ -117,61 +118,46 @@ class OipRoutes:
                 return self._index(request)
             case ["models", model, "explain"]:
                 return self._dispatch.explain(request, model)
-            case ["models", "stats"]:
-                page = self._statistics(None, None)
-            case ["models", model, "stats"]:
-                page = self._statistics(model, None)
-            case ["models", model, "versions", version, "stats"]:
-                page = self._statistics(model, version)
-            case ["models", model, "config"]:
-                page = self._configuration(model, None)
-            case ["models", model, "versions", version, "config"]:
-                page = self._configuration(model, version)
             case [] | [""]:
-                page = self._server_metadata
+                body = {"name": "trueline", "version": self._server_version, "extensions": list(triton.EXTENSIONS)}
+                page = lambda: json(200, body)  # noqa: E731
             case ["health", "live"]:
                 page = lambda: json(200, {"live": True})  # noqa: E731
             case ["health", "ready"]:
-                page = self._server_ready
-            case ["models", model]:
-                page = self._metadata(model, None)
+                ready = self._models.ready and not self._dispatch.draining
+                page = lambda: json(200 if ready else 503, {"ready": ready})  # noqa: E731
+            case ["models", "stats"]:
+                page = lambda: json(200, triton.statistics(self._models, None, None))  # noqa: E731
             case ["models", model, "versions", version]:
-                page = self._metadata(model, version)
-            case ["models", model, "ready"]:
-                page = self._model_ready(model, None)
-            case ["models", model, "versions", version, "ready"]:
-                page = self._model_ready(model, version)
+                page = self._model_page(model, version)
+            case ["models", model, "versions", version, about]:
+                page = self._model_page(model, version, about)
+            case ["models", model, *about] if len(about) <= 1:
+                page = self._model_page(model, None, *about)
             case _:
                 raise NotFound("Not Found")
         allow(request, ("GET", "HEAD"), "Method Not Allowed")
         return page()
 
-    def _server_metadata(self) -> Response:
-        return json(200, {"name": "trueline", "version": self._server_version, "extensions": list(triton.EXTENSIONS)})
+    def _model_page(self, model: str, version: str | None, about: str | None = None) -> Callable[[], Response]:
+        models = self._models
+        match about:
+            case None:
+                return lambda: json(200, triton.describe(models.find(model, version), models.versions(model)))
+            case "ready":
+                return lambda: self._model_ready(models.find(model, version))
+            case "stats":
+                return lambda: json(200, triton.statistics(models, model, version))
+            case "config":
+                return lambda: json(200, triton.configuration(models.find(model, version)))
+        raise NotFound("Not Found")
 
-    def _server_ready(self) -> Response:
-        ready = self._models.ready and not self._dispatch.draining
-        return json(200 if ready else 503, {"ready": ready})
-
-    def _model_ready(self, model: str, version: str | None) -> Callable[[], Response]:
-        def page() -> Response:
-            found = self._models.find(model, version)
-            ready = found.state == "ready" and not self._dispatch.draining
-            body: dict[str, object] = {"name": found.model, "version": found.version, "ready": ready}
-            if not ready:
-                body["reason"] = found.reason or ("draining" if self._dispatch.draining else found.state)
-            return json(200 if ready else 503, body)
-
-        return page
-
-    def _metadata(self, model: str, version: str | None) -> Callable[[], Response]:
-        return lambda: json(200, triton.describe(self._models.find(model, version), self._models.versions(model)))
-
-    def _statistics(self, model: str | None, version: str | None) -> Callable[[], Response]:
-        return lambda: json(200, triton.statistics(self._models, model, version))
-
-    def _configuration(self, model: str, version: str | None) -> Callable[[], Response]:
-        return lambda: json(200, triton.configuration(self._models.find(model, version)))
+    def _model_ready(self, version: Servable) -> Response:
+        ready = version.state == "ready" and not self._dispatch.draining
+        body: dict[str, object] = {"name": version.model, "version": version.version, "ready": ready}
+        if not ready:
+            body["reason"] = version.reason or ("draining" if self._dispatch.draining else version.state)
+        return json(200 if ready else 503, body)
 
     def _index(self, request: Request) -> Response:
         allow(request, ("POST",), "Method Not Allowed")
