@@ -129,7 +129,8 @@ class Workflow:
 def _join_inputs(answers: Sequence[tuple[str, HandlerAnswer]]) -> list[Part]:
     """A node's input from its parents' answers, without a content type.
 
-    >>> _join_inputs([("a", Answer(body=b"1"))]), _join_inputs([("a", Answer(body=b"1")), ("b", Answer(body=b"2"))])
+    >>> one, two = ("a", HandlerAnswer(body=b"1")), ("b", HandlerAnswer(body=b"2"))
+    >>> _join_inputs([one]), _join_inputs([one, two])
     ([('body', '', b'1')], [('a', '', b'1'), ('b', '', b'2')])
     """
     if len(answers) == 1:
@@ -140,7 +141,7 @@ def _join_inputs(answers: Sequence[tuple[str, HandlerAnswer]]) -> list[Part]:
 def _join_outputs(ends: Sequence[tuple[str, HandlerAnswer]]) -> HandlerAnswer:
     """The answer of a single last node as it is; of several, an object of their texts by node, as in TorchServe.
 
-    >>> _join_outputs([("a", Answer(body=b"1")), ("b", Answer(body=b"{}"))]).body
+    >>> _join_outputs([("a", HandlerAnswer(body=b"1")), ("b", HandlerAnswer(body=b"{}"))]).body
     b'{"a":"1","b":"{}"}'
     """
     if len(ends) == 1:
