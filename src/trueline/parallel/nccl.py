@@ -1,14 +1,10 @@
 """NCCL as the plane of a generation: gradients are summed on their devices, without a copy to the host.
 
 torch's ProcessGroupNCCL is created outside torch.distributed's registry, so that its communicators live as long as a
-generation. Pitfalls (ProcessGroupNCCL.hpp; pytorch issues 111646 and 115388):
-
-* The watchdog must not end the process when a peer dies: the next view decides what to do.
-* Creating a communicator waits for peers without a limit, unless it is non-blocking.
-* Only an abort ends a sum whose peer is dead, and it leaves that sum's memory undefined.
-* `Work.wait` makes the stream wait and not this thread, so sums are polled.
-
-Needs a torch built for CUDA, and a device for each worker.
+generation. Pitfalls (ProcessGroupNCCL.hpp; pytorch issues 111646 and 115388): its watchdog must not end the process
+when a peer dies; creating a communicator waits without a limit, unless it is non-blocking; only an abort ends a sum
+whose peer is dead, and leaves that sum's memory undefined; `Work.wait` makes the stream wait and not this thread, so
+sums are polled. Needs a torch built for CUDA, and a device for each worker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sums of shards' gradients that are bitwise independent of the number of workers.
 
-Floating-point addition is not associative, so the last bits of an all-reduce depend on the number of workers. Here each
-shard's gradient is a row, and rows are added in the order of the shards, whichever rank holds them:
+Floating-point addition is not associative, so each shard's gradient is a row, and rows are added in shard order:
 
     rank r: rows of its shards ──all-to-all──▶ piece r of every row ──add in order──▶ piece r of the sum ──all-gather──▶
 

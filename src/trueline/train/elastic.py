@@ -5,10 +5,9 @@
         job.step(loss(model(batch.inputs), batch.labels))
 
 A worker alternates between two phases. **Step**: forward, backward with a StepAccount in the same all-reduce,
-comparison of the sums with the plan, optimizer. **Regroup**, when a peer died or a new view was agreed: leave the
-group, enter the new view with the number of applied steps, form the new group, receive the state of the member that is
-furthest ahead, and continue with the first step that no member applied. The records of a failed step are handed out
-again. See docs/concepts/generation.md for the protocol and its failure cases.
+comparison with the plan, optimizer. **Regroup**, when a peer died or a new view was agreed: enter the new view, form
+its group, receive the state of the member that is furthest ahead. The records of a failed step are handed out again.
+Protocol and failure cases: docs/concepts/generation.md.
 """
 
 from __future__ import annotations

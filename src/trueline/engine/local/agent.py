@@ -1,13 +1,9 @@
 """The agent of the local engine: a zygote that has torch imported and forks a process on request.
 
-A new interpreter with torch takes one to three seconds to start, a fork of this one about twenty milliseconds. The
-agent is the parent of what it forks, so it sees every exit with its code. It speaks newline-delimited JSON on a Unix
-socket, so that a restarted master finds the same processes again. A new agent adopts the processes of one that died
-(`engine/local/process.py`). It has one thread, and never starts gRPC or a tensor operation: both break in a forked
-child.
-
-Requests: {"op": "add", "spec": {..}}, {"op": "kill", "ref": .., "grace_s": ..}, {"op": "list"}, {"op": "watch"}.
-Each reply is one line. "watch" replies with a line for every known process and for every later change.
+A new interpreter with torch takes one to three seconds to start, a fork of this one about twenty milliseconds. As their
+parent the agent sees every exit code; a new agent adopts the processes of a dead one. It has one thread, and never
+starts gRPC or a tensor operation: both break in a forked child. It speaks JSON lines on a Unix socket; "watch" replies
+with a line for every known process and every later change, the other requests with one line.
 """
 
 from __future__ import annotations

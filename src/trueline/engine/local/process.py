@@ -1,16 +1,12 @@
 """Processes of the local engine: they never outlive their launcher, and a new agent finds those of a dead one.
 
-The **lifeline** is a pipe. The launcher keeps the writing end and hands the reading end to every process that it
-starts, and they to theirs. When the launcher ends, the kernel closes the pipe and every reader sees its end. Unlike
-PR_SET_PDEATHSIG this reaches grandchildren and does not tie a worker to its direct parent.
+The **lifeline** is a pipe. The launcher keeps the writing end; every process inherits the reading end, and sees the end
+of the pipe when the launcher ends. Unlike PR_SET_PDEATHSIG this reaches grandchildren. A stopped process (SIGSTOP)
+reads nothing, so F_SETSIG makes the kernel send it SIGCONT when the pipe ends (fcntl(2), "Signals").
 
-A stopped process (SIGSTOP) reads nothing, so F_SETSIG makes the kernel send SIGCONT instead of SIGIO when the pipe
-ends. Source: fcntl(2), "Signals".
-
-**Orphans** are processes that outlived their agent. Agent and process both append ref, pid and start time to a file
-beside the agent's socket, since either may be killed right after the fork. Pids are reused, but pid and start time
-identify a process (proc(5), field 22 of /proc/PID/stat). A pidfd (pidfd_open(2)) that was opened before that comparison
-refers to this process for good.
+**Orphans** have outlived their agent. Agent and process both append ref, pid and start time to a file beside the
+agent's socket, since either may be killed right after the fork. Pids are reused; pid and start time identify a process
+(proc(5), field 22 of /proc/PID/stat), and a pidfd that was opened before that comparison refers to it for good.
 """
 
 from __future__ import annotations

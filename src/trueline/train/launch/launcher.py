@@ -3,11 +3,8 @@
     trueline train ── lifeline ──▶ agent (zygote) ──fork──▶ workers
                    └─ lifeline ──▶ zygote ──fork──▶ master ◀──gRPC── workers
 
-A master that dies has a successor on the same port (`master/failover.py`), which adopts the workers. When the launcher
-ends, by whatever means, the lifeline ends with it and so do all its processes. JOB/launcher.json has how it ended; one
-that was killed with SIGKILL leaves it empty and JOB/lock free, and the job is dead.
-
-The launcher is the process of `trueline train`, or one of its own (`detach`) that survives the terminal.
+A dead master gets a successor on the same port (`master/failover.py`). When the launcher ends, by any means, the
+lifeline ends all its processes. JOB/launcher.json records how it ended; SIGKILL leaves that empty and JOB/lock free.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Failover of the master: one that dies has a successor within milliseconds.
 
 A fresh interpreter takes most of a second of processor time to become a master, at the cost of the steps of training.
-So a process of its own, the zygote, imports once what a master needs and forks masters on request. It has one thread
-and never starts gRPC, which would break in a forked child.
+So a separate process, the zygote, imports what a master needs and forks masters on request. It has one thread and never
+starts gRPC, which would break in a forked child.
 
     launcher ── "start" ──▶ zygote ──fork──▶ master
              ◀── exit code ──        ◀─wait──
 
 The launcher decides whether there is a successor. A zygote that dies takes its master along, since two masters must
-never serve one job; the launcher then starts both again, which takes as long as the first time.
+never serve one job.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The master's durable log: one append-only SQLite file in WAL mode.
 
-Rows are facts about the surviving state, which the log follows and never leads: VIEW before a view is published,
-COMMIT after a step was applied, FORMED with the first of a generation, TRUNCATE when the survivors turned out to have
-applied less. A restarted master reads the rows in order and knows generation, members, incarnations, progress,
-checkpoints, the number of workers that was requested last, and what is suspected, set aside or in quarantine. A power
+Rows are facts about the surviving state, which the log follows and never leads: VIEW before a view is published, COMMIT
+after a step was applied, FORMED with the first of a generation, TRUNCATE when the survivors have applied less. A power
 cut may lose rows of steps: the workers hold the state and report them again.
 """
 

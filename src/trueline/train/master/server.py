@@ -1,10 +1,8 @@
 """The master's process and its gRPC service, which turns calls into events of the membership. No torch.
 
-It may be killed at any instant: training continues, and the next master replays the journal, asks the engine which
-workers run, and adopts them. Workers reconnect to the port.
-
-Every call carries the job's secret. An unexpected exception ends the job with code `internal` and its traceback in the
-master's log: workers would take the gRPC error for a master that is away, and wait without end.
+It may be killed at any instant: training continues, and the next master replays the journal and adopts the running
+workers. Every call carries the job's secret. An unexpected exception ends the job with code `internal`: workers would
+take the gRPC error for a master that is away, and wait without end.
 """
 
 from __future__ import annotations

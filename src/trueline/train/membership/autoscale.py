@@ -1,10 +1,8 @@
 """Autoscaling: how many workers a job should have, by the throughput that each brings. Pure.
 
-    throughput of n workers ──▶ did the n-th worker bring half of what a worker brings on average?
-                                  yes, or not measured: one more        no: one less, and not again for ten minutes
-
-Throughput by number of workers is smoothed and forgotten after ten minutes, so that it is measured again: the machine,
-the network or the data may have changed. `Scaling` changes in place.
+If the last worker brought at least half of what a worker brings on average, or that was not measured, one more is
+added; else one less, and not again for ten minutes. Throughput is smoothed, and forgotten after ten minutes: the
+machine, the network or the data may have changed. `Scaling` changes in place.
 """
 
 from __future__ import annotations

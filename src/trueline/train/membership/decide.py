@@ -1,15 +1,10 @@
-"""Decides who is in the job, in which generation: a function of (state, event, now).
-
-    state, event, now  ──decide──▶  actions with their reasons; the state has changed
+"""Decides who is in the job, in which generation: (state, event, now) ─▶ actions with reasons.
 
 A planned view (a join, an announced departure) takes effect between two steps and fails none. A forced view follows a
-death: the groups of older generations cannot complete a step any more and are cut (`cut_below`). Members of a view
-*enter* it with the number of steps they have applied; when all have, the one that is furthest ahead becomes the source
-and the others take its state. No gRPC, processes, files or clocks: `master/master.py` is the shell. `health.py` decides
-which workers are given up, `poison.py` which records are set aside.
-
-Sources: torchft's `quorum_compute` (decide with `now`, return the reason), DESIGN §3, the exactness protocol in
-docs/concepts/generation.md.
+death: groups of older generations cannot complete a step any more and are cut (`cut_below`). Members *enter* a view
+with their number of applied steps; when all have, the one that is furthest ahead becomes the source of the state. No
+gRPC, processes, files or clocks: `master/master.py` is the shell. Model: torchft's `quorum_compute`; protocol:
+docs/concepts/generation.md. The state changes in place.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Ranges of an epoch, leased to workers of different speed, so that each record is committed exactly once. Pure.
 
-    free ──lease──▶ leased ──commit──▶ done         committed parts stay committed
-      ▲               │
-      └─ the rest ────┘   its worker died, gave it back, or was silent for `lease_s`
-
 A lease is a range of positions and a token; tokens grow, also over a restart of the master, and none comes twice. A
-commit names its token: a worker that lost its lease while it slept is refused, and what it did since counts for nothing
-(Gray and Cheriton, "Leases", 1989; fencing). Sizes are guided: a worker's lease is its share, by measured speed, of a
-part of what is left (Polychronopoulos and Kuck, 1987), so leases are long at first, where they cost least, and short
-at the end, where one slow worker would hold up all. What is to survive the master are rows: the caller writes those of
-`first_rows` and `commit` before it answers, and `replay` reads them. Time is an argument.
+commit names its token, so a worker that lost its lease while it slept is refused (Gray and Cheriton, "Leases", 1989;
+fencing). The rest of a lost lease is free again; committed parts stay committed. Sizes are guided: a lease is the
+worker's share, by measured speed, of a part of what is left (Polychronopoulos and Kuck, 1987), so leases are long at
+first, where they cost least, and short at the end, where one slow worker would delay all. The caller writes the rows of
+`first_rows` and `commit` before it answers; `replay` reads them after a restart of the master.
 """
 
 from __future__ import annotations

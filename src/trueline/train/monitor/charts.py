@@ -1,10 +1,6 @@
 """What the live page draws of a job, of bounded size and pure: times are arguments, in seconds since 1970.
 
 **Series**: steps as curves. Adjacent points merge as the job gets longer, so their size stays that of 512 steps.
-
-    width 1   0 1 2 3 … 511            full: pairs merge, width 2
-    width 2   0-1 2-3 … 510-511 512-513 …
-
 **Lanes**: workers over time, one lane for each slot, one span for each life in it. A lane of many lives merges the two
 adjacent ones that take the least room in the picture and counts their deaths.
 

@@ -1,10 +1,7 @@
-"""What a job's events add up to, for the live page and Prometheus.
+"""What a job's events add up to, for the live page and Prometheus. The same events give the same view.
 
-    events.jsonl ──replay──▶ JobView ◀──apply── the master's events         JobView.state(now) ──▶ page, metrics
-
-Pure: the same events give the same view, so a restarted master shows the whole history again. Bounded: adjacent points
-merge, lists keep their newest or most telling entries. An unknown event, or one with fields that it cannot read, only
-becomes a line of the list: the page must never stop the job.
+Bounded: adjacent points merge, lists keep their newest or most telling entries. An unknown event, or one with fields
+that it cannot read, only becomes a line of the list: the page must never stop the job.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """The live page of a job, on a loopback address, for clients that have its token.
 
-    master ──add_event──▶ Page ──▶ JobView ──▶ /          the page itself: one file, nothing is fetched from elsewhere
-                                               /events    its state, pushed once a second and at the end
-                                               /state     the same, once
-                                               /metrics   for Prometheus
+    master ──add_event──▶ Page ──▶ JobView ──▶ /, /state, /events (pushed once a second and at the end), /metrics
 
 The token can only read: it is derived from the job's secret and is not the secret. A page that fails does not stop the
 job. `python -m trueline.train.monitor.server JOB` shows the folder of any job, also of one that has ended.

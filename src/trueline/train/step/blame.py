@@ -1,10 +1,8 @@
 """Finds the records that make a step fail: each is tried alone.
 
 A record that fails alone while others pass is reported to the master, which gives it to another worker and sets it
-aside if it fails there too. If every record fails, the recipe is at fault and the error stands.
-
-A trial takes an id of the plan with that id's random numbers; the master gets the record of the source that stands
-there. A source that draws its records may have one of them at several ids of a step.
+aside if it fails there too. If every record fails, the recipe is at fault and the error stands. A trial takes an id of
+the plan, with its random numbers; a source that draws its records may have one of them at several ids.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Writes checkpoints beside the training: rank 0, at the end of each epoch or every `every` steps.
 
-Training waits only while the state is copied, between two steps; a thread writes the copy. If the disk or the store
-fails, a warning is emitted and the older checkpoints stay; only the job's last checkpoint has to succeed.
-
-    due                         while the last one is still being written
-    every N steps, each epoch   skipped: waiting would stall the step, and the next one comes soon
-    best so far, requested      copied now and written afterwards; a third one waits
-    the job's last              waits
+Training waits only while the state is copied, between two steps; a thread writes the copy. A failure is a warning and
+the older checkpoints stay; only the job's last checkpoint has to succeed. While one is still being written, a regular
+one is skipped (waiting would stall the step), the best so far or a requested one is copied now and written afterwards
+(a third one waits), and the job's last one waits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The ledger: which records have been applied. It is part of the replicated state.
 
-Every step sends a `StepAccount` through the same all-reduce as the gradients: each worker's number of records, a digest
-of them, the generation and the step. All members see the same sums and compare them with the plan of the step before
-they touch the parameters. So a step is applied with exactly its records or not at all, and the counts prove what the
-gradients held, not what was planned. For a small data set a tally is summed too: one counter for each record.
-
-Torch-free: the master computes the digest that an epoch must have.
+Every step sends a `StepAccount` through the same all-reduce as the gradients. All members see the same sums and compare
+them with the plan before they touch the parameters: a step is applied with exactly its records or not at all, and the
+counts prove what the gradients held, not what was planned. Torch-free: the master computes digests too.
 """
 
 from __future__ import annotations

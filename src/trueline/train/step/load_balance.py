@@ -1,13 +1,11 @@
 """How fast each member computes, and how large its share of a step is.
 
-Each member measures its records a second and sends the rate in the account of every step. All members see the same
-rates after the same step and derive the same weights from them, so the split needs no message of its own. A member with
-rate 0 has no share: it is still receiving the state.
+Each member sends its records a second in the account of every step. All members see the same rates after the same step
+and derive the same weights, without a message. A member with rate 0 has no share: it is still receiving the state.
 
-The weights change at once when a rate differs from them by more than `DEAD_BAND`, and when another split would have
-saved more than `SLACK` for `STEADY` steps in a row and for a second. If the split comes from the forward that was tried
-before the first step, one such step is enough during the first `SETTLING` steps. A short disturbance therefore does not
-change the batch sizes (which would waste what was read ahead, and make compiled models and caches start over).
+The weights change at once when a rate differs by more than `DEAD_BAND`, and when another split would have saved more
+than `SLACK` for `STEADY` steps in a row and for a second; while rates come from the trial forward, for one step in the
+first `SETTLING`. A short disturbance changes nothing: new batch sizes waste what was read ahead, and compiled models.
 """
 
 from __future__ import annotations

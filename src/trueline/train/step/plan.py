@@ -1,11 +1,9 @@
-"""The plan of a job: which records form step k, and which of them are whose.
+"""The plan of a job: the records of step k, and each member's share of them.
 
-A pure function of seed, step, global batch, the source's blocks, the records set aside and, for the split, the members'
-weights. Plans of neighbouring steps are computed together because numpy's cost is per call. The order is a permutation
-of all records or, with blocks, of the blocks and of the records in windows of them (docs/concepts/order.md).
-
-A **shard** is a fixed run of at most `micro_batch` records of a step. Shards have nearly equal length, so that a short
-last step has no shard of one record, which normalization layers refuse. Without shards a member's share is one slice.
+A pure function of seed, step, global batch, the source's blocks, the records set aside and the members' weights. Plans
+of adjacent steps are computed together because numpy's cost is per call. A **shard** is a fixed run of at most
+`micro_batch` records of a step. Shards have nearly equal length, so that a short last step has no shard of one record,
+which normalization layers refuse. Without shards a member's share is one slice.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """One worker's copy of the job's state, and what it contributes to a step.
 
-Beside its gradients a worker contributes
-
-    [ words of the step account | tally of records | changes of running statistics ]
-
-which the gradient exchange (`trueline.parallel.exchange`) sums with them. A piece with n of a step's B records weighs
-its mean loss with n/B, whatever the split.
+Beside its gradients a worker contributes the words of its step account, a tally of its records, and the changes of
+running statistics; the gradient exchange sums them together. A piece with n of a step's B records weighs its mean loss
+with n/B, whatever the split.
 """
 
 from __future__ import annotations
