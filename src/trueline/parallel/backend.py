@@ -24,10 +24,7 @@ class Sum(Protocol):
     """A pending sum."""
 
     def over(self) -> bool:
-        """Whether the value is final: summed, or undefined after an abort. Does not wait.
-
-        Raises RuntimeError when the sum failed by itself.
-        """
+        """Whether the value is final: summed, or undefined after an abort. Raises RuntimeError if the sum failed."""
         ...
 
 

@@ -277,10 +277,7 @@ def _connect_members(
 
 
 def _check_open(host: str, port: int) -> None:
-    """Raises RuntimeError if the connection is refused, where a TCPStore client would retry until its timeout.
-
-    Members listen before they are in a view, so a refused connection means that rank 0 is dead.
-    """
+    """Raises RuntimeError if rank 0 is dead: a TCPStore client would retry a refused connection."""
     try:
         with socket.create_connection((host, port), timeout=FORM_TIMEOUT_S):
             return

@@ -19,10 +19,7 @@ from trueline.parallel.gloo import GlooGroup
 
 
 class OrderedSum:
-    """Rows of `parameters`' gradients with `extra` numbers beside each.
-
-    Rows and sums keep their memory from step to step: allocating megabytes takes as long as adding them.
-    """
+    """Rows of gradients with `extra` numbers beside each. Memory is kept: allocating takes as long as adding."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: GlooGroup, extra: int) -> None:
         self._group = group

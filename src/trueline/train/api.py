@@ -53,10 +53,7 @@ class JobSummary:
 
     @property
     def exactly_once(self) -> bool:
-        """Whether the certificates of all epochs prove it; a job without that proof has failed.
-
-        Records that were set aside, and those that an early stop left untrained, are not part of the claim.
-        """
+        """Whether the certificates prove it, for the records that were not set aside or cut off by an early stop."""
         facts, certificates = self.facts, self.facts["certificates"]
         whole = [certificate for certificate in certificates if not self._partial(certificate)]
         ended = facts.get("stopped_early") or len(certificates) == facts["epochs"]
@@ -234,10 +231,7 @@ def prepare_resume(
     faults: Sequence[Fault] = (),
     **wanted: Unpack[Overrides],
 ) -> Path:
-    """Prepares an earlier job to continue from its newest checkpoint, with the settings that are `wanted`.
-
-    Raises UsageError if the job runs, has finished, or would become another one.
-    """
+    """Prepares an earlier job to continue from its newest checkpoint. Raises UsageError if it runs or is finished."""
     folder = Path(job_dir).resolve()
     earlier = job_settings.load(folder)
     JobDir(folder).expect_idle()
@@ -276,10 +270,7 @@ def _new(job: JobSettings, job_dir: str | Path | None) -> Path:
 
 
 def _expect_room(checkpoints: str) -> None:
-    """Raises StorageError if the location cannot be reached, UsageError if it holds another job's checkpoints.
-
-    Called before the training, since the first checkpoint is written late.
-    """
+    """Raises UsageError if the location holds checkpoints, StorageError if it cannot be written."""
     where = parse_location(checkpoints)
     if isinstance(where, Path):
         try:

@@ -40,10 +40,7 @@ def choose(setting: str, slot: int) -> torch.device:
 
 
 def choose_own(setting: str, *, repeatable: bool = False) -> torch.device:
-    """The device of this worker; outside a job, that of worker 0.
-
-    `repeatable` selects CUDA algorithms that give the same bits every time; where there is none, torch warns.
-    """
+    """The device of this worker (outside a job: worker 0). `repeatable`: with deterministic CUDA algorithms."""
     if repeatable:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA is first used
     device = choose(setting, parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[1])
@@ -63,10 +60,7 @@ def of_model(model: torch.nn.Module) -> torch.device:
 
 
 def place(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`, whatever they are nested in.
-
-    Copies to CUDA go through pinned memory, so that they run beside the device's computation.
-    """
+    """`value` with its nested tensors on `device`; through pinned memory to CUDA, beside its computation."""
     if isinstance(value, torch.Tensor):
         if value.device == device:
             return value

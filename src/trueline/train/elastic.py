@@ -368,10 +368,7 @@ class Elastic:
         return False
 
     def blame(self, error: Exception, records: Ints | None = None) -> None:
-        """Finds the records that made this worker's share of the step raise `error`, and reports them to the master.
-
-        Raises `error` again if no record is to blame.
-        """
+        """Reports the records that made this worker's share raise `error`. Raises `error` again if none is to blame."""
         if records is None:
             records = self._batch.records if self._batch is not None else np.empty(0, np.int64)
         self._batch = None

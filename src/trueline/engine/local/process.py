@@ -38,10 +38,7 @@ def watch_lifeline() -> None:
 
 
 def wake_at_end(handle: int) -> None:
-    """Has the kernel send this process SIGCONT when the lifeline `handle` ends.
-
-    The signal's receiver is a property of the open file, which processes share, so this opens the pipe again.
-    """
+    """Has the kernel send this process, and not those that share the open file, SIGCONT when the lifeline ends."""
     own = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NONBLOCK)  # without a writer it would block
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGCONT)

@@ -98,10 +98,7 @@ class LocalJob:
         self.folder.record(name, **fields)
 
     def _sweep(self) -> None:
-        """Removes half-written checkpoints of killed workers, while no process of the job is alive.
-
-        An object store is swept when the job is resumed: that takes seconds, and its libraries.
-        """
+        """Removes half-written checkpoints of killed workers; an object store is swept on resume, in seconds."""
         where = parse_location(self.settings.checkpoints or self.folder.checkpoints)
         if isinstance(where, Path):
             files.sweep(where)
@@ -292,10 +289,7 @@ def _kill_leftovers(before: LaunchRecord | None) -> None:
 
 
 def libraries_of(recipe: Path) -> list[str]:
-    """Installed modules that the recipe's file imports at its top: worth importing once for all workers.
-
-    Modules beside the recipe are the user's code, which runs in workers only.
-    """
+    """Installed modules that the recipe's file imports at its top; the user's own modules run in workers only."""
     try:
         body = ast.parse(recipe.read_bytes()).body
     except (OSError, SyntaxError):  # module:object, whose imports are only known when it runs

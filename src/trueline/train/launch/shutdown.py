@@ -22,10 +22,7 @@ _STOPPED = "the job was stopped: "
 
 @contextlib.contextmanager
 def signals_as_errors(job_dir: Path) -> Iterator[None]:
-    """While the block runs, SIGTERM and a terminal that goes away (SIGHUP) end it by an exception, as Ctrl-C does.
-
-    Signals that are handled or ignored (nohup) already stay so.
-    """
+    """While the block runs, SIGTERM and SIGHUP end it by an exception, as Ctrl-C does, unless handled or ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -226,10 +226,7 @@ class MasterLink:
 
 
 def connect(cut: Callable[[int], None]) -> Link:
-    """The line to the master that started this process, or `LocalLink` when none did.
-
-    `cut` is called in another thread with a generation below which groups are to be cut.
-    """
+    """The link to the master that started this process, or a `LocalLink`. `cut` is called in another thread."""
     address = os.environ.get("TRUELINE_MASTER")
     if address is None:
         return LocalLink()

@@ -59,10 +59,7 @@ class Journal:
             raise StorageError(f"the journal {self.path} cannot be written: {error}") from error
 
     def rows(self) -> Iterator[Row]:
-        """The rows that a restarted master needs, in order: all but the COMMITs before the newest `REMEMBERED` steps.
-
-        So a job of a million steps takes no longer to restore than one of a thousand.
-        """
+        """The rows that a restarted master needs, in order: all but COMMITs before the newest `REMEMBERED` steps."""
         newest = "SELECT seq FROM log WHERE kind = 'COMMIT' ORDER BY seq DESC LIMIT 1 OFFSET ?"
         (since,) = self._db.execute(newest, (REMEMBERED - 1,)).fetchone() or (0,)
         before = "SELECT kind, body FROM log INDEXED BY others WHERE kind <> 'COMMIT' AND seq < ? ORDER BY seq"

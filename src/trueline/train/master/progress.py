@@ -95,10 +95,7 @@ class JobProgress:
     def accept_facts(
         self, num_records: int, total_steps: int, shard_records: int, blocks: tuple[int, ...] = ()
     ) -> tuple[str, list[Row]]:
-        """Compares what a worker sees of data and model with the other workers' facts.
-
-        Returns the fault (empty: none) and rows for the journal.
-        """
+        """Compares a worker's data and model with the others'; returns the fault (empty: none) and journal rows."""
         if not self.total_steps:
             facts: dict[str, Any] = {"num_records": num_records, "total_steps": total_steps}
             facts |= {"shard_records": shard_records, **({"blocks": list(blocks)} if blocks else {})}
@@ -203,10 +200,7 @@ class JobProgress:
         return min(stops, default=self.total_steps)
 
     def find_faults(self, job: JobSettings, set_aside: Collection[int] = ()) -> list[str]:
-        """The faults of the job's epochs; none, when every record was applied exactly once in each.
-
-        An epoch in which training was stopped early has the records of its steps up to there.
-        """
+        """The faults of the epochs, up to an early stop; none if every record was applied exactly once in each."""
         epoch_steps = max(1, self.total_steps // job.epochs)
         found = []
         for epoch in range(-(-self.last_step // epoch_steps)):

@@ -210,10 +210,7 @@ def _apply_broken_group(state: State, event: h.GroupBroken) -> list[Action]:
 
 
 def _scale(state: State, event: h.Scale, now: float, policy: MembershipPolicy) -> list[Action]:
-    """Fills new slots, or lets the highest ones leave by a planned view.
-
-    Slots in quarantine are retried when the job grows, and when too few would be left without them.
-    """
+    """Fills new slots, or lets the highest ones leave; retries slots in quarantine if the job grows or needs them."""
     before, state.workers = state.workers, event.workers
     again = event.workers >= before or state.target_workers < policy.min_workers
     if again:

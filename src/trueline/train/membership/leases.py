@@ -119,10 +119,7 @@ class Leases:
                 held.deadline = now + self.lease_s
 
     def commit(self, token: int, upto: int, now: float) -> list[Row] | None:
-        """Commits the lease up to position `upto`; returns the rows to write before the answer.
-
-        None when the lease has expired or `upto` is not inside it.
-        """
+        """Commits up to `upto`; returns the rows to write first, None if the lease is lost or `upto` not in it."""
         held = self._held.get(token)
         if held is None or not held.at <= upto <= held.stop:
             return None

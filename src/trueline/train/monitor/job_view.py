@@ -143,10 +143,7 @@ class JobView:
             self.phase = "training"
 
     def _time_of(self, fields: Fields, at: float) -> float:
-        """When the step was applied: earlier than `at` when the report had to wait for a master that was away.
-
-        Workers stamp their steps with a clock of their own; its smallest distance from ours is that of the two clocks.
-        """
+        """When the step was applied, by the worker's clock; the smallest distance from `at` is that of the clocks."""
         stamp = _number(fields, "at_ns") * 1e-9
         if not stamp:
             return at

@@ -99,10 +99,7 @@ class Page:
             self._ended.clear()
 
     async def open(self, port: int = 0, say: Callable[..., None] = events.emit) -> str:
-        """Serves the page on 127.0.0.1 and returns its URL; reads past events in the background.
-
-        On port 0, and when `port` is in use (reported to `say`), the page takes the last port, or any.
-        """
+        """Serves the page on 127.0.0.1; returns its URL. For port 0 or one in use: the last port, or any."""
         self._tasks = [asyncio.ensure_future(self._replay())]
         for choice in dict.fromkeys((port or self._last_port, self._last_port, 0)):
             try:
@@ -151,10 +148,7 @@ class Page:
         self._folder.page_token.unlink(missing_ok=True)
 
     async def _replay(self) -> None:
-        """Reads the events that were written before this page was made; later ones come through `add_event`.
-
-        It reads in slices with pauses between, so that the job's decisions need not wait and training gets its share.
-        """
+        """Reads earlier events, in slices with pauses: decisions do not wait and training gets its share."""
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             torn = b""
             while piece := log.read(min(SLICE_BYTES, self._past - log.tell())):

@@ -139,10 +139,7 @@ class Recovery:
             self._fetch.join(self._group.is_overtaken)
 
     def take(self) -> list[Reduced | list[float]]:
-        """Restores the received state; returns the steps and evaluations to apply to it, oldest first.
-
-        Raises RuntimeError, as a failed collective does, if the transfer failed.
-        """
+        """Restores the received state; returns what followed it. Raises RuntimeError if the transfer failed."""
         fetch, kept, self._kept = self._fetch, self._kept, []
         assert fetch is not None
         if fetch.state is None:

@@ -143,10 +143,7 @@ class Checkpointer:
             writer.join()
 
     def complete(self, replica: Replica, link: ProgressReporter) -> None:
-        """Returns when the last step's state is stored, even if the member that began to write it has died.
-
-        Raises StorageError.
-        """
+        """Returns when the last step's state is stored, even if its first writer has died. Raises StorageError."""
         self._join()
         if self._saved != _identify(replica.ledger.as_tree()):
             self._begin(replica, link)

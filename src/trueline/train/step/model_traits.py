@@ -47,10 +47,7 @@ class _ShardNorm(_BatchNorm):
 
 
 def replace_sync_batchnorm(model: torch.nn.Module) -> None:
-    """Makes each SyncBatchNorm of `model` take the statistics of a shard, as other normalization layers do.
-
-    Its own collectives would wait for members that have no records, or are dead.
-    """
+    """Makes each SyncBatchNorm normalize a shard: its collectives would wait for members without records, or dead."""
     layers = [name for name, module in model.named_modules() if type(module) is torch.nn.SyncBatchNorm]
     for name in layers:
         model.get_submodule(name).__class__ = _ShardNorm

@@ -93,10 +93,7 @@ class Replica:
     def reduce(
         self, piece: tuple[torch.Tensor, float, Ints] | None, account: StepAccount, shares: Shares
     ) -> StepAccount:
-        """Runs the backward of the last piece (loss, weight, records), if there is one, and sums over all members.
-
-        Returns the sum of all members' accounts. Raises RuntimeError when a peer fails.
-        """
+        """Runs the last piece's backward, if any; returns the members' sum. Raises RuntimeError when a peer fails."""
         last = None if piece is None else self._piece(*piece)
         summed, self._summed = self.exchange.reduce(last, account.pack(), shares)
         self._reset_statistics()

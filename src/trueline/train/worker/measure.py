@@ -45,10 +45,7 @@ def make_measure(recipe: Recipe, model: torch.nn.Module, source: Source) -> Call
 
 
 def sum_values(name: str, values: Any, count: int) -> float:
-    """The sum of the `values` that the function `name` returned for `count` records: one for each, or their mean.
-
-    Raises RecipeError for another number of values.
-    """
+    """The sum of what `name` returned for `count` records: one value each, or their mean. Raises RecipeError."""
     tensor = torch.as_tensor(values, dtype=torch.float64)
     if tensor.ndim == 0:
         return tensor.item() * count
