@@ -1,12 +1,12 @@
-"""The least that a Python server can cost: it reads as many bytes as a request has, writes as many as its answer has,
-and does nothing else. What a server spends beyond it is its own; what it spends up to it are the kernel and the loop.
+"""The minimal cost of a Python server: it reads as many bytes as a request has, writes as many as its response has, and
+does nothing else. A real server's cost above this floor is its own; the floor is the kernel and the event loop.
 
-With a PROGRAM it runs that once for each request, too, in arrays to which it is bound: nothing is read out of the
-request but its numbers, and nothing is checked, counted or batched. A run costs more there than in a loop of its own,
-since between any two of them others have had the caches.
+With a PROGRAM it also runs that once for each request, in bound arrays: it reads only the numbers of the request, and
+checks, counts and batches nothing. A run costs more here than in a plain loop, since other code uses the caches between
+two runs.
 
-With `--refusing` the program runs without end in a thread beside, and every request is answered 429: how many runs that
-costs is what no server can do without where refusing wakes the core that computes. The answer's `x-runs` counts them.
+With `--refusing` the program runs continuously in a thread, and every request gets a 429. The runs that this loses are
+lost by any server whose refusals wake the computing core. The response's `x-runs` counts the runs.
 
     python bench/_floor.py REQUEST_BYTES ANSWER_BYTES [PROGRAM [--refusing]]
                                                      prints its port, serves until its standard input ends
@@ -31,7 +31,7 @@ _READ = 256 * 2**10
 def floor(
     request_bytes: int, answer_bytes: int, program: Path | None = None, *, refusing: bool = False
 ) -> Iterator[tuple[int, int]]:
-    """The process and the port of such a server; with `program`, an ONNX model of one input, it runs that."""
+    """The process and the port of such a server; `program`, an ONNX model of one input, is run if given."""
     command = [sys.executable, str(Path(__file__).resolve()), str(request_bytes), str(answer_bytes)]
     command += [] if program is None else [str(program)]
     command += ["--refusing"] if refusing else []
@@ -45,14 +45,14 @@ def floor(
 
 
 def as_answer(size: int) -> bytes:
-    """An answer of about `size` bytes, as far as a client of these benchmarks reads it."""
+    """A response of about `size` bytes, valid for the clients of these benchmarks."""
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n"
     length = max(0, size - len(head % size))
     return head % length + b" " * length
 
 
 def bound(program: str) -> Callable[[bytes], None]:
-    """A run of the model on the numbers at the end of a request: one row, in arrays that stay."""
+    """Runs the model on the numbers at the end of a request: one row, in bound arrays."""
     import numpy as np
     import onnxruntime
 
@@ -78,7 +78,7 @@ def bound(program: str) -> Callable[[bytes], None]:
 
 
 class Endless(threading.Thread):
-    """Runs over and over."""
+    """Runs the program in an endless loop."""
 
     def __init__(self, run: Callable[[bytes], None]) -> None:
         super().__init__(daemon=True)

@@ -1,7 +1,7 @@
-"""Jobs to be measured: listeners that note every applied step, kill workers or the master, and say what it cost.
+"""Measures jobs: listeners record every applied step, kill workers or the master, and compute what that costs.
 
-Times are of the workers' own clocks (`at_ns` of a step, CLOCK_MONOTONIC, which all processes of a machine share), so
-that reports which are under way do not count.
+Times come from the workers' clocks (`at_ns` of a step, CLOCK_MONOTONIC, which all processes of a machine share), so the
+time that a report takes does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trueline.train.api import TrainResult, train
 HERE = Path(__file__).parent
 Fields = Mapping[str, Any]
 STILL_S = 90
-"""A job without a step for so long has failed."""
+"""A job without a step for this long has failed."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def journal(job_dir: Path) -> list[tuple[str, Fields]]:
 
 
 class Watch:
-    """Who runs, and every step that was applied, as the job's events tell."""
+    """The running workers and every applied step, from the job's events."""
 
     def __init__(self) -> None:
         self.pids: dict[str, int] = {}
@@ -65,10 +65,10 @@ class Watch:
         self.heard(name, fields)
 
     def applied(self, step: Fields) -> None:
-        """A step was reported."""
+        """Called for each step that is reported."""
 
     def heard(self, name: str, fields: Fields) -> None:
-        """Anything was reported."""
+        """Called for each event."""
 
     def run(self, folder: Path, recipe: Path, **settings: Any) -> TrainResult:
         """Trains `recipe` in a new job while this listens."""
@@ -99,9 +99,9 @@ class Killer(Watch):
         self.together = self.killed_ns = 0
         self.resumed = False
         self.resumed_ms: list[float] = []
-        """Kill to the next applied step, whoever applied it."""
+        """Kill to the next applied step, by any worker."""
         self.replaced_ms: list[float] = []
-        """Kill to the first step that the replacement had a part in."""
+        """Kill to the first step in which the replacement took part."""
         self.dice = random.Random(0)
 
     def due(self) -> bool:
@@ -138,7 +138,7 @@ class FormingKiller(Killer):
         super().__init__(kills, full=full)
         self.forming_ms: list[float] = []
         self.missed = 0
-        """Second kills that came when the group had applied a step already."""
+        """Second kills that came after the group had already applied a step."""
         self._survivors: list[int] = []
         self._second_ns = self._generation = 0
 
@@ -172,7 +172,7 @@ class PacedKiller(Killer):
         return True
 
     def goodput(self) -> float:
-        """The steps at the pace of undisturbed stretches, over the time that they took."""
+        """Time of the steps at their undisturbed pace, over the time that they took."""
         pairs = list(itertools.pairwise(self.steps[5:]))
         calm = [(b["at_ns"] - a["at_ns"]) for a, b in pairs
                 if a["workers"] == b["workers"] == self.full and a["generation"] == b["generation"]]  # fmt: skip
@@ -180,7 +180,7 @@ class PacedKiller(Killer):
 
 
 class MasterKiller(Watch):
-    """Kills the master at step `at_step`, and hears when its successor has taken a worker's report."""
+    """Kills the master at step `at_step`, and notes when its successor accepts a worker's report."""
 
     def __init__(self, at_step: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class MasterKiller(Watch):
             os.kill(json.loads((self.job_dir / "master.json").read_text())["pid"], signal.SIGKILL)
 
     def longest_ms(self, start_ns: int, length_s: float) -> float:
-        """The longest time between two steps that touches the window."""
+        """The longest gap between two steps that overlaps the window."""
         stop_ns = start_ns + int(length_s * 1e9)
         # The journal has what a dying master may not have told any more.
         pairs = itertools.pairwise(body["at_ns"] for kind, body in journal(self.job_dir) if kind == "COMMIT")

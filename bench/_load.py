@@ -1,7 +1,7 @@
-"""Clients of plain sockets and one epoll: they ask as fast as they are answered, or at a fixed rate, whatever comes.
+"""HTTP clients on plain sockets and one epoll: closed loop (next request after each response) or a fixed rate.
 
-Answers are read by their Content-Length. A connection that the server closes is counted as status 0 when an answer was
-due, and made anew; one that stays silent to the end is counted as status -1.
+Responses are read by their Content-Length. A connection that the server closes while a response is due counts as status
+0 and is opened again; one that gets no response until the end counts as status -1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HUNG, LOST = -1, 0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one request."""
+    """The outcome of one request."""
 
     at: float
     took_s: float
@@ -56,7 +56,7 @@ class _Client:
                 self.unsent = self.unsent[self.sock.send(self.unsent) :]
 
     def status(self) -> int | None:
-        """Of a whole answer; None while it is not whole."""
+        """Of a complete response; None while it is incomplete."""
         head, end, _ = bytes(self.got[:8192]).partition(b"\r\n\r\n")
         if not end:
             return None
@@ -134,7 +134,7 @@ class _Crowd:
         self._add(_Client(one.port, one.request))
 
     def finish(self, wait_s: float) -> list[Answer]:
-        """Waits for what is due, counts what does not come, closes."""
+        """Waits for due responses, counts missing ones, closes the connections."""
         until = time.perf_counter() + wait_s
         while any(one.sent is not None for one in self.by_handle.values()) and time.perf_counter() < until:
             self.turn(0.1)
@@ -147,7 +147,7 @@ class _Crowd:
 
 
 def closed_loop(port: int, request: bytes, *, clients: int, seconds: float, wait_s: float = 10.0) -> list[Answer]:
-    """`clients` connections that ask again as soon as they are answered."""
+    """`clients` connections that send the next request after each response."""
     crowd = _Crowd(port, request, clients)
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
@@ -160,8 +160,8 @@ def closed_loop(port: int, request: bytes, *, clients: int, seconds: float, wait
 def paced(
     port: int, request: bytes, *, per_second: float, seconds: float, clients: int, wait_s: float = 10.0
 ) -> list[Answer]:
-    """Requests at a fixed rate, whatever is answered; a request that finds no free connection waits for one, and its
-    time counts from when it was due.
+    """Requests at a fixed rate, whatever the responses; without a free connection a request waits for one, and its time
+    counts from when it was due.
     """
     crowd = _Crowd(port, request, clients)
     began = time.perf_counter()
@@ -178,18 +178,18 @@ def paced(
 
 
 def rate(answers: Sequence[Answer]) -> float:
-    """Answers of status 200 per second."""
+    """Responses of status 200 per second."""
     good = [one.at for one in answers if one.status == 200]
     return (len(good) - 1) / max(1e-9, good[-1] - good[0]) if len(good) > 1 else 0.0
 
 
 def quantile_ms(answers: Sequence[Answer], q: float, status: int = 200) -> float:
-    """Of the times of answers of one status, in milliseconds; NaN when there are none."""
+    """A quantile of the latencies of one status, in milliseconds; NaN without any."""
     took = [one.took_s for one in answers if one.status == status]
     return float(np.quantile(took, q)) * 1e3 if took else float("nan")
 
 
 def http(path: str, body: bytes, *headers: str, method: str = "POST") -> bytes:
-    """A whole request."""
+    """The bytes of a request."""
     lines = [f"{method} {path} HTTP/1.1", "host: bench", *headers, f"content-length: {len(body)}"]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

@@ -1,7 +1,7 @@
-"""The yardstick: the recipe's model and batch in a plain DDP loop, started by torchrun: _plain_ddp.py LOG STEPS
+"""The baseline: the recipe's model and batch in a plain DDP loop, started by torchrun: _plain_ddp.py LOG STEPS
 
 Writes the monotonic nanoseconds of every applied step of rank 0 to LOG. DDP keeps its gradients in buckets, as the
-elastic worker does, so that the comparison is of the loops.
+elastic worker does, so only the loops are compared.
 """
 
 import sys

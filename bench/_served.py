@@ -1,5 +1,5 @@
-"""The models of the serving benchmark, made without torch, and sealed with answers from ONNX Runtime itself: they
-measure time and prove nothing.
+"""The models of the serving benchmark, made without torch and sealed with outputs of ONNX Runtime: they measure time
+and prove nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def mlp(width: int = 256, layers: int = 1) -> onnx.ModelProto:
 
 
 def mean_of_image() -> onnx.ModelProto:
-    """The mean of an image of 3 x 224 x 224: all that costs is its 602 kB."""
+    """The mean of an image of 3 x 224 x 224: its only cost is the 602 kB of input."""
     made = Graph()
     made.node("ReduceMean", "x", out="y", axes=[1, 2, 3], keepdims=0)
     return made.model([3, 224, 224], [])

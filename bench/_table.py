@@ -1,4 +1,4 @@
-"""How a benchmark ends: a table for people, then one JSON object as the last line for programs."""
+"""Output of a benchmark: a table, then one JSON object as the last line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Two jobs in turns: some steps of one, then some of the other, so that whatever else the machine does meets both.
+"""Runs two jobs in turns, some steps of one, then some of the other, so that other load on the machine affects both.
 
-Only one of them computes at a time; the other's workers wait for one of them, which waits in its optimizer for its
-turn. The steps around a change of turns are not counted.
+Only one job computes at a time. In the other, one worker waits in its optimizer for the turn, and its peers wait for
+that worker. The steps around a change of turns are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VARIABLE = "BENCH_TURNS"
 WARM_UP = 5
 """Steps before the first change of turns."""
 UNCOUNTED = 3
-"""From a change of turns on: the step that waited, and those that a peer had begun or ended meanwhile."""
+"""Steps after a change of turns: the one that waited, and those that a peer had begun or ended meanwhile."""
 PATIENCE_S = 120.0
 
 
@@ -38,7 +38,7 @@ class Turns(NamedTuple):
 
 
 def both(folder: Path, block: int, steps: int) -> tuple[Turns, Turns]:
-    """What the two jobs of a comparison are told."""
+    """The turns of the two jobs of a comparison."""
     one, other = str(folder / "one"), str(folder / "other")
     os.mkfifo(one)
     os.mkfifo(other)
@@ -64,7 +64,7 @@ class Baton:
 
 
 def baton() -> Baton | None:
-    """This process's, if it is the one that waits: Trueline's first worker, or rank 0 of torchrun."""
+    """The baton of this process, if it is the one that waits: Trueline's first worker, or rank 0 of torchrun."""
     ref, rank = os.environ.get("TRUELINE_REF"), os.environ.get("RANK")
     told = os.environ.get(VARIABLE)
     return Baton(Turns.from_text(told)) if told and (ref == "worker-0.0" or (ref is None and rank == "0")) else None

@@ -2,9 +2,9 @@
 
     python -m bench.capture [--only NAME ...] [--shard i/n] [--resume] [--list]
 
-Each architecture is captured in a process of its own, with a limit on its time and memory, and its programs are asked
-a hundred fresh questions beside the eager model. Records go to a JSONL as they come, so that a run that was cut off
-goes on with `--resume`; the table and the last line, one JSON object, are made of all records in it.
+Each architecture is captured in its own process, with limits on time and memory, and its programs are compared with the
+eager model on a hundred fresh inputs. Records are appended to a JSONL file, and `--resume` continues a run that was cut
+off; the table and the last line, one JSON object, cover all records in it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[str, Record]:
 
 
 def _worked(name: str, args: argparse.Namespace) -> Record:
-    """The record of a process of its own: all that it noted, with how it ended."""
+    """The record of an architecture's process: what it wrote, and how it ended."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     record: Record = {"name": name, "stage": "started"}
@@ -168,7 +168,7 @@ def rewritten(record: Mapping[str, Any]) -> bool:
 
 
 def wrong(record: Mapping[str, Any]) -> list[str]:
-    """Proven programs that answered a fresh question wrongly, before or after a rewrite."""
+    """Proven programs with a wrong output for a fresh input, before or after a rewrite."""
     found = []
     for part, where in ((record, ""), (record.get("doctor") or {}, "rewritten ")):
         for rung in part.get("rungs") or ():
@@ -179,7 +179,7 @@ def wrong(record: Mapping[str, Any]) -> list[str]:
 
 
 def false_refusals(record: Mapping[str, Any]) -> list[str]:
-    """Refused programs that were right on every fresh question inside what they claim."""
+    """Refused programs that were right on every fresh input inside their claim."""
     found = []
     for part in (record, record.get("doctor") or {}):
         for rung in part.get("rungs") or ():
@@ -190,7 +190,7 @@ def false_refusals(record: Mapping[str, Any]) -> list[str]:
 
 
 def named(record: Mapping[str, Any]) -> bool:
-    """Whether the refusal says a line of the model's own file, in capture or by the doctor with the cause."""
+    """Whether the refusal names a line of the model's own file, by capture or by the doctor with the cause."""
     lines = [rung["line"] for rung in record.get("rungs") or () if rung["verdict"] == "refused"]
     said = [record.get("refusal") or "", *lines, (record.get("doctor") or {}).get("named", "")]
     return any(".py:" in line for line in said)

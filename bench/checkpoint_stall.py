@@ -1,7 +1,7 @@
-"""What checkpoints cost a step: ten steps that begin with a checkpoint, beside the ten after them that have none.
+"""The cost of checkpoints: ten steps that begin with a checkpoint, compared with the ten after them without one.
 
 An MLP of 5.3 million parameters with Adam (61 MiB of state), trained alone through `trueline.Elastic`. The two kinds of
-windows alternate in one job, so that both meet the same machine; the ratio is the median over the pairs of neighbours.
+windows alternate in one job, so other load affects both; the ratio is the median over successive pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TARGET = 1.05
 
 
 class Noise(Dataset):
-    """The same records again and again: reading is not what is measured."""
+    """Always the same records: reading is not measured."""
 
     def __init__(self) -> None:
         self.inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -43,7 +43,7 @@ class Noise(Dataset):
 
 
 class Timed(Checkpointer):
-    """A Checkpointer that knows for how long the steps were held."""
+    """A Checkpointer that records for how long it stalls the steps."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, {}, every=2 * EVERY)

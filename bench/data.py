@@ -1,9 +1,9 @@
-"""What the data layer costs, each figure beside its baseline in the same run.
+"""What the data layer costs, each figure compared with its baseline in the same run.
 
     python -m bench.data [--records 60000] [--only parquet]
 
-CPU seconds of the whole process (user and system, all threads), the best of many turns. Last, one line of JSON;
-null is what was not measured: `s3_ratio` needs TRUELINE_BENCH_S3 (a folder of a store that may be written).
+CPU seconds of the whole process (user and system, all threads), the best of many turns. The last line is JSON, null for
+what was not measured: `s3_ratio` needs TRUELINE_BENCH_S3 (a folder of a store that may be written).
 `straggler_ratio` is that of bench/leases.py.
 """
 
@@ -53,7 +53,7 @@ _CACHE = 256 << 20
 def rate(count: int, work: Callable[[], Any], turns: int = 30, enough_s: float = 8.0) -> float:
     """Records per CPU second, best of `turns`; of three at least when they take more than `enough_s` together.
 
-    The best and not the mean: what a busy machine adds (pages that come late, cold caches) is no cost of the work.
+    The best and not the mean: what other load adds (late pages, cold caches) is not a cost of the work.
     """
     took: list[float] = []
     while len(took) < turns and (len(took) < 3 or sum(took) < enough_s):
@@ -64,7 +64,7 @@ def rate(count: int, work: Callable[[], Any], turns: int = 30, enough_s: float =
 
 
 def rates(count: int, turns: int = 25, **works: Callable[[], Any]) -> dict[str, float]:
-    """`rate` of several works that take turns, so that whatever else the machine does meets all of them."""
+    """`rate` of several works that take turns, so that other load on the machine affects all of them."""
     took: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(turns):
         for name, work in works.items():
@@ -99,7 +99,7 @@ def epoch(records: Records, batch: int) -> None:
 
 
 def in_order(records: Records, batch: int) -> None:
-    """One epoch of tensors in the order in which the records lie, as evaluation and prediction read."""
+    """One epoch of tensors in the order in which the records are stored, as evaluation and prediction read."""
     source = TableSource(records, feed, mode="training", where="the bench", cache_bytes=_CACHE)
     for start in range(0, source.num_records, batch):
         source.read(np.arange(start, min(start + batch, source.num_records)))
@@ -115,21 +115,21 @@ def shuffled(records: Records, batch: int) -> None:
 
 
 def plain(path: Path, *, checked: bool = False) -> None:
-    """pyarrow's own read, by row groups into Arrow. `checked`: the sums of its pages are compared."""
+    """pyarrow's own read, by row groups into Arrow. `checked`: page checksums are compared."""
     with pq.ParquetFile(path, memory_map=True, page_checksum_verification=checked) as file:
         for group in range(file.num_row_groups):
             file.read_row_group(group)
 
 
 def in_batches(path: Path, batch: int) -> None:
-    """The same with its reader of batches, which needs less memory and so less time."""
+    """The same with its batch reader, which needs less memory and so less time."""
     with pq.ParquetFile(path, memory_map=True) as file:
         for _ in file.iter_batches(batch, use_threads=False):
             pass
 
 
 def group_for_each(path: Path, reads: int) -> None:
-    """What a reader does that knows no windows: the row group is decoded for each range of 64 records."""
+    """A reader without windows: the row group is decoded for each range of 64 records."""
     chosen = np.random.default_rng(1)
     with pq.ParquetFile(path, memory_map=True) as file:
         for _ in range(reads):
@@ -177,7 +177,7 @@ def parquet(folder: Path, count: int) -> dict[str, float]:
 
 
 def bare(data: bytes) -> Iterator[bytes]:
-    """The shortest honest loop over a RecordIO file, without any check."""
+    """The shortest loop that reads a RecordIO file, without any check."""
     at = 0
     while at < len(data):
         _, _, compressor, length, count = recordio.HEADER.unpack_from(data, at)
@@ -231,7 +231,7 @@ def plan() -> dict[str, float]:
 def membership(folder: Path, count: int = 20_011) -> dict[str, int]:
     """Workers 4, 3, 5, 8 at random steps of an epoch, over every format: each record counts how often it was read.
 
-    What a worker had prefetched when the others changed is thrown away, as in a job; nothing is applied twice.
+    What a worker had prefetched when the members changed is discarded, as in a job; no record is applied twice.
     """
     lost = repeated = 0
     table = pa.table({"record": pa.array([str(n) for n in range(count)])})
@@ -292,7 +292,7 @@ def stores(folder: Path, count: int) -> dict[str, float | None]:
 
 class Bucket(MemoryFileSystem):
     """A simulated store of 1 TB: a thousand Parquet files of 1 GB, with a hole between two row groups and the footer. A
-    request takes 20 ms; what its bytes would take on the way is left out."""
+    request takes 20 ms; the time for its bytes is left out."""
 
     protocol = "bucket"
     cachable = False

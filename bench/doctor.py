@@ -1,7 +1,7 @@
-"""How many hand-written dynamic models does the doctor name the line of, and rewrite? Run: python -m bench.doctor
+"""For how many dynamic models does the doctor name the blocking line, and rewrite it? Run: python -m bench.doctor
 
-For each model of bench/zoo/dynamic.py: is the blocking line named, was a rewrite proven, is that program right as
-ONNX too. The last line is JSON. `python -m bench.doctor NAME …` runs some of them.
+For each model of bench/zoo/dynamic.py: is the blocking line named, is a rewrite proven, is that program right as ONNX
+too. The last line is JSON. `python -m bench.doctor NAME …` runs some of them.
 """
 
 from __future__ import annotations

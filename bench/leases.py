@@ -1,10 +1,10 @@
-"""Leased tasks with one slow worker: how long until all records are committed, over the ideal.
+"""Leased tasks with one slow worker: the time until all records are committed, over the ideal.
 
     python -m bench.leases [--seconds 10] [--workers 8] [--slow 0.1]
 
-Real processes ask a coordinator over pipes. What a record costs is slept, so the figure is of leases, not of the
-machine's cores: with fewer cores than workers nothing else would be measured. Beside the guided leases: fixed tasks of
-8,192 records, and a static split (computed, not run: it ends with the slow worker's share).
+Processes lease ranges from a coordinator over pipes. They sleep for the cost of a record, so the figure shows the
+leases and not the number of cores. For comparison with guided leases: fixed tasks of 8,192 records, and a static split
+(computed, not run: it ends with the slow worker's share).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIXED = 8192
 
 
 class Tasks(Protocol):
-    """Who gets what; the same two calls for all ways."""
+    """Assigns ranges to workers; every strategy has the same two calls."""
 
     @property
     def finished(self) -> bool: ...
@@ -56,7 +56,7 @@ class FixedTasks:
 
 
 def work(pipe: connection.Connection, rate: float) -> None:
-    """A worker: takes ranges until there are none, and sleeps what their records cost."""
+    """A worker: leases ranges until there are none, and sleeps for the cost of their records."""
     while (found := pipe.recv()) is not None:
         start, stop = found
         time.sleep((stop - start) / rate)

@@ -1,8 +1,8 @@
-"""How many workers one master carries: heartbeats a second, time to regroup, memory.
+"""How many workers one master supports: heartbeats a second, time to regroup, memory.
 
-The real master (its gRPC server, journal and decisions, in a process of its own) against simulated workers: asyncio
-clients that say hello, watch views, enter them and beat. Client and server share this machine's CPUs, so the figures
-are a lower bound. Beside gRPC, the core alone: events a second, and one regroup. Last line: one JSON object.
+The real master (its gRPC server, journal and decisions, in its own process) serves simulated workers: asyncio clients
+that join, watch views, enter them and send heartbeats. Client and server share this machine's CPUs, so the figures are
+a lower bound. Also without gRPC, the decisions alone: events a second, and one regroup. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LONG_S = 3600.0
 
 
 class Paper:
-    """An engine whose processes exist on paper: the simulated workers play them."""
+    """An engine that starts no processes: the simulated workers take their place."""
 
     async def add(self, specs: object) -> None:
         return
@@ -82,7 +82,7 @@ class Fleet:
         self.tasks = [asyncio.ensure_future(self._live(index, ref)) for index, ref in enumerate(self.refs)]
 
     async def _live(self, index: int, ref: str) -> None:
-        """Hello, then into every view that comes, as a worker would."""
+        """Joins, then enters every view, as a worker does."""
         stub = self.stub(index)
         hello = pb.Hello(ref=ref, store="127.0.0.1:1", num_records=1 << 20, total_steps=1 << 20)
         # Of a view only the number is read: workers parse theirs on machines of their own.

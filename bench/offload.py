@@ -1,8 +1,8 @@
-"""What is a program worth of which one operator has no ONNX? Run: python -m bench.offload [MODEL …] [--threads N]
+"""How fast is a program in which one operator has no ONNX form? Run: python -m bench.offload [MODEL …] [--threads N]
 
-Each model has an operator that ONNX Runtime cannot be given, so that it has no ONNX program; the rest is handed over
-in parts and proven against the eager model on the usual probes. Eager, torch.export's program and the offloaded one
-answer the same request in turns, in one run; what counts is the median of the time. The last line is JSON:
+Each model has an operator that ONNX cannot express, so it has no ONNX program; the other operators are offloaded in
+parts and proven against the eager model on the usual probes. Eager, torch.export's program and the offloaded one run
+the same request in turns, in one run; the figures are medians of the times. The last line is JSON:
 `offload_ratio` is the median over the models of offloaded / eager, `worst` the largest.
 """
 
@@ -64,7 +64,7 @@ class Cnn(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Four layers of a transformer; answers a Dirichlet's expected log-probabilities, as evidential networks do."""
+    """Four layers of a transformer; returns a Dirichlet's expected log-probabilities, as evidential networks do."""
 
     def __init__(self, layers: int = 4, width: int = 256) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def measured(name: str, folder: Path, *, threads: int, batch: int) -> list[objec
 
 
 def _in_turns(sessions: dict[str, Session], request: dict[str, object]) -> dict[str, float]:
-    """The median milliseconds of each; a turn asks every one once, so that a busy machine slows all alike."""
+    """The median milliseconds of each; a turn runs each once, so that other load slows all alike."""
     times: dict[str, list[float]] = {name: [] for name in sessions}
     for turn in range(WARM_UP + TURNS):
         for name, session in sessions.items():

@@ -22,7 +22,7 @@ RECORDS, GROUP, BATCH, CLASSES = 1 << 20, 4096, 256, 64
 
 
 def label_spread(order: np.ndarray) -> float:
-    """Files sorted by class, the worst case: how uneven classes are in a batch, 1 being what chance gives."""
+    """Files sorted by class, the worst case: how uneven classes are in a batch, 1 being random drawing."""
     labels = order * CLASSES // RECORDS
     counts = np.stack([np.bincount(batch, minlength=CLASSES) for batch in labels.reshape(-1, BATCH)[::16]])
     return float(counts.var() / (BATCH / CLASSES * (1 - 1 / CLASSES)))

@@ -1,6 +1,6 @@
-"""A model whose compute is sleep, as on an accelerator: workers do not compete for the cores of a small machine.
+"""A model that sleeps instead of computing, as on an accelerator: workers do not compete for a machine's cores.
 
-PACE_MS: milliseconds a record; PACE_SLOW: a worker slot that takes ten times as long; PACE_RECORDS: how many there are.
+PACE_MS: milliseconds a record; PACE_SLOW: a worker slot that takes ten times as long; PACE_RECORDS: number of records.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The model that the training benchmarks share: an MLP on generated records, in two sizes.
 
 BENCH_STEP=short: 0.2 million parameters, about 8 ms a step on two cores; long: 2.1 million, about 100 ms.
-The variable reaches the workers; the launcher reads a recipe once, so `global_batch` is handed to it beside.
+Workers read the variable; the launcher loads a recipe once, so `global_batch` is passed to it separately.
 """
 
 import os
@@ -41,7 +41,7 @@ def loss(outputs, labels):
 
 
 class Adam(torch.optim.Adam):
-    """Lets the other job of a comparison have its turn."""
+    """Passes the turn to the other job of a comparison."""
 
     def __init__(self, params):
         super().__init__(params, lr=1e-3)

@@ -1,24 +1,24 @@
-"""What serving costs and bears, each figure beside what it is compared with, in one run.
+"""What serving costs and sustains, each figure compared with its baseline in one run.
 
     python bench/serve.py [--only PART,PART] [--quick] [--venvs bench/.venvs]
 
-    overhead   processor time of the server for each request above ONNX Runtime's own, binary and JSON, beside that of
-               a bare Python server that reads and writes as many bytes
-    peers      requests/s of a small model at 32 connections, and processor time of the whole server for each of them,
-               beside LitServe, MLServer, BentoML and Ray Serve, as many of them as bench/peers/serving.sh has installed
-               under --venvs; batching on in each. Beside that the processor time of ONNX Runtime alone (`raw`) and of
-               a bare Python server that reads and writes as many bytes (`floor`), for who has another machine
+    overhead   processor time of the server for each request above ONNX Runtime's own, binary and JSON, and that of a
+               bare Python server that reads and writes as many bytes
+    peers      requests/s of a small model at 32 connections, and processor time of the whole server for each of them;
+               the same of LitServe, MLServer, BentoML and Ray Serve, where bench/peers/serving.sh has installed them
+               under --venvs; batching on in each. Also the processor time of ONNX Runtime alone (`raw`) and of a bare
+               Python server that reads and writes as many bytes (`floor`), to compare with other machines
     image      requests/s of a 602 kB tensor
     compute    ResNet-18 at 224: throughput over ONNX Runtime in a loop with its best batch size
-    rollouts   register, make default, retire, again and again under load: what failed, what hung
-    overload   ten times the capacity: good answers a second over the peak before and after, beside what a bare server
-               that refuses as many leaves of it (`overload_floor`); time to a 429; the server
+    rollouts   register, make default, retire, repeatedly under load: failed and hung requests
+    overload   ten times the capacity: responses a second over the peak before and after, and the share of the peak
+               that a bare server keeps while it refuses as many (`overload_floor`); time to a 429; the server
                has one core, the client the other
     load       register to ready of a small bundle, its golden examples replayed
     adaptive   throughput without settings over the best of a grid of static ones at the same p99
 
-Models are made here and run in ONNX Runtime in every server. Processor time is the kernel's, so neighbours blur it
-little; requests per second are to be read as ratios. Killing handler processes is not measured here.
+Models are made here and run in ONNX Runtime in every server. Processor time is the kernel's, so other load hardly
+affects it; read requests per second as ratios. Killing handler processes is not measured here.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def asking(name: str, x: np.ndarray[Any, np.dtype[np.float32]], *, binary: bool)
 
 
 def settled(port: int, request: bytes, clients: int, seconds: float) -> list[Answer]:
-    """Answers of a closed loop after a warm-up; every one has to be good."""
+    """Responses of a closed loop after a warm-up; each must have status 200."""
     closed_loop(port, request, clients=clients, seconds=min(1.0, seconds / 2))
     answers = closed_loop(port, request, clients=clients, seconds=seconds)
     bad = [one.status for one in answers if one.status != 200]
@@ -217,7 +217,7 @@ def compute(bench: Bench) -> Figures:
 
 
 def managed(server: RunningServer, method: str, path: str) -> None:
-    """One act of management. Raises SystemExit when it is refused."""
+    """One management request. Raises SystemExit when it is refused."""
     assert server.management_url is not None
     connection = http.client.HTTPConnection(server.management_url.removeprefix("http://"), timeout=60)
     connection.request(method, path)
@@ -238,7 +238,7 @@ def stored(bench: Bench) -> RunningServer:
 
 
 def rollouts(bench: Bench) -> Figures:
-    """A new version comes, takes over, the old one goes: while requests without a version come at 200 a second."""
+    """Registers a version, makes it default, retires the old one, under 200 requests a second without a version."""
     count, per_second = (20, 50) if bench.quick else (1000, 200)
     answers: list[Answer] = []
     over = threading.Event()
@@ -273,7 +273,7 @@ def rollouts(bench: Bench) -> Figures:
 def apart(begin: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
     """A server that has one core, while this client has the others; where there is only one they share it.
 
-    Else the client takes from the model what it asks for: ten times the capacity costs a client a good part of a core.
+    Otherwise the client slows the model down: sending ten times the capacity takes a good part of a core.
     """
     cores = os.sched_getaffinity(0)
     first = {min(cores)}
@@ -287,12 +287,11 @@ def apart(begin: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
 
 
 def overload(bench: Bench) -> Figures:
-    """Models of some twenty and fifty milliseconds, asked ten times as often as they can answer.
+    """Models of some twenty and fifty milliseconds, with ten times the requests that they can answer.
 
     The peak and ten times the capacity take turns of some seconds, each flood is compared with the peaks on either
     side of it, and the figure is the median: a machine's speed drifts by more than refusals cost. A refusal wakes two
-    processes, whatever server sends it: what that leaves of a model's runs is measured beside, on a bare server
-    (`overload_floor`).
+    processes in any server: the share of runs that this leaves is measured on a bare server (`overload_floor`).
     """
     found: Figures = {}
     turns = 2 if bench.quick else 10
@@ -324,18 +323,18 @@ CONNECT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Overloaded:
-    """What became of a model that was asked ten times as often as it can answer, in turns with its peak."""
+    """The outcome of floods of ten times a model's capacity, in turns with its peak."""
 
     goodputs: list[float]
     """Of each flood, over the peaks before and after it."""
     peak: float
-    """Answers a second when nobody is refused; the median."""
+    """Responses a second without refusals; the median."""
     answers: list[Answer]
     """Of all floods."""
     spent_s: float
     """CPU time of the thread that answers within them."""
     usual_s: float
-    """Its CPU time for an answer when nobody is refused."""
+    """Its CPU time for a response without refusals."""
 
     @property
     def us_per_429(self) -> float:
@@ -356,7 +355,7 @@ def _between(turns: list[float], around: list[float]) -> list[float]:
 
 
 def _within(answers: list[Answer], since: float, until: float) -> list[Answer]:
-    """Those that came while somebody asked: a queue that runs empty afterwards refuses nobody."""
+    """Responses during the load: a queue that drains afterwards refuses nothing."""
     return [one for one in answers if since <= one.at < until]
 
 
@@ -394,8 +393,8 @@ def _overloaded(bundle: Bundle, turns: int) -> Overloaded:
 
 
 def _refusing(bundle: Bundle, like: Overloaded, turns: int) -> tuple[list[float], float]:
-    """Runs of the model beside a bare server that refuses as many requests, over its runs when nobody asks; and
-    microseconds of its processor time for each of them.
+    """Runs of the model while a bare server refuses as many requests, over its runs without requests; and microseconds
+    of processor time for each refusal.
     """
     request = asking(bundle.path.stem, ROW, binary=True)
     calm: list[float] = []

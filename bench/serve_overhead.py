@@ -1,9 +1,9 @@
-"""What serving costs beside the model: processor time of the server for each request, less the runtime's own.
+"""The overhead of serving: processor time of the server for each request, less the runtime's own.
 
-A small MLP (256-256-10, FP32, as in the anchors) is sealed into a bundle and served by a process of its own; a
-client of plain sockets keeps 1 and then 8 connections busy for a few seconds each. The server's user and system time
-comes from the kernel, so neighbours on the machine blur requests per second, and hardly the figure that counts. Beside
-each load stands the floor: what a Python server costs that reads the same bytes, writes as many back and does nothing.
+A small MLP (256-256-10, FP32) is sealed into a bundle and served by its own process; a client on plain sockets keeps 1
+and then 8 connections busy for a few seconds each. The server's user and system time comes from the kernel, so other
+load affects requests per second, but hardly this figure. For each load the floor is measured too: the cost of a Python
+server that only reads the same bytes and writes as many back.
 
     python bench/serve_overhead.py [--seconds 3]
 """
@@ -63,7 +63,7 @@ def mlp() -> onnx.ModelProto:
 
 
 def sealed(folder: Path) -> Bundle:
-    """The MLP as a bundle, with golden answers from ONNX Runtime itself: this measures time, it proves nothing."""
+    """The MLP as a bundle, with golden records from ONNX Runtime itself: this measures time and proves nothing."""
     source = folder / "source"
     (source / "programs").mkdir(parents=True)
     path = source / "programs" / "model.onnx"
@@ -121,7 +121,7 @@ def infer_request(digits: int) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a client saw, and what the server spent."""
+    """Latencies at the client, and processor time of the server."""
 
     requests: int
     per_second: float
@@ -157,7 +157,7 @@ def first_answer(client: socket.socket, request: bytes) -> int:
 
 
 def closed_loop(port: int, request: bytes, clients: int, seconds: float) -> list[float]:
-    """Seconds of each request, with `clients` connections that ask again as soon as they are answered."""
+    """Seconds of each request, on `clients` connections that send the next after each response."""
     sockets = [connect(port) for _ in range(clients)]
     length = max(first_answer(one, request) for one in sockets)
     by_handle = {one.fileno(): one for one in sockets}
@@ -201,14 +201,14 @@ def runs_of(port: int, request: bytes) -> int:
 
 
 def loop_s(pid: int) -> float:
-    """Processor time of a process's first thread, which answers: without the runs of the model beside it, of which a
-    hundredth is more than all refusals.
+    """Processor time of a process's first thread, which responds: without the runs of the model, a hundredth of which
+    is more than all refusals.
     """
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def tree_cpu_s(root: int) -> float:
-    """Processor time so far of a process and of all that live below it or in its session."""
+    """Processor time so far of a process, its descendants and the processes in its session."""
     parents: dict[int, tuple[int, int, float]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -260,9 +260,9 @@ def torch_loaded(pid: int) -> bool:
 
 
 def apart(pid: int) -> None:
-    """Gives the server and this client a core each, where there are two, so that chance does not place them.
+    """Pins the server and this client to a core each, where there are two, so that the placement is not random.
 
-    This is the dearer place: with one connection the server's core falls idle after each answer, and waking it up
+    This is the costlier placement: with one connection the server's core falls idle after each response, and waking it
     is charged to the server (some 30 us on a virtual machine). On one core the two only switch.
     """
     cores = sorted(os.sched_getaffinity(0))

@@ -1,8 +1,8 @@
-"""What elastic training costs, and what a death costs: `make bench-train`. A table, and last one line of JSON.
+"""What elastic training costs, and what a death costs: `make bench-train`. A table, then one line of JSON.
 
 Ratios are measured side by side: the two jobs run in turns of some steps, and the figure is the median of the turns'
-ratios. Peers run in environments of their own (`make peers`); one that is not installed has null for its figure. On a
-machine that does anything else meanwhile the figures are worthless.
+ratios. Peers run in their own environments (`make peers`); one that is not installed has null for its figure. Run
+nothing else on the machine: other load makes the figures worthless.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def master(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
 
 
 def steps_lost(job_dir: Path, total: int) -> int:
-    """Steps that the journal lacks or took back."""
+    """Steps that the journal lacks or has reverted."""
     rows = journal(job_dir)
     applied = {body["step"] for kind, body in rows if kind == "COMMIT"}
     redone = sum(kind == "TRUNCATE" for kind, _ in rows)
@@ -210,7 +210,7 @@ def in_turns(folder: Path, one: Side, other: Side, block: int, steps: int) -> tu
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Waits for what was asked to end; a launcher that is killed takes its job's processes with it."""
+    """Waits for a process that was signalled to end; killing a launcher ends its job's processes too."""
     try:
         process.wait(60)
     except subprocess.TimeoutExpired:
@@ -263,7 +263,7 @@ def bitwise_cost(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
 
 
 def straggler(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
-    """Steps of 1 s, and of half a second: what eight processes on two cores need to meet is the same for both."""
+    """Steps of 1 s and of half a second: synchronising eight processes on two cores costs both the same."""
     figures: Figures = {}
     rows = []
     for key, pace_ms, steps in (("straggler_ratio", 10.0, 40), ("straggler_ratio_half_s", 5.0, 60)):
@@ -275,7 +275,7 @@ def straggler(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
 
 
 def makespan(folder: Path, pace_ms: float, steps: int) -> float:
-    """The first step is measured before anybody knows who is slow, so it is left out with the start."""
+    """The first step runs before speeds are known, so it is left out with the start."""
     workers, batch, watch = 8, 710, Watch()
     with environment(PACE_MS=str(pace_ms), PACE_SLOW=str(workers - 1), PACE_RECORDS=str(steps * batch)):
         watch.run(folder, PACED, workers=workers, epochs=1, global_batch=batch)
@@ -351,7 +351,7 @@ SECTIONS: dict[str, tuple[Callable[[Path, int], tuple[Figures, list[Row]]], tupl
 
 
 def measured(name: str, scale: int) -> tuple[Figures, list[Row]]:
-    """One section; what goes wrong in it is said, and costs only its own figures."""
+    """One section; an error in it is printed, and its figures are null."""
     measure, keys = SECTIONS[name]
     began = time.monotonic()
     try:

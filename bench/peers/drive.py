@@ -194,7 +194,7 @@ def wait_over(peer: Peer, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and not peer.over():
         if peer.name == "torchft" and any(peer.folder.glob("seen.*.json")):
-            return True  # whoever is behind may start over; the model is there
+            return True  # a member that is behind may start over; the model exists
         peer.tend()
         time.sleep(0.1)
     return any(peer.folder.glob("seen.*.json"))

@@ -124,7 +124,7 @@ PEERS: dict[str, tuple[str, str, list[str], Ask]] = {
     ),
     "ray": ("server.py", _RAY, ["server.py"], lambda x: _post("/", {"x": _flat(x)})),
 }
-"""By name: file, source, command line after `python`, and how it is asked."""
+"""By name: file, source, command line after `python`, and its request."""
 
 
 def _free_port() -> int:

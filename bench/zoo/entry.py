@@ -1,6 +1,6 @@
-"""One architecture of the zoo: how it is built, what it is asked, and which dimensions are free.
+"""One architecture of the zoo: how it is built, its inputs, and which dimensions are free.
 
-Inputs are declared as fields, from which both the example and the fresh questions are made (`bench.zoo.fresh`). A name
+Inputs are declared as fields, from which both the example and the fresh inputs are made (`bench.zoo.fresh`). A name
 with dots is a place in a nested dict: `batch.flag`.
 """
 

@@ -84,7 +84,7 @@ class Climbed:
         """Whether the model draws random numbers."""
         self.seconds = 0.0
         self.cpu_s = 0.0
-        """Of this process: what neighbours on the machine do does not reach it."""
+        """Of this process: other load on the machine does not affect it."""
 
     @property
     def proven(self) -> list[Rung]:
@@ -116,8 +116,8 @@ def captured(
     explicit: bool = False,
     random: bool = False,
 ) -> Climbed:
-    """As `trueline.capture` does it (with `--state explicit` or `--allow-random` where that is asked for), without the
-    sealing."""
+    """As `trueline.capture` does it (with `--state explicit` or `--allow-random` where the architecture needs it),
+    without sealing."""
     found, started, cpu = Climbed(), time.monotonic(), time.process_time()
     try:
         batches = [architecture.arguments(fresh.example(architecture))]
@@ -134,7 +134,7 @@ def captured(
 
 
 def _judged(architecture: Architecture, oracle: Oracle, climbed: Climbed, questions: int) -> dict[str, Any]:
-    """Proven programs are asked all questions; refused ones are forced open and asked too."""
+    """Compares proven programs on all fresh inputs; refused ones are forced open and compared too."""
     sessions: dict[str, Session] = {}
     for rung in climbed.rungs:
         if not rung.file or rung.signature is None:

@@ -1,14 +1,14 @@
-"""Is a captured program right? Asked a hundred fresh questions inside what it claims, beside the eager model.
+"""Is a captured program right? Compares it with the eager model on a hundred fresh inputs (questions) inside its claim.
 
-What eager itself cannot answer, or answers with something else than finite numbers, is left out. So is a question at
-which the model is ill-conditioned: where rounding its parameters and inputs by one part in ten million moves eager's
-own answer by as much as the program is off, nobody can say which is right. Both are counted.
+Questions for which the eager model raises or returns numbers that are not finite are left out. So are questions at
+which the model is ill-conditioned: where rounding its parameters and inputs by one part in ten million changes the
+eager output by as much as the program is off, neither can be called right. Both are counted.
 
-Where the model draws random numbers, one answer to the same seed is compared first; where it is another, many answers
-of both, by Kolmogorov and Smirnov's test of each element and of some measures of the whole.
+Where the model draws random numbers, one output for the same seed is compared first; where it differs, many outputs of
+both, by the Kolmogorov-Smirnov test of each element and of some measures of the whole.
 
-A program whose state is explicit is asked in conversations: what it gave of its state goes into the next question, and
-a model that remembers is asked the same beside it.
+A program with explicit state is compared in conversations: the state that it returns goes into the next question, and a
+stateful model gets the same questions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HALF = 100
 ULP = 1e-7
 TRIES = 50
 LONGEST = 12
-"""Questions of a conversation before it begins anew."""
+"""Questions of a conversation before it begins again."""
 DRAWS, LEVEL = 30, 1e-6
 """Answers of each to one random question, and the chance that equal distributions are taken for different ones."""
 
@@ -67,7 +67,7 @@ Answer = list[Array] | str
 
 
 class Oracle:
-    """The eager model, built anew: what capture may have done to its own copy does not reach it."""
+    """The eager model, built separately: changes that capture made to its own copy do not affect it."""
 
     def __init__(self, architecture: Architecture, *, random: bool = False) -> None:
         self.architecture = architecture
@@ -81,7 +81,7 @@ class Oracle:
         return self._asked(self.architecture.module() if self._remembers else self.module, arrays)
 
     def remembering(self) -> Callable[[Mapping[str, Array]], Answer]:
-        """A model that remembers what it is asked from now on."""
+        """A model that keeps its state from one question to the next."""
         twin = self.architecture.module()
         return lambda arrays: self._asked(twin, arrays)
 
@@ -154,7 +154,7 @@ def off(expected: Array, found: Array) -> float:
 
 
 class Conversation:
-    """Questions to a program and to a model that remembers, some in a row before both begin anew."""
+    """Questions to a program and to a model that remembers, some in a row before both begin again."""
 
     def __init__(self, session: Session, oracle: Oracle, beginning: Mapping[str, Array]) -> None:
         self.session, self.oracle, self.beginning = session, oracle, beginning

@@ -126,7 +126,7 @@ class Talkative(nn.Module):
 
 
 class SkippedExperts(nn.Module):
-    """The two best experts of each record; one that nobody chose is skipped."""
+    """The two best experts of each record; one that no record chose is skipped."""
 
     def __init__(self) -> None:
         super().__init__()

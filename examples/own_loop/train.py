@@ -26,7 +26,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
 
-    # ◀ instead of a DataLoader: the records of each step, shared with whoever is in the job
+    # ◀ instead of a DataLoader: the records of each step, shared by all workers of the job
     job = trueline.Elastic(model, optimizer, dataset, global_batch=64, epochs=options.epochs)
     for batch in job:  # ◀ instead of two loops over epochs and batches
         loss = nn.functional.cross_entropy(model(batch.inputs), batch.labels)

@@ -14,7 +14,7 @@ class Case:
     fast_path: FastPath
     answer_uncached: Callable[[Request], Response]
     repeated: Callable[[], list[Request]]
-    """Requests of those forms, made anew at each call, some with other tensor values."""
+    """Requests of those forms, made again at each call, some with other tensor values."""
     foreign: Callable[[], list[Request]]
     """Requests that only the uncached path can answer."""
     change_models: Callable[[], object]

@@ -171,7 +171,7 @@ def test_a_peer_that_leaves_fails_the_sum_and_the_next_group_is_served(make_exch
         return is_collective(raised.value), found
 
     collective, (words, beside, found) = in_a_group(2, work)[0]
-    assert collective, "the error is told from one of the model"
+    assert collective, "the error is distinguished from one of the model"
     assert (words[:2], beside) == ([6.0, 1.0], [1.0] * 6)
     for mine, its in zip(found, alone(6)[1], strict=True):
         assert mine == pytest.approx(its, rel=1e-4, abs=1e-6)
