@@ -1,12 +1,12 @@
-# Everything runs in .venv, which any target makes when it is missing.
+# Everything runs in .venv; every target creates it when it is missing.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMP  := $(VENV)/.installed
 
-# Where pip was told to look, uv looks too: it does not read pip's configuration. Of all that they hold the newest
-# version that constraints.txt allows is taken, as pip does.
+# uv does not read pip's configuration, so pip's indexes are passed to it. As with pip, the newest version in all of
+# them that constraints.txt allows is installed.
 PIPSET = $(PIP) config get global.$(1) 2>/dev/null || true
 UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$($(call PIPSET,extra-index-url))" \
          UV_FIND_LINKS="$$($(call PIPSET,find-links))" UV_INDEX_STRATEGY=unsafe-best-match $(BIN)/uv
@@ -16,13 +16,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
 
-help:  ## what there is to make
+help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP)  ## .venv with everything that the other targets use
+setup: $(STAMP)  ## create .venv with everything that the other targets use
 
-# torch comes first and pinned: a looser request for it would fetch gigabytes of CUDA libraries. uv takes a tenth
-# of pip's time.
+# torch is installed first and pinned: an unpinned request would fetch gigabytes of CUDA libraries. uv takes a tenth of
+# pip's time.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Trueline needs Python 3.11 or newer; run: make PYTHON=python3.11 " + "$(MAKECMDGOALS)" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,10 +49,10 @@ test-quick: $(STAMP)
 	@rm -rf $(addsuffix /v/trueline,$(addprefix $(CACHE)/,$(SUITES_quick)))
 	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_quick); $(call SUMMARY,quick)
 
-# What was skipped, and why, stands last, whatever failed.
+# Skipped tests with their reasons are printed last, whatever failed.
 SUMMARY = status=$$?; $(BIN)/python tests/outcomes.py $(addprefix $(CACHE)/,$(SUITES_$(1))); exit $$status
 
-# Each suite remembers on its own what failed: two at a time would overwrite each other's memory.
+# Each suite has its own pytest cache: two at a time would overwrite each other's.
 CACHE := .pytest_cache
 SUITES_full := suite-programs suite-train suite-rooms suite-line
 SUITES_quick := quick-rooms quick-train quick-programs
@@ -65,7 +65,7 @@ ROOMS := tests $(addprefix --ignore=,$(PROGRAMS) $(TRAIN))
 again: $(STAMP)  ## the few tests that failed in the last `make test`, alone; what passes now is named as flaky
 	$(BIN)/python tests/again.py $(addprefix $(CACHE)/,$(SUITES_$(DEPTH)))
 
-# The files that have a test with a mark: of all tests half a minute of the processor would go into reading them.
+# The files that have a test with a mark: collecting all files would take half a minute.
 MARKED = $$(grep -rl --include='test_*.py' 'mark\.$(1)' tests)
 
 suite-line: $(STAMP)
@@ -89,7 +89,7 @@ quick-programs: $(STAMP)
 quick-rooms: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(ROOMS)
 
-test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
+test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, custom loops
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m jobs $(call MARKED,jobs); $(call SUMMARY,jobs)
 
 mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many of a sample the tests catch; half an hour
@@ -98,12 +98,12 @@ mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many
 patches: $(STAMP)  ## the workarounds for upstream defects: issue, versions, cost, models that need each
 	$(BIN)/python tests/patches.py
 
-test-long: $(STAMP)  ## what takes long beside neighbours that try nearly the same
+test-long: $(STAMP)  ## long variants of tests in the suite
 	$(BIN)/python -m pytest -m long $(call MARKED,long)
 
 S3 := bench/.venvs/s3
 
-test-s3: $(S3)/.installed  ## records and bundles in real S3 servers (moto, rclone, OpenStack Swift), from an environment of their own
+test-s3: $(S3)/.installed  ## records and bundles in real S3 servers (moto, rclone, OpenStack Swift), in a separate environment
 	PYTHONPATH=src $(S3)/bin/python -m pytest tests/storage/test_s3.py tests/storage/test_s3_bundles.py
 
 $(S3)/.installed: constraints.txt Makefile | $(STAMP)
@@ -118,32 +118,32 @@ check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(STAMP)  ## the pages that are written from the code: docs/guides/configuration.md
+docs: $(STAMP)  ## generate pages from the code: docs/guides/configuration.md
 	$(BIN)/python tests/reference.py
 
-chaos: $(STAMP)  ## a thousand strikes at whole jobs, some ten minutes; then as root with network cuts and full disks
+chaos: $(STAMP)  ## a thousand faults in whole jobs, some ten minutes; then as root with network cuts and full disks
 	$(BIN)/python -m pytest -m chaos -s $(call MARKED,chaos)
 	$(BIN)/trueline chaos tests/train/recipes/tiny.py --seed 1 --epochs 300 --kills 60 --what worker,launcher,network,reset,disk
 
-bench: bench-train bench-serve  ## each benchmark prints a table and, last, one line of JSON
+bench: bench-train bench-serve  ## each benchmark prints a table, then one line of JSON
 	$(BIN)/python bench/serve_overhead.py
 
-bench-serve: peers-serving  ## what serving costs and bears, beside LitServe, MLServer, BentoML and Ray Serve
+bench-serve: peers-serving  ## cost and limits of serving, compared with LitServe, MLServer, BentoML and Ray Serve
 	$(BIN)/python bench/serve.py $(BENCH)
 
-peers-serving: $(STAMP)  ## environments with the servers to compare with; one that cannot be installed is left out
+peers-serving: $(STAMP)  ## environments of the servers to compare with; one that cannot be installed is left out
 	for name in litserve mlserver bentoml ray; do \
 	  UV="$(CURDIR)/$(BIN)/uv" PYTHON=$(BIN)/python sh bench/peers/serving.sh bench/.venvs $$name || true; done
 
-clients: $(STAMP)  ## an environment with KServe's SDK, which the tests of serving then use as a client
+clients: $(STAMP)  ## an environment with KServe's SDK, which tests of serving use as a client if it exists
 	UV="$(CURDIR)/$(BIN)/uv" PYTHON=$(BIN)/python sh bench/peers/serving.sh bench/.venvs kserve
 
-bench-train: $(STAMP)  ## deaths, hangs, stragglers, overheads of elastic training; beside torchrun, torchft and DLRover
+bench-train: $(STAMP)  ## deaths, hangs, stragglers, overhead of elastic training; compared with torchrun, torchft, DLRover
 	$(BIN)/python bench/train.py $(BENCH)
 
 ZOO := bench/.venvs/zoo
 
-bench-capture: $(ZOO)/.installed  ## every architecture of the zoo captured, and each program asked a hundred fresh questions
+bench-capture: $(ZOO)/.installed  ## capture every architecture of the zoo; compare each program on a hundred fresh inputs
 	PYTHONPATH=. $(ZOO)/bin/python -m bench.capture $(BENCH)
 
 peers-zoo: $(ZOO)/.installed  ## the environment of the zoo: this one and transformers
@@ -152,17 +152,17 @@ $(ZOO)/.installed: bench/zoo/setup.sh | $(STAMP)
 	PYTHON=$(BIN)/python sh bench/zoo/setup.sh $(ZOO)
 	touch $@
 
-bench-data: $(STAMP)  ## reading, ranges, planning and changing workers, each beside its baseline
+bench-data: $(STAMP)  ## reading, ranges, planning and changing workers, each compared with its baseline
 	$(BIN)/python -m bench.data $(BENCH)
 
 peers: $(STAMP)  ## environments with torchft and DLRover, to compare with
 	PYTHON=$(BIN)/python sh bench/peers/setup.sh bench/.venvs torchft dlrover
 
-protos: $(STAMP)  ## generated code of the wire protos
+protos: $(STAMP)  ## generate the code of the wire protos
 	cd src && PATH="$(CURDIR)/$(BIN):$$PATH" ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. \
 	  --mypy_out=. --mypy_grpc_out=. trueline/wire/train.proto
 	cd src && PATH="$(CURDIR)/$(BIN):$$PATH" ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. \
 	  trueline/wire/inference.proto trueline/wire/torchserve.proto
 
-clean:  ## the environment, caches and what the demo left here
+clean:  ## remove the environment, caches and the demo's output
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache mutants runs mlruns mlartifacts mlflow.db

@@ -1,4 +1,4 @@
-"""What every place of checkpoints promises. Import the tests and define the fixture `place`; its seal is `seal`."""
+"""What every checkpoint store promises. Import the tests and define the fixture `place`; its seal is `seal`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The laws of an Engine, for every engine there is: import the tests and provide the fixture `engine`.
+"""What every Engine promises: import the tests and provide the fixture `engine`.
 
 The fixture yields an Engine; processes run the functions of `tests/worlds/roles.py`.
 """

@@ -1,7 +1,7 @@
-"""The laws of a Session, for every runtime there is: import the tests and provide the fixture `mlp`.
+"""What every Session promises: import the tests and provide the fixture `mlp`.
 
-The fixture yields a session of `worlds.models.Mlp` on eight features with a free batch, and the eager one that it has
-to answer like.
+The fixture yields a session of `worlds.models.Mlp` on eight features with a free batch, and the eager one whose
+outputs it has to reproduce.
 """
 
 from __future__ import annotations

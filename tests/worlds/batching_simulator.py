@@ -1,8 +1,8 @@
-"""A model's queue rehearsed with a virtual clock: what settings would do under a load, without running anything.
+"""Simulates a model's queue with a virtual clock: what settings would do under a load, without running anything.
 
-The decisions are `policy.decide`'s and the pace is `latency_model.LatencyModel`'s, as in the server; only the runs are
-pretended, from a curve t(n), and the clients are drawn from a seed. It proves how near the learned pace comes to the
-best settings that a search of a grid finds, and it finds them for a measured curve.
+Decisions come from `policy.decide` and the pace from `latency_model.LatencyModel`, as in the server; times of runs
+come from a curve t(n), and clients are drawn from a seed. It shows how close the learned pace comes to the best
+settings of a grid search, and finds these for a measured curve.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Takes = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Who asks: strangers at a mean rate (Poisson), or `clients` that ask again `think_s` after an answer."""
+    """Independent requests at a mean rate (Poisson), or `clients` that send the next `think_s` after a response."""
 
     per_second: float = 0.0
     clients: int = 0
@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What clients would see, the first fifth left out."""
+    """Results at the clients, without the first fifth."""
 
     per_second: float
     p99_s: float
@@ -41,7 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Static settings and what they would do."""
+    """Static settings and their results."""
 
     max_batch: int
     max_delay_s: float
@@ -80,7 +80,7 @@ class _Stage:
         return self._outcome()
 
     def _next(self) -> float:
-        """Moves to the next event, and lets it happen; a wake-up is the least of them."""
+        """Moves to the next event and applies it; wake-ups come last."""
         if self._wake_at is not None and (not self._events or self._wake_at < self._events[0][0]):
             return self._wake_at
         now, _, ran = heapq.heappop(self._events)

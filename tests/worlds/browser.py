@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over a pipe by the DevTools protocol: open a page, ask it, click, look.
+"""A headless Chromium, driven over a pipe by the DevTools protocol: open a page, evaluate, click, look.
 
 Source: https://chromedevtools.github.io/devtools-protocol/ and Chromium's `--remote-debugging-pipe`.
 """
@@ -32,7 +32,7 @@ class Page:
         self._last = 0
         self._session = ""
         self.complaints: list[str] = []
-        """Errors of scripts, and what the page's own policy kept it from doing."""
+        """Errors of scripts, and violations of the page's own policy."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -52,11 +52,11 @@ class Page:
         return found["result"].get("value")
 
     def until(self, script: str) -> Any:
-        """The value of an expression as soon as it is a true one."""
+        """The value of an expression as soon as it is true."""
         return until(lambda: self.ask(script), lambda: f"{script}; the page says {self.text()!r}")
 
     def text(self) -> str:
-        """What a reader sees."""
+        """The visible text."""
         return str(self.ask("document.body ? document.body.innerText : ''"))
 
     def picture(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small ONNX bundles, made without torch. onnx is imported where it is used: bundles of other bytes need none."""
+"""Small ONNX bundles, made without torch. onnx is imported only where it is used."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def bundle(
     lineage: Mapping[str, Any] | None = None,
     recipe_digest: str = "0",
 ) -> Bundle:
-    """A sealed bundle of one program; bytes that no runtime reads do where the program is never run."""
+    """A sealed bundle of one program, which may be any bytes where it is never run."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "programs").mkdir()
         content = model if isinstance(model, bytes) else model.SerializeToString()
@@ -90,7 +90,7 @@ def bundle(
 
 
 def double_plus(out: Path, *, wrong: bool = False, max_rows: int | None = None) -> Bundle:
-    """y = 2x + 1 over rows of three; `wrong` seals a golden answer that no runtime gives."""
+    """y = 2x + 1 over rows of three; `wrong` seals a golden record that no runtime reproduces."""
     from onnx import helper
 
     x, y = spec("x", "batch", 3), spec("y", "batch", 3)

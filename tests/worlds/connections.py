@@ -22,7 +22,7 @@ class Clock:
 
 @dataclass
 class Wire:
-    """A transport that keeps what was written."""
+    """A transport that records what is written."""
 
     written: bytes = b""
     closed: bool = False
@@ -61,7 +61,7 @@ class Wire:
 
 @dataclass
 class Echo:
-    """Answers with method, path and body; what goes to /later waits for the test."""
+    """Responds with method, path and body; requests to /later wait for the test."""
 
     seen: list[Request] = field(default_factory=list)
     later: list[asyncio.Future[Response]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class World:
     connection: Connection
 
     def send(self, data: bytes) -> bytes:
-        """What is answered to `data`."""
+        """The response to `data`."""
         before = len(self.wire.written)
         self.connection.data_received(data)
         return self.wire.written[before:]

@@ -1,4 +1,4 @@
-"""A small group without a master: each member is a forked process that runs a loop of its own over `Elastic`."""
+"""A small group without a master: each member is a forked process with its own loop over `Elastic`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trueline.train.link.local_client import LocalLink
 from trueline.wire import train_pb2 as pb
 
 WAIT_S = 250
-"""Nothing here ends by waiting; a machine may be slow, and there is one view only: it has to be formed."""
+"""A limit that no test reaches: a machine may be slow, and the only view has to be formed."""
 
 
 class _GroupLink(LocalLink):
-    """One view of `size` members that have applied `steps` steps; rank 0's store is handed on through `stores`."""
+    """One view of `size` members that have applied `steps` steps; rank 0's store is passed on through `stores`."""
 
     applied = -1
 
@@ -43,9 +43,9 @@ class _GroupLink(LocalLink):
 
 
 def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[Any]:
-    """What `train` returns in each of `size` members. Raises AssertionError when it raises in one.
+    """The results of `train` in `size` members. Raises AssertionError when it raises in one.
 
-    `steps`: what they say they have applied when they enter; -1: nobody has a state.
+    `steps`: the steps that they report when they enter; -1: no member has a state.
     """
     stores = multiprocessing.get_context("fork").Queue()
 
@@ -62,7 +62,7 @@ def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[An
 
 
 def in_processes(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work(rank)` returns in each of `size` forked processes. Raises AssertionError when it raises in one."""
+    """The results of `work(rank)` in `size` forked processes. Raises AssertionError when it raises in one."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
 
@@ -88,10 +88,10 @@ def in_processes(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def _answer(results: Any, processes: list[Any]) -> tuple[int, bool, Any]:
-    """The next member's answer; that of one that died without any is its end."""
+    """The next member's result; for one that died without a result, its exit."""
     running = [one.sentinel for one in processes if one.is_alive()]
     multiprocessing.connection.wait([results._reader, *running], timeout=WAIT_S)
-    died = any(one.exitcode for one in processes)  # who ends well has answered before
+    died = any(one.exitcode for one in processes)  # a process that exits normally has sent its result
     try:
         found: tuple[int, bool, Any] = results.get(timeout=5 if died else WAIT_S)
     except queue.Empty:

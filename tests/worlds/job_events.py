@@ -1,4 +1,4 @@
-"""Streams of events as a master says them, for tests of whoever listens: a storm of deaths, a start, a failure."""
+"""Streams of events as a master publishes them, for tests of subscribers: a storm of deaths, a start, a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REASONS = ("killed by SIGKILL", "killed by SIGKILL", "silent for 3.1 s", "killed
 
 
 class Story:
-    """Tells a job's events and keeps the clock."""
+    """Publishes a job's events and keeps the clock."""
 
     def __init__(self, *, workers: int = 4, total: int = 1000, epochs: int = 5, seed: int = 0) -> None:
         self.workers, self.total, self.epochs, self.random = workers, total, epochs, random.Random(seed)
@@ -93,7 +93,7 @@ class Story:
 
 
 def storm(*, total: int = 4000, deaths: int = 40, workers: int = 6, end: bool = True) -> Iterator[Event]:
-    """A long job in which somebody dies again and again; one slot ends in quarantine, one record is set aside."""
+    """A long job in which workers die repeatedly; one slot ends in quarantine, one record is set aside."""
     story = Story(workers=workers, total=total, epochs=10)
     yield from story.start()
     every = total // (deaths + 1)
@@ -136,7 +136,7 @@ def failure() -> Iterator[Event]:
     yield from story.start()
     yield from story.steps(180)
     why = "worker-1.0: ValueError at recipe.py:31: expected 64 pixels, found 63"
-    yield story.say("job.failed", code="recipe", why=why, hint="mend the recipe, then go on with --resume")
+    yield story.say("job.failed", code="recipe", why=why, hint="mend the recipe, then continue with --resume")
 
 
 def job_folder(folder: Path, events: Iterator[Event] | list[Event], **settings: Any) -> Path:

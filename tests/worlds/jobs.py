@@ -28,7 +28,7 @@ def checkpoint_of(recipe: Path, folder: Path, *, seed: int = 1) -> Path:
 
 
 def plain_loop(recipe, steps: int) -> dict[str, torch.Tensor]:
-    """The same steps in one process without Trueline's loop: what any number of workers has to arrive at."""
+    """The same steps in one process without Trueline's loop: the expected result of any number of workers."""
     from trueline.train.step.plan import JobPlan
     from trueline.train.worker.measure import call_model
 

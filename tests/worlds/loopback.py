@@ -1,4 +1,4 @@
-"""Servers that are processes of a test: ports for them, and when they are there."""
+"""Servers in processes of a test: ports for them, and waiting until they listen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worlds.waiting import until
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now, each another one."""
+    """Distinct free ports of 127.0.0.1."""
     with ExitStack() as held:
         return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 

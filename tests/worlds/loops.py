@@ -33,7 +33,7 @@ class Viterbi(nn.Module):
 
 
 class Collapsed(nn.Module):
-    """Greedy decoding of CTC: repeated and blank symbols go."""
+    """Greedy decoding of CTC: repeated and blank symbols are dropped."""
 
     def forward(self, x: Tensor) -> Tensor:
         ids = x.argmax(-1)
@@ -50,7 +50,7 @@ class Collapsed(nn.Module):
 
 
 class Sentence(nn.Module):
-    """Greedy decoding that ends early and is filled up."""
+    """Greedy decoding that ends early and is padded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Sentence(nn.Module):
 
 
 class Kept(nn.Module):
-    """Greedy non-maximum suppression that works off a list."""
+    """Greedy non-maximum suppression over a shrinking list."""
 
     def forward(self, boxes: Tensor) -> Tensor:
         keep = []
@@ -94,7 +94,7 @@ class Kept(nn.Module):
 
 
 class Centres(nn.Module):
-    """k-means, until it stands still."""
+    """k-means, until it converges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Pointer(nn.Module):
 
 
 class Filled(nn.Module):
-    """Writes what it finds into a tensor that is there already, from the end to the beginning."""
+    """Writes its results into an existing tensor, from the end to the beginning."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -149,7 +149,7 @@ class Filled(nn.Module):
 
 
 class Changes(nn.Module):
-    """What each step adds to the one before it."""
+    """A running sum of the steps."""
 
     def forward(self, x: Tensor) -> Tensor:
         level = x[:, 0]
@@ -189,7 +189,7 @@ class Settled(nn.Module):
 
 
 class Exits(nn.Module):
-    """Records leave at the first head that is sure of them."""
+    """Records exit at the first head with enough confidence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Sorted(nn.Module):
 
 
 class Ranked(nn.Module):
-    """Weights that are passed round until they stand still."""
+    """Weights that are passed round until they converge."""
 
     def forward(self, x: Tensor) -> Tensor:
         passed = torch.softmax(x @ x.transpose(1, 2), -1).transpose(1, 2)
@@ -236,7 +236,7 @@ class Ranked(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Each record has an adapter of its own, which a number names."""
+    """Each record has its own adapter, chosen by a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Adapted(nn.Module):
 
 
 class Best(nn.Module):
-    """The candidate with the smallest score, as Python remembers it."""
+    """The candidate with the smallest score, kept in Python variables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Best(nn.Module):
 
 
 def mixed(x: Tensor, decay: Tensor) -> Tensor:
-    """Fills a tensor step by step, in the dtype that it has."""
+    """Fills a tensor step by step, in its own dtype."""
     out = torch.zeros_like(x)
     state = torch.zeros_like(x[:, 0], dtype=torch.float32)
     for t in range(x.shape[1]):
@@ -276,7 +276,7 @@ def mixed(x: Tensor, decay: Tensor) -> Tensor:
 
 
 def chosen(x: Tensor, decay: Tensor) -> Tensor:
-    """What the model calls: the loop is one call further."""
+    """Called by the model: the loop is one call deeper."""
     return mixed(x, decay)
 
 
@@ -292,7 +292,7 @@ if torch.__version__:
 
 
 class Mixes(nn.Module):
-    """Its loop stands in a function that another function of the file calls."""
+    """Its loop is in a function that another function of the file calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Mixes(nn.Module):
 
 
 class MixesWhereItCan(Mixes):
-    """Its loop stands in a function that the file defines under a condition."""
+    """Its loop is in a function that the file defines under a condition."""
 
     def forward(self, x: Tensor) -> Tensor:
         return conditional(x, self.decay)
@@ -321,7 +321,7 @@ class Spared(nn.Module):
 
 
 class FilledForward(nn.Module):
-    """Where a value is missing stands the last that was seen, and how long ago that was."""
+    """A missing value is replaced by the last one seen, with its age."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         seen, x = x[..., 0] > 0, x.clone()
@@ -334,7 +334,7 @@ class FilledForward(nn.Module):
 
 
 class Warped(nn.Module):
-    """How far a sequence is from itself turned round, where time may be stretched: a table of dynamic programming."""
+    """The distance of a sequence from its reverse under time warping: a table of dynamic programming."""
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[1]
@@ -349,7 +349,7 @@ class Warped(nn.Module):
 
 
 class Resonant(nn.Module):
-    """A filter of second order; its coefficients lie in one parameter."""
+    """A filter of second order; its coefficients are in one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class Resonant(nn.Module):
 
 
 class Returns(nn.Module):
-    """What is still to come, discounted, from the end to the beginning."""
+    """Discounted future values, from the end to the beginning."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.clone()
@@ -374,7 +374,7 @@ class Returns(nn.Module):
 
 
 class Family(nn.Module):
-    """Each node is added to its parent, which a value names and which comes before it."""
+    """Each node is added to its parent, an earlier node whose index is a value."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, rows = x.tanh(), torch.arange(x.shape[0])
@@ -386,7 +386,7 @@ class Family(nn.Module):
 
 
 class Spelt(nn.Module):
-    """How likely a word is under CTC: what each letter of it comes to is put into a list that the step makes."""
+    """The likelihood of a word under CTC: each step builds a list with one entry for each letter."""
 
     def forward(self, x: Tensor) -> Tensor:
         p, word = x.log_softmax(-1), [0, 2, 0, 3, 0]
@@ -406,7 +406,7 @@ class Spelt(nn.Module):
 
 
 class Joined(nn.Module):
-    """The smallest place that each can be reached from, until nothing changes: it ends in the middle of a step."""
+    """The smallest index that reaches each node, until nothing changes: it ends in the middle of a step."""
 
     def forward(self, x: Tensor) -> Tensor:
         near = torch.cdist(x, x) < 1.5
@@ -420,7 +420,7 @@ class Joined(nn.Module):
 
 
 class Balanced(nn.Module):
-    """Rows and columns are scaled until they stand still; what scales the columns begins in the loop."""
+    """Rows and columns are scaled until they converge; the columns' scale is first assigned in the loop."""
 
     def forward(self, x: Tensor) -> Tensor:
         k, u, turns = torch.exp(-x.abs()), torch.ones_like(x[..., 0]), 0

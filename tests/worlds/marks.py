@@ -1,4 +1,4 @@
-"""Lines that a test finds by the mark in their comment: `y = x[0]  # first row` is the line of the mark "first row"."""
+"""Lines that a test finds by the mark in their comment: `y = x[0]  # first row` has the mark "first row"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A master without workers: an engine that starts nothing, a door for gRPC, and a job of two steps."""
+"""A master without workers: an engine that starts nothing, a gRPC service, and a job of two steps."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ CERTIFICATE = pb.Certificate(
 
 
 class NoEngine:
-    """Starts nothing and remembers what it was asked for."""
+    """Starts nothing and records the requests."""
 
     def __init__(self) -> None:
         self.started, self.killed = [], []
@@ -55,13 +55,13 @@ def said(master):
 
 
 def rows(master):
-    """What is in its journal: kind and body."""
+    """The entries of its journal: kind and body."""
     text = "SELECT kind, body FROM log ORDER BY seq"
     return [(kind, json.loads(body)) for kind, body in master.journal._db.execute(text)]
 
 
 def master_of(job_dir, job=JOB, *, journal=Journal, engine=None):
-    """A master in `job_dir` whose clock stands still."""
+    """A master in `job_dir` whose clock is stopped."""
     return Master(job, job_dir, journal(job_dir / "log"), engine or NoEngine(), "secret", lambda: 0.0)
 
 
@@ -122,7 +122,7 @@ def at_work(master, *, steps=0):
 
 
 def finish(master, *, certificate=CERTIFICATE, checkpoint_step=STEPS):
-    """Brings the job to its end; returns what the two workers are answered."""
+    """Completes the job; returns the master's replies to the two workers."""
     at_work(master, steps=STEPS)
     if certificate is not None:
         master.record_progress(pb.Progress(ref=A, certificates=[certificate]))

@@ -1,4 +1,4 @@
-"""The smallest world for the core of membership: a state that events happen to, and a clock that the test moves."""
+"""The smallest world for membership: a state to which events are applied, and a clock that the test moves."""
 
 from trueline.train.membership import decide as m
 from trueline.train.membership import events as h
@@ -9,7 +9,7 @@ A, B, C = "worker-0.0", "worker-1.0", "worker-2.0"
 
 
 class World:
-    """A state that events happen to; `actions` are those of the last event, `rows` what the journal got of them."""
+    """A state to which events are applied; `actions` are those of the last event, `rows` its journal entries."""
 
     def __init__(self, policy: state.MembershipPolicy = POLICY) -> None:
         self.policy, self.state, self.now = policy, state.State(workers=policy.workers), 0.0
@@ -26,7 +26,7 @@ class World:
         return self
 
     def wait(self, seconds: float, *beating: str, **heard: object) -> "World":
-        """Time passes with ticks; those that beat are heard before each."""
+        """Time passes in ticks; the heartbeats of `beating` members arrive before each."""
         until = self.now + seconds
         while self.now < until:
             self.now += 0.25

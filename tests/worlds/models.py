@@ -57,7 +57,7 @@ class OnlyMany(nn.Module):
 
 
 class Counter(nn.Module):
-    """Remembers in a Python attribute."""
+    """Keeps state in a Python attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Counter(nn.Module):
 
 
 class Running(nn.Module):
-    """Remembers in a buffer, which answers depend on."""
+    """Keeps state in a buffer, on which outputs depend."""
 
     total: Tensor
 
@@ -94,7 +94,7 @@ class InPlace(nn.Module):
 
 
 class Pair(nn.Module):
-    """Positional inputs, a dict out, one of whose values is nothing."""
+    """Positional inputs, a dict as output, with one value None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Eigen(nn.Module):
 
 
 class BranchThenMore(nn.Module):
-    """Assigns in both arms and goes on."""
+    """Assigns in both branches and continues."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:  # value branch
@@ -195,7 +195,7 @@ class Recurrence(nn.Module):
 
 
 class Gated(nn.Module):
-    """Its state is made like a slice: at batch 1 it has the strides of the whole."""
+    """Its state is a slice: at batch 1 it has the strides of the whole."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.zeros_like(x[:, 0])
@@ -206,7 +206,7 @@ class Gated(nn.Module):
 
 
 class Turned(nn.Module):
-    """What a step hands on lies in memory otherwise than what it got."""
+    """The state that a step returns has another memory layout than the one it got."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.zeros_like(x[:, 0]).t()
@@ -216,7 +216,7 @@ class Turned(nn.Module):
 
 
 class Length(nn.Module):
-    """Its sizes are numbers of Python."""
+    """Its sizes are Python numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class Remembered(nn.Module):
 
 
 class Diary(nn.Module):
-    """Remembers in what is no tensor and no list of tensors."""
+    """Keeps state in an object that is neither a tensor nor a list of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def smoothed(x: Tensor, rate: float) -> Tensor:
 
 
 class Decorated(nn.Module):
-    """The loop stands in a decorated function of the file, called by a decorated forward."""
+    """The loop is in a decorated function of the file, called by a decorated forward."""
 
     @logged
     def forward(self, x: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class Decorated(nn.Module):
 
 
 class Strided(nn.Module):
-    """Padding that depends on whether a size is even; sizes that Python makes numbers of."""
+    """Padding that depends on whether a size is even; sizes become Python numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class Whole(nn.Module):
 
 
 class Opaque(nn.Module):
-    """Sorted by Python: nothing here rewrites that."""
+    """Sorted by Python: no rewrite covers that."""
 
     def forward(self, x: Tensor) -> Tensor:
         order = sorted(range(x.shape[0]), key=lambda i: float(x[i].sum()))  # sorted
@@ -388,7 +388,7 @@ class Opaque(nn.Module):
 
 
 class Suppress(nn.Module):
-    """What an earlier step dropped drops nothing itself."""
+    """A candidate that an earlier step dropped drops no other."""
 
     def forward(self, x: Tensor) -> Tensor:
         near = (x[:, :1] - x[:, 0]).abs() < 0.5

@@ -1,7 +1,7 @@
-"""A plane for tests: sums in a thread of its own, over sockets, of what lies in host memory.
+"""A plane for tests: sums host memory over sockets, in its own thread.
 
-Like NCCL's it does not say whether a sum was ended by an abort: then it writes NaN over a part of the value, and says
-that the sum is over. `TRUELINE_PLANES`, a folder, is where each plane notes that it was made and what became of it.
+Like NCCL's it does not report whether a sum was ended by an abort: it then writes NaN over a part of the value and
+reports that the sum is done. Each plane records its creation and its outcome in the folder `TRUELINE_PLANES`.
 """
 
 import os
@@ -21,12 +21,12 @@ def connect(store, rank, size, patience):
 
 
 def alone(store, rank, size, patience):
-    """Members never come together over it."""
+    """Its members never connect."""
     raise RuntimeError("no cable")
 
 
 class Plane:
-    """Rank 0 has a connection with each other member, adds what they send in the order of ranks, and sends the sum."""
+    """Rank 0 is connected to each other member, adds their values in the order of ranks, and sends the sum."""
 
     def __init__(self, store, rank, size, patience_s):
         self.rank, self.size = rank, size

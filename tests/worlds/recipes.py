@@ -36,6 +36,6 @@ def never(*_: Any, **__: Any) -> Any:
 
 
 def untrained(model: Callable[[], torch.nn.Module], *, name: str = "small", **blanks: Any) -> Recipe:
-    """A recipe of which `capture` needs `model` and those `blanks`; any other that it calls raises."""
+    """A recipe with `model` and the given `blanks` for `capture`; any other blank raises when it is called."""
     given = {"loss": never, "optimizer": never, "dataset": never} | blanks
     return Recipe(name=name, digest="d" * 64, path=None, model=model, **given)

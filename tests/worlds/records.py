@@ -1,4 +1,4 @@
-"""Small worlds of records, one for each way to keep them. A world writes rows to a folder and says how to open them."""
+"""Small worlds of records, one for each way to store them. A world writes rows to a folder and names their URI."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class World:
     """Writes rows to the path without ending and returns the file."""
     open: Callable[[Path], Records] = lambda path: open_records(path)
     checked: bool = False
-    """Whether the format has checksums over its contents."""
+    """Whether the format has checksums of its contents."""
 
 
 SCHEMA = pa.schema(

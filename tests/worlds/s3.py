@@ -28,7 +28,7 @@ REFUSING = ("moto", "swift")
 
 @contextmanager
 def moto(folder: Path) -> Iterator[str]:
-    """The URL of moto's server; it keeps objects in memory and believes any key."""
+    """The URL of moto's server; it keeps objects in memory and accepts any key."""
     server = pytest.importorskip("moto.server", reason="the S3 server moto is not installed: make test-s3")
     started = server.ThreadedMotoServer(port=0)
     started.start()
@@ -42,7 +42,7 @@ def moto(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def rclone(folder: Path) -> Iterator[str]:
-    """The URL of rclone's server over `folder`; it refuses other keys, and lets an object be written twice."""
+    """The URL of rclone's server over `folder`; it rejects other keys, and allows an object to be written twice."""
     beside = Path(sys.executable).with_name("rclone")
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None or subprocess.run([found, "serve", "s3", "--help"], capture_output=True, check=False).returncode:

@@ -1,4 +1,4 @@
-"""Servables whose runs wait until the test lets them: a gated program, and workers of handlers without processes."""
+"""Servables whose runs wait for the test: a gated program, and handler workers without processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gated:
 
 
 class FakeWorker:
-    """A handler's worker without a process: ready at once, it answers when the test lets it."""
+    """A handler's worker without a process: ready at once, it answers when the test opens it."""
 
     made: list[FakeWorker]
 

@@ -35,7 +35,7 @@ from worlds import bundles
 from worlds.waiting import until
 
 _OWN = {"verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "timeout": 250.0}
-"""To read all authorities of the web is more work than a request. Nothing ends by waiting; a machine may be slow."""
+"""Reading all certificate authorities takes longer than a request. No test reaches the limit; a machine may be slow."""
 
 request = partial(httpx.request, **_OWN)
 get, post, put = (partial(one, **_OWN) for one in (httpx.get, httpx.post, httpx.put))
@@ -44,7 +44,7 @@ delete, options = (partial(one, **_OWN) for one in (httpx.delete, httpx.options)
 
 @contextmanager
 def running(source: Path | None = None, *, store: Path | None = None, **settings: Any) -> Iterator[RunningServer]:
-    """A process that serves a bundle or an archive, or what `load` names of the folder `store`; paths may be Paths."""
+    """A process that serves a bundle or an archive, or the models `load` of the folder `store`; paths may be Paths."""
     told = settings | ({} if store is None else {"model_store": store})
     told = {name: str(value) if isinstance(value, Path) else value for name, value in told.items()}
     with serve.start(source, **told) as server:
@@ -57,9 +57,9 @@ def keys_in(key_file: Path) -> dict[str, str]:
 
 
 def eventually(true: Callable[[], object]) -> None:
-    """Returns once `true` holds of servers that may not be there yet.
+    """Returns once `true` holds for servers that may not listen yet.
 
-    Three times: all connections of one time may have come to the same of several processes.
+    Three times: all connections of one attempt may reach the same one of several processes.
     """
 
     def holds() -> object:
@@ -68,11 +68,11 @@ def eventually(true: Callable[[], object]) -> None:
         except httpx.TransportError:
             return False
 
-    until(holds, "servers follow what was asked of another")
+    until(holds, "servers apply a change that another server got")
 
 
 class Answers:
-    """An App that answers what it was made with."""
+    """An App that returns a fixed response."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
@@ -85,7 +85,7 @@ class Answers:
 
 
 class _WithoutSocket:
-    """Apps on a loop that runs while one of them is asked."""
+    """Apps on a loop that runs while one of them handles a request."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -114,13 +114,13 @@ class _WithoutSocket:
 
 
 def load_as_if(bundle: Bundle, run_s: float) -> Loaded:
-    """`bundle`, loaded as on a machine where each run of it takes `run_s` seconds, however busy this one is."""
+    """`bundle`, loaded as if each run took `run_s` seconds, however busy this machine is."""
     with mock.patch.object(execution_plan, "median_s", return_value=run_s):
         return load(bundle, RuntimeOptions(threads=1), max_batch=64)
 
 
 class TinyApp(_WithoutSocket):
-    """Routes over one ready model `tiny`, in rows of three: y = 2x + 1. Not `inline`: never run on the loop itself."""
+    """Routes over one ready model `tiny`, in rows of three: y = 2x + 1. Without `inline` never on the loop."""
 
     def __init__(self, folder: Path, *, inline: bool = True, policy: Policy | None = None) -> None:
         super().__init__()

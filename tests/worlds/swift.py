@@ -1,6 +1,6 @@
-"""OpenStack Swift with its S3 door, whole: four servers as processes, one disk (a folder), rings and all.
+"""OpenStack Swift with its S3 API: four servers as processes, one disk (a folder), and rings.
 
-It checks signatures, and refuses a PUT with `If-None-Match: *` of an object that is there when the PUT begins.
+It checks signatures, and rejects a PUT with `If-None-Match: *` of an object that exists when the PUT begins.
 Source: Swift's deployment guide and the manual pages of its configuration files.
 """
 
@@ -60,7 +60,7 @@ conn_timeout = 60
 node_timeout = 60
 container_update_timeout = 60
 """
-"""A container hears of a new object before the client does, on a slow machine too: no updater runs here."""
+"""A container lists a new object before the client gets its response, on a slow machine too: no updater runs here."""
 _PROXY = """
 [pipeline:main]
 pipeline = catch_errors gatekeeper listing_formats s3api tempauth slo proxy-server

@@ -1,6 +1,6 @@
-"""Waiting for what another process, thread or task does, where nothing can tell of it.
+"""Waiting for another process, thread or task that gives no event.
 
-The one place of the tests that polls: with a small pause, and with a limit that only a test that stands still reaches.
+The only place of the tests that polls: with a small pause, and with a limit that only a hanging test reaches.
 Where there is an event (a line of a pipe, a lock, an `asyncio.Event`), wait for that instead.
 """
 
@@ -21,7 +21,7 @@ LIMIT_S = 200.0
 
 
 def until(condition: Callable[[], T], what: str | Callable[[], object]) -> T:
-    """What `condition` returns once that is true. Raises AssertionError with `what` was waited for."""
+    """The first true result of `condition`. Raises AssertionError that names `what` was expected."""
     for pause_s in _pauses(what):
         if found := condition():
             return found
@@ -30,7 +30,7 @@ def until(condition: Callable[[], T], what: str | Callable[[], object]) -> T:
 
 
 async def until_async(condition: Callable[[], T], what: str | Callable[[], object]) -> T:
-    """As `until`, while the tasks of the loop go on."""
+    """As `until`, while the tasks of the loop continue."""
     for pause_s in _pauses(what):
         if found := condition():
             return found
@@ -47,7 +47,7 @@ def _pauses(what: str | Callable[[], object]) -> Iterator[float]:
 
 
 def until_ended(pids: Iterable[int]) -> None:
-    """Returns once these processes have ended. Who has to reap them may take longer: they need not be ours."""
+    """Returns once these processes have ended. Their parent, which may be another process, may reap them later."""
     for pid in pids:
         with suppress(ProcessLookupError):
             handle = os.pidfd_open(pid)

@@ -183,7 +183,7 @@ def test_the_end_stays_the_end_until_the_job_is_resumed():
     view.apply("job.stopping", {"why": "the launcher ends"}, last + 1)
     view.apply("launcher.ended", {"outcome": "failed", "why": ""}, last + 2)
     assert view.last_at == last
-    assert (view.phase, view.hint) == ("failed", "mend the recipe, then go on with --resume")
+    assert (view.phase, view.hint) == ("failed", "mend the recipe, then continue with --resume")
     assert view.lanes.living() == []
     view.apply("worker.started", {"worker": "worker-0.1"}, view.last_at + 60)
     assert (view.phase, view.why) == ("starting", "")
