@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from trueline import errors
-from trueline.batch import evaluate, output_parts, worker
+from trueline.batch import evaluate, worker
+from trueline.batch import job as parts
 from trueline.batch.job import BatchJob
 from trueline.batch.pool import ChunkOrder, ChunkScheduler, Work, WorkerMessage
 from trueline.checkpoint import checkpoint
@@ -236,7 +237,7 @@ def test_a_recipe_that_no_other_process_could_load_is_not_shared_out():
 
 def digest_of(source, *, digest="r", mode="evaluation", batch=4):
     job = BatchJob(recipe=SimpleNamespace(digest=digest), given="r", source=source, mode=mode, batch=batch)
-    return output_parts.digest_inputs(job)
+    return parts.digest_inputs(job)
 
 
 def test_answers_are_made_of_the_recipe_the_checkpoints_content_what_is_read_and_the_batch(tmp_path):
@@ -259,7 +260,7 @@ def test_where_all_parts_are_there_nothing_is_opened_or_started(tmp_path, monkey
         return BatchJob(recipe=None, given=None, source="", mode="evaluation", batch=1, workers=workers)
 
     out, how = tmp_path / "out", {"entry": "no:pool", "event": "evaluation.advanced"}
-    assert output_parts.write(out, job(1), plan, open_answer=lambda: (5, answer), **how) == 3
-    monkeypatch.setattr(output_parts.pool, "run", lambda *_, **__: pytest.fail("no pool"))
-    assert output_parts.write(out, job(workers), plan, open_answer=lambda: pytest.fail("no model"), **how) == 0
-    assert output_parts.sum_columns(out) == {"record": 10.0, "y": 10.0}
+    assert parts.write(out, job(1), plan, open_answer=lambda: (5, answer), **how) == 3
+    monkeypatch.setattr(parts.pool, "run", lambda *_, **__: pytest.fail("no pool"))
+    assert parts.write(out, job(workers), plan, open_answer=lambda: pytest.fail("no model"), **how) == 0
+    assert parts.sum_columns(out) == {"record": 10.0, "y": 10.0}

@@ -14,9 +14,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from trueline import events, files
-from trueline.batch import output_parts, pool
-from trueline.batch.job import BatchJob, BatchOptions, compute_chunks
-from trueline.batch.output_parts import Answer
+from trueline.batch import job as parts
+from trueline.batch import pool
+from trueline.batch.job import Answer, BatchJob, BatchOptions, compute_chunks
 from trueline.batch.pool import Compute, Work
 from trueline.checkpoint.checkpoint import load_model
 from trueline.data.loading.seeding import seed_generators
@@ -117,12 +117,12 @@ def _open_measure(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Compute]:
 
 def _evaluate_each(job: BatchJob, out: str | Path) -> Evaluation:
     """Writes the values of each record, and evaluates what was written."""
-    plan = output_parts.plan_parts(job, files.sha256_bytes(f"evaluation|{output_parts.digest_inputs(job)}".encode()))
-    output_parts.write(
+    plan = parts.plan_parts(job, files.sha256_bytes(f"evaluation|{parts.digest_inputs(job)}".encode()))
+    parts.write(
         out, job, plan, open_answer=lambda: _open_values(job.recipe, job),
         entry="trueline.batch.evaluate:open_part_worker", event=ADVANCED,
     )  # fmt: skip
-    sums = output_parts.sum_columns(out)
+    sums = parts.sum_columns(out)
     means = {name: total / max(plan.num_records, 1) for name, total in sums.items() if name != "record"}
     loss = means.pop("loss", 0.0)
     return _summarize(job, plan.num_records, loss, means)
@@ -130,7 +130,7 @@ def _evaluate_each(job: BatchJob, out: str | Path) -> Evaluation:
 
 def open_part_worker(work: Work) -> tuple[int, Compute]:
     """What a pool's worker does with parts: it writes the values of each record."""
-    return output_parts.open_part_worker(work, *_open_values(load_recipe(work.recipe), work))
+    return parts.open_part_worker(work, *_open_values(load_recipe(work.recipe), work))
 
 
 def _open_values(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:

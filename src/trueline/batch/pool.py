@@ -120,7 +120,7 @@ def run(work: Work, *, workers: int, report: Callable[[int], None]) -> list[Repl
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """As asyncio.run, also where a loop is running already, as in a notebook: in a thread then."""
+    """As asyncio.run; in a thread if a loop is running already, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

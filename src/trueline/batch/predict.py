@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from trueline import events, files
-from trueline.batch import output_parts, pool
-from trueline.batch.job import BatchJob, BatchOptions, compute_chunks
-from trueline.batch.output_parts import Answer
+from trueline.batch import job as parts
+from trueline.batch import pool
+from trueline.batch.job import Answer, BatchJob, BatchOptions, compute_chunks
 from trueline.batch.pool import Compute, Work
 from trueline.bundle.read import open_bundle
 from trueline.capture.model.eager import EagerSession
@@ -63,13 +63,13 @@ def predict(
     a folder are whole.
     """
     job = BatchJob.of(recipe, str(parse_location(source)), options, mode="prediction")
-    if output_parts.is_folder(out):
-        plan = output_parts.plan_parts(job, output_parts.digest_inputs(job))
-        written = output_parts.write(
+    if parts.is_folder(out):
+        plan = parts.plan_parts(job, parts.digest_inputs(job))
+        written = parts.write(
             out, job, plan, open_answer=lambda: _open_answer(job.recipe, job),
             entry="trueline.batch.predict:open_part_worker", event=ADVANCED,
         )  # fmt: skip
-        return Prediction(records=plan.num_records, path=output_parts.resolve_folder(out), parts=written)
+        return Prediction(records=plan.num_records, path=parts.resolve_folder(out), parts=written)
     out = Path(out)
     if out.suffix not in FILES:
         raise UsageError(
@@ -125,7 +125,7 @@ def open_worker(work: Work) -> tuple[int, Compute]:
 
 def open_part_worker(work: Work) -> tuple[int, Compute]:
     """What a pool's worker does with parts: it writes them itself."""
-    return output_parts.open_part_worker(work, *_open_answer(load_recipe(work.recipe), work))
+    return parts.open_part_worker(work, *_open_answer(load_recipe(work.recipe), work))
 
 
 def _open_answer(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
@@ -148,7 +148,7 @@ def _encode_parquet(columns: dict[str, Array]) -> bytes:
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
-    pq.write_table(output_parts.make_table(columns), sink)
+    pq.write_table(parts.make_table(columns), sink)
     return sink.getvalue()
 
 

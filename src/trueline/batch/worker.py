@@ -60,7 +60,7 @@ def _compute(stream: Any, compute: Compute, order: ChunkOrder) -> dict[str, Any]
         _find_failing(compute, order, report=lambda record: _send(stream, op="trying", record=record))
     try:
         return {"op": "done", "reply": compute(order.start, order.stop)}
-    except Exception as error:  # noqa: BLE001  the process boundary: this chunk fails, the worker goes on
+    except Exception as error:  # noqa: BLE001  the process boundary: this chunk fails, the worker continues
         traceback.print_exc()
         return {"op": "failed", **_describe(error, _name_records(compute, order))}
 
