@@ -7,8 +7,6 @@
 Chunk k is the records [k x size, (k + 1) x size), whatever the number of processes.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from dataclasses import dataclass, field
 

@@ -12,8 +12,6 @@ From it: {"op": "ready", "records"}, {"op": "trying", "record"}, {"op": "done", 
 {"op": "failed", "code", "why", "hint", "fatal"}.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

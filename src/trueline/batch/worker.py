@@ -4,8 +4,6 @@ A chunk that fails is tried record by record, to name the record at fault. Each 
 do not depend on how many share a machine.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Describes a bundle for `trueline bundle inspect`, as text and as JSON of the same values. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any

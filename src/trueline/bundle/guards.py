@@ -6,8 +6,6 @@ name in Python). Python's parser reads a rule; only listed nodes may occur in it
 never evaluated as code.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ Unpacking reads the manifest first (bounded), and writes only the files that its
 table says. So neither a path that leads outside, nor a link, nor a zip bomb reaches the disk.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

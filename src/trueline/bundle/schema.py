@@ -14,8 +14,6 @@ The digest is of the manifest's canonical form (keys sorted, no spaces, the dige
 file through the table: one digest names one bundle.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -4,8 +4,6 @@ The caller has emitted and proven the programs; this module does not judge the p
 opened again.
 """
 
-from __future__ import annotations
-
 import shutil
 import stat
 import zipfile

@@ -1,7 +1,5 @@
 """The command `trueline`: finds the verb, fills its options, runs it, and turns errors into exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

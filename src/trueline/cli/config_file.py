@@ -11,8 +11,6 @@ the nearest one from the working directory upwards; paths in it are relative to 
 line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

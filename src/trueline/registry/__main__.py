@@ -5,8 +5,6 @@ A line is `{"path", "name", "version", "digest"}`, with a `"signature"` if there
 line when it has changed; it ends with its standard input.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc

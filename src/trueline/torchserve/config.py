@@ -6,8 +6,6 @@ only if the file has `enable_envvars_config=true`. Source: TorchServe 0.12's Con
 Java's Properties.load for the syntax.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

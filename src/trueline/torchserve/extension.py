@@ -1,7 +1,5 @@
 """TorchServe's interfaces, as an extension of `trueline.serve`."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any, Literal

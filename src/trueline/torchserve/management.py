@@ -1,11 +1,9 @@
-"""TorchServe's management API: register, scale, set the default, list, describe, unregister. Only translates.
+"""TorchServe's management API of models and workflows. Only translates.
 
-Source: TorchServe 0.12's ManagementRequestHandler, as the contract page has it. A bundle ignores `handler` and
-`s3_sse_kms`, and its workers are the runs that may go on at the same time; an archive's workers are processes. Beyond
-TorchServe: traffic splits, canaries and shadows.
+Source: TorchServe 0.12's ManagementRequestHandler and WorkflowMgmtRequestHandler, as the contract page has them. A
+bundle ignores `handler` and `s3_sse_kms`; its workers are the runs that may run at the same time, an archive's are
+processes. Beyond TorchServe: traffic splits, canaries and shadows.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -29,7 +27,7 @@ from trueline.serve.traffic import canary
 from trueline.serve.traffic.rollout import Traffic
 from trueline.torchserve import responses
 from trueline.torchserve.responses import describe_version, parse_int, pretty
-from trueline.torchserve.workflows import rest as workflow_routes
+from trueline.torchserve.workflows.executor import Workflow
 from trueline.torchserve.workflows.registry import Workflows
 from trueline.version import __version__
 from trueline.web.auth import Keys
@@ -168,27 +166,24 @@ class Management:
     def _route_workflows(
         self, workflows: Workflows, request: Request, method: str, parts: list[str]
     ) -> Response | Work:
+        query = query_of(request.target)
         match method, parts:
             case "POST", []:
-                return workflow_routes.register(workflows, query_of(request.target) | _parameters(request))
+                return _register_workflow(workflows, query | _parameters(request))
             case "GET", []:
-                return workflow_routes.list_workflows(workflows, query_of(request.target))
+                registered = workflows.desired()
+                page, names = responses.page(sorted(registered), query)
+                page["workflows"] = [{"workflowName": n, "workflowUrl": registered[n].source} for n in names]
+                return reply(200, pretty(page))
             case "GET", [name]:
-                return workflow_routes.describe(workflows, name)
+                return reply(200, pretty([_describe_workflow(workflows.find(name))]))
             case "DELETE", [name]:
-                return workflow_routes.unregister(workflows, name)
+                return _unregister_workflow(workflows, name)
             case _:
                 raise MethodNotAllowed(NO_METHOD)
 
-    def _register(self, given: Mapping[str, str]) -> Work:
-        url = given.get("url")
-        if url is None:
-            raise RequestError("Parameter url is required.")
-        if not url:
-            raise NotFound("empty url")
-        return self._load(url, given)
-
-    async def _load(self, url: str, given: Mapping[str, str]) -> Response:
+    async def _register(self, given: Mapping[str, str]) -> Response:
+        url = _url_of(given)
         found = await self._find(url)
         entries = self._store.entries() if self._store is not None else []
         entry = next(((one.model, one.version) for one in entries if one.source == url), ("", "1"))
@@ -312,6 +307,35 @@ class Management:
                 facts["customizedMetadata"] = _decode(body)
             descriptions.append(facts)
         return reply(200, pretty(descriptions))
+
+
+async def _register_workflow(workflows: Workflows, given: Mapping[str, str]) -> Response:
+    workflow = await workflows.register(_url_of(given), given.get("workflow_name", ""), given)
+    return responses.status(f"Workflow {workflow.name} has been registered and scaled successfully.")
+
+
+async def _unregister_workflow(workflows: Workflows, name: str) -> Response:
+    await workflows.unregister(name)
+    return responses.status(f'Workflow "{name}" unregistered')
+
+
+def _describe_workflow(workflow: Workflow) -> dict[str, Any]:
+    """The common settings of its models and its graph."""
+    common = workflow.spec.common
+    dag = ", ".join(f"{node}=[{', '.join(nexts)}]" for node, nexts in workflow.spec.dag.items())
+    return {
+        "workflowName": workflow.name, "workflowUrl": workflow.registered.source, "minWorkers": common.min_workers,
+        "maxWorkers": common.max_workers, "batchSize": common.batch_size, "maxBatchDelay": common.max_batch_delay,
+        "workflowDag": f"{{{dag}}}",
+    }  # fmt: skip
+
+
+def _url_of(given: Mapping[str, str]) -> str:
+    if "url" not in given:
+        raise RequestError("Parameter url is required.")
+    if not given["url"]:
+        raise NotFound("empty url")
+    return given["url"]
 
 
 def _decode(body: bytes | bytearray) -> Any:

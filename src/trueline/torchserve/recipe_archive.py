@@ -6,8 +6,6 @@ model.bundle/            the bundle, whole
 recipe.py, ...           the recipe, and the modules beside it that it imports
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Source: TorchServe 0.12's HttpRequestHandler and NettyUtils, as the contract pag
 the differences: overload is 429 with Retry-After, and a client's fault is never a 5xx.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import traceback

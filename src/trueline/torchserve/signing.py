@@ -3,8 +3,6 @@
 Each is verified, or unpacked as a server does it, before it is signed. No code of it runs.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

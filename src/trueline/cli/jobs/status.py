@@ -1,7 +1,5 @@
 """`trueline status`."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -4,8 +4,6 @@ It is a zip, a `.tar.gz` or a folder. `WAR-INF/MANIFEST.json` names the workflow
 functions; `MAR-INF` works too. Source: TorchServe 0.12's WorkflowArchive, torch-workflow-archiver.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -6,8 +6,6 @@ again `retry-attempts` times; then the request fails, and its other nodes leave 
 middle of a batch finishes it, because the batch may hold other requests. Source: TorchServe 0.12's DagExecutor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence

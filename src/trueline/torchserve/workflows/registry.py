@@ -7,11 +7,8 @@
 Operations on one workflow run one after another. Each writes the desired state; if that fails, it is undone.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,10 +108,6 @@ class Workflows:
         """Whether an operation on the workflow is under way."""
         return name in self._locks and self._locks[name].locked()
 
-    def following(self, name: str) -> AbstractContextManager[None]:
-        """Does not write the file for the workflow while it is brought to what the file holds."""
-        return self._keeper.following(name, self.desired)
-
     async def register(self, url: str, name: str = "", given: Mapping[str, str] | None = None) -> Workflow:
         """Loads and serves the workflow in the store's entry `url`, as `name` or under its own name.
 
@@ -140,7 +133,7 @@ class Workflows:
                 workflow = await self._start(name, found, entry, place)
                 before = self._served.get(name)
                 try:
-                    self._show(workflow)
+                    self._replace(name, workflow)
                 except BaseException:
                     await workflow.close()
                     raise
@@ -229,15 +222,14 @@ class Workflows:
         except BundleError as error:
             raise Refused(error.message, hint=error.hint) from error
 
-    def _show(self, new: Workflow) -> None:
-        """Serves a workflow in place of the one of its name. Raises Conflict, StorageError; nothing changes then."""
-        for model in (one.model for one in new.versions.values() if one.model in self._models.names()):
-            if self._owner(model) != new.name:
-                raise Conflict(f"model '{model}' is served already, and a node of workflow {new.name} has this name")
-        self._replace(new.name, new)
-
     def _replace(self, name: str, new: Workflow | None) -> None:
-        """Serves `new` as workflow `name`, or none, and writes that. Raises StorageError; nothing changes then."""
+        """Serves `new` as workflow `name`, or none, and writes that.
+
+        Raises Conflict, StorageError; nothing changes then.
+        """
+        for model in (one.model for one in new.versions.values() if one.model in self._models.names()) if new else ():
+            if self._models.find(model, self._models.default(model)).workflow != name:
+                raise Conflict(f"model '{model}' is served already, and a node of workflow {name} has this name")
         before, missing = self._served.get(name), self._missing.pop(name, None)
         self._exchange(before, new)
         try:
@@ -247,9 +239,6 @@ class Workflows:
             if missing is not None:
                 self._missing[name] = missing
             raise
-
-    def _owner(self, model: str) -> str:
-        return self._models.find(model, self._models.default(model)).workflow
 
     def _exchange(self, old: Workflow | None, new: Workflow | None) -> None:
         for one in old.versions.values() if old is not None else ():
@@ -278,12 +267,12 @@ class Workflows:
         """Registers the workflows of the file; returns a line for each that fails, which stays desired."""
         failures = []
         for name, entry in state.workflows.items():
-            with self.following(name):
+            with self._keeper.following(name, self.desired):
                 try:
                     await self.bring(name, entry)
                 except TruelineError as error:
                     failures.append(f"workflow {name}: {error.message}")
-                    why = error.message if isinstance(error, RequestError) else "its archive cannot be had"
+                    why = error.message if isinstance(error, RequestError) else "its archive is not available"
                     self._missing[name] = entry, why
         return failures
 
@@ -295,7 +284,7 @@ class Workflows:
             if self.busy(name):
                 settled = False  # the operation may make the two equal
             elif want != have:
-                with self.following(name):
+                with self._keeper.following(name, self.desired):
                     try:
                         await (self.unregister(name) if want is None else self.bring(name, want))
                     except TruelineError as error:
@@ -327,9 +316,8 @@ def _name_in_store(url: str) -> str:
     """The store's entry for a model's URL. Nothing is downloaded: the file has to be in the store, where TorchServe
     put it too.
     """
-    if not url.startswith(("http://", "https://", "file://")):
-        return url
-    return url.partition("?")[0].rsplit("/", 1)[-1]
+    remote = url.startswith(("http://", "https://", "file://"))
+    return url.partition("?")[0].rsplit("/", 1)[-1] if remote else url
 
 
 def _failure(task: asyncio.Task[Any]) -> Exception | None:

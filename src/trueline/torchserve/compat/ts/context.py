@@ -1,7 +1,5 @@
 """`context`: a handler's second argument."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Measures the steps of a handler."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sends answers in pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

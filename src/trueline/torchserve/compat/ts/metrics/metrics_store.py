@@ -1,7 +1,5 @@
 """`context.metrics`: a handler's metrics, which the worker sends to the server's /metrics."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any

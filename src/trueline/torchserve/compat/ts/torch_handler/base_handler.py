@@ -4,8 +4,6 @@ No file is unpickled: torch.jit loads a TorchScript archive, torch.load(weights_
 else is an error.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

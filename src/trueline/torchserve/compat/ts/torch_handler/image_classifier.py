@@ -1,7 +1,5 @@
 """Classifies images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Classifies the pixels of an image."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Detects objects in an image."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Classifies text with a model over bags of n-grams (nn.EmbeddingBag with offsets)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The vocabulary is `source_vocab.json`, {token: number}, or `source_vocab.pt`, a 
 Vocab object of torchtext is not unpickled; write it out once with `json.dump(vocab.get_stoi(), file)`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -3,8 +3,6 @@
 `image_processing` of a derived handler may be any function from a PIL image to a tensor, torchvision's transforms too.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

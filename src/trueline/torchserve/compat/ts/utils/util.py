@@ -1,7 +1,5 @@
 """Labels, classes of a module, and the exception with which a handler sets the response's status."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json
