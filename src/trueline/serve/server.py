@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,45 +46,28 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
 
         await multiprocess.run(settings, announce)
         return
-    loop = asyncio.get_running_loop()
-    parts = assemble(settings)
-    fleet, state = parts.core.fleet, parts.core.state
-    rule = CorsRule.of(settings.cors_origin, settings.cors_methods, settings.cors_headers)
+    loop, stop, parts = asyncio.get_running_loop(), Stop(), assemble(settings)
+    fleet, companion = parts.core.fleet, parts.extension.companion
     log = None if settings.access_log is None else AccessLog(settings.access_log)
-    stop = Stop()
     stop.listen(loop, lifeline=settings.lifeline)
     ports = Ports(settings, loop)
     chores = [loop.create_task(ports.sweep())]
-
-    async def listen() -> None:
-        for what, (app, number) in parts.apps.items():
-            if number is not None:
-                shown = app if rule is None or what == "metrics" else CorsMiddleware(app, rule)
-                await ports.open(what, shown if log is None else AccessLogMiddleware(shown, what, log), number)
-        if settings.grpc_port is not None:
-            await ports.open_grpc("grpc", parts.grpc_services("inference", log), settings.grpc_port)
-        if settings.grpc_management_port is not None:
-            services = parts.grpc_services("management", log)
-            await ports.open_grpc("grpc_management", services, settings.grpc_management_port)
-
     try:
         if not settings.joins:
-            await listen()
-        record = await _until(stop, loop.create_task(_begin(parts)))
+            await _listen(ports, parts, log)
+        record = await stop.unless(_begin(parts))
         if record is not None:
             fleet.models.started = True
             if settings.joins:
-                await listen()
-            if state is not None:
-                follower = StateFollower(
-                    fleet, state, parts.core.sources.find, parts.core.keys, parts.extension.companion
-                )
-                chores.append(loop.create_task(follower.follow(FOLLOW_S)))
+                await _listen(ports, parts, log)
             announce({"event": "server.ready", **ports.places(), **record})
-            chores += _following(settings, fleet, parts.core.store, record)
+            chores += [loop.create_task(work) for work in _followers(parts, record)]
             await stop.asked.wait()
         parts.routes.dispatch.draining = True
-        await _drain(ports, stop, settings.drain_s)
+        drained = loop.create_task(ports.drain(settings.drain_s))
+        await stop.wait_unless_hurried(drained, settings.drain_s)
+        events.emit("server.stopped", dropped=ports.num_connections)
+        drained.cancel()
     finally:
         for chore in chores:
             chore.cancel()
@@ -91,37 +75,38 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
         if parts.tracer is not None:
             await loop.run_in_executor(None, parts.tracer.shutdown)
         await fleet.close()
-        if parts.extension.companion is not None:
-            await parts.extension.companion.close()
+        if companion is not None:
+            await companion.close()
         await ports.close()
         if log is not None:
             log.close()
 
 
-def _following(
-    settings: ServeSettings, fleet: Fleet, store: Store | None, record: dict[str, Field]
-) -> list[asyncio.Task[None]]:
-    """Tasks that follow the store or the alias."""
-    loop = asyncio.get_running_loop()
-    found = []
-    if settings.watch and store is not None:
-        bundles = StoreFollower(fleet, store, settings.load)
-        found.append(loop.create_task(every(settings.follow_s, bundles.look)))
+async def _listen(ports: Ports, parts: Parts, log: AccessLog | None) -> None:
+    settings = parts.core.settings
+    rule = CorsRule.of(settings.cors_origin, settings.cors_methods, settings.cors_headers)
+    for what, (app, number) in parts.apps.items():
+        if number is not None:
+            shown = app if rule is None or what == "metrics" else CorsMiddleware(app, rule)
+            await ports.open(what, shown if log is None else AccessLogMiddleware(shown, what, log), number)
+    if settings.grpc_port is not None:
+        await ports.open_grpc("grpc", parts.grpc_services("inference", log), settings.grpc_port)
+    if settings.grpc_management_port is not None:
+        services = parts.grpc_services("management", log)
+        await ports.open_grpc("grpc_management", services, settings.grpc_management_port)
+
+
+def _followers(parts: Parts, record: dict[str, Field]) -> Iterator[Coroutine[Any, Any, None]]:
+    """Follow the state file, the store and the alias."""
+    core, settings, fleet = parts.core, parts.core.settings, parts.core.fleet
+    if core.state is not None:
+        state = StateFollower(fleet, core.state, core.sources.find, core.keys, parts.extension.companion)
+        yield state.follow(FOLLOW_S)
+    if settings.watch and core.store is not None:
+        yield every(settings.follow_s, StoreFollower(fleet, core.store, settings.load).look)
     if settings.source is not None and _is_alias(settings.source) and settings.follow_s > 0:
         alias = AliasFollower(fleet, settings.source, str(record["model"]), str(record["version"]))
-        found.append(loop.create_task(alias.run(settings.tracking_uri, settings.follow_s)))
-    return found
-
-
-async def _until(stop: Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str, Field] | None:
-    asked = asyncio.ensure_future(stop.asked.wait())
-    both: set[asyncio.Future[Any]] = {work, asked}
-    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    asked.cancel()
-    if work.done():
-        return work.result()
-    work.cancel()
-    return None
+        yield alias.run(settings.tracking_uri, settings.follow_s)
 
 
 async def _begin(parts: Parts) -> dict[str, Field]:
@@ -139,13 +124,13 @@ async def _begin(parts: Parts) -> dict[str, Field]:
         record = await _load_source(settings, settings.source, fleet, sources)
     if store is not None and not settings.resumed:
         for entry in _entries_to_load(settings.load, store):
-            if entry.model in models.names() and entry.version in models.versions(entry.model):
+            if models.get(entry.model, entry.version) is not None:
                 continue
             await fleet.load(ResolvedSource(path=entry.path), entry.model, entry.version, source=entry.source)
             fleet.set_default(entry.model, entry.version)  # the newest comes last
         for name, own in fleet.how.usual.items():
             model, _, version = name.partition("/")
-            if own.get("defaultVersion") is True and model in models.names() and version in models.versions(model):
+            if own.get("defaultVersion") is True and models.get(model, version) is not None:
                 fleet.set_default(model, version)
     gc.collect()
     gc.freeze()
@@ -178,31 +163,24 @@ def _whole(source: str) -> str:
     return source if source.startswith("models:/") or sources.is_url(source) else os.path.abspath(source)
 
 
-def _bundle_name(path: Path) -> str:
-    """Raises BundleError."""
+def _identify(path: Path, name: str | None, version: str | None) -> tuple[str, str]:
+    """Name and version of a source, read from its manifest where they are None. Raises BundleError."""
     if archive.is_archive(path):
-        return archive.peek(path).model
-    if path.is_dir() and (path / schema.MANIFEST).is_file():
-        return schema.decode((path / schema.MANIFEST).read_bytes(), str(path)).name
-    return open_bundle(path).name
-
-
-def _version_of(path: Path) -> str:
-    """Of a source outside the registry. Raises BundleError."""
-    return archive.peek(path).version if archive.is_archive(path) else "1"
+        manifest = archive.peek(path)
+        return name or manifest.model, version or manifest.version
+    if name is None:
+        manifest_file = path / schema.MANIFEST
+        known = schema.decode(manifest_file.read_bytes(), str(path)) if manifest_file.is_file() else open_bundle(path)
+        name = known.name
+    return name, version or "1"
 
 
 async def _load_source(settings: ServeSettings, source: str, fleet: Fleet, sources: Sources) -> dict[str, Field]:
     found = await sources.find(_whole(source))
     # An alias may move while the server is down: the state file names the version.
     kept = _whole(source) if found.version is None else f"models:/{found.name}/{found.version}"
-    loop = asyncio.get_running_loop()
-    name = settings.name or found.name
-    if name is None:
-        name = await in_thread(loop, lambda: _bundle_name(found.path))
-    version = settings.version or found.version
-    if version is None:
-        version = await in_thread(loop, lambda: _version_of(found.path))
+    identify = partial(_identify, found.path, settings.name or found.name, settings.version or found.version)
+    name, version = await in_thread(asyncio.get_running_loop(), identify)
     try:
         made = await fleet.load(found, name, version, source=kept, replace_it=True)
     except Refused as error:
@@ -215,17 +193,6 @@ async def _load_source(settings: ServeSettings, source: str, fleet: Fleet, sourc
 async def _moved_meanwhile(fleet: Fleet, found: ResolvedSource, name: str, version: str) -> None:
     """Retires the version that the alias pointed to before the restart."""
     before = fleet.models.default(name)
-    if before == version or not fleet.models.find(name, before).source.startswith(f"models:/{found.name}/"):
-        return
-    fleet.set_default(name, version)
-    await fleet.retire(name, before)
-
-
-async def _drain(ports: Ports, stop: Stop, drain_s: float) -> None:
-    drained = asyncio.ensure_future(ports.drain(drain_s))
-    hurried = asyncio.ensure_future(stop.hurried.wait())
-    both: set[asyncio.Future[Any]] = {drained, hurried}
-    await asyncio.wait(both, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-    events.emit("server.stopped", dropped=ports.num_connections)
-    drained.cancel()
-    hurried.cancel()
+    if before != version and fleet.models.find(name, before).source.startswith(f"models:/{found.name}/"):
+        fleet.set_default(name, version)
+        await fleet.retire(name, before)

@@ -167,11 +167,14 @@ class Models:
             raise UnknownVersion(model, version, list(versions))
         return found
 
+    def get(self, model: str, version: str) -> Servable | None:
+        return self._versions.get(model, {}).get(version)
+
     def leads_to(self, found: object, model: str, version: str | None) -> bool:
         """Whether all requests for `version` of `model`, or for no version, go to `found`."""
         if version is None and model in self._splits:
             return False
-        return self._versions.get(model, {}).get(version or self._defaults.get(model, "")) is found
+        return self.get(model, version or self._defaults.get(model, "")) is found
 
     def default(self, model: str) -> str:
         self.find(model)
@@ -217,5 +220,5 @@ class Models:
         """Whether every model has a default version that is ready."""
         fine = ("ready", "loading") if self.started else ("ready",)
         defaults = list(self._defaults.items())  # in a scrape's thread one may have been removed
-        found = [one for model, version in defaults if (one := self._versions.get(model, {}).get(version)) is not None]
+        found = [one for model, version in defaults if (one := self.get(model, version)) is not None]
         return all(version.state in fine for version in found) and (bool(found) or self.started)

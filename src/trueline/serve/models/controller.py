@@ -86,7 +86,7 @@ class Fleet:
         """
         async with self.lock(model):
             self._check_free(model)
-            before = self._at(model, version)
+            before = self.models.get(model, version)
             if before is not None and before.state == "ready" and not replace_it:
                 raise Conflict(f"Model version {version} is already registered for model {model}")
             loader = next(one for one in self._loaders if one.accepts(found.path))
@@ -127,10 +127,6 @@ class Fleet:
                 f"model '{model}' is a node of workflow '{owners[0]}'",
                 hint=f"unregister the workflow (DELETE /workflows/{owners[0]}) and register the workflow again",
             )
-
-    def _at(self, model: str, version: str) -> Servable | None:
-        known = model in self.models.names() and version in self.models.versions(model)
-        return self.models.find(model, version) if known else None
 
     def set_default(self, model: str, version: str) -> None:
         """Raises NotFound, NotReady, Conflict."""

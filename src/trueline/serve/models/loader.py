@@ -76,6 +76,12 @@ class ResolvedSource:
     signature: str | None = None
     """None: the signature file beside it, if there is one."""
 
+    @classmethod
+    def from_registry(cls, reply: Mapping[str, Any]) -> ResolvedSource:
+        """From a line of `trueline.registry`. Raises KeyError, TypeError."""
+        names = {key: reply[key] for key in ("name", "digest")}
+        return cls(path=Path(reply["path"]), version=str(reply["version"]), signature=reply.get("signature"), **names)
+
     def check(self, trusted: Trusted | None, digest: str) -> None:
         """Raises BundleError unless a trusted key has signed `digest`."""
         if trusted is not None:

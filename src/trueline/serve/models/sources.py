@@ -66,13 +66,7 @@ def resolve(source: str, tracking_uri: str | None, *, signed: bool = False) -> R
         reply = json.loads(done.stdout.strip().splitlines()[-1])
         if done.returncode:
             raise rebuild_error(reply["error"], reply)
-        return ResolvedSource(
-            path=Path(reply["path"]),
-            name=reply["name"],
-            version=str(reply["version"]),
-            digest=reply["digest"],
-            signature=reply.get("signature"),
-        )
+        return ResolvedSource.from_registry(reply)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         said = done.stderr.strip().splitlines()
         last = f"; its last line: {said[-1]}" if said else ""

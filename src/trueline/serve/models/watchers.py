@@ -95,17 +95,13 @@ class StoreFollower:
         self._entries: dict[Name, Entry] = {}
         for entry in self._followed_entries():
             found = stamp(entry.path)
-            if found is not None and self._is_served(entry.model, entry.version):
+            if found is not None and self._fleet.models.get(entry.model, entry.version) is not None:
                 self._history.note_loaded((entry.model, entry.version), found)
                 self._shown[entry.model] = fleet.models.default(entry.model)
 
     def _followed_entries(self) -> list[Entry]:
         asked = self._load.split(",")
         return [entry for entry in self._store.entries() if self._load == "all" or entry.model in asked]
-
-    def _is_served(self, model: str, version: str) -> bool:
-        models = self._fleet.models
-        return model in models.names() and version in models.versions(model)
 
     async def look(self) -> None:
         """Looks at the store once and follows it. Failures are events, and tried again at the next look."""
@@ -135,7 +131,9 @@ class StoreFollower:
         chosen = self._shown.get(model)
         if chosen is not None and models.default(model) != chosen:
             return
-        served = [one.version for one in self._store.of(model) if self._is_served(model, one.version)]
+        served = [
+            one.version for one in self._store.of(model) if self._fleet.models.get(model, one.version) is not None
+        ]
         if served:
             if models.default(model) != served[-1]:
                 self._fleet.set_default(model, served[-1])
@@ -143,7 +141,7 @@ class StoreFollower:
 
     async def _retire(self, model: str, version: str) -> None:
         self._history.note_removed((model, version))
-        if not self._is_served(model, version):
+        if self._fleet.models.get(model, version) is None:
             return  # an operator has retired it
         try:
             if self._fleet.models.default(model) == version:
@@ -224,14 +222,7 @@ class AliasFollower:
         if "error" in reply:
             events.emit("follow.failed", why=rebuild_error(reply["error"], reply).message)
             return
-        found = ResolvedSource(
-            path=Path(reply["path"]),
-            name=reply["name"],
-            version=str(reply["version"]),
-            digest=reply["digest"],
-            signature=reply.get("signature"),
-        )
-        await self.move_to(found)
+        await self.move_to(ResolvedSource.from_registry(reply))
 
 
 class Companion(Protocol):

@@ -1,4 +1,4 @@
-"""The listeners of one server: HTTP for requests, management and metrics; gRPC for requests and management."""
+"""The listeners of a server: HTTP for requests, management and metrics; gRPC for requests and management."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ SWEEP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Port:
-    """One listener and its connections."""
-
+class _HttpPort:
     what: str
     server: HttpServer
     listener: asyncio.Server
@@ -29,27 +27,23 @@ class _Port:
 
 
 @dataclass(frozen=True, slots=True)
-class _Calls:
-    """One listener for gRPC."""
-
+class _GrpcPort:
     what: str
     server: Any
     number: int
 
 
 class Ports:
-    """What is open, as it was told."""
-
     def __init__(self, settings: ServeSettings, loop: asyncio.AbstractEventLoop) -> None:
         """Raises UsageError for certificates that cannot be read."""
         self._settings = settings
         self._loop = loop
         self._secured = parse_certificates(settings.certificate, settings.private_key, settings.client_ca)
-        self._http: list[_Port] = []
-        self._grpc: list[_Calls] = []
+        self._http: list[_HttpPort] = []
+        self._grpc: list[_GrpcPort] = []
 
     async def open(self, what: Literal["data", "management", "metrics"], app: App, number: int) -> None:
-        """`app` behind a port, 0 for a free one. Raises PortInUse, UsageError for an address that others reach."""
+        """Port 0 is a free one. Raises PortInUse, UsageError for an unguarded address that other machines reach."""
         settings = self._settings
         context = None if self._secured is None else make_ssl_context(self._secured)
         sock = listen(settings.host, number, guarded=settings.guarded, shared=settings.shared)
@@ -59,11 +53,10 @@ class Ports:
         listener = await self._loop.create_server(server, sock=sock, ssl=context, ssl_handshake_timeout=handshake_s)
         found = sock.getsockname()[1]
         events.emit("server.listening", what=what, host=settings.host, port=found)
-        self._http.append(_Port(what, server, listener, found))
+        self._http.append(_HttpPort(what, server, listener, found))
 
     async def open_grpc(self, what: Literal["grpc", "grpc_management"], handlers: Sequence[Any], number: int) -> None:
-        """Services behind a port. Raises PortInUse, UsageError."""
-        from trueline.serve.protocols import grpc_base as calls  # grpc takes time and memory: only who asks for it pays
+        from trueline.serve.protocols import grpc_base as calls  # slow to import
 
         settings = self._settings
         check_reach(settings.host, guarded=settings.guarded)
@@ -76,10 +69,10 @@ class Ports:
             shared=settings.shared,
         )
         events.emit("server.listening", what=what, host=settings.host, port=found)
-        self._grpc.append(_Calls(what, server, found))
+        self._grpc.append(_GrpcPort(what, server, found))
 
     def places(self) -> dict[str, Field]:
-        """Where everything is, for the announcement."""
+        """URLs and ports for the announcement."""
         found: dict[str, Field] = {f"{calls.what}_port": calls.number for calls in self._grpc}
         scheme = "http" if self._secured is None else "https"
         for port in self._http:
@@ -92,14 +85,14 @@ class Ports:
         return sum(port.server.num_connections for port in self._http)
 
     async def sweep(self) -> None:
-        """Ends what has taken too long, for ever."""
+        """Ends connections that take too long; runs without end."""
         while True:
             await asyncio.sleep(SWEEP_S)
             for port in self._http:
                 port.server.sweep()
 
     async def drain(self, grace_s: float) -> None:
-        """Takes nothing new, and returns when all that was under way is answered; calls have `grace_s`."""
+        """Closes the listeners and returns when the accepted requests are answered; gRPC calls have `grace_s`."""
         for port in self._http:
             port.listener.close()
         await asyncio.gather(
@@ -107,7 +100,6 @@ class Ports:
         )
 
     async def close(self) -> None:
-        """Ends them now."""
         for calls in self._grpc:
             await calls.server.stop(0.0)
         for port in self._http:
@@ -115,7 +107,7 @@ class Ports:
 
 
 def url_of(host: str, port: int, scheme: str = "http") -> str:
-    """Where to ask.
+    """The URL of a host and port.
 
     >>> url_of("::1", 80)
     'http://[::1]:80'

@@ -1,11 +1,9 @@
-"""Several server processes on the same ports: the parent that starts them, replaces what dies, and stops them.
+"""The parent of several server processes on the same ports: starts them, replaces dead ones, and stops them.
 
-Each process listens with SO_REUSEPORT, and the kernel spreads connections among them; each loads and checks every
-version by itself, and follows the state file, so that an act of management on one reaches all. Weights are mapped from
-files in one folder, which is this server's and goes with it. The first process listens while it loads, so that it can
-be asked whether it lives; those that join it listen when they are ready. The parent answers nobody and holds the ports:
-a number that the system chose stays the same when every process is replaced. Metrics are each process's own; with a
-metrics port the processes take that one and those after it.
+Each process listens with SO_REUSEPORT, loads and proves every version, and follows the state file, so that management
+requests to one process reach all. Weights are mapped from files in one temporary folder. The first process listens
+while it loads, the others when they are ready. The parent holds the ports, so that their numbers stay. Each process has
+its own metrics; with a metrics port they use it and the numbers after it.
 """
 
 from __future__ import annotations
@@ -33,23 +31,23 @@ from trueline.web.sockets import listen
 
 READY_S = 300.0
 _PAUSE_S = (0.1, 1.0, 5.0, 30.0)
-"""Before a process that died is started again, by how often it died without having been ready."""
+"""Before a restart, by the number of failed restarts before it."""
 
 
 async def run(settings: ServeSettings, announce: Callable[[dict[str, Any]], None]) -> None:
-    """Serves until told to stop. Raises what the first process would have raised."""
+    """Serves until it is stopped. Raises the error of the first process."""
     stop = Stop()
     stop.listen(asyncio.get_running_loop(), lifeline=settings.lifeline)
     with contextlib.ExitStack() as held:
         each = held.enter_context(_fix_ports(settings))
         children = [_Child(_of(each, number)) for number in range(settings.processes)]
         try:
-            record = await _unless(stop, children[0].start())
+            record = await stop.unless(children[0].start())
             if record is None:
                 return
             for one in children:
                 one.resume()
-            await _unless(stop, asyncio.gather(*(one.start() for one in children[1:])))
+            await stop.unless(asyncio.gather(*(one.start() for one in children[1:])))
             if not stop.asked.is_set():
                 announce(record | {"processes": len(children)})
             keepers = [asyncio.ensure_future(one.keep()) for one in children]
@@ -62,7 +60,7 @@ async def run(settings: ServeSettings, announce: Callable[[dict[str, Any]], None
 
 @contextlib.contextmanager
 def _fix_ports(settings: ServeSettings) -> Iterator[ServeSettings]:
-    """The settings with every port a number, which stays ours, and a state file if versions are managed."""
+    """The settings with held ports, and with a state file if versions are managed."""
     with contextlib.ExitStack() as held:
         fixed: dict[str, Any] = {}
         for name in ("port", "management_port", "grpc_port", "grpc_management_port"):
@@ -81,8 +79,8 @@ def _fix_ports(settings: ServeSettings) -> Iterator[ServeSettings]:
 
 
 def _hold(settings: ServeSettings, port: int, held: contextlib.ExitStack) -> int:
-    """The number of a port that nobody else can take; this process does not listen on it."""
-    if port:  # in use by others? then say so now, in words
+    """The number of a port that no other server can take; this process does not listen on it."""
+    if port:  # raises PortInUse
         listen(settings.host, port, guarded=settings.guarded).close()
     probe = listen(settings.host, port, guarded=settings.guarded, shared=True)
     address, family = probe.getsockname(), probe.family
@@ -99,31 +97,17 @@ def _of(settings: ServeSettings, number: int) -> ServeSettings:
     return replace(settings, metrics_port=port + number) if port else settings
 
 
-async def _unless(stop: Stop, work: Any) -> Any:
-    """What `work` brings, or None when the server is told to stop before."""
-    task = asyncio.ensure_future(work)
-    asked = asyncio.ensure_future(stop.asked.wait())
-    await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-    asked.cancel()
-    if task.done():
-        return task.result()
-    task.cancel()
-    return None
-
-
 class _Child:
-    """One server process."""
-
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
 
     def resume(self) -> None:
-        """From now on it begins with what the state file says, if there is one, and joins those that answer."""
+        """From now on it starts from the state file, if there is one, and listens when it is ready."""
         self._settings = replace(self._settings, resumed=self._settings.state is not None, joins=True)
 
     async def start(self) -> dict[str, Any]:
-        """Returns its record when it is ready. Raises what it says, TruelineError when it says nothing."""
+        """Returns its record when it is ready. Raises its error, else TruelineError."""
         pipe = asyncio.subprocess.PIPE
         command = (sys.executable, "-P", "-m", "trueline.serve", *to_arguments(self._settings))
         process = self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -141,7 +125,7 @@ class _Child:
         return record
 
     async def keep(self) -> None:
-        """Starts it again whenever it ends, until this is cancelled."""
+        """Restarts it whenever it ends, until cancelled."""
         failures = 0
         while True:
             assert self._process is not None
@@ -157,15 +141,14 @@ class _Child:
                 events.emit("process.failed", why=error.message)
 
     async def end(self, timeout_s: float, stop: Stop) -> None:
-        """Asks it to drain; kills it after `timeout_s`, or when the stop is urgent."""
+        """Lets it drain; kills it after `timeout_s`, or at a second stop."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
-        ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stop.hurried.wait())
-        await asyncio.wait({ended, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
+        ended = asyncio.ensure_future(process.wait())
+        await stop.wait_unless_hurried(ended, timeout_s)
         if not ended.done():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -1,4 +1,4 @@
-"""When a server process is to end: signals, and the lifeline to the process that started it."""
+"""When a server process is stopped: signals, and the lifeline to its parent."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from trueline import events
 
+T = TypeVar("T")
+
 
 class Stop:
-    """Signals and the lifeline, as two moments: stop, and stop now."""
+    """The first signal asks the server to drain, the second to hurry."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -35,3 +39,20 @@ class Stop:
         if not os.read(0, 4096):
             loop.remove_reader(0)
             self.ask("the parent process is gone")
+
+    async def unless(self, work: Awaitable[T]) -> T | None:
+        """The result of `work`; it is cancelled and None returned when the server is stopped before."""
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.asked.wait())
+        both: set[asyncio.Future[Any]] = {task, asked}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
+
+    async def wait_unless_hurried(self, work: asyncio.Future[Any], timeout_s: float) -> None:
+        hurried = asyncio.ensure_future(self.hurried.wait())
+        both: set[asyncio.Future[Any]] = {work, hurried}
+        await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()

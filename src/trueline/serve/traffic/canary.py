@@ -1,8 +1,7 @@
-"""A canary: some of the traffic goes to a new version, and comes back by itself when the version does worse. Pure.
+"""Judges a canary, a new version with a share of the traffic, against the version it may replace. Pure.
 
-The rule looks at what both versions have done since the canary began. Failures are judged by a bound, not by their mere
-share: one failure in three requests says little, three in ten say enough (Wilson's lower bound at 95 %). Latency is the
-median, from the same histogram as the metrics.
+The rule compares both since the canary began: failures by Wilson's lower bound at 95 %, since one failure in three
+requests means little and three in ten mean enough; latency by the median of the metrics' histogram.
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ MIN_REQUESTS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryRule:
-    """When a canary ends, and how."""
-
     max_error_rate: float = MAX_ERROR_RATE
-    """Beyond the other version's own."""
+    """Above the other version's rate."""
     max_latency_ratio: float = MAX_LATENCY_RATIO
     """Of the medians."""
     min_requests: int = MIN_REQUESTS
-    """Requests of the canary before its latency is judged."""
+    """Before the latency is judged."""
     promote_after: int = 0
-    """Requests of the canary after which it takes all the traffic; 0: never by itself."""
+    """Requests after which the canary gets all the traffic; 0: never."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_error_rate < 1 or not self.max_latency_ratio >= 1:
@@ -53,12 +50,12 @@ class CanaryRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a version has done in a while."""
+    """Counts of a version over some time."""
 
     answered: int
     failed: int
     seconds: Sequence[int]
-    """Answered requests by the histogram's cells."""
+    """Answered requests by cell of the histogram."""
 
     @property
     def requests(self) -> int:
@@ -67,14 +64,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CanaryVerdict:
-    """What to do, and why."""
-
     act: Act
     why: str = ""
 
 
 def sample(stats: VersionStats, before: Sample | None = None) -> Sample:
-    """What was counted, since `before` if that is given."""
     cells = list(stats.request_s.cells)
     if before is None:
         return Sample(answered=sum(cells), failed=stats.failed, seconds=cells)
@@ -83,7 +77,6 @@ def sample(stats: VersionStats, before: Sample | None = None) -> Sample:
 
 
 def judge(base: Sample, canary: Sample, rule: CanaryRule) -> CanaryVerdict:
-    """What becomes of the canary."""
     allowed = rule.max_error_rate + (base.failed / base.requests if base.requests else 0.0)
     if canary.failed >= MIN_FAILURES and lower_bound(canary.failed, canary.requests) > allowed:
         return CanaryVerdict(
@@ -117,7 +110,7 @@ def lower_bound(failed: int, requests: int) -> float:
 
 
 def median_s(found: Sample) -> float:
-    """The median, in seconds, between the bounds of its cell in proportion."""
+    """Interpolated in its cell."""
     running = list(accumulate(found.seconds))
     if not running or not running[-1]:
         return 0.0

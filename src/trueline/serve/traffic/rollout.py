@@ -1,7 +1,7 @@
-"""Canaries and shadows: new versions that are tried on real requests before they answer all of them.
+"""Canaries and shadows: new versions that are tried on real requests.
 
-A canary takes a share and gives it back by itself when it fails or is slow (see `canary`); a shadow answers nobody and
-is compared (see `shadow`). Both end with the version that they try.
+A canary gets a share of the requests and is rolled back when it fails or is slow; a shadow gets copies, and its answers
+are only compared. Both end when their version is retired.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trueline.serve.models.servable import Servable
 from trueline.serve.traffic.canary import CanaryRule, CanaryVerdict, Sample, judge, sample
 
 TICK_S = 0.2
-"""How often canaries are looked at."""
+"""Between checks of canaries."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Canary:
-    """One trial. `verdict` is the last one; a canary that is over is kept to be read."""
+    """One canary; it is kept when it is over."""
 
     model: str
     version: Servable
@@ -37,7 +37,7 @@ class Canary:
 
 
 class Traffic:
-    """All canaries and shadows of a fleet. Its methods are called on the loop."""
+    """All canaries and shadows of a fleet. Call its methods on the loop."""
 
     def __init__(self, fleet: Fleet, loop: asyncio.AbstractEventLoop) -> None:
         self._fleet = fleet
@@ -49,7 +49,7 @@ class Traffic:
     def begin_canary(self, model: str, version: str, weight: float, rule: CanaryRule) -> None:
         """Sends `weight` (0 to 1) of the requests without a version to `version`, and watches it.
 
-        Raises NotFound, NotReady, Conflict when a canary is under way or `version` is the default, RequestError.
+        Raises NotFound, NotReady, RequestError, Conflict for a second canary or the default version.
         """
         if not 0 < weight < 1:
             raise RequestError(f"the weight of a canary lies between 0 and 1, got {weight:g}")
@@ -75,18 +75,17 @@ class Traffic:
         self._wait()
 
     def end_canary(self, model: str) -> None:
-        """Gives the traffic back to the default version. Raises NotFound when there is no canary."""
+        """Sends all requests to the default version. Raises NotFound when there is no canary."""
         found = self._canaries.get(model)
         if found is None or found.over:
             raise NotFound(f"model '{model}' has no canary")
         self._end(found, CanaryVerdict("roll back", "it was ended by hand"))
 
     def tick(self) -> None:
-        """Judges every canary on what it has done until now."""
         for found in [one for one in self._canaries.values() if not one.over]:
             split = self._models.split(found.model) if found.model in self._models.names() else None
             if split is None or found.version.version not in split.weights:
-                found.over = True  # somebody sent the traffic elsewhere
+                found.over = True  # an operator has changed the split
                 continue
             base = sample(found.base.stats, found.base_before)
             found.verdict = judge(base, sample(found.version.stats, found.before), found.rule)
@@ -98,7 +97,7 @@ class Traffic:
         to = canary.version if verdict.act == "promote" else canary.base
         try:
             self._fleet.set_default(canary.model, to.version)
-        except TruelineError as error:  # the state file cannot be written: the traffic moves all the same
+        except TruelineError as error:  # the state file cannot be written, but the traffic moves
             self._models.set_default(canary.model, to.version)
             events.emit("canary.not_written", model=canary.model, why=error.message)
         word = "canary.promoted" if verdict.act == "promote" else "canary.rolled_back"
@@ -115,7 +114,7 @@ class Traffic:
             self._wait()
 
     def set_shadow(self, model: str, version: str) -> None:
-        """Asks `version` whatever other versions of the model answer. Raises NotFound, NotReady."""
+        """Copies the model's requests to `version`. Raises NotFound, NotReady."""
         found = self._models.find(model, version)
         _ = found.program.loaded
         self._models.shadows[model] = Shadow(found)
@@ -127,7 +126,7 @@ class Traffic:
             raise NotFound(f"model '{model}' has no shadow")
 
     def facts(self, model: str) -> dict[str, Any]:
-        """Where the requests of a model go, for who manages. Raises NotFound."""
+        """Where the requests of a model go. Raises NotFound."""
         found: dict[str, Any] = {"modelName": model, "default": self._models.default(model)}
         split, shadow, canary = self._models.split(model), self._models.shadows.get(model), self._canaries.get(model)
         found["split"] = dict(split.weights) if split is not None else {}
