@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,12 +32,14 @@ class Faults:
 
     def arm_backward(self, step: int, model: torch.nn.Module) -> None:
         """Strikes in the middle of backward: when the last gradient is ready, the others are on their way."""
-        if not self._due:
+        if not self._due or not (due := self._pop_due("backward", step)):
             return
-        for number, fault in self._pop_due("backward", step):
-            strike = _once(lambda number=number, fault=fault: self._strike(number, fault, step))  # type: ignore[misc]
-            parameter = next(iter(model.parameters()))
-            parameter.register_post_accumulate_grad_hook(strike)  # type: ignore[no-untyped-call]
+
+        def strike_once(_: torch.Tensor) -> None:
+            while due:
+                self._strike(*due.pop(0), step)
+
+        next(iter(model.parameters())).register_post_accumulate_grad_hook(strike_once)  # type: ignore[no-untyped-call]
 
     def _pop_due(self, phase: Phase, step: int) -> list[tuple[int, Fault]]:
         popped = [due for due in self._due if due[1].phase == phase and step >= due[1].step]
@@ -62,13 +63,3 @@ class Faults:
         os.write(handle, json.dumps(record).encode())
         os.close(handle)
         return True
-
-
-def _once(act: Callable[[], None]) -> Callable[[torch.Tensor], None]:
-    left = [act]
-
-    def hook(_: torch.Tensor) -> None:
-        while left:
-            left.pop()()
-
-    return hook

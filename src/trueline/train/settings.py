@@ -13,6 +13,7 @@ from trueline import files
 from trueline.errors import UsageError, closest
 from trueline.recipe.settings import Precision, Shuffle, TrainingSettings
 from trueline.settings import check, declared
+from trueline.train.job_dir import JobDir
 
 Phase = Literal[
     "before", "backward", "allreduced", "applied",
@@ -105,12 +106,12 @@ def check_backend(wanted: str) -> None:
 
 
 def save(settings: JobSettings, job_dir: Path) -> None:
-    files.write_atomic(job_dir / "job.json", msgspec.json.format(msgspec.json.encode(settings), indent=1))
+    files.write_atomic(JobDir(job_dir).settings, msgspec.json.format(msgspec.json.encode(settings), indent=1))
 
 
 def load(job_dir: Path) -> JobSettings:
     """Raises UsageError if `job_dir` holds no job."""
-    file = job_dir / "job.json"
+    file = JobDir(job_dir).settings
     try:
         return msgspec.json.decode(file.read_bytes(), type=JobSettings)
     except FileNotFoundError as error:

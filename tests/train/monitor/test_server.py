@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from trueline import events
-from trueline.train.job_dir import JobDir
 from trueline.train.monitor import server as pages
 from trueline.train.monitor.server import Page, render_file, token_of
 from worlds import job_events
@@ -86,7 +85,7 @@ def test_a_restarted_master_shows_what_happened_before_on_the_same_port(tmp_path
     before = asyncio.run(first())
     url, state = asyncio.run(second())
     assert url == before
-    whole = pages.JobView(pages._facts(JobDir(folder)))
+    whole = pages.JobView(pages.load_facts(folder))
     for event in told:
         whole.apply(*event)
     assert state == whole.state(0.0)

@@ -14,7 +14,6 @@ import base64
 import contextlib
 import hashlib
 import hmac
-import json
 import os
 import re
 import secrets
@@ -30,6 +29,7 @@ import msgspec
 
 from trueline import events, files
 from trueline.errors import PortInUse, StorageError, UsageError
+from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, parse_events
 from trueline.train.monitor import prometheus
 from trueline.train.monitor.job_view import Fields, JobView
@@ -70,7 +70,7 @@ class Page:
     def __init__(self, job_dir: Path, token: str, *, share: float = 1.0) -> None:
         self.job_dir, self.token, self.url, self.share = job_dir, token, "", share
         self._folder = JobDir(job_dir)
-        self.view = JobView(_facts(self._folder))
+        self.view = JobView(load_facts(job_dir))
         master = self._folder.read_master()
         self.last_url = "" if master is None else master.page
         """URL of the page that an earlier master had; empty: there was none. Open tabs find the new page there."""
@@ -225,12 +225,10 @@ def _size_of_lines(log: Path) -> int:
     return size - len(end) + end.rfind(b"\n") + 1
 
 
-def _facts(folder: JobDir) -> dict[str, Any]:
-    try:
-        settings = json.loads(folder.settings.read_bytes())
-    except FileNotFoundError as error:
-        raise UsageError(f"{folder.path} holds no job: it has no job.json", hint="name a job's folder") from error
-    return {name: settings[name] for name in _FACTS if name in settings}
+def load_facts(job_dir: Path) -> dict[str, Any]:
+    """The settings that the page shows."""
+    settings = job_settings.load(job_dir)
+    return {name: getattr(settings, name) for name in _FACTS}
 
 
 def _listener(port: int) -> socket.socket:
