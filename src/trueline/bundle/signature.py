@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,10 +17,7 @@ import numpy as np
 from trueline.bundle.guards import Guard
 from trueline.errors import RequestError, closest, join_names
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[np.generic]
+Array = np.ndarray[tuple[Any, ...], np.dtype[np.generic]]
 
 NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
     "BOOL": np.dtype(np.bool_),

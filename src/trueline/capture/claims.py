@@ -12,14 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from trueline.bundle.padding import cut, fill_up
 from trueline.bundle.schema import Evidence
-from trueline.bundle.signature import Rows, Signature
+from trueline.bundle.signature import Array, Rows, Signature
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model.eager import EagerSession
@@ -30,9 +29,6 @@ from trueline.capture.proof.prove import judge
 from trueline.errors import RequestError
 from trueline.runtime.compare import compare
 from trueline.runtime.session import Session
-
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
 
 LARGEST = 4096
 """An end of a range above this (torch.quantile takes 16,777,216 numbers) is not probed: it would take minutes."""

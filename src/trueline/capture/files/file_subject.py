@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from trueline.bundle.signature import Dim, Signature, TensorSpec
+from trueline.bundle.signature import Array, Dim, Signature, TensorSpec
 from trueline.capture.proof.observe import Observation, observe
 from trueline.capture.proof.probes import BATCH, Probe
 from trueline.runtime.session import Format, Session
-
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
 
 Kind = Literal["onnx", "torch_export", "torchscript"]
 BATCHES = (5, 1, 2, 3, 8, 17)

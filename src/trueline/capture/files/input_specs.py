@@ -11,17 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature, TensorSpec
+from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Array, Signature, TensorSpec
 from trueline.capture.files.file_subject import claim
 from trueline.capture.proof.probes import BATCH
 from trueline.errors import UsageError, join_names
-
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
 
 _FORM = re.compile(r"(?P<name>[\w.-]+)=(?P<datatype>[A-Za-z]+\d*)\[(?P<sizes>[\w\s,]*)\](<(?P<below>\d+))?")
 _FILES = (".npz", ".safetensors")

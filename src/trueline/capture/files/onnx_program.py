@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import onnx
 import onnx.reference
 import onnxruntime
 
-from trueline.bundle.signature import DATATYPES, Signature, TensorSpec
+from trueline.bundle.signature import DATATYPES, Array, Signature, TensorSpec
 from trueline.capture.files.file_subject import FileSubject, claim, make_file_probes, observe_file
 from trueline.capture.proof.observe import seen_signature
 from trueline.capture.proof.probes import BATCH
 from trueline.errors import CaptureError, first_line
-
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
 
 DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 EXTERNAL_BYTES = 1_500_000_000

@@ -12,12 +12,12 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch.jit._fuser import optimized_execution
 
-from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
+from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSpec
 from trueline.capture.export import torch_export as export
 from trueline.capture.export.exported import Exported
 from trueline.capture.files.file_subject import FileSubject, make_file_probes, observe_file
@@ -32,9 +32,6 @@ from trueline.runtime.tensors import to_tensors
 from trueline.runtime.torch_export import load
 from trueline.runtime.torchscript import FILE as TORCHSCRIPT
 from trueline.runtime.torchscript import first, undeprecated
-
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
 
 _RANGE = re.compile(r"-?\d*\W*L\[[^\]]*\](\[\d+\])*\.size\(\)\[\d+\]\s*(<=|>=|<|>|!=|==)\s*\d+")
 

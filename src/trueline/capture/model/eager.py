@@ -5,11 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Array, Signature
 from trueline.capture.model.explicit_state import Explicit, users_own
 from trueline.capture.model.python_state import Recall
 from trueline.capture.model.signature import BATCH, Calling, as_trained, learn
@@ -17,9 +17,6 @@ from trueline.errors import CaptureError
 from trueline.runtime import torch_settings
 from trueline.runtime.settings import DEFAULTS, Settings
 from trueline.runtime.tensors import to_arrays, to_tensors
-
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
 
 
 @final

@@ -22,6 +22,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trueline.bundle.signature import Array
 from trueline.capture.export.exported import STATE_HINT
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import Arguments
@@ -33,7 +34,6 @@ from trueline.runtime import compare
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from trueline.bundle.signature import Array
     from trueline.capture.model.eager import EagerSession
     from trueline.capture.proof.observe import Observation
 

@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from trueline import events
-from trueline.bundle.signature import DATATYPES
+from trueline.bundle.signature import DATATYPES, Array
 from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import users_own
@@ -36,9 +36,6 @@ from trueline.runtime import compare
 from trueline.runtime.session import Session
 from trueline.runtime.tensors import to_tensors
 
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
-
 OWN = "the model itself, and none of its submodules"
 QUESTIONS = 60
 """Inputs tried when shrinking; each is one run of the model and one of the program."""
@@ -47,8 +44,8 @@ SHOWN = 16
 _REPEAT = re.compile(r"@\d+")
 """torch marks a second call of the same submodule."""
 
-Inputs = Mapping[str, "Array"]
-Values = Mapping[str, Sequence["Array"]]
+Inputs = Mapping[str, Array]
+Values = Mapping[str, Sequence[Array]]
 """Qualified name of a submodule, "" for the model -> the values that were computed in it."""
 
 
@@ -237,7 +234,7 @@ def _submodule(eager: EagerSession, name: str | None) -> Submodule | None:
     return Submodule(name=name, kind=kind.__name__, place=place)
 
 
-Call = tuple[str, tuple["Array", ...]]
+Call = tuple[str, tuple[Array, ...]]
 """A call of a submodule that ended: its name, and the tensors that it returned."""
 
 

@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
+from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
 from trueline.capture.proof.probes import Probe
 from trueline.errors import CaptureError
@@ -29,7 +29,6 @@ from trueline.runtime import distribution as draws
 from trueline.runtime.session import Session
 
 if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
     from trueline.capture.model.code_paths import Event, SourceLine
 
 SEED = 0

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
-
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
+from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSpec
 
 BATCH = "batch"
 LIMIT = 30
@@ -155,7 +152,7 @@ def fit(signature: Signature, base: Mapping[str, int], wanted: Mapping[str, int]
     return None
 
 
-Change = Callable[["Array"], "Array"]
+Change = Callable[[Array], Array]
 
 
 class _Maker:

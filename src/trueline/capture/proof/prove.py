@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from trueline.bundle.schema import Evidence
+from trueline.bundle.signature import Array
 from trueline.capture.proof.observe import Observation, care, digest, fixed_seed, hidden_state, observe
 from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
 from trueline.runtime import compare
 from trueline.runtime import distribution as draws
 from trueline.runtime.session import Session
-
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
 
 Progress = Callable[[int, int], None]
 """Called with probes done and probes in all."""

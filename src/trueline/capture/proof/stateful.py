@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 
 from trueline.bundle.schema import Evidence
+from trueline.bundle.signature import Array
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import GIVEN, Explicit
 from trueline.capture.model.signature import as_trained
@@ -26,10 +26,7 @@ from trueline.capture.proof.prove import Proof, judge
 from trueline.runtime.session import Session
 from trueline.runtime.tensors import to_arrays, to_tensors
 
-if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
-
-Inputs = Mapping[str, "Array"]
+Inputs = Mapping[str, Array]
 
 LEAST, AT_MOST = 6, 24
 """Calls of the longer sequence."""
