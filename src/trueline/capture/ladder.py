@@ -159,9 +159,9 @@ def _try_torchscript(
     if tried.path is None or tried.proof is None:
         error = CaptureError(tried.why, hint=tried.line)
         return refuse("torchscript", error, observations, folder, started, emitted=tried.proof is not None)
-    judged = Judged(proof=tried.proof, signature=tried.signature)
     made = folder / tried.path.relative_to(folder).parts[0]
-    return _with_how(make_rung("torchscript", judged, observations, tried.path, made, started), tried.how, DEPRECATED)
+    rung = make_rung("torchscript", tried.proof, observations, tried.path, made, started)
+    return _with_how(rung, tried.how, DEPRECATED)
 
 
 def _with_how(rung: Rung, before: str, after: str) -> Rung:
@@ -186,17 +186,17 @@ def _try(
         began = time.monotonic()
         path = EMITTERS[format](exported, folder)
         events.emit("program.emitted", format=format, size_bytes=_size(path), seconds=time.monotonic() - began)
-        judged = _prove(format, path, exported, observations, eager)
+        proof, explanation = _prove(format, path, exported, observations, eager)
     except (CaptureError, BundleError, UsageError) as error:
         own = error is not exported
         onnx = format in ("onnx", "openvino")
         if path is not None and isinstance(error, BundleError) and isinstance(exported, Exported) and onnx:
             error = _locate(error, path, exported)
         return refuse(format, error, observations, folder, started, emitting=own, emitted=path is not None)
-    if judged.signature != exported.signature and format in ("onnx", "openvino"):
-        emit.restate(path, judged.signature)
-    rung = _with_line(make_rung(format, judged, observations, path, folder, started), eager)
-    return _with_how(rung, exported.how, str(offload.read(path)) if format == "offload" else "")
+    if proof.signature != exported.signature and format in ("onnx", "openvino"):
+        emit.restate(path, proof.signature)
+    rung = make_rung(format, proof, observations, path, folder, started, explanation=explanation)
+    return _with_how(_with_line(rung, eager), exported.how, str(offload.read(path)) if format == "offload" else "")
 
 
 def _size(path: Path) -> int:
@@ -212,21 +212,9 @@ def _locate(error: BundleError, path: Path, exported: Exported) -> CaptureError:
     return CaptureError(error.message + computes, hint=f"{place}" if place else error.hint)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A proof, and where it fails on a probe, what explains it."""
-
-    proof: Proof
-    signature: Signature
-    """The proven range: the exported one, or less."""
-    explanation: Explanation = UNEXPLAINED
-    any_batch: bool = False
-    """Whether a program that refuses a batch of 1 is proven too."""
-
-
 def _prove(
     format: Format, path: Path, exported: Exported, observations: Sequence[Observation], eager: EagerSession
-) -> Judged:
+) -> tuple[Proof, Explanation]:
     session = open_session(format, path, exported.signature, native=True)  # this process emitted it
 
     def progress(done: int, total: int) -> None:
@@ -241,9 +229,9 @@ def _prove(
     proof = stateful.prove_sequences(proof, session, eager)
     probe = _find_probe(observations, proof.disagreeing)
     if probe is None or any(seen.draws is not None for seen in observations):
-        return Judged(proof=proof, signature=session.signature)  # of two random answers none is wrong
+        return proof, UNEXPLAINED  # of two random answers none is wrong
     explanation = explain(format, exported, session, eager, probe)
-    return Judged(proof=explanation.amend(proof), signature=session.signature, explanation=explanation)
+    return explanation.amend(proof), explanation
 
 
 def _find_probe(observations: Sequence[Observation], name: str) -> Probe | None:
@@ -251,12 +239,21 @@ def _find_probe(observations: Sequence[Observation], name: str) -> Probe | None:
 
 
 def make_rung(
-    format: Format, judged: Judged, observations: Sequence[Observation], path: Path, folder: Path, started: float
+    format: Format,
+    proof: Proof,
+    observations: Sequence[Observation],
+    path: Path,
+    folder: Path,
+    started: float,
+    *,
+    explanation: Explanation = UNEXPLAINED,
+    any_batch: bool = False,
 ) -> Rung:
-    signature, proof, explanation = judged.signature, judged.proof, judged.explanation
-    batch, part = signature.dims.get(BATCH, Dim()), explanation.submodule
+    """The rung of an emitted program. With `any_batch` it may refuse a batch of 1."""
+    signature, part = proof.signature, explanation.submodule
+    batch = signature.dims.get(BATCH, Dim())
     why = proof.reason + explanation.text
-    if proof.proven and batch.min > 1 and not judged.any_batch:
+    if proof.proven and batch.min > 1 and not any_batch:
         why = f"it holds for batches of at least {batch.min} only; a server has to answer a single request"
     bounded = batch.max is not None or bool(signature.guards)
     attempt = Attempt(

@@ -42,7 +42,18 @@ def seal(
     random = any(rung.random for rung in proven)
     signature = msgspec.structs.replace(signature.with_rows({}), random=random)
     signature = prove_padding(subject.eager, signature, subject.eager.example)
-    lineage, summary = _lineage(recipe, checkpoint, subject, rungs)
+    manifest = read_manifest(checkpoint) if checkpoint is not None else {}
+    kept = ("digest", "step", "created", "recipe", "progress")
+    lineage: dict[str, Any] = {
+        "recipe": {"name": recipe.name, "digest": recipe.digest},
+        "data": subject.data,
+        "checkpoint": {key: manifest[key] for key in kept if key in manifest} or None,
+        "certificates": manifest.get("certificates") or [],
+        "attempts": [rung.attempt.as_record() for rung in rungs],
+        "versions": versions(),
+        "parent": None,
+    }
+    digest, step = manifest.get("digest"), manifest.get("step")
     contents = Contents(
         name=recipe.name,
         signature=signature,
@@ -51,7 +62,7 @@ def seal(
         golden=_golden(subject, signature, [rung.signature for rung in proven if rung.signature is not None]),
         evidence=[one for rung in rungs for one in rung.evidence],
         lineage=lineage,
-        summary=summary,
+        summary=Summary(recipe=recipe.name, recipe_digest=recipe.digest, checkpoint_digest=digest, step=step),
     )
     return seal_bundle(out, contents, overwrite=overwrite)
 
@@ -96,26 +107,3 @@ def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature])
         inputs = {**first.inputs, **{given: first.outputs[left] for given, left in signature.state.items()}}
         records.append(Golden(case="second-call", inputs=inputs, outputs=subject.eager.run(inputs)))
     return records
-
-
-def _lineage(
-    recipe: Recipe, checkpoint: Location | None, subject: Subject, rungs: Sequence[Rung]
-) -> tuple[dict[str, Any], Summary]:
-    manifest = read_manifest(checkpoint) if checkpoint is not None else {}
-    kept = ("digest", "step", "created", "recipe", "progress")
-    lineage: dict[str, Any] = {
-        "recipe": {"name": recipe.name, "digest": recipe.digest},
-        "data": subject.data,
-        "checkpoint": {key: manifest[key] for key in kept if key in manifest} or None,
-        "certificates": manifest.get("certificates") or [],
-        "attempts": [rung.attempt.as_record() for rung in rungs],
-        "versions": versions(),
-        "parent": None,
-    }
-    summary = Summary(
-        recipe=recipe.name,
-        recipe_digest=recipe.digest,
-        checkpoint_digest=manifest.get("digest"),
-        step=manifest.get("step"),
-    )
-    return lineage, summary

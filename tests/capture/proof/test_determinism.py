@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trueline.bundle.schema import Evidence
+from trueline.bundle.signature import Signature
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import Explicit
 from trueline.capture.model.python_state import Recall
@@ -102,7 +103,13 @@ def test_a_sequence_is_proven_when_every_call_of_it_agrees(
     monkeypatch.setattr(stateful, "sequences", lambda *_: [])
     monkeypatch.setattr(stateful, "_judge", lambda *_: [evidence(verdict) for verdict in verdicts])
     alone = Proof(
-        format="onnx", proven=True, reason="", disagreeing="", evidence=(evidence("agrees", "p"),), max_abs_error=0.0
+        format="onnx",
+        signature=Signature(inputs=(), outputs=(), dims={}),
+        proven=True,
+        reason="",
+        disagreeing="",
+        evidence=(evidence("agrees", "p"),),
+        max_abs_error=0.0,
     )
     eager: Any = SimpleNamespace(module=Explicit.__new__(Explicit))
     found = stateful.prove_sequences(alone, None, eager)  # type: ignore[arg-type]

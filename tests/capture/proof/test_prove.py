@@ -378,8 +378,9 @@ STEP = 2.0**-20
 
 
 def test_a_proof_is_the_whole_of_what_was_found() -> None:
+    judged = program(lambda x: x + np.float32(STEP), upper=3)
     found = judge(
-        program(lambda x: x + np.float32(STEP), upper=3),
+        judged,
         [
             seen("near", rows(1, 2), rows(1, 2), origin="given"),
             seen("wide", rows(4), rows(4)),
@@ -392,6 +393,7 @@ def test_a_proof_is_the_whole_of_what_was_found() -> None:
     off = 4 - STEP
     assert found == Proof(
         format="frozen",
+        signature=judged.signature,
         proven=False,
         reason=f"on probe 'off': {differs}",
         disagreeing="off",
@@ -408,8 +410,15 @@ def test_a_proof_is_the_whole_of_what_was_found() -> None:
 
 
 def test_a_proof_of_no_probes_and_one_of_a_hidden_state_are_whole_too() -> None:
-    assert judge(program(pytest.fail), []) == Proof(
-        format="frozen", proven=False, reason=NOTHING, disagreeing="", evidence=(), max_abs_error=0.0
+    nothing = program(pytest.fail)
+    assert judge(nothing, []) == Proof(
+        format="frozen",
+        signature=nothing.signature,
+        proven=False,
+        reason=NOTHING,
+        disagreeing="",
+        evidence=(),
+        max_abs_error=0.0,
     )
     first, last = seen("first", rows(1), rows(1, 1)), seen("last", rows(1), rows(1, 2))
     differs = "output 'output' differs by 1 (2 of 2 elements beyond 1e-05+0.0001*scale)"

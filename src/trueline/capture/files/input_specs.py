@@ -57,13 +57,8 @@ def read_declarations(given: Sequence[str]) -> DeclaredInputs:
     return _with_examples([_parse(one) for one in given])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Declaration:
-    spec: TensorSpec
-    below: int
-
-
-def _parse(text: str) -> _Declaration:
+def _parse(text: str) -> tuple[TensorSpec, int]:
+    """The declared input, and the bound of its integers."""
     form = _FORM.fullmatch(text)
     datatype = form["datatype"].upper() if form else ""
     if form is None or datatype not in NUMPY_DTYPES:
@@ -76,28 +71,28 @@ def _parse(text: str) -> _Declaration:
     if 0 in shape:
         raise UsageError(f"--example '{text}' has a size of 0")
     spec = TensorSpec(name=form["name"], datatype=datatype, shape=shape)
-    return _Declaration(spec=spec, below=int(form["below"] or 2))
+    return spec, int(form["below"] or 2)
 
 
-def _with_examples(ones: Sequence[_Declaration]) -> DeclaredInputs:
-    names = [one.spec.name for one in ones]
+def _with_examples(declarations: Sequence[tuple[TensorSpec, int]]) -> DeclaredInputs:
+    names = [spec.name for spec, _ in declarations]
     if len(set(names)) != len(names):
         raise UsageError(f"--example declares an input twice ({join_names(names)})")
-    signature = claim(one.spec for one in ones)
+    signature = claim(spec for spec, _ in declarations)
     others = [symbol for symbol in signature.dims if symbol != BATCH]
     random = np.random.default_rng(0)
+
+    def values(spec: TensorSpec, below: int, sizes: Mapping[str, int]) -> Array:
+        shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
+        floats = spec.dtype.kind == "f"
+        drawn = random.standard_normal(shape) if floats else random.integers(0, below, shape)
+        return np.asarray(drawn).astype(spec.dtype)
+
     examples = []
     for batch, shift in ((5, 0), (3, 1)):
         sizes = {symbol: _SIZES[(at + shift) % len(_SIZES)] for at, symbol in enumerate(others)} | {BATCH: batch}
-        examples.append({one.spec.name: _values(one, sizes, random) for one in ones})
+        examples.append({spec.name: values(spec, below, sizes) for spec, below in declarations})
     return DeclaredInputs(signature=signature, examples=tuple(examples))
-
-
-def _values(one: _Declaration, sizes: Mapping[str, int], random: np.random.Generator) -> Array:
-    shape = [sizes[size] if isinstance(size, str) else size for size in one.spec.shape]
-    floats = one.spec.dtype.kind == "f"
-    values = random.standard_normal(shape) if floats else random.integers(0, one.below, shape)
-    return np.asarray(values).astype(one.spec.dtype)
 
 
 def _read(path: Path) -> dict[str, Array]:

@@ -22,7 +22,7 @@ from trueline.bundle import seal as seal_bundle
 from trueline.capture.files import model_folder
 from trueline.capture.files.file_subject import FileSubject, Kind, fit_sizes, plain_name, random_inputs
 from trueline.capture.files.input_specs import DeclaredInputs
-from trueline.capture.ladder import Judged, Rung, make_rung, refuse
+from trueline.capture.ladder import Rung, make_rung, refuse
 from trueline.capture.proof.probes import BATCH
 from trueline.capture.proof.prove import judge, versions
 from trueline.capture.sealing import GOLDEN_SIZES, make_entry
@@ -150,8 +150,7 @@ def _try(format: Format, subject: FileSubject, folder: Path) -> Rung:
         proof = judge(session, subject.observations)
     except (CaptureError, BundleError, UsageError) as error:
         return refuse(format, error, (), folder, started, emitted=path is not None)
-    judged = Judged(proof=proof, signature=subject.signature, any_batch=True)
-    rung = make_rung(format, judged, (), path, folder, started)
+    rung = make_rung(format, proof, (), path, folder, started, any_batch=True)
     evidence = tuple(msgspec.structs.replace(one, against=subject.against) for one in proof.evidence)
     return replace(rung, evidence=evidence, signature=None)
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import msgspec
 import torch
 from torch.jit._fuser import optimized_execution
 
@@ -36,22 +37,34 @@ from trueline.runtime.torchscript import first, undeprecated
 _RANGE = re.compile(r"-?\d*\W*L\[[^\]]*\](\[\d+\])*\.size\(\)\[\d+\]\s*(<=|>=|<|>|!=|==)\s*\d+")
 
 
-def read_torchscript(path: Path, work: Path, known: DeclaredInputs | None) -> FileSubject:
+def read_torchscript(path: Path, work: Path, declared: DeclaredInputs | None) -> FileSubject:
     """The program with the declared inputs: the file does not say their shapes.
 
     Raises UsageError for missing declarations and for other names, CaptureError, BundleError.
     """
     clean = work / "file.ts"
     torchscript_archive.clean(path, clean)
-    oracle = UnoptimizedTorchScript(clean, path)
-    if known is None:
+    torchscript_archive.check(clean)
+    try:
+        with undeprecated():
+            module: Any = torch.jit.load(str(clean), map_location="cpu").eval()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
+    names = [argument.name for argument in module.forward.schema.arguments[1:]]
+    if declared is None:
         raise UsageError(
-            f"{path.name} is TorchScript, which does not say the shapes of its inputs ({join_names(oracle.names)})",
-            hint=f"declare them: --example {oracle.names[0] if oracle.names else 'x'}=FP32[batch,3,size], or "
-            "--example batch.npz",
+            f"{path.name} is TorchScript, which does not say the shapes of its inputs ({join_names(names)})",
+            hint=f"declare them: --example {names[0] if names else 'x'}=FP32[batch,3,size], or --example batch.npz",
         )
-    oracle.set_signature(known.signature)
-    probes = make_probes(known.examples[0], signature=oracle.signature)
+    specs = {spec.name: spec for spec in declared.signature.inputs}
+    if specs.keys() != set(names):
+        raise UsageError(
+            f"the program takes {join_names(names)}, and declared are {join_names(specs)}",
+            hint="give one --example for each input, under its own name",
+        )
+    claimed = msgspec.structs.replace(declared.signature, inputs=tuple(specs[name] for name in names))
+    oracle = UnoptimizedTorchScript(module, claimed)
+    probes = make_probes(declared.examples[0], signature=oracle.signature)
     observations = observe_file(oracle, probes)
 
     def emit(folder: Path) -> Path:
@@ -76,25 +89,8 @@ class UnoptimizedTorchScript:
 
     format = "unoptimized"
 
-    def __init__(self, clean: Path, path: Path) -> None:
-        torchscript_archive.check(clean)
-        try:
-            with undeprecated():
-                self._module = torch.jit.load(str(clean), map_location="cpu").eval()  # type: ignore[no-untyped-call]
-        except Exception as error:
-            raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
-        self.names = [argument.name for argument in self._module.forward.schema.arguments[1:]]
-        self.signature = Signature(inputs=(), outputs=(), dims={})
-
-    def set_signature(self, signature: Signature) -> None:
-        """Sets `signature`, in the order of the program's own inputs. Raises UsageError for other names."""
-        specs = {spec.name: spec for spec in signature.inputs}
-        if specs.keys() != set(self.names):
-            raise UsageError(
-                f"the program takes {join_names(self.names)}, and declared are {join_names(specs)}",
-                hint="give one --example for each input, under its own name",
-            )
-        self.signature = Signature(inputs=tuple(specs[name] for name in self.names), outputs=(), dims=signature.dims)
+    def __init__(self, module: Any, signature: Signature) -> None:
+        self._module, self.signature = module, signature
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name, `output` or `output_0`, `output_1`, or their keys."""
@@ -107,7 +103,7 @@ class UnoptimizedTorchScript:
                 f"{join_names({type(leaf).__name__ for leaf in leaves})}",
                 hint="script a module that returns a tensor or a tuple of tensors",
             )
-        names = _output_names([""] * len(leaves), set(self.names))
+        names = _output_names(len(leaves), {spec.name for spec in self.signature.inputs})
         return {name: leaf.numpy().copy() for name, leaf in zip(names, leaves, strict=True)}
 
 
@@ -240,8 +236,8 @@ class InterpretedExport:
     def __init__(self, program: torch.export.ExportedProgram, signature: Signature) -> None:
         self.signature = signature
         self._interpreter = torch.fx.Interpreter(program.module(check_guards=False))
-        names = [str(name) for name in program.graph_signature.user_outputs]
-        self._names = _output_names(names, {spec.name for spec in signature.inputs})
+        count = len(program.graph_signature.user_outputs)
+        self._names = _output_names(count, {spec.name for spec in signature.inputs})
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name, `output` or `output_0`, `output_1`."""
@@ -251,6 +247,6 @@ class InterpretedExport:
         return {name: leaf.detach().numpy().copy() for name, leaf in zip(self._names, leaves, strict=True)}
 
 
-def _output_names(names: Sequence[str], taken: set[str]) -> list[str]:
-    plain = ["output"] if len(names) == 1 else [f"output_{i}" for i in range(len(names))]
+def _output_names(count: int, taken: set[str]) -> list[str]:
+    plain = ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
     return [name if name not in taken else f"{name}_2" for name in plain]

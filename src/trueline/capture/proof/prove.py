@@ -13,7 +13,7 @@ from functools import cache
 from importlib import metadata
 
 from trueline.bundle.schema import Evidence
-from trueline.bundle.signature import Array
+from trueline.bundle.signature import Array, Signature
 from trueline.capture.proof.observe import Observation, care, digest, fixed_seed, hidden_state, observe
 from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
@@ -47,6 +47,8 @@ class Proof:
     """The verdict over all probes, with one piece of evidence for each."""
 
     format: str
+    signature: Signature
+    """The claim of the program that was compared."""
     proven: bool
     reason: str
     """Empty when proven; else it names the smallest probe that disagrees, and how."""
@@ -84,6 +86,7 @@ def judge(
     errors = [one.max_abs_error for one in evidence if one.verdict == "agrees" and one.max_abs_error is not None]
     return Proof(
         format=program.format,
+        signature=program.signature,
         proven=not reason,
         reason=reason,
         disagreeing=disagreeing,

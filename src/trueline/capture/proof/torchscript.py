@@ -47,7 +47,6 @@ DEPRECATED = "torch marks TorchScript as deprecated: take another program where 
 class Tried:
     """The last way that was tried. `why` is empty when it is proven."""
 
-    signature: Signature
     why: str = ""
     how: str = ""
     line: str = ""
@@ -65,7 +64,7 @@ def climb_scripted(
     try:
         claimed = signature or seen_signature(eager.calling.presumed, observations)
     except CaptureError as error:
-        return Tried(signature=eager.calling.presumed, why=error.message)
+        return Tried(why=error.message)
     one_way = find_parting(observations) is None
     order: tuple[Way, ...] = ("trace", "script", "mix") if one_way else ("script", "mix", "trace")
     reasons, line, proof = [], "", None
@@ -75,7 +74,7 @@ def climb_scripted(
             return tried
         reasons.append(f"by {way}: {tried.why}")
         line, proof = line or tried.line, tried.proof or proof
-    return Tried(signature=claimed, why="; ".join(reasons), line=line, proof=proof)
+    return Tried(why="; ".join(reasons), line=line, proof=proof)
 
 
 def _try(
@@ -96,18 +95,18 @@ def _try(
         session = open_session("torchscript", path, signature)
     except (CaptureError, BundleError) as error:
         line = error.hint if isinstance(error, CaptureError) else ""
-        return Tried(signature=signature, why=error.message, line=line)
+        return Tried(why=error.message, line=line)
     proof = stateful.prove_sequences(judge(session, observations), session, eager)
     if proof.reason:
-        return Tried(signature=signature, why=proof.reason, how=how, path=path, proof=proof)
+        return Tried(why=proof.reason, how=how, path=path, proof=proof)
     place = None
     if way != "script":
         place = find_unvaried(eager, observations, _compiled_classes(eager, how))
     if place is None and not guarded:
         place = find_one_sided(frozen, observations)
     if place is not None:
-        return Tried(signature=signature, why=FROZEN, line=f"{place}")
-    return Tried(signature=signature, how=how, path=path, proof=proof)
+        return Tried(why=FROZEN, line=f"{place}")
+    return Tried(how=how, path=path, proof=proof)
 
 
 def _compiled_classes(eager: EagerSession, how: str) -> set[str]:
