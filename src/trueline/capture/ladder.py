@@ -71,11 +71,8 @@ def climb(
     otherwise: Sequence[Format] = (),
     opset: int | None = None,
 ) -> list[Rung]:
-    """Tries every format in `formats`, and where none is proven those of `otherwise`; a refusal is a Rung, not an
-    exception.
-
-    Raises NotProven for a model that is no function of its inputs: no format can hold it.
-    """
+    """Tries `formats`, and where none is proven `otherwise`; a refusal is a Rung, not an exception. Raises NotProven
+    for a model that is no function of its inputs: no format can hold it."""
     started = time.monotonic()
     eager = subject.eager
     events.emit("model.examined")
@@ -115,10 +112,8 @@ def climb(
 
 
 def _export_and_observe(subject: Subject, *, random: bool) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
-    """The exported program with the widest claim that it bears out, and the eager model's answers.
-
-    A model that draws random numbers gets fewer probes, each many times.
-    """
+    """The exported program with the widest claim that it bears out, and the eager model's answers. A model that draws
+    random numbers gets fewer probes, each many times."""
     eager = subject.eager
     limit, num_draws = (
         (distribution.PROBES, distribution.DRAWS) if random else (max(LIMIT - stateful.num_calls(eager), ALONE), 0)

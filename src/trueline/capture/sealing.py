@@ -28,13 +28,7 @@ GOLDEN_SIZES = (1, 2, 5)
 
 
 def seal(
-    recipe: Recipe,
-    checkpoint: Location | None,
-    subject: Subject,
-    rungs: Sequence[Rung],
-    out: Path,
-    *,
-    overwrite: bool,
+    recipe: Recipe, checkpoint: Location | None, subject: Subject, rungs: Sequence[Rung], out: Path, *, overwrite: bool
 ) -> Bundle:
     """Seals the proven rungs at `out`."""
     proven = [rung for rung in rungs if rung.attempt.verdict == "proven"]
@@ -83,10 +77,8 @@ def make_entry(rung: Rung) -> ProgramEntry:
 
 
 def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature]) -> list[Golden]:
-    """The example at several batch sizes, and one case for the smallest of every other free dimension.
-
-    Each program has to answer each case, so cases outside one of the `claims` are left out.
-    """
+    """The example at several batch sizes, and one case for the smallest of every other free dimension. Each program has
+    to answer each case, so cases outside one of the `claims` are left out."""
     example = {**subject.eager.example, **subject.eager.initial_state}
     base = signature.sizes(example)
     cases = {f"batch-{size}": {**base, BATCH: size} for size in GOLDEN_SIZES}

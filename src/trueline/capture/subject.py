@@ -73,7 +73,13 @@ def prepare(
     for name, axes in (dynamic_shapes or {}).items():
         declared[name] = {**axes, **declared.get(name, {})}
     eager = EagerSession(module, batches[0], others=batches[1:], dynamic_shapes=declared)
-    _check_mode(module)
+    turned = [name or "the model" for name, part in module.named_modules() if part.training]
+    if turned:
+        raise CaptureError(
+            f"the model turns itself to training mode when it is called ({turned[0]} is then in training): "
+            "its answers are not those of a served model",
+            hint="forward must not call self.train(); the caller of the model decides its mode",
+        )
     return Subject(module=module, eager=eager, data=data, random=allow_random)
 
 
@@ -126,16 +132,6 @@ def with_state(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.n
     if explicit is None:
         return module, list(batches)
     return explicit.eval(), [explicit_state.with_state(explicit, call) for call in calls]
-
-
-def _check_mode(module: torch.nn.Module) -> None:
-    turned = [name or "the model" for name, part in module.named_modules() if part.training]
-    if turned:
-        raise CaptureError(
-            f"the model turns itself to training mode when it is called ({turned[0]} is then in training): "
-            "its answers are not those of a served model",
-            hint="forward must not call self.train(); the caller of the model decides its mode",
-        )
 
 
 def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:

@@ -78,10 +78,8 @@ def read_folder(folder: Path, declared: DeclaredInputs | None = None, *, trust: 
 
 
 def read_pickle(path: Path, declared: DeclaredInputs) -> Recipe:
-    """The module that is pickled at `path` as a recipe. Its `model()` unpickles, which runs what its maker put in.
-
-    Raises UsageError when it holds no module.
-    """
+    """The module that is pickled at `path` as a recipe. Its `model()` unpickles, which runs what its maker put in, and
+    raises UsageError when it holds no module."""
 
     def model() -> torch.nn.Module:
         import torch

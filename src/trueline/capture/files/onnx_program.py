@@ -117,10 +117,7 @@ def _datatype(value: onnx.ValueInfoProto) -> str:
 
 @final
 class ReferenceSession:
-    """The oracle: onnx's reference implementation, or ONNX Runtime unoptimized.
-
-    `against` says which, for the evidence.
-    """
+    """The oracle: onnx's reference implementation, or ONNX Runtime unoptimized; `against` says which."""
 
     format = "reference"
 

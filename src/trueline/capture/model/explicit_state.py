@@ -103,27 +103,27 @@ def lift_state(module: torch.nn.Module, calls: Sequence[Arguments]) -> Explicit 
         return None
     explicit = Explicit(module, names)
     forms = list(_run_alive(explicit, calls[0], GROWN))
-    wrong = [
-        f"'{name}' is {_form(values[0])} and after a call {_form(values[1])}"
-        for name in names
-        if not _have_one_form(values := [state[NEXT + name] for state in forms])
-    ]
+    wrong, grows = [], {}
+    for name in names:
+        values = [state[NEXT + name] for state in forms]
+        axes = _changing(values) if len({(value.dtype, value.ndim) for value in values}) == 1 else [0, 1]
+        if len(axes) > 1:
+            wrong.append(f"'{name}' is {_form(values[0])} and after a call {_form(values[1])}")
+        elif axes:
+            grows[name] = axes[0]
     if wrong:
         raise CaptureError(
             f"the state does not keep its form: {join_names(wrong)}",
             hint="give the buffer the dtype and the dimensions that it has after a call, of size 0 where it grows; it "
             "may grow in one dimension",
         )
-    grows = {name: axes[0] for name in names if (axes := _changing([form[NEXT + name] for form in forms]))}
     explicit = Explicit(module, names, grows=grows)
     return Explicit(module, names, _find_records(explicit, calls[0]), grows)
 
 
 def with_state(module: torch.nn.Module, call: Arguments) -> Arguments:
-    """`call` with the model's own state, as an Explicit is called.
-
-    A state that grows is taken after some calls: an exporter learns nothing from an empty one.
-    """
+    """`call` with the model's own state; one that grows is taken after some calls, since an exporter learns nothing
+    from an empty one."""
     if not isinstance(module, Explicit):
         return call
     state = module.initial_for(_num_records(call))
@@ -174,11 +174,6 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)
 
 
-def _have_one_form(values: Sequence[torch.Tensor]) -> bool:
-    """Whether all have one dtype and number of dimensions, and differ in the size of one at most."""
-    return len({(value.dtype, value.ndim) for value in values}) == 1 and len(_changing(values)) < 2
-
-
 def _changing(values: Sequence[torch.Tensor]) -> list[int]:
     """The dimensions in which equally many-dimensional `values` differ."""
     return [axis for axis in range(values[0].ndim) if len({value.shape[axis] for value in values}) > 1]
@@ -197,7 +192,10 @@ def _find_records(module: Explicit, call: Arguments) -> dict[str, int]:
         for name, value in zip(module.names, module.initial.values(), strict=True)
         if count in value.shape
     }
-    for records in _fewest_first(follows):
+    kinds = {name.rpartition(".")[2] for name in follows}
+    alike = [{name: axis for name, axis in follows.items() if name.rpartition(".")[2] == kind} for kind in kinds]
+    # none, then each alone, then all: a buffer that need not follow the batch is left as it is
+    for records in ({}, *({name: axis} for name, axis in follows.items()), *alike, follows):
         state = {
             GIVEN + name: _one_more(value, records[name], count) if name in records else value
             for name, value in zip(module.names, module.initial.values(), strict=True)
@@ -214,15 +212,6 @@ def _find_records(module: Explicit, call: Arguments) -> dict[str, int]:
         ):
             return records
     return {}
-
-
-def _fewest_first(follows: dict[str, int]) -> Iterator[dict[str, int]]:
-    """None, then each alone, then all: a buffer that need not follow the batch is left as it is."""
-    yield {}
-    yield from ({name: axis} for name, axis in follows.items())
-    kinds = {name.rpartition(".")[2] for name in follows}
-    yield from ({name: axis for name, axis in follows.items() if name.rpartition(".")[2] == kind} for kind in kinds)
-    yield follows
 
 
 def _num_records(call: Arguments) -> int:

@@ -73,11 +73,7 @@ class TensorModule(torch.nn.Module):
 
 
 def learn(
-    module: torch.nn.Module,
-    inputs: Any,
-    *,
-    others: Sequence[Any] = (),
-    dynamic_shapes: Mapping[str, Any] | None = None,
+    module: torch.nn.Module, inputs: Any, *, others: Sequence[Any] = (), dynamic_shapes: Mapping[str, Any] | None = None
 ) -> Calling:
     """Learns the calling convention of `module` by calling it once with `inputs`, a small batch.
 
@@ -107,7 +103,11 @@ def _learn(
     led, counts = dynamic_dims.find_batch_axes(
         first.specs, tensors, declared[0], lambda given: _accepts(module, first, given)
     )
-    follows, grows = _of_state(module)
+    follows, grows = set(), {}  # where a state counts the records of the batch, and where it grows, from what size
+    if isinstance(module, Explicit):
+        follows = {(GIVEN + name, axis) for name, axis in module.records.items()}
+        initial = module.initial
+        grows = {(GIVEN + name, axis): initial[GIVEN + name].shape[axis] for name, axis in module.grows.items()}
     free = dynamic_dims.find_free(first.specs, tensors, declared, leads=led, follows=follows, grows=grows)
     at = _largest(free, batches)
     base = batches[at]
@@ -227,6 +227,7 @@ def as_trained() -> Iterator[None]:
 
 
 _ELSEWHERE = "the model may want a device that is not here: capture runs on the CPU; make tensors on x.device"
+_CALLED_WITH = "forward is called with what examples() returns, or the inputs of the records"
 
 
 def _call_example(module: torch.nn.Module, inputs: Any) -> Any:
@@ -237,9 +238,7 @@ def _call_example(module: torch.nn.Module, inputs: Any) -> Any:
     except Exception as error:
         raise CaptureError(
             f"the model cannot be called with its own example: {type(error).__name__}: {error}",
-            hint=_ELSEWHERE
-            if any(word in str(error) for word in ("CUDA", "cuda", "device"))
-            else "forward is called with what examples() returns, or the inputs of the records",
+            hint=_ELSEWHERE if any(word in str(error) for word in ("CUDA", "cuda", "device")) else _CALLED_WITH,
         ) from error
     register_dataclasses(outputs)
     return outputs
@@ -275,15 +274,6 @@ def _unique(names: Iterable[str], taken: set[str]) -> list[str]:
     return unique
 
 
-def _of_state(module: torch.nn.Module) -> tuple[set[Place], dict[Place, int]]:
-    """Where a state counts the records of the batch, and where it grows, from what size."""
-    if not isinstance(module, Explicit):
-        return set(), {}
-    starts = {name: module.initial[GIVEN + name].shape[axis] for name, axis in module.grows.items()}
-    grows = {(GIVEN + name, axis): starts[name] for name, axis in module.grows.items()}
-    return {(GIVEN + name, axis) for name, axis in module.records.items()}, grows
-
-
 def _outputs(
     module: torch.nn.Module, answer: Any, inputs: Sequence[TensorSpec], num_records: int, free: Free
 ) -> tuple[TensorSpec, ...]:
@@ -300,19 +290,14 @@ def _outputs(
     if not named:
         raise CaptureError("the model returns no tensor; forward has to return a tensor, a tuple or a dict of them")
     names = _unique((name for name, _ in named), {spec.name for spec in inputs} | set(state))
-    given = {spec.name: spec for spec in inputs}
-    return (
-        *(_spec("output", name, leaf, num_records) for name, (_, leaf) in zip(names, named, strict=True)),
-        *(_next_state(given[GIVEN + name.removeprefix(NEXT)], name, free) for name in state),
-    )
-
-
-def _next_state(given: TensorSpec, name: str, free: Free) -> TensorSpec:
-    """The output of a state: as its input, but with a size of its own where it grows."""
-    shape = tuple(
-        f"{name}.{axis}" if (given.name, axis) in free.grows else size for axis, size in enumerate(given.shape)
-    )
-    return msgspec.structs.replace(given, name=name, shape=shape)
+    outputs = [_spec("output", name, leaf, num_records) for name, (_, leaf) in zip(names, named, strict=True)]
+    specs = {spec.name: spec for spec in inputs}
+    for name in state:
+        given = specs[GIVEN + name.removeprefix(NEXT)]
+        own = {axis: f"{name}.{axis}" for axis in range(len(given.shape)) if (given.name, axis) in free.grows}
+        shape = tuple(own.get(axis, size) for axis, size in enumerate(given.shape))
+        outputs.append(msgspec.structs.replace(given, name=name, shape=shape))
+    return tuple(outputs)
 
 
 _DENSE = "make it a dense tensor inside the model: .to_dense()"
@@ -336,10 +321,7 @@ def _spec(role: str, name: str, leaf: Any, num_records: int | None) -> TensorSpe
         kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)
         raise CaptureError(f"{role} '{name}' is {kind}, which no bundle can carry", hint=_AS_DENSE.get(kind, _DENSE))
     if leaf.is_complex():
-        raise CaptureError(
-            f"{role} '{name}' is complex ({leaf.dtype}), which no bundle can carry",
-            hint=_AS_REAL[role],
-        )
+        raise CaptureError(f"{role} '{name}' is complex ({leaf.dtype}), which no bundle can carry", hint=_AS_REAL[role])
     try:
         datatype = DATATYPES[torch.empty(0, dtype=leaf.dtype).numpy().dtype]
     except (TypeError, KeyError) as error:

@@ -134,10 +134,8 @@ def check_twice(eager: EagerSession) -> Unsteady | None:
 
 
 def find_cause(eager: EagerSession, reason: str) -> Unsteady:
-    """Why a model answers equal inputs differently (`reason` says how; empty: a call changes its buffers).
-
-    Calls it once more, to see whether random numbers are drawn, or something is written, and where.
-    """
+    """Why a model answers equal inputs differently (`reason` says how; empty: a call changes its buffers). Calls it
+    once more, to see whether random numbers are drawn, or something is written, and where."""
     users = explicit_state.users_own(eager.module)
     watch = _WriteWatch(list(users.buffers()))
     before, drawn = take_snapshot(users), random_states()
@@ -168,8 +166,7 @@ def find_cause(eager: EagerSession, reason: str) -> Unsteady:
 
 
 def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
-    """Whether what the model keeps in its attributes depends on the values of its inputs; None when it does not, as for
-    a table that is made for a size.
+    """Whether the model keeps values of its inputs in its attributes; a table that is made for a size does no harm.
 
     A second input is given to the model as it was before its first call, and again after a first input of the same
     sizes: the answer has to be the same.

@@ -206,11 +206,8 @@ def _describe(name: str, array: Array) -> str:
 
 
 def blame(format: str, exported: Exported, eager: EagerSession, inputs: Inputs) -> tuple[str, Submodule | None]:
-    """Where the program in `format`, made from `exported`, parts from the eager model on `inputs`: the stage, empty
-    when it is the export, and the submodule.
-
-    The exported program comes first: if it agrees, the fault lies in what was made of it.
-    """
+    """Where the program in `format` parts from the eager model on `inputs`: the stage, empty when it is the export, and
+    the submodule. If `exported`, from which it was made, agrees, the fault lies in a later stage."""
     calls = record_calls(eager, inputs)
     guilty = first_difference(calls, _exported_values(exported, inputs))
     if guilty is not None or format == "torch_export":

@@ -136,10 +136,8 @@ def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, t
 
 
 def fit(signature: Signature, base: Mapping[str, int], wanted: Mapping[str, int]) -> dict[str, int] | None:
-    """`base` with the sizes `wanted`, and one other symbol changed if a guard needs it; None when none fits.
-
-    `2 * length == x.1` at length 3 makes x.1 6.
-    """
+    """`base` with the sizes `wanted`, and one other symbol changed if a guard needs it (`2 * length == x.1` at length 3
+    makes x.1 6); None when none fits."""
     sizes = {**base, **wanted}
     if signature.allows(sizes):
         return sizes

@@ -65,10 +65,7 @@ def prove(program: Session, eager: Session, probes: Iterable[Probe]) -> Proof:
 
 
 def judge(
-    program: Session,
-    observations: Sequence[Observation],
-    *,
-    progress: Progress = lambda done, total: None,
+    program: Session, observations: Sequence[Observation], *, progress: Progress = lambda done, total: None
 ) -> Proof:
     """Runs `program` on every probe that the eager model ran on, and compares the answers."""
     evidence = []
@@ -77,9 +74,14 @@ def judge(
         progress(done, len(observations))
     hidden, disagreeing = hidden_state(observations), ""
     reason = f"the model answers equal inputs differently: {hidden}" if hidden else ""
-    wrong = [pair for pair in zip(observations, evidence, strict=True) if _is_bad(pair[1])]
+    wrong = [
+        (seen.probe.volume, one)
+        for seen, one in zip(observations, evidence, strict=True)
+        # a given record that the eager model cannot answer counts too: the program would claim its size
+        if one.verdict == "disagrees" or (one.verdict == "unanswered" and one.origin == "given")
+    ]
     if wrong and not reason:
-        _, worst = min(wrong, key=lambda pair: pair[0].probe.volume)
+        _, worst = min(wrong, key=lambda pair: pair[0])
         reason, disagreeing = f"on probe '{worst.probe}': {worst.reason}", worst.probe
     if not reason and not any(one.verdict == "agrees" for one in evidence):
         reason = "no probe could be compared: each is outside the program's range, or the eager model raises"
@@ -93,11 +95,6 @@ def judge(
         evidence=tuple(evidence),
         max_abs_error=max(errors, default=0.0),
     )
-
-
-def _is_bad(one: Evidence) -> bool:
-    """A given record that the eager model cannot answer counts too: the program would claim its size."""
-    return one.verdict == "disagrees" or (one.verdict == "unanswered" and one.origin == "given")
 
 
 def disagreement(program: Session, probe: Probe, expected: Mapping[str, Array]) -> str:
@@ -118,6 +115,8 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         else:
             found = _run_guarded(probe, lambda: _compare(program, seen, level))
             verdict, reason = ("agrees" if found.agrees else "disagrees"), found.reason
+    dtypes = dict.fromkeys(array.dtype for array in (seen.outputs or {}).values())
+    tolerances = ", ".join(f"{dtype}: {compare.TOLERANCES.get(dtype, 'equal')}" for dtype in dtypes)
     return Evidence(
         format=program.format,
         against="eager",
@@ -129,7 +128,7 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         reason=reason,
         max_abs_error=found.max_abs_error if found else None,
         max_rel_error=found.max_rel_error if found else None,
-        tolerance=(found.how or _tolerance(seen)) if found else "",
+        tolerance=(found.how or tolerances) if found else "",
         versions=versions(),
     )
 
@@ -171,8 +170,3 @@ def _misfit(program: Session, probe: Probe, answer: Mapping[str, Array]) -> str:
         if not fits:
             return f"output '{spec.name}' has shape {list(shape)}, the signature promises {list(spec.shape)}"
     return ""
-
-
-def _tolerance(seen: Observation) -> str:
-    dtypes = dict.fromkeys(array.dtype for array in (seen.outputs or {}).values())
-    return ", ".join(f"{dtype}: {compare.TOLERANCES.get(dtype, 'equal')}" for dtype in dtypes)

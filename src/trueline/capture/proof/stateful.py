@@ -71,10 +71,8 @@ def num_calls(eager: EagerSession) -> int:
 
 
 def covering(eager: EagerSession) -> Callable[[Probe], bool]:
-    """Whether a probe adds nothing to the sequences, which contain its inputs with the state as it has become.
-
-    Probes that also change the state are kept for the values `ALL_BUT`.
-    """
+    """Whether the sequences cover a probe: they contain its inputs, with a state that calls made. Probes that also
+    change the state are kept for the values `ALL_BUT`."""
     if not isinstance(eager.module, Explicit):
         return lambda probe: False
     planned = {_key(inputs) for sequence in _plan(eager, eager.module) for inputs in sequence}

@@ -58,9 +58,7 @@ def climb_scripted(
     eager: EagerSession, signature: Signature | None, observations: Sequence[Observation], folder: Path
 ) -> Tried:
     """Tries the ways in the order of their chances; returns the first that is proven, else the reasons against each.
-
-    `signature` is the exported program's, None where there is none.
-    """
+    `signature` is the exported program's, if there is one."""
     try:
         claimed = signature or seen_signature(eager.calling.presumed, observations)
     except CaptureError as error:
@@ -153,17 +151,14 @@ def _value_key(result: Any) -> str:
 def find_unvaried(
     eager: Session, observations: Sequence[Observation], compiled: Collection[str] = ()
 ) -> SourceLine | None:
-    """The first line where a number out of a tensor was the same on all probes, or decided the same on all; None when
-    there is none.
-
-    `compiled`: names of classes whose code is compiled and not traced.
-    """
+    """The first line where a number out of a tensor was the same on all probes, or decided the same on all. Code of the
+    classes `compiled` is not traced, and does not count."""
     watch = _ReadWatch()
     for seen in observations:
         if seen.outputs is not None:
             with watch:
                 eager.run(seen.probe.inputs)
-    taken = {place: values for place, values in watch.taken.items() if not _classes_at(place) & set(compiled)}
+    taken = {place: values for place, values in watch.taken.items() if not _is_compiled(place, compiled)}
     for place, values in taken.items():
         if len(values) < 2:
             return place
@@ -195,11 +190,10 @@ def _is_one_sided(ways: Sequence[Sequence[Event]], file: str, line: int) -> bool
 
 
 def _decides(node: ast.AST, line: int) -> bool:
-    if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
-        return False
-    if isinstance(node, ast.Assert):
-        return False
-    return any(test.lineno <= line <= (test.end_lineno or test.lineno) for test in _tests(node))
+    check = isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise)
+    return not (check or isinstance(node, ast.Assert)) and any(
+        test.lineno <= line <= (test.end_lineno or test.lineno) for test in _tests(node)
+    )
 
 
 def _outcomes(way: Sequence[Event], file: str, line: int) -> tuple[int, ...]:
@@ -229,32 +223,25 @@ def _jumps(code: CodeType) -> dict[int, frozenset[int]]:
 @functools.lru_cache(maxsize=1024)
 def _deciding(file: str, line: int) -> tuple[int, ...]:
     """Lines of the function around `line` whose test has a name in it that comes from there."""
-    function = _function(file, line)
-    if function is None:
+    around = [node for node in _nodes(file) if isinstance(node, ast.FunctionDef) and _spans(node, line)]
+    if not around:
         return ()
+    function = max(around, key=lambda node: node.lineno)
     names: set[str] = set()
     statements = sorted((node for node in ast.walk(function) if isinstance(node, ast.stmt)), key=lambda s: s.lineno)
     for _ in range(3):  # what a loop carries back to its head
         for statement in statements:
-            value = getattr(statement, "value", None)
+            value = statement.iter if isinstance(statement, ast.For) else getattr(statement, "value", None)
             if isinstance(value, ast.AST) and (_spans(value, line) or names & _names(value, ast.Load)):
                 targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
                 names |= {name for target in targets if target is not None for name in _names(target, ast.Store)}
-            if isinstance(statement, ast.For) and (
-                _spans(statement.iter, line) or names & _names(statement.iter, ast.Load)
-            ):
-                names |= _names(statement.target, ast.Store)
     tests = [test for node in ast.walk(function) for test in _tests(node)]
     return tuple(sorted({test.lineno for test in tests if names & _names(test, ast.Load)}))
 
 
-def _function(file: str, line: int) -> ast.AST | None:
-    functions = (node for node in _nodes(file) if isinstance(node, ast.FunctionDef) and _spans(node, line))
-    return max(functions, key=lambda node: node.lineno, default=None)
-
-
-def _classes_at(place: SourceLine) -> set[str]:
-    return {node.name for node in _nodes(place.file) if isinstance(node, ast.ClassDef) and _spans(node, place.line)}
+def _is_compiled(place: SourceLine, classes: Collection[str]) -> bool:
+    around = [node for node in _nodes(place.file) if isinstance(node, ast.ClassDef) and _spans(node, place.line)]
+    return any(node.name in classes for node in around)
 
 
 @functools.lru_cache(maxsize=64)
