@@ -30,9 +30,9 @@ def choose(setting: str, slot: int) -> torch.device:
         return torch.device("cpu")
     index = slot % max(count, 1) if number is None else number
     if index >= count:
-        found = f"{count} CUDA device{'' if count == 1 else 's'}" if count else "no CUDA device"
+        present = f"{count} CUDA device{'' if count == 1 else 's'}" if count else "no CUDA device"
         raise UsageError(
-            f"device is '{setting}', and torch {torch.__version__} finds {found} here",
+            f"device is '{setting}', and torch {torch.__version__} finds {present} here",
             hint="say cpu or auto; nvidia-smi shows what there is, and torch has to be built for CUDA",
         )
     torch.cuda.set_device(index)

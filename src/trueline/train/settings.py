@@ -220,7 +220,7 @@ def refuse_changes(earlier: JobSettings, later: JobSettings, where: str) -> None
             f"the recipe {later.recipe or later.script[0]} was changed since the job in {where} began",
             hint="restore the recipe, or train the changed one in a new job",
         )
-    fixed = [one.name for one in declared(TrainingSettings) if one.setting.fixed]
+    fixed = [item.name for item in declared(TrainingSettings) if item.setting.fixed]
     changed = [name for name in fixed if getattr(earlier, name) != getattr(later, name)]
     if changed:
         before = ", ".join(f"{name} was {getattr(earlier, name)}" for name in changed)

@@ -128,31 +128,31 @@ class JobProgress:
 
     def enter_report(self, progress: pb.Progress, now: float = 0.0) -> ReportOutcome:
         """Enters what is new in a worker's report."""
-        found = ReportOutcome()
+        outcome = ReportOutcome()
         for applied in progress.applied:
-            self._enter_step(applied, found, now)
+            self._enter_step(applied, outcome, now)
         for signed in progress.certificates:
             certificate = {name: getattr(signed, name) for name in _SIGNED}
             certificate |= {name: list(getattr(signed, name)) for name in _NAMED if getattr(signed, name)}
             if self.certificates.get(signed.epoch) != certificate:
                 self.certificates[signed.epoch] = certificate
-                found.rows.append(("EPOCH", certificate))
+                outcome.rows.append(("EPOCH", certificate))
                 aside = {name: json.dumps(certificate[name]) for name in _NAMED if name in certificate}
-                found.events.append(("epoch.certified", {**certificate, "set_aside": "[]", **aside}))
+                outcome.events.append(("epoch.certified", {**certificate, "set_aside": "[]", **aside}))
         for evaluated in progress.evaluations:
             evaluation = {name: getattr(evaluated, name) for name in _EVALUATED}
             if evaluated.step not in self.evaluations:
                 self.evaluations[evaluated.step] = evaluation
-                found.rows.append(("EVAL", evaluation))
-                found.events.append(("evaluation.done", evaluation))
-        return found
+                outcome.rows.append(("EVAL", evaluation))
+                outcome.events.append(("evaluation.done", evaluation))
+        return outcome
 
-    def _enter_step(self, applied: pb.Applied, found: ReportOutcome, now: float) -> None:
+    def _enter_step(self, applied: pb.Applied, outcome: ReportOutcome, now: float) -> None:
         body = {name: getattr(applied, name) for name in _COMMIT}
         self._update_gap(body)
         if applied.step != self.logged:
             if self.digests.get(applied.step, applied.digest) != applied.digest:
-                found.fault = f"two workers report different records for step {applied.step}"
+                outcome.fault = f"two workers report different records for step {applied.step}"
             return
         self.logged, self.loss = applied.step + 1, applied.loss
         self._remember(applied.step, applied.digest)
@@ -160,10 +160,10 @@ class JobProgress:
         self.recent.append((now, applied.records))
         if applied.rates:
             self.rates = (applied.generation, tuple(applied.rates))
-        found.rows.append(("COMMIT", body))
+        outcome.rows.append(("COMMIT", body))
         if applied.generation in self.regroups and (applied.gap_ms or applied.generation not in self._formed):
             self._formed.add(applied.generation)
-            found.rows.append(("FORMED", {name: body[name] for name in _FORMED}))
+            outcome.rows.append(("FORMED", {name: body[name] for name in _FORMED}))
         rates = "[" + ", ".join([f"{rate:.1f}" for rate in applied.rates]) + "]"
         times = {name: getattr(applied, name) for name in _TIMES}
         self.reading_s += applied.data_ms / 1e3
@@ -171,7 +171,7 @@ class JobProgress:
         fields: dict[str, Field] = {"total": self.total_steps, **body, "rates": rates, **times}
         if applied.shares:  # other ones than before
             fields["shares"] = "[" + ", ".join(map(str, applied.shares)) + "]"
-        found.events.append(("step.applied", fields))
+        outcome.events.append(("step.applied", fields))
 
     def _remember(self, step: int, digest: int) -> None:
         self.digests[step] = digest
@@ -202,19 +202,19 @@ class JobProgress:
     def find_faults(self, job: JobSettings, set_aside: Collection[int] = ()) -> list[str]:
         """The faults of the epochs, up to an early stop; none if every record was applied exactly once in each."""
         epoch_steps = max(1, self.total_steps // job.epochs)
-        found = []
+        faults = []
         for epoch in range(-(-self.last_step // epoch_steps)):
             certificate = self.certificates.get(epoch)
             if certificate is None:
-                found.append(f"epoch {epoch} has no certificate")
+                faults.append(f"epoch {epoch} has no certificate")
                 continue
             steps = min(epoch_steps, self.last_step - epoch * epoch_steps)
             out = sorted(set(certificate.get("set_aside", ())))
             planned = plan_records(job, self.num_records, self.blocks, epoch=epoch, steps=steps, named=out)
             drawn = self.blocks == DRAWN
-            wrong = find_certificate_faults(certificate, steps=steps, planned=planned, set_aside=set_aside, drawn=drawn)
-            found += [f"epoch {epoch}: {fault}" for fault in wrong]
-        return found
+            own = find_certificate_faults(certificate, steps=steps, planned=planned, set_aside=set_aside, drawn=drawn)
+            faults += [f"epoch {epoch}: {fault}" for fault in own]
+        return faults
 
     def summarize(self, job: JobSettings, state: State) -> dict[str, Any]:
         """The finished job in numbers, for users and for the bundle's lineage."""
@@ -261,8 +261,8 @@ class JobProgress:
 
     def list_evaluations(self) -> list[dict[str, Any]]:
         """The evaluations in the order of their steps, metrics as numbers."""
-        found = [self.evaluations[step] for step in sorted(self.evaluations)]
-        return [{**body, "metrics": json.loads(body["metrics"] or "{}")} for body in found]
+        ordered = [self.evaluations[step] for step in sorted(self.evaluations)]
+        return [{**body, "metrics": json.loads(body["metrics"] or "{}")} for body in ordered]
 
     def find_best(self) -> dict[str, Any] | None:
         best = [evaluation for evaluation in self.list_evaluations() if evaluation["best"]]
@@ -314,7 +314,7 @@ def find_certificate_faults(
         return [f"{len(named)} records were left out and {len(of)} are named in their places"]
     origins = dict(zip(named, of or named, strict=True))
     digest = (planned.digest - ledger.digest(np.array(out, dtype=np.int64))) % (1 << ledger.DIGEST_BITS)
-    unknown = sorted({origins[one] for one in out} - set(set_aside))
+    unknown = sorted({origins[id] for id in out} - set(set_aside))
     faults = [f"record {record} was left out and is not set aside" for record in unknown]
     if certificate["records"] + len(out) != planned.records:
         aside = f" and {len(out)} set aside" if out else ""

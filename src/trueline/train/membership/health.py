@@ -74,11 +74,11 @@ def _count_crash(state: State, death: Death, now: float, policy: MembershipPolic
     Where all slots fail alike the code or the data is at fault, and each replacement still brings some steps.
     """
     slot, since = parse_ref(death.ref)[1], now - policy.spell_s
-    recent = {one: [at for at in times if at > since] for one, times in state.crashes.items()}
-    state.crashes = {one: times for one, times in recent.items() if times}
+    recent = {other: [at for at in times if at > since] for other, times in state.crashes.items()}
+    state.crashes = {other: times for other, times in recent.items() if times}
     mine = state.crashes.setdefault(slot, [])
     mine.append(now)
-    others = sum(len(times) for one, times in state.crashes.items() if one != slot)
+    others = sum(len(times) for other, times in state.crashes.items() if other != slot)
     enough = len(mine) >= 2 * policy.max_failures and len(mine) > 2 * others
     if not enough or state.target_workers - 1 < max(policy.min_workers, 1):
         return []
@@ -105,19 +105,19 @@ def _quarantine(state: State, ref: str, why: str, policy: MembershipPolicy) -> l
 
 def find_overdue(state: State, now: float, policy: MembershipPolicy) -> list[Death]:
     """The workers to kill now, and why."""
-    found = []
+    overdue = []
     lease_s = lease(state, policy)
     for member in state.members.values():
         if now - member.seen_at > lease_s:
-            found.append(Death(member.ref, f"silent for {now - member.seen_at:.1f} s"))
+            overdue.append(Death(member.ref, f"silent for {now - member.seen_at:.1f} s"))
         elif member.left_at is not None and now - member.left_at > policy.leave_s:
-            found.append(Death(member.ref, f"still there {now - member.left_at:.0f} s after the others continued"))
+            overdue.append(Death(member.ref, f"still there {now - member.left_at:.0f} s after the others continued"))
         elif member.rank < 0 and not member.left and state.is_leaving(member):
-            found.append(Death(member.ref, "not needed any more"))
+            overdue.append(Death(member.ref, "not needed any more"))
     for ref, at in state.pending.items():
         if now - at > policy.start_s:
-            found.append(Death(ref, f"not ready {now - at:.0f} s after its start"))
-    return found or _stuck(state, policy)
+            overdue.append(Death(ref, f"not ready {now - at:.0f} s after its start"))
+    return overdue or _stuck(state, policy)
 
 
 def _stuck(state: State, policy: MembershipPolicy) -> list[Death]:

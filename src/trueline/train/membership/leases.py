@@ -104,11 +104,11 @@ class Leases:
     def _size(self, worker: str) -> int:
         left = sum(stop - start for start, stop in self._free)
         workers = {held.worker for held in self._held.values()} | set(self.rates) | {worker}
-        known = {one: self.rates[one] for one in workers if one in self.rates}
+        known = {ref: self.rates[ref] for ref in workers if ref in self.rates}
         if worker not in known:
             return min(self.most, FIRST_MOST, max(1, self.num_records // FIRST))
         usual = sum(known.values()) / len(known)
-        total = sum(known.get(one, usual) for one in workers)
+        total = sum(known.get(ref, usual) for ref in workers)
         share = known[worker] / total
         return min(self.most, max(1, int(left * share / PART), int(known[worker] * LEAST_S)))
 

@@ -292,7 +292,7 @@ class _App:
 def _policy(html: bytes) -> str:
     """The browser runs the page's own script and fetches from its own server; nothing else."""
     scripts = re.findall(rb"<script>(.*?)</script>", html, re.DOTALL)
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one).digest()).decode()}'" for one in scripts)
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
