@@ -3,8 +3,6 @@
 train.parquet  day-*.csv  s3://bucket/clicks/  photos/  saved_by_datasets/  sqlite:///clicks.db?table=clicks&key=id
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -4,8 +4,6 @@
 columns, a file is the one that was listed, a range has the records it claims, and an error names file, unit and offset.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import tarfile

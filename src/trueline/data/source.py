@@ -39,10 +39,8 @@ class Unit:
 
 def split_units(where: str, count: int, unit_records: int) -> list[Unit]:
     """Units of `unit_records` each, the last of the rest."""
-    return [
-        Unit(uri=f"{where}#{at}", offset=at, count=min(unit_records, count - at))
-        for at in range(0, count, unit_records)
-    ]
+    starts = range(0, count, unit_records)
+    return [Unit(uri=f"{where}#{at}", offset=at, count=min(unit_records, count - at)) for at in starts]
 
 
 @runtime_checkable

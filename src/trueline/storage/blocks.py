@@ -6,8 +6,6 @@
 After a block arrives, the object's stamp is compared with the listed one: an object that is replaced is an error.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -34,6 +32,39 @@ _MAX_PREFETCHED = 64
 """The cache keeps as many blocks mapped."""
 _PAGE = 1000
 """Objects in one response to a listing."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrid:
+    """The blocks of an object of `size` bytes."""
+
+    size: int
+    block_bytes: int
+    from_end: bool = False
+
+    def index(self, offset: int) -> int:
+        """The number of the block that holds the byte `offset`."""
+        if not self.from_end:
+            return offset // self.block_bytes
+        index, start, length = 0, self.size, min(_TAIL_BYTES, self.block_bytes)
+        while offset < start - length and length < self.block_bytes:
+            index, start, length = index + 1, start - length, min(length * _GROWTH, self.block_bytes)
+        return index + (start - 1 - offset) // length
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """A block's first byte, and the one after its last.
+
+        >>> [BlockGrid(10 << 20, 4 << 20, from_end=True).bounds(index)[0] >> 10 for index in range(5)]
+        [10176, 9920, 8896, 4800, 704]
+        """
+        if not self.from_end:
+            start = index * self.block_bytes
+            return start, min(start + self.block_bytes, self.size)
+        stop, length = self.size, min(_TAIL_BYTES, self.block_bytes)
+        while index and length < self.block_bytes:
+            index, stop, length = index - 1, stop - length, min(length * _GROWTH, self.block_bytes)
+        stop -= index * length
+        return max(stop - length, 0), stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,39 +128,6 @@ class StoredFile:
             raise DataError(
                 f"{self.uri} {what} while it was in use", hint="write new records to a new object, then start again"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class BlockGrid:
-    """The blocks of an object of `size` bytes."""
-
-    size: int
-    block_bytes: int
-    from_end: bool = False
-
-    def index(self, offset: int) -> int:
-        """The number of the block that holds the byte `offset`."""
-        if not self.from_end:
-            return offset // self.block_bytes
-        index, start, length = 0, self.size, min(_TAIL_BYTES, self.block_bytes)
-        while offset < start - length and length < self.block_bytes:
-            index, start, length = index + 1, start - length, min(length * _GROWTH, self.block_bytes)
-        return index + (start - 1 - offset) // length
-
-    def bounds(self, index: int) -> tuple[int, int]:
-        """A block's first byte, and the one after its last.
-
-        >>> [BlockGrid(10 << 20, 4 << 20, from_end=True).bounds(index)[0] >> 10 for index in range(5)]
-        [10176, 9920, 8896, 4800, 704]
-        """
-        if not self.from_end:
-            start = index * self.block_bytes
-            return start, min(start + self.block_bytes, self.size)
-        stop, length = self.size, min(_TAIL_BYTES, self.block_bytes)
-        while index and length < self.block_bytes:
-            index, stop, length = index - 1, stop - length, min(length * _GROWTH, self.block_bytes)
-        stop -= index * length
-        return max(stop - length, 0), stop
 
 
 class _BlockReader(io.RawIOBase):

@@ -9,8 +9,6 @@ or read-only disk costs speed, not the job: the last blocks are then kept in mem
 content has new blocks and a new index.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -9,8 +9,6 @@ atomic, so a checkpoint exists there once its seal does; parts without a seal ar
 Implementations share `tests/conformance/checkpoint_store.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile

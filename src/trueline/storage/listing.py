@@ -4,8 +4,6 @@ No content is read. A file that is named twice is refused, since its records wou
 that `data/tools/writer.py` has written in part.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 import json

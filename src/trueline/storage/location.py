@@ -1,13 +1,11 @@
 """Local paths and URLs of object stores; files of records, with a stamp that identifies their content."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, Protocol, Self, cast
 from urllib.parse import unquote, urlsplit
 
 from trueline.errors import DataError
@@ -108,7 +106,7 @@ class LocalFile:
     stamp: Stamp
 
     @classmethod
-    def at(cls, path: Path) -> LocalFile:
+    def at(cls, path: Path) -> Self:
         """Raises DataError."""
         return cls(path, _read_stamp(path))
 

@@ -5,8 +5,6 @@ user, password and query, and a store's errors without keys and tokens: credenti
 environment or from fsspec's configuration (`FSSPEC_S3_KEY`, ...).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -6,8 +6,6 @@ detected when a batch is first read. A stream without its end mark is refused, s
 Source: the Arrow columnar format's IPC page (arrow.apache.org/docs/format/Columnar.html).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

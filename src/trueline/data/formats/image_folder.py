@@ -5,8 +5,6 @@
 Classes are numbered in the order of their names, images sorted by path. Nothing is decoded here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator
@@ -64,9 +62,8 @@ class ImageRecords:
 def _images(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         folders.sort()
-        yield from (
-            Path(root, name) for name in sorted(names) if Path(name).suffix.lower() in SUFFIXES and is_visible(name)
-        )
+        paths = (Path(root, name) for name in sorted(names))
+        yield from (path for path in paths if path.suffix.lower() in SUFFIXES and is_visible(path.name))
 
 
 def _read(file: LocalFile) -> bytes:

@@ -6,8 +6,6 @@ megabytes at a time. Page checksums, where present, are verified when a group is
 truncating one is an error and does not end the process.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ torn file is an error when it is listed.
 Sources: recordio's header.go, chunk.go; google/snappy's framing_format.txt; dmlc-core's recordio.h, recordio.cc.
 """
 
-from __future__ import annotations
-
 import gzip
 import struct
 import zlib

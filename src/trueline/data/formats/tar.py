@@ -7,8 +7,6 @@ null there. One pass over the headers builds an index, so single samples can be 
 Python's reader would silently stop, and a missing end mark are errors. Contents have no checksums.
 """
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,11 +36,11 @@ class _Index:
     at: Ints
     size: Ints
 
-    @classmethod
-    def of(cls, arrays: Arrays) -> _Index:
-        at = arrays["at"].astype(np.int64)
-        keys = arrays["keys"].tobytes().decode("utf-8", "surrogateescape").split("\0") if len(at) else []
-        return cls(keys, arrays["extensions"].tobytes().decode().split("\0"), at, arrays["size"].astype(np.int64))
+
+def _as_index(arrays: Arrays) -> _Index:
+    at = arrays["at"].astype(np.int64)
+    keys = arrays["keys"].tobytes().decode("utf-8", "surrogateescape").split("\0") if len(at) else []
+    return _Index(keys, arrays["extensions"].tobytes().decode().split("\0"), at, arrays["size"].astype(np.int64))
 
 
 @dataclass(slots=True)
@@ -53,7 +51,7 @@ class TarFormat:
     _known: dict[tuple[str, Stamp], _Index] = field(default_factory=dict)
 
     def list(self, file: File) -> FileListing:
-        index = _Index.of(load_index(file, "webdataset", lambda: _build_index(file)))
+        index = _as_index(load_index(file, "webdataset", lambda: _build_index(file)))
         self._known[file.uri, file.stamp] = index
         if not index.keys:
             return FileListing(pa.schema([]), [])

@@ -5,8 +5,6 @@ number of quotes precedes it (RFC 4180). Blank lines hold no record. Columns and
 mebibyte; a later value that does not fit, or a new JSON field, is an error that names the record.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

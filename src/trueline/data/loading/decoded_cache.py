@@ -6,8 +6,6 @@ is done only after enough records were taken unit by unit to pay for it. Sequent
 decode pieces of some megabytes, so a unit may be larger than the memory.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterator

@@ -38,8 +38,7 @@ _BYTE, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int6
 LABELS = ("label", "labels", "target", "targets", "y")
 UNKNOWN = "<unk>"
 """The word of a vocabulary that replaces all words that are not in it."""
-_KEYS = ("__key__", "path")
-"""Columns with a record's origin."""
+_ORIGIN = ("__key__", "path")
 FEED = "write feed(records, mode) -> (inputs, labels), where records is a pyarrow.Table"
 
 
@@ -251,7 +250,7 @@ def split_columns(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]
     inputs = [name for name in schema.names if name != label]
     if not inputs:
         raise DataError(f"the records have the labels '{label}' and nothing to learn from", hint=FEED)
-    return label, [name for name in inputs if name not in _KEYS] or inputs
+    return label, [name for name in inputs if name not in _ORIGIN] or inputs
 
 
 def decode_images(column: pa.ChunkedArray, name: str) -> Array:

@@ -6,8 +6,6 @@ function. Any position of any epoch is addressed in constant time and memory. Go
 `tests/data/order/test_permutation.py`: changing the order changes every user's training run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache

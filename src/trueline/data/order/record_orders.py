@@ -7,11 +7,8 @@
     MixedOrder      several orders in a fixed ratio; one that is used up begins again
     WindowOrder     blocks of successive records are shuffled, and records within a window of blocks
 
-Recipes reach weighted, bucketed and mixed orders through `data/sources/mixture.py`. docs/concepts/order.md measures how
-well WindowOrder mixes, and the cost.
+docs/concepts/order.md measures how well WindowOrder mixes, and the cost.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

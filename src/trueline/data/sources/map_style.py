@@ -4,8 +4,6 @@ Items are `(inputs, label)`, in prediction mode also the inputs alone; torch's `
 A record that cannot be read is an error that names it. torch is imported when the first batch is read.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any

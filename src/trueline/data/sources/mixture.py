@@ -9,11 +9,8 @@
             return mix(["web/*.parquet", "books/*.parquet"], [3, 1], seed=1)
         return "held-out.parquet"
 
-A job counts the positions of the order as records: each is trained exactly once an epoch. A record of the parts that is
-set aside is left out at all its positions.
+A job counts the positions of the order as records. A record that is set aside is left out at all its positions.
 """
-
-from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right

@@ -1,10 +1,7 @@
 """A Source over Records of any format: the recipe's `feed` makes tensors of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -86,8 +83,9 @@ class TableSource:
 
 
 def _check_count(value: Any, count: int, what: str) -> None:
-    tensor = _tensor()
-    if type(value) is tensor or isinstance(value, tensor):  # the first is ten times as fast
+    import torch
+
+    if type(value) is torch.Tensor or isinstance(value, torch.Tensor):  # the first is ten times as fast
         shape = value.shape
         if not shape or shape[0] != count:
             raise DataError(f"{what}: a tensor of shape {list(shape)}, expected {count} records first")
@@ -102,10 +100,3 @@ def _check_count(value: Any, count: int, what: str) -> None:
             f"{what}: found a {type(value).__name__}, expected tensors",
             hint="make them with trueline.data.loading.tensors.tensor(records['column'])",
         )
-
-
-@lru_cache(maxsize=1)
-def _tensor() -> Any:
-    import torch
-
-    return torch.Tensor

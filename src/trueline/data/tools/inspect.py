@@ -1,7 +1,5 @@
 """Inspects, verifies and converts records."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import fspath

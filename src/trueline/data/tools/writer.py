@@ -13,8 +13,6 @@ RecordIO and ArrayRecord hold bytes: those of a table of one binary or string co
 record, with binary values in base64 as in JSON of protocol buffers (https://protobuf.dev/programming-guides/json).
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math
