@@ -28,12 +28,12 @@ RECIPES = TESTS / "train" / "recipes"
 BLIND = tuple(kind for kind in KINDS if kind not in schedule.ROOTS)
 
 
-def weather(recipe: str, **given) -> runner.Weather:
+def weather(recipe: str, **given) -> runner.StormPlan:
     found = {"workers": "2:3", "kinds": BLIND, "settings": {}, **given}
-    return runner.Weather(recipe=str(RECIPES / recipe), **found)
+    return runner.StormPlan(recipe=str(RECIPES / recipe), **found)
 
 
-def rage(tmp_path: Path, asked: runner.Weather, *, kills: int, seed: int) -> dict:
+def rage(tmp_path: Path, asked: runner.StormPlan, *, kills: int, seed: int) -> dict:
     """Storms until so many strikes are done, each told when it is over; the figures of all."""
     found = []
     for exact, storm in chaos.storms(asked, kills=kills, seed=seed, home=tmp_path, tell=verb.report):
@@ -116,8 +116,8 @@ def test_a_log_that_applies_a_step_twice_is_found_and_one_that_took_it_back_is_n
 
 def test_records_that_the_model_counted_too_rarely_or_too_often_are_found():
     weights = {"part.seen": torch.tensor([2.0, 1.0, 2.0, 4.0]), "weight": torch.zeros(4)}
-    assert verdict.counted(weights, 4, 2) == (1, 2)
-    assert verdict.counted({"weight": torch.zeros(4)}, 4, 2) == (0, 0)
+    assert verdict.count_applications(weights, 4, 2) == (1, 2)
+    assert verdict.count_applications({"weight": torch.zeros(4)}, 4, 2) == (0, 0)
 
 
 def test_a_long_gap_is_slow_unless_the_agent_that_starts_the_replacement_was_away():

@@ -1,4 +1,4 @@
-"""A job under strikes: it is launched, followed, struck, and resumed when it has to be."""
+"""A job under strikes: it is launched, followed, struck, and resumed when necessary."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from typing import Any
 
 from trueline import errors
 from trueline.chaos import schedule
-from trueline.chaos.leftovers import MARK, marked
+from trueline.chaos.leftovers import MARK, find_marked
 from trueline.chaos.schedule import Strike
 from trueline.train import api
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, parse_events
 
 STILL_S = 200.0
-"""A job without a step for so long stands still: longer than any lease, delay and start of a process."""
+"""Time without a step after which a job counts as hanging: longer than any lease, delay and start of a process."""
 POLL_S = 0.01
 LEASE_S = 1.5
 DISK = "disk"
 """Where a storm's own disk is mounted."""
+_AGENT = "trueline.engine.local.agent"
 _CLOCK = """
 import os, sys, time
 _file, _real, _real_ns = os.environ["TRUELINE_CHAOS_CLOCK"], time.time, time.time_ns
 def _jump():
     if sys._getframe(2).f_globals.get("__name__", "").startswith("grpc"):
-        return 0  # it compares with a clock of its own in C, which does not jump
+        return 0  # gRPC compares with a clock of its own in C, which does not jump
     try:
         return int(open(_file).read() or 0)
     except (OSError, ValueError):
@@ -45,14 +46,14 @@ time.time_ns = lambda: _real_ns() + _jump() * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weather:
-    """What is asked of a storm."""
+class StormPlan:
+    """The job of a storm, and its strikes."""
 
     recipe: str
     workers: str
     kinds: tuple[str, ...]
     every: int = 0
-    """Steps between strikes; 0: a third of a second's."""
+    """Steps between strikes; 0: as many as take a third of a second."""
     points: tuple[job_settings.Phase, ...] = schedule.POINTS
     settings: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-6
@@ -61,13 +62,13 @@ class Weather:
 class Victim:
     """One job under strikes. Its launcher is a process of its own, so that it can be killed too."""
 
-    def __init__(self, weather: Weather, home: Path, plan: list[Strike]) -> None:
-        self.weather, self.home, self.job_dir = weather, home, home / "job"
+    def __init__(self, options: StormPlan, home: Path, plan: list[Strike]) -> None:
+        self.options, self.home, self.job_dir = options, home, home / "job"
         self.plan = sorted((strike for strike in plan if strike.fault is None), key=lambda strike: strike.step)
         self.faults = tuple(strike.fault for strike in plan if strike.fault is not None)
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.done: list[tuple[str, int]] = []
-        """Kind and instant (monotonic, ns) of what was done from outside."""
+        """Kind and instant (monotonic, ns) of the strikes from outside."""
         self.troubles: list[str] = []
         self.step, self.moved_at = 0, time.monotonic()
         self.workers: dict[str, int] = {}
@@ -80,15 +81,15 @@ class Victim:
 
     def run(self) -> None:
         api.prepare(
-            self.weather.recipe, workers=self.weather.workers, job_dir=self.job_dir, faults=self.faults,
-            **{"lease_s": LEASE_S, "max_failures": 1_000_000, **self.weather.settings},
+            self.options.recipe, workers=self.options.workers, job_dir=self.job_dir, faults=self.faults,
+            **{"lease_s": LEASE_S, "max_failures": 1_000_000, **self.options.settings},
         )  # fmt: skip
         self._launch()
         try:
-            while self._goes_on():
-                self._listen()
-                self._strike_what_is_due()
-                time.sleep(POLL_S)  # what the job reports is in a file of its own
+            while self._is_running():
+                self._read_events()
+                self._strike_if_due()
+                time.sleep(POLL_S)  # the job reports in a file of its own
         finally:
             self._end()
 
@@ -104,26 +105,24 @@ class Victim:
             )
         self.moved_at = time.monotonic()
 
-    def _goes_on(self) -> bool:
-        """False when the job has ended, or stands still."""
+    def _is_running(self) -> bool:
+        """False when the job has ended, or hangs. A job that ended for lack of a state is resumed."""
         assert self.launcher is not None
         if time.monotonic() - self.moved_at > STILL_S:
-            alive = ", ".join(f"{found.pid} {found.what}" for found in marked(self.mark))
+            alive = ", ".join(map(str, find_marked(self.mark)))
             self.troubles.append(f"no step for {STILL_S:g} s after step {self.step}; alive: {alive}")
             return False
         if self.launcher.poll() is None:
             return True
-        self._listen()
+        self._read_events()
         launch = JobDir(self.job_dir).read_launch()
         if launch is None or launch.outcome == "":
-            self.troubles.append(f"the launcher ended with {self.launcher.returncode} and did not say how")
+            self.troubles.append(f"the launcher ended with {self.launcher.returncode} and reported no outcome")
             return False
-        if launch.outcome == "failed":
-            return self._failed(launch.why)
-        return False
+        return launch.outcome == "failed" and self._resume_failed(launch.why)
 
-    def _failed(self, why: str) -> bool:
-        """A job may fail for want of any state or of room on its disk, if that is so; then it is resumed."""
+    def _resume_failed(self, why: str) -> bool:
+        """Resumes a job that failed for a valid reason: no process held the state, or its disk was full."""
         struck = "disk" in {kind for kind, _ in self.done}
         full = struck and any(words in why for words in ("no room", "disk is full", "No space"))
         lost = "that held the state" in why and not self._saved
@@ -147,10 +146,8 @@ class Victim:
     def _refresh_disk(self) -> None:
         (self.home / "filler").unlink(missing_ok=True)
 
-    # What the job says. --------------------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        """Reads what was added to events.jsonl."""
+    def _read_events(self) -> None:
+        """Reads the new lines of events.jsonl."""
         try:
             with JobDir(self.job_dir).events.open("rb") as file:
                 file.seek(self._offset)
@@ -160,9 +157,9 @@ class Victim:
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for name, fields, _ in parse_events(filter(None, lines)):
-            self._hear(name, fields)
+            self._handle(name, fields)
 
-    def _hear(self, name: str, fields: Mapping[str, Any]) -> None:
+    def _handle(self, name: str, fields: Mapping[str, Any]) -> None:
         if name == "step.applied":
             self.step, self.moved_at = int(fields["step"]) + 1, time.monotonic()
         elif name == "worker.running":
@@ -172,86 +169,84 @@ class Victim:
         elif name == "checkpoint.saved":
             self._saved = True
 
-    # Strikes. ------------------------------------------------------------------------------------------------------
-
-    def _strike_what_is_due(self) -> None:
+    def _strike_if_due(self) -> None:
         if not self.plan or self.step < self.plan[0].step or not self._saved:
             return
         strike = self.plan.pop(0)
-        time.sleep(strike.delay_s)  # reports come in bunches; the kill is at any instant
-        if getattr(self, f"_do_{strike.kind}")(strike):
+        time.sleep(strike.delay_s)  # reports come in bunches; the strike is at any instant
+        if self._do(strike):
             self.done.append((strike.kind, time.monotonic_ns()))
 
     def _signal(self, pid: int, number: int) -> bool:
-        """Only processes of this storm, whatever became of a pid."""
-        if not any(found.pid == pid for found in marked(self.mark)):
+        """Only to processes of this storm, even if a pid is used again."""
+        if not any(process.pid == pid for process in find_marked(self.mark)):
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
             return True
         return False
 
-    def _picked(self, strike: Strike, count: int) -> list[int]:
+    def _pick_workers(self, strike: Strike, count: int) -> list[int]:
         pids = sorted(set(self.workers.values()))
         first = int(strike.pick * len(pids)) if pids else 0
         return (pids[first:] + pids[:first])[:count]
 
-    def _kill_workers(self, strike: Strike, count: int, number: int = signal.SIGKILL) -> bool:
-        struck = [self._signal(pid, number) for pid in self._picked(strike, count)]
+    def _signal_workers(self, strike: Strike, count: int, number: int = signal.SIGKILL) -> bool:
+        struck = [self._signal(pid, number) for pid in self._pick_workers(strike, count)]
         return any(struck)
 
-    def _do_worker(self, strike: Strike) -> bool:
-        return self._kill_workers(strike, 1)
-
-    def _do_two(self, strike: Strike) -> bool:
-        return self._kill_workers(strike, 2)
-
-    def _do_all(self, strike: Strike) -> bool:
-        return self._kill_workers(strike, len(self.workers))
-
-    def _do_hang(self, strike: Strike) -> bool:
-        return self._kill_workers(strike, 1, signal.SIGSTOP)
+    def _do(self, strike: Strike) -> bool:
+        """Returns whether it struck anything."""
+        match strike.kind:
+            case "worker":
+                return self._signal_workers(strike, 1)
+            case "two":
+                return self._signal_workers(strike, 2)
+            case "all":
+                return self._signal_workers(strike, len(self.workers))
+            case "hang":
+                return self._signal_workers(strike, 1, signal.SIGSTOP)
+            case "master":
+                return self._signal(self._master(), signal.SIGKILL)
+            case "both":
+                return self._signal(self._master(), signal.SIGKILL) | self._signal_workers(strike, 1)
+            case "agent":
+                return self._signal(self._child(_AGENT), signal.SIGKILL)
+            case "zygote":
+                return self._signal(self._child("trueline.train.master.failover"), signal.SIGKILL)
+            case "clock":
+                (self.home / "clock").write_text(str(int((strike.pick - 0.5) * 20 * 86400)))
+                return True
+        struck: bool = getattr(self, f"_do_{strike.kind}")(strike)
+        return struck
 
     def _master(self) -> int:
         master = JobDir(self.job_dir).read_master()
         return -1 if master is None else master.pid
 
-    def _do_master(self, strike: Strike) -> bool:
-        return self._signal(self._master(), signal.SIGKILL)
-
-    def _do_both(self, strike: Strike) -> bool:
-        struck = self._do_master(strike)
-        return self._do_worker(strike) or struck
-
     def _do_freeze(self, strike: Strike) -> bool:
         master = self._master()
         if not self._signal(master, signal.SIGSTOP):
             return False
-        time.sleep(0.2 + 2.5 * strike.pick)  # that long it stands still
+        time.sleep(0.2 + 2.5 * strike.pick)  # the time that it is stopped
         return self._signal(master, signal.SIGCONT)
-
-    def _do_agent(self, strike: Strike) -> bool:
-        return self._signal(self._child("trueline.engine.local.agent"), signal.SIGKILL)
-
-    def _do_zygote(self, strike: Strike) -> bool:
-        return self._signal(self._child("trueline.train.master.failover"), signal.SIGKILL)
 
     def _child(self, module: str) -> int:
         """The process that the launcher started with `module`; -1: there is none."""
         assert self.launcher is not None
-        children = [found for found in marked(self.mark) if found.parent == self.launcher.pid]
-        return next((found.pid for found in children if module in found.what), -1)
+        children = [process for process in find_marked(self.mark) if process.parent == self.launcher.pid]
+        return next((process.pid for process in children if module in process.command), -1)
 
     def _do_launcher(self, strike: Strike) -> bool:
         assert self.launcher is not None
         self.launcher.kill()
         self.launcher.wait()
         deadline = time.monotonic() + 10
-        while marked(self.mark) and time.monotonic() < deadline:
+        while (left := find_marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(POLL_S)  # its processes notice that it is gone
-        left = [f"{found.pid} {found.what}" for found in marked(self.mark)]
         if left:
-            self.troubles.append(f"10 s after the launcher was killed there is still {', '.join(left)}")
+            alive = ", ".join(map(str, left))
+            self.troubles.append(f"10 s after the launcher was killed there is still {alive}")
         self._resume()
         return True
 
@@ -265,10 +260,6 @@ class Victim:
             return
         self._launch()
 
-    def _do_clock(self, strike: Strike) -> bool:
-        (self.home / "clock").write_text(str(int((strike.pick - 0.5) * 20 * 86400)))
-        return True
-
     def _do_network(self, strike: Strike) -> bool:
         for way, pause_s in (("down", 0.1 + 3 * strike.pick), ("up", 0.0)):
             subprocess.run(["ip", "link", "set", "lo", way], check=True)
@@ -276,17 +267,17 @@ class Victim:
         return True
 
     def _do_reset(self, strike: Strike) -> bool:
-        pids = self._picked(strike, 1)
-        found = subprocess.run(["ss", "-tnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
-        mine = [line.split()[3].rpartition(":")[2] for line in found if pids and f"pid={pids[0]}," in line]
+        pids = self._pick_workers(strike, 1)
+        sockets = subprocess.run(["ss", "-tnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+        mine = [line.split()[3].rpartition(":")[2] for line in sockets if pids and f"pid={pids[0]}," in line]
         for port in mine:
             subprocess.run(["ss", "-K", "sport", "=", port], capture_output=True, check=False)
         return bool(mine)
 
     def _do_zombie(self, strike: Strike) -> bool:
-        """Waking up, it has to find out by itself that the others have gone on without it."""
-        pids = self._picked(strike, 1)
-        if not (pids and self._do_agent(strike) and self._signal(pids[0], signal.SIGSTOP)):
+        """A worker that wakes up and has to notice that the others have continued without it."""
+        pids = self._pick_workers(strike, 1)
+        if not (pids and self._signal(self._child(_AGENT), signal.SIGKILL) and self._signal(pids[0], signal.SIGSTOP)):
             return False
         time.sleep(LEASE_S + 0.5 + strike.pick)
         self._signal(pids[0], signal.SIGCONT)
@@ -295,11 +286,11 @@ class Victim:
     def _do_disk(self, strike: Strike) -> bool:
         """Fills what is left of the storm's own disk."""
         if not (self.home.parent.name == DISK and self.home.parent.is_mount()):
-            return False  # it is somebody else's too
+            return False  # other programs use this disk too
         with contextlib.suppress(OSError), (self.home / "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 16))
-        time.sleep(0.1 + strike.pick)  # that long it is full
+        time.sleep(0.1 + strike.pick)  # the time that it is full
         self._refresh_disk()
         return True
 
@@ -307,10 +298,10 @@ class Victim:
         return Counter(kind for kind, _ in self.struck())
 
     def struck(self) -> list[tuple[str, int]]:
-        """What was done (kind, or the point where a worker did it to itself) and when (monotonic, ns)."""
-        found = list(self.done)
+        """The strikes (kind, or the point where a worker did it to itself) and their instants (monotonic, ns)."""
+        struck = list(self.done)
         for file in JobDir(self.job_dir).faults.glob("*"):
             with contextlib.suppress(ValueError):  # struck from outside while it wrote
                 fault = json.loads(file.read_text())
-                found.append((f"{fault['phase']}{'' if fault['signal'] == 9 else ' (stop)'}", fault["at_ns"]))
-        return sorted(found, key=lambda one: one[1])
+                struck.append((f"{fault['phase']}{'' if fault['signal'] == 9 else ' (stop)'}", fault["at_ns"]))
+        return sorted(struck, key=lambda one: one[1])

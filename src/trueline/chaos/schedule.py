@@ -1,7 +1,7 @@
-"""What a storm does to a job, and when: a function of its seed, so that a violation can be called up again. Pure.
+"""The strikes of a storm and their times: a function of its seed, so that a violation can be reproduced. Pure.
 
 A strike at a named **point** is an injected fault: the worker does it to itself, exactly there. All others are
-**blind**: the storm does them from outside when the job has reported a step, at whatever instant that happens to be.
+**blind**: the storm does them from outside at a random instant after the job has reported a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS = {
     "points": 40, "worker": 24, "two": 6, "all": 2, "hang": 2, "master": 6, "both": 3, "freeze": 2, "agent": 3,
     "zygote": 2, "launcher": 2, "zombie": 2, "clock": 3, "network": 2, "reset": 3, "disk": 1,
 }  # fmt: skip
-"""What may be asked for, and how often it is chosen."""
+"""Kind of strike -> its weight in the random choice."""
 MEANING = {
     "points": "a worker at a named point of the protocol, or stopped there",
     "worker": "SIGKILL to a worker",
@@ -27,7 +27,7 @@ MEANING = {
     "hang": "SIGSTOP to a worker",
     "master": "SIGKILL to the master",
     "both": "SIGKILL to the master and a worker at once",
-    "freeze": "the master stands still (SIGSTOP, SIGCONT)",
+    "freeze": "SIGSTOP to the master, later SIGCONT",
     "agent": "SIGKILL to the agent that forks the workers",
     "zygote": "SIGKILL to the process that forks masters, which takes its master along",
     "launcher": "SIGKILL to the launcher; the job is resumed",
@@ -38,29 +38,29 @@ MEANING = {
     "disk": "the disk is full for a moment",
 }
 ROOTS = ("network", "reset", "disk")
-"""These need a network and mounts of the storm's own."""
+"""Kinds that need a network and mounts of the storm's own."""
 SYSTEM = ("master", "both", "agent", "zygote", "zombie")
-"""After these the launcher has something to start again."""
+"""Kinds after which the launcher has to start a process again."""
 RESTARTS = 8
-"""So many deaths of master and agent a launcher is put to; it gives up after ten."""
+"""Deaths of master and agent in one life of a launcher, which gives up after ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
     step: int
-    """It is due when so many steps are applied."""
+    """The number of applied steps at which it is due."""
     kind: str
     delay_s: float = 0.0
-    """Time after the report of that step."""
+    """Time from the report of that step."""
     pick: float = 0.0
-    """From 0 to 1: which of those who are there; how long, how far."""
+    """From 0 to 1: chooses the worker, or a duration or distance."""
     fault: Fault | None = None
 
 
 def plan(
     seed: int, *, steps: int, slots: int, every: int, kinds: Collection[str], points: Sequence[Phase] = POINTS
 ) -> list[Strike]:
-    """The strikes of a job of `steps` steps, one each `every` steps or so, the first when a checkpoint can exist."""
+    """The strikes of a job of `steps` steps, about one each `every` steps, the first when a checkpoint can exist."""
     dice = random.Random(seed)
     known = [kind for kind in KINDS if kind in kinds]
     found, restarts = [], 0

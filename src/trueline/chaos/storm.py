@@ -1,10 +1,10 @@
 """Storms: a job is struck again and again while it runs, and has to end as if nothing had happened.
 
-    calm run ──▶ what the job ought to do: steps, losses, weights
-    storm 1, 2, ... with seed S, S+1, ...:  strikes (`strikes.py`) ──▶ the same job ──▶ compared
+    calm run ──▶ expected steps, losses, weights
+    storm 1, 2, ... with seed S, S+1, ...:  strikes (`schedule.py`) ──▶ the same job ──▶ compared
 
-Nothing here trusts the job: who runs is read from /proc by a mark in the environment, what was applied from the
-journal and from the model itself (a parameter `seen` that counts its records, where the recipe has one).
+Nothing here trusts the job: its processes are found in /proc by a mark in the environment, the applied steps in the
+journal and in the model itself (a parameter `seen` that counts its records, where the recipe has one).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 
 from trueline import errors
 from trueline.chaos import schedule
-from trueline.chaos.leftovers import Remains, marked
-from trueline.chaos.runner import DISK, Victim, Weather
-from trueline.chaos.verdict import Calm, Verdict, judge, observe
+from trueline.chaos.leftovers import Remains, find_marked
+from trueline.chaos.runner import DISK, StormPlan, Victim
+from trueline.chaos.verdict import Calm, JobVerdict, judge, observe
 from trueline.train import settings as job_settings
 
 
@@ -34,42 +34,44 @@ from trueline.train import settings as job_settings
 class Storm:
     seed: int
     kills: Counter[str]
-    """Kind or point -> how often it was done."""
+    """Kind or point -> number of strikes."""
     gaps_ms: dict[str, list[float]]
     """Kind or point -> milliseconds from each strike to the first step of a regrouped group."""
-    verdict: Verdict
+    verdict: JobVerdict
     seconds: float
     folder: Path
 
 
-def calm(weather: Weather, home: Path) -> Calm:
-    """The job without strikes. Raises TrainError when it does not even end well by itself."""
-    victim = Victim(weather, home, [])
+def calm(options: StormPlan, home: Path) -> Calm:
+    """The job without strikes. Raises TrainError when it fails by itself."""
+    victim = Victim(options, home, [])
     victim.run()
     if victim.troubles:
         raise errors.TrainError(f"the undisturbed job did not end well: {victim.troubles[0]}",
                                 hint=f"see {home / 'launcher.log'}")  # fmt: skip
-    found = observe(victim.job_dir)
+    observed = observe(victim.job_dir)
     shutil.rmtree(home)
-    return found
+    return observed
 
 
-def storm(weather: Weather, home: Path, seed: int, usual: Calm) -> Storm:
-    """One job under the strikes of `seed`. What is found stays in `home` if it is a violation."""
+def storm(options: StormPlan, home: Path, seed: int, usual: Calm) -> Storm:
+    """One job under the strikes of `seed`. After a violation its files stay in `home`."""
     began = time.monotonic()
-    slots = job_settings.parse_workers(weather.workers)[1]
+    slots = job_settings.parse_workers(options.workers)[1]
     plan = schedule.plan(
-        seed, steps=usual.steps, slots=slots, every=weather.every, kinds=weather.kinds, points=weather.points
+        seed, steps=usual.steps, slots=slots, every=options.every, kinds=options.kinds, points=options.points
     )
-    victim = Victim(weather, home, plan)
+    victim = Victim(options, home, plan)
     before = Remains.of(victim.mark)
     victim.run()
     (home / "strikes.json").write_text(json.dumps(victim.struck()))
-    verdict = judge(victim.job_dir, usual, victim.struck(), tolerance=weather.tolerance)
-    left = Remains.of(victim.mark).since(before) + _torn(home)
-    verdict = verdict.with_violations([*victim.troubles, *left])
-    for found in marked(victim.mark):
-        os.kill(found.pid, signal.SIGKILL)
+    verdict = judge(victim.job_dir, usual, victim.struck(), tolerance=options.tolerance)
+    left = Remains.of(victim.mark).since(before)
+    left += [f"a partial file is left: {path.relative_to(home)}" for path in home.rglob(".partial-*")]
+    left += [f"a temporary file is left: {path.relative_to(home)}" for path in (home / "tmp").iterdir()]
+    verdict = replace(verdict, violations=(*verdict.violations, *victim.troubles, *left))
+    for process in find_marked(victim.mark):
+        os.kill(process.pid, signal.SIGKILL)
     done = Storm(seed=seed, kills=victim.kills(), gaps_ms=verdict.gaps_ms, verdict=verdict,
                  seconds=time.monotonic() - began, folder=home)  # fmt: skip
     if not verdict.violations:
@@ -77,41 +79,35 @@ def storm(weather: Weather, home: Path, seed: int, usual: Calm) -> Storm:
     return done
 
 
-def _torn(home: Path) -> list[str]:
-    """Files under construction, and what the processes left in their folder for temporary files."""
-    torn = [f"a partial file is left: {path.relative_to(home)}" for path in home.rglob(".partial-*")]
-    return torn + [f"a temporary file is left: {path.relative_to(home)}" for path in (home / "tmp").iterdir()]
-
-
-def pace(weather: Weather, usual: Calm) -> Weather:
-    """With the steps between strikes that make about three a second."""
-    return weather if weather.every else replace(weather, every=max(2, round(0.35 / max(usual.step_s, 1e-6))))
+def pace(options: StormPlan, usual: Calm) -> StormPlan:
+    """With as many steps between strikes as make about three strikes a second."""
+    return options if options.every else replace(options, every=max(2, round(0.35 / max(usual.step_s, 1e-6))))
 
 
 def storms(
-    weather: Weather, *, kills: int, seed: int, home: Path, tell: Callable[[str], None]
-) -> Iterator[tuple[Weather, Storm]]:
-    """Storms with the seeds `seed`, `seed` + 1, ... until `kills` strikes are done in all. Jobs are in `home`."""
-    with _disk(home, own="disk" in weather.kinds) as ground:
-        usual = calm(weather, ground / "calm")
-        weather, done = pace(weather, usual), 0
-        tell(f"undisturbed: {usual.steps} steps, {usual.step_s * 1e3:.1f} ms each; a strike each {weather.every} steps")
+    options: StormPlan, *, kills: int, seed: int, home: Path, tell: Callable[[str], None]
+) -> Iterator[tuple[StormPlan, Storm]]:
+    """Storms with the seeds `seed`, `seed` + 1, ... until there were `kills` strikes in all. Jobs are in `home`."""
+    with _disk(home, own="disk" in options.kinds) as ground:
+        usual = calm(options, ground / "calm")
+        options, done = pace(options, usual), 0
+        tell(f"undisturbed: {usual.steps} steps, {usual.step_s * 1e3:.1f} ms each; a strike each {options.every} steps")
         while done < kills:
-            found = storm(weather, ground / f"storm-{seed}", seed, usual)
-            if found.folder.exists() and ground != home:
-                shutil.copytree(found.folder, home / found.folder.name, symlinks=True)
-                found = replace(found, folder=home / found.folder.name)
-            done += found.kills.total()
-            yield weather, found
+            result = storm(options, ground / f"storm-{seed}", seed, usual)
+            if result.folder.exists() and ground != home:
+                shutil.copytree(result.folder, home / result.folder.name, symlinks=True)
+                result = replace(result, folder=home / result.folder.name)
+            done += result.kills.total()
+            yield options, result
             seed += 1
-            if not found.kills and not found.verdict.violations:
+            if not result.kills and not result.verdict.violations:
                 why = f"a job of {usual.steps} steps is over before anything strikes"
                 raise errors.UsageError(why, hint="more --epochs, or less --every")
 
 
 @contextlib.contextmanager
 def _disk(home: Path, *, own: bool) -> Iterator[Path]:
-    """A folder for jobs; on a small disk of its own where it is to be filled."""
+    """A folder for jobs; on a small disk of its own where strikes fill the disk."""
     if not own:
         yield home
         return
@@ -126,7 +122,7 @@ def _disk(home: Path, *, own: bool) -> Iterator[Path]:
 
 
 def home_for(keep: str | None) -> Path:
-    """A new folder for storms, in `keep` (made where it is not there) or among the temporary ones."""
+    """A new folder for storms, in `keep` (made where it does not exist) or among the temporary ones."""
     if keep is not None:
         Path(keep).mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="storm-", dir=keep))

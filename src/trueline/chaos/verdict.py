@@ -1,4 +1,4 @@
-"""How a job has to have ended, by witnesses outside its own certificates: journal, weights, counting parameter."""
+"""Whether a job ended as it had to, by evidence beside its own certificates: journal, weights, counting parameter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import sqlite3
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,24 @@ from trueline.train.api import JobSummary
 from trueline.train.job_dir import JobDir
 
 COUNTER = "seen"
-"""A parameter of this name with a number for each record is taken to count the steps that the record was in."""
+"""Name of a parameter with one number for each record, which counts the steps that the record was in."""
 
 UNFELT = ("master", "freeze", "clock", "network", "disk", "agent", "zygote", "zombie")
-"""Strikes after which the group need not form anew."""
+"""Strikes after which the group need not form again."""
 SHAKEN_S = 3.0
 UNDER_WAY_NS = 100_000_000
-"""A step that was under way when the strike came may still be applied."""
+"""A step that was in progress when the strike came may still be applied."""
 SLOW_MS = 8000.0
-"""No regroup takes so long, nor a lease with the start of a replacement."""
+"""Longer than any regroup, and than a lease with the start of a replacement."""
 AGENTLESS_NS = 30_000_000_000
-"""After the death of the agent: so long its successor may import torch on a busy machine, and nobody is replaced."""
+"""How long a new agent may import torch on a busy machine; until then no worker is replaced."""
 SINGLE = 1e-6
-"""Losses are told in single precision."""
+"""Losses are reported in single precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calm:
-    """What an undisturbed job did."""
+    """Steps, losses and weights of an undisturbed job."""
 
     steps: int
     step_s: float
@@ -46,19 +46,16 @@ class Calm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class JobVerdict:
     violations: tuple[str, ...] = ()
     lost: int = 0
     repeated: int = 0
     difference: float = 0.0
-    """Of the weights: the largest one, relative to the parameter's largest value."""
+    """The largest one of the weights, relative to the parameter's largest value."""
     loss_difference: float = 0.0
     rolled_back: int = 0
-    """Steps that were taken back because nobody held their state, and done again."""
+    """Steps that were taken back because no process held their state, and repeated."""
     gaps_ms: dict[str, list[float]] = field(default_factory=dict)
-
-    def with_violations(self, more: Sequence[str]) -> Verdict:
-        return replace(self, violations=(*self.violations, *more))
 
 
 def rows(job_dir: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -75,10 +72,10 @@ def observe(job_dir: Path) -> Calm:
     return Calm(steps=facts["steps"], step_s=statistics.median(took or [0.0]), losses=losses, weights=weights)
 
 
-def judge(job_dir: Path, usual: Calm, struck: Sequence[tuple[str, int]], *, tolerance: float) -> Verdict:
-    """What is wrong with the job in `job_dir`, which was struck so and then."""
+def judge(job_dir: Path, usual: Calm, struck: Sequence[tuple[str, int]], *, tolerance: float) -> JobVerdict:
+    """What is wrong with the job in `job_dir`; `struck`: kind and instant (monotonic, ns) of each strike."""
     if not JobDir(job_dir).summary.exists():
-        return Verdict(violations=("the job did not finish",))
+        return JobVerdict(violations=("the job did not finish",))
     log = rows(job_dir)
     losses, wrong, rolled_back = surviving(log)
     facts = json.loads(JobDir(job_dir).summary.read_text())
@@ -87,7 +84,7 @@ def judge(job_dir: Path, usual: Calm, struck: Sequence[tuple[str, int]], *, tole
     if facts["set_aside"] or facts["quarantined"]:
         wrong.append(f"set aside: {facts['set_aside']}; quarantined: {facts['quarantined']}")
     weights = checkpoint.read(facts["checkpoint"]).state["model"]
-    lost, repeated = counted(weights, facts["records"], job_settings.load(job_dir).epochs)
+    lost, repeated = count_applications(weights, facts["records"], job_settings.load(job_dir).epochs)
     if lost or repeated:
         wrong.append(f"the model has counted {lost} records too few and {repeated} too many")
     loss = max((_relative(losses[step], value) for step, value in usual.losses.items() if step in losses), default=0.0)
@@ -98,7 +95,7 @@ def judge(job_dir: Path, usual: Calm, struck: Sequence[tuple[str, int]], *, tole
         wrong.append(f"the weights differ by {difference:.2e} (relative) from the undisturbed run's")
     felt = gaps(log, struck)
     slow = [f"{gap:.0f} ms without a step after {kind}" for kind, some in felt.items() for gap in some if gap > SLOW_MS]
-    return Verdict(
+    return JobVerdict(
         violations=(*wrong, *slow), lost=lost, repeated=repeated, difference=difference, loss_difference=loss,
         rolled_back=rolled_back, gaps_ms=felt,
     )  # fmt: skip
@@ -125,8 +122,8 @@ def surviving(log: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[int, floa
     return losses, wrong, back
 
 
-def counted(weights: dict[str, torch.Tensor], records: int, epochs: int) -> tuple[int, int]:
-    """Applications that are missing and those that are too many, where the model counts them."""
+def count_applications(weights: dict[str, torch.Tensor], records: int, epochs: int) -> tuple[int, int]:
+    """How many times records were applied too rarely and too often, where the model counts them."""
     for name, value in weights.items():
         if name.rpartition(".")[2] == COUNTER and value.numel() == records:
             counts = value.double().round().reshape(-1) - epochs
@@ -155,10 +152,10 @@ def _relative(one: float, other: float) -> float:
 
 
 def gaps(log: Sequence[tuple[str, dict[str, Any]]], struck: Sequence[tuple[str, int]]) -> dict[str, list[float]]:
-    """For each strike that made the group form anew, the milliseconds until the first step after that.
+    """For each strike that made the group form again, the milliseconds until the first step after that.
 
-    Left out are those that met a job whose master, agent or network had been struck shortly before, and long ones that
-    may have waited for the agent that starts the replacements.
+    Left out are strikes shortly after one on master, agent or network, and long gaps in which workers may have waited
+    for the agent that starts their replacements.
     """
     regrouped = sorted(
         (body["at_ns"], body["at_ns"] - int(1e6 * body["gap_ms"]))
@@ -171,7 +168,7 @@ def gaps(log: Sequence[tuple[str, dict[str, Any]]], struck: Sequence[tuple[str, 
         agentless, served_ns = at < served_ns, at + AGENTLESS_NS if kind in ("agent", "zombie") else served_ns
         early, calm_ns = at < calm_ns, max(calm_ns, at + int(1e9 * SHAKEN_S) if shakes(kind) else 0)
         later, since = next((step for step in regrouped if step[0] > at), (0, 0))
-        felt = later and since < at + UNDER_WAY_NS  # nobody feels the death of who has not joined yet
+        felt = later and since < at + UNDER_WAY_NS  # else the worker had not joined yet
         gap_ms = (later - at) / 1e6
         if felt and kind not in UNFELT and not early and not (agentless and gap_ms > SLOW_MS):
             found.setdefault(kind, []).append(round(gap_ms, 1))
@@ -179,6 +176,6 @@ def gaps(log: Sequence[tuple[str, dict[str, Any]]], struck: Sequence[tuple[str, 
 
 
 def shakes(kind: str) -> bool:
-    """Whether later strikes may find a job that has not come to itself yet, for a lease's or a start's time."""
+    """Whether the job may still be recovering from it when later strikes come, for as long as a lease or a start."""
     shaking = {*UNFELT, "both", "launcher", "all", "hang"} - {"clock"}
     return kind in shaking or kind.endswith("(stop)")

@@ -18,7 +18,7 @@ from trueline.cli.options import Output, recipe_argument, section, verb
 from trueline.errors import UsageError
 
 if TYPE_CHECKING:
-    from trueline.chaos.runner import Weather
+    from trueline.chaos.runner import StormPlan
     from trueline.chaos.storm import Storm
 
 _EXAMPLES = """
@@ -72,7 +72,7 @@ def command(recipe: str, what: str, points: str, kills: int, seed: int | None, p
     isolate(kinds)
     seed = int.from_bytes(os.urandom(3)) if seed is None else seed
     keep, tolerance = given.pop("keep"), given.pop("tolerance")
-    weather = runner.Weather(
+    weather = runner.StormPlan(
         recipe=recipe, workers=given.pop("workers"), every=given.pop("every"), kinds=kinds,
         points=tuple(points.split(",")) if points else schedule.POINTS,  # type: ignore[arg-type]  # checked as a setting
         tolerance=0.0 if given["bitwise"] else tolerance, settings={k: v for k, v in given.items() if v is not None},
@@ -126,7 +126,7 @@ def isolate(kinds: tuple[str, ...]) -> None:
     os.execvp("unshare", ["unshare", "-n", "-m", "--propagation", "private", "sh", "-c", inside, "sh", *command])
 
 
-def report_storm(weather: Weather, storm: Storm, done: int, kills: int) -> None:
+def report_storm(weather: StormPlan, storm: Storm, done: int, kills: int) -> None:
     verdict = storm.verdict
     report(
         f"storm {storm.seed}: {storm.kills.total()} strikes in {storm.seconds:.0f} s ({done}/{kills}), "
@@ -138,7 +138,7 @@ def report_storm(weather: Weather, storm: Storm, done: int, kills: int) -> None:
         report(f"  the job: {storm.folder}\n  again: {replay(weather, storm.seed)}")
 
 
-def replay(weather: Weather, seed: int) -> str:
+def replay(weather: StormPlan, seed: int) -> str:
     """The command that repeats a storm."""
     command = ["trueline", "chaos", weather.recipe, "--seed", str(seed), "--kills", "1", "--every", str(weather.every),
                "--workers", weather.workers, "--what", ",".join(weather.kinds), "--points",
