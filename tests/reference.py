@@ -8,7 +8,7 @@ import click
 
 from trueline.cli import app, config_file
 from trueline.recipe.settings import TrainingSettings
-from trueline.settings import declared
+from trueline.settings import declared_settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "configuration.md"
 HEAD = """# Configuration
@@ -62,7 +62,7 @@ def page() -> str:
     lines += ["| name | default | meaning |", "|---|---|---|"]
     lines += [
         f"| `{one.name}` | `{one.default!r}` | {one.setting.help} |"
-        for one in declared(TrainingSettings)
+        for one in declared_settings(TrainingSettings)
         if one.setting.recipe
     ]
     lines += ["", "## Options", ""]

@@ -10,7 +10,7 @@ from trueline.cli.options import setting_options
 from trueline.errors import UsageError
 from trueline.recipe.settings import TrainingSettings
 from trueline.serve.settings import ServeOptions, ServeSettings
-from trueline.settings import check, declared, setting
+from trueline.settings import check, declared_settings, setting
 from trueline.train.settings import Overrides
 
 
@@ -73,7 +73,7 @@ def test_values_in_range_pass():
 
 
 def test_the_arguments_of_serve_are_the_settings_that_are_declared():
-    assert set(ServeOptions.__annotations__) | {"port"} == {one.name for one in declared(ServeSettings)}
+    assert set(ServeOptions.__annotations__) | {"port"} == {one.name for one in declared_settings(ServeSettings)}
 
 
 def test_a_servers_settings_out_of_range_name_the_value_and_the_range():
@@ -83,4 +83,4 @@ def test_a_servers_settings_out_of_range_name_the_value_and_the_range():
 
 
 def test_the_arguments_of_train_are_the_settings_that_are_declared():
-    assert set(Overrides.__annotations__) == {one.name for one in declared(TrainingSettings)}
+    assert set(Overrides.__annotations__) == {one.name for one in declared_settings(TrainingSettings)}

@@ -6,9 +6,8 @@
     result = trueline.train(recipe, workers="3")
     trueline.capture(recipe, result.checkpoint, "digits.bundle")
 
-Importing this package imports no torch: each verb is looked up when it is first used (PEP 562). A verb that
-shares its name with a room (train, capture, serve) is the room's package itself, which is callable; see
-`_verbs`.
+Importing this package imports no torch: each verb is imported when it is first used (PEP 562). A verb with the name of
+a package (train, capture, serve) is the package itself, which is callable; see `_verbs`.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ from typing import TYPE_CHECKING
 from trueline.version import __version__
 
 if TYPE_CHECKING:
-    from trueline.batch.evaluate import evaluate
-    from trueline.batch.predict import predict
-    from trueline.bundle.read import open_bundle as inspect
+    from trueline.batch.evaluate import evaluate as evaluate
+    from trueline.batch.predict import predict as predict
+    from trueline.bundle.read import open_bundle as inspect  # noqa: F401 (it is in __all__)
     from trueline.capture.api import capture as capture
-    from trueline.capture.verify import verify
+    from trueline.capture.verify import verify as verify
     from trueline.doctor.api import doctor as doctor
-    from trueline.recipe.load import load_recipe
-    from trueline.registry import register
+    from trueline.recipe.load import load_recipe as load_recipe
+    from trueline.registry import register as register
     from trueline.serve.api import serve as serve
     from trueline.ship import ship as ship
     from trueline.train.api import train as train
-    from trueline.train.elastic import Elastic
-    from trueline.train.step.options import Options
-    from trueline.train.step.validation import Rule, Validation
+    from trueline.train.elastic import Elastic as Elastic
+    from trueline.train.step.options import Options as Options
+    from trueline.train.step.validation import Rule as Rule
+    from trueline.train.step.validation import Validation as Validation
 
 _WHERE = {
     "Elastic": "trueline.train.elastic:Elastic",
@@ -52,32 +52,15 @@ _WHERE = {
     "verify": "trueline.capture.verify:verify",
 }
 
-__all__ = [
-    "Elastic",
-    "Options",
-    "Rule",
-    "Validation",
-    "__version__",
-    "capture",
-    "doctor",
-    "evaluate",
-    "inspect",
-    "load_recipe",
-    "predict",
-    "register",
-    "serve",
-    "ship",
-    "train",
-    "verify",
-]
+__all__ = [*_WHERE, "__version__"]
 
 
 def __getattr__(name: str) -> object:
     if name not in _WHERE:
         raise AttributeError(f"module 'trueline' has no attribute '{name}'")
-    module, _, attribute = _WHERE[name].partition(":")
-    found = importlib.import_module(module)
-    value = getattr(found, attribute) if attribute else found
+    path, _, attribute = _WHERE[name].partition(":")
+    module = importlib.import_module(path)
+    value = getattr(module, attribute) if attribute else module
     globals()[name] = value
     return value
 

@@ -1,7 +1,7 @@
-"""A room that is also a verb: `trueline.train(...)` runs, `trueline.train.api` is still the package's module.
+"""Packages that are callable: `trueline.train(...)` runs, and `trueline.train.api` is still a module of the package.
 
-A room's `__init__` calls `make_callable(__name__)`; calling the package then calls the function of the same
-name in its `api` module, imported at the call. Why not otherwise: docs/decisions/0005-callable-packages.md.
+A package's `__init__` calls `make_callable(__name__)`; calling the package then calls the function of the same name in
+its `api` module, imported at the call. Reasons: docs/decisions/0005-callable-packages.md.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ class _Verb(ModuleType):
 
 
 def make_callable(name: str) -> None:
-    """Lets the module `name` be called, as the function of its own name in it or in `name.api`."""
+    """Makes the module `name` callable, as the function of its own name in it or in `name.api`."""
     sys.modules[name].__class__ = _Verb

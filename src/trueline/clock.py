@@ -1,6 +1,6 @@
 """Time as an argument: code that decides takes `now`, code that waits takes a `Clock`.
 
-`monotonic_s` is for durations and leases, `utc_now` for what people and other machines read.
+`monotonic_s` is for durations and leases, `utc_now` for people and other machines.
 """
 
 from __future__ import annotations

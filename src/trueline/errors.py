@@ -6,26 +6,26 @@
     ├── DataError                 records that cannot be listed or read
     ├── StorageError              a disk that is full, read-only or torn; nothing half-written stays behind
     ├── PortInUse                 another process listens where a server was to listen
-    ├── TrainError                a job that cannot go on
+    ├── TrainError                a job that cannot continue
     │   ├── StateLost             no process holds the job's state and no checkpoint does
-    │   ├── JobStopped            somebody asked the job to end; resuming goes on with it
+    │   ├── JobStopped            the job was stopped by request; resuming continues it
     │   └── RecordsMiscounted     the ledger and the plan disagree: the job stops rather than lie
     ├── CheckpointError           a checkpoint that is torn, tampered with or of another recipe
     ├── CaptureError              a model that cannot be called, named or emitted
     │   └── NotProven             a format asked for has no program, or one that disagrees with the eager model
     ├── BundleError               a bundle that is torn, tampered with, or of an unknown schema
     ├── RegistryError             a model, version or alias that is not in the registry
-    └── RequestError              one request is refused; the server goes on
+    └── RequestError              one request is refused; the server continues
         ├── NotFound              404: no such model, version or path
         ├── MethodNotAllowed      405
         ├── TooLarge              413: body or tensor over its bound
-        ├── UnsupportedMedia      415: a content type or encoding that nobody here reads
+        ├── UnsupportedMedia      415: a content type or encoding that is not supported
         ├── Overloaded            429: the queue is full; come back after `retry_after_s`
         ├── NotReady              503: the model is loading or draining
         └── DeadlineExceeded      504: no answer within the request's deadline
 
-A message gives the value, what was expected, and (in `hint`) what to do next. Classes exist where a caller
-can do something different, not for every message.
+A message gives the value, what was expected, and (in `hint`) what to do next. A class exists where callers can react
+differently, not for every message.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from collections.abc import Iterable
 
 
 class TruelineError(Exception):
-    """Root of the tree. `str()` is the message; `hint` is the next act, printed on its own line."""
+    """Root of the tree. `str()` is the message; `hint` says what to do, and is printed on its own line."""
 
     code = "error"
     exit_code = 1
@@ -164,13 +164,12 @@ def find_error_class(code: str, default: type[TruelineError] = TruelineError) ->
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:
-    """The name most like `word`, or None when nothing is like it: for "did you mean" in messages.
+    """The name most similar to `word`, or None without a similar one: for "did you mean" in messages.
 
     >>> closest("optimzer", ["model", "optimizer"])
     'optimizer'
     """
-    found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
-    return found[0] if found else None
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None)
 
 
 def join_names(names: Iterable[str]) -> str:

@@ -1,8 +1,8 @@
-"""Modules say what happened; whoever runs them decides how it looks.
+"""Modules emit events; listeners and log handlers decide how they look.
 
-An event is a name of the form `noun.verb` and fields. `emit` hands it to every listener of this process
-(progress bars, the live page, tests) and to the logger `trueline`, as one line. Nothing is configured here:
-the CLI attaches the handler, a library user attaches their own.
+An event is a name of the form `noun.verb` and fields. `emit` passes it to every listener of this process (progress
+bars, the live page, tests) and to the logger `trueline`, as one line. The CLI, or the user of the library, attaches the
+log handler.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def emit(name: str, /, **fields: Field) -> None:
 
 
 def has_listener() -> bool:
-    """Whether anybody hears what is emitted: a listener of this process, or its log."""
+    """Whether events have a listener in this process, or its log is on."""
     return bool(_listeners) or logger.isEnabledFor(logging.INFO)
 
 

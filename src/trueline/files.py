@@ -1,9 +1,8 @@
 """Files that are whole or absent.
 
-Everything that Trueline leaves on a disk is written beside its final name and renamed, after fsync, so that a
-reader (or a restart after SIGKILL, or a full disk) sees the old content or the new, never a part. Digests are
-SHA-256 in lower-case hex. Source of the recipe: the rename(2) and fsync(2) pages; directories are fsynced too,
-because a rename is an entry of its directory.
+All files of Trueline are written beside their final name, fsynced and renamed, so that a reader (or a restart after
+SIGKILL, or a full disk) sees the old content or the new, never a part. Digests are SHA-256 in lower-case hex. Source:
+the rename(2) and fsync(2) pages; directories are fsynced too, because a rename changes an entry of its directory.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -21,29 +20,27 @@ from typing import BinaryIO
 from trueline.errors import StorageError
 
 PARTIAL = ".partial-"
-"""Prefix of names under construction; anything with it may be deleted when its writer is gone."""
+"""Prefix of unfinished files and folders, which may be deleted when their writer is gone."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What link(2) says on a file system that has no hard links."""
+"""Errors of link(2) on a file system without hard links."""
 
 
 def user_cache() -> Path:
-    """The folder of what can be had again: `$XDG_CACHE_HOME/trueline`, or `~/.cache/trueline`."""
+    """`$XDG_CACHE_HOME/trueline`, or `~/.cache/trueline`: everything in it can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trueline"
 
 
 def sha256_bytes(data: bytes) -> str:
-    """SHA-256 of `data` in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of the file's content in hex, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
-    """`error` from writing `path`, in words: which path, how much room there is, what to do."""
+    """An error from writing `path` as a message: the path, the room left, what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(
             f"no room left to write {path} ({_free(path)} free); nothing was changed",
@@ -63,64 +60,55 @@ def storage_error(error: OSError, path: Path) -> StorageError:
 
 
 def _free(path: Path) -> str:
-    folder = path
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = next((folder for folder in (path, *path.parents) if folder.exists()), path)
     try:
         return f"{shutil.disk_usage(folder).free / 2**20:.1f} MiB"
     except OSError:
         return "an unknown amount"
 
 
-def _fsync_dir(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _fsync(path: Path, flags: int = os.O_RDONLY) -> None:
+    handle = os.open(path, flags)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
+def _fsync_dir(folder: Path) -> None:
+    _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
 def _fsync_tree(folder: Path) -> None:
     for root, _, names in os.walk(folder):
         for name in names:
-            handle = os.open(os.path.join(root, name), os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            _fsync(Path(root, name))
         _fsync_dir(Path(root))
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, replace: bool = True) -> bool:
     """Writes `data` to `path` whole or not at all. Raises StorageError; the old content is then untouched.
 
-    Without `replace` a `path` that is there stays as it is, also when another process makes it at this moment.
+    Without `replace` an existing `path` stays as it is, also when another process makes it at this moment.
     Returns whether `data` was written.
     """
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fchmod(file.fileno(), mode)
-                os.fsync(file.fileno())
-            written = _named(Path(name), path, replace=replace)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        _fsync_dir(path.parent)
-    except OSError as error:
-        raise storage_error(error, path) from error
+    written = True
+
+    def link(partial: Path, path: Path) -> None:
+        nonlocal written
+        written = _link(partial, path)
+
+    with atomic_file(path, mode=mode, publish=os.replace if replace else link) as file:
+        file.write(data)
     return written
 
 
 @contextmanager
-def atomic_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
-    """Yields a file that becomes `path` when the block ends well, and vanishes when it does not: for what is written
-    piece by piece. Raises StorageError; the old content is then untouched.
+def atomic_file(
+    path: Path, *, mode: int = 0o644, publish: Callable[[Path, Path], None] | None = None
+) -> Iterator[BinaryIO]:
+    """Yields a file that becomes `path` when the block succeeds, and vanishes when it fails: for data written piece by
+    piece. Raises StorageError; the old content is then untouched. `publish` gives the file its name, else a rename.
     """
     path = Path(path)
     try:
@@ -132,7 +120,7 @@ def atomic_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
-            os.replace(name, path)
+            (publish or os.replace)(Path(name), path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
@@ -141,10 +129,8 @@ def atomic_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
         raise storage_error(error, path) from error
 
 
-def _named(partial: Path, path: Path, *, replace: bool) -> bool:
-    if replace:
-        os.replace(partial, path)
-        return True
+def _link(partial: Path, path: Path) -> bool:
+    """Gives the file the name `path` and returns True, if the name is free."""
     try:
         os.link(partial, path)  # unlike a rename, it fails where the name is taken
     except FileExistsError:
@@ -154,8 +140,7 @@ def _named(partial: Path, path: Path, *, replace: bool) -> bool:
             raise
         if os.path.lexists(path):
             return False
-        os.replace(partial, path)  # two writers at the same moment: the second one's stays
-        return True
+        os.replace(partial, path)  # of two writers at the same moment the second wins
     finally:
         partial.unlink(missing_ok=True)
     return True
@@ -163,10 +148,10 @@ def _named(partial: Path, path: Path, *, replace: bool) -> bool:
 
 @contextmanager
 def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty folder that becomes `path` when the block ends well, and vanishes when it does not.
+    """Yields an empty folder that becomes `path` when the block succeeds, and vanishes when it fails.
 
-    An existing `path` is an error unless `replace`, in which case it is exchanged by two renames: a reader may
-    for a moment find nothing, and never finds a mixture. Raises StorageError.
+    An existing `path` is an error unless `replace`, which exchanges it by two renames: for a moment a reader may find
+    nothing, but never a mixture. Raises StorageError.
     """
     path = Path(path)
     if path.exists() and not replace:
@@ -178,7 +163,13 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
         partial.chmod(0o755)
         yield partial
         _fsync_tree(partial)
-        _exchange(partial, path)
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=path.parent))
+            os.rename(path, old / "old")
+            os.rename(partial, path)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(partial, path)
         _fsync_dir(path.parent)
     except OSError as error:
         raise storage_error(error, path) from error
@@ -187,26 +178,13 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _exchange(partial: Path, path: Path) -> None:
-    if not path.exists():
-        os.rename(partial, path)
-        return
-    old = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=path.parent))
-    os.rename(path, old / "old")
-    os.rename(partial, path)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def sweep(folder: Path) -> int:
-    """Removes what dead writers left under construction in `folder`; returns how many entries went.
-
-    Call it only where no other writer can be at work.
-    """
-    count = 0
-    for entry in folder.glob(PARTIAL + "*"):
+    """Removes the unfinished entries of dead writers in `folder`; returns their number. Call it only where no other
+    writer can be active."""
+    entries = list(folder.glob(PARTIAL + "*"))
+    for entry in entries:
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-        count += 1
-    return count
+    return len(entries)

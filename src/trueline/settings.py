@@ -1,4 +1,4 @@
-"""One declaration of a setting: its name, type, default, range and help, from which interfaces are made.
+"""One declaration of a setting (name, type, default, range, help), from which all its interfaces are made.
 
     class Settings:
         port: int = setting(8080, "Port to listen on; 0 takes a free one.", low=0, high=65535)
@@ -59,7 +59,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class DeclaredSetting:
     """A setting with what its dataclass says of it."""
 
     name: str
@@ -78,7 +78,7 @@ def setting(default: Any, help: str, **rest: Any) -> Any:
 
 
 @cache
-def declared(settings: Any) -> tuple[Declared, ...]:
+def declared_settings(settings: Any) -> tuple[DeclaredSetting, ...]:
     """The settings that the dataclass `settings` declares, in order; fields without a Setting are internal."""
     hints = get_type_hints(settings)
     return tuple(
@@ -88,16 +88,16 @@ def declared(settings: Any) -> tuple[Declared, ...]:
     )
 
 
-def _declare(name: str, hint: Any, default: Any, setting: Setting) -> Declared:
+def _declare(name: str, hint: Any, default: Any, setting: Setting) -> DeclaredSetting:
     if get_origin(hint) is Literal:
-        return Declared(name, str, default, replace(setting, choices=get_args(hint)))
+        return DeclaredSetting(name, str, default, replace(setting, choices=get_args(hint)))
     plain = [one for one in get_args(hint) if one is not NoneType]
-    return Declared(name, plain[0] if plain else hint, default, setting)
+    return DeclaredSetting(name, plain[0] if plain else hint, default, setting)
 
 
 def check(settings: Any, *, unchecked: Collection[str] = ()) -> None:
     """Raises UsageError for a value of `settings` that is out of its range, with the value and the range."""
-    for one in declared(settings.__class__):
+    for one in declared_settings(settings.__class__):
         value = getattr(settings, one.name)
         if value is None or value == one.default or one.name in unchecked:
             continue

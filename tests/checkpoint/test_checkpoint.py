@@ -95,7 +95,7 @@ def test_an_unknown_schema_is_refused(tmp_path):
 
 
 def test_a_folder_that_is_no_checkpoint_says_what_one_looks_like(tmp_path):
-    with pytest.raises(CheckpointError, match="is no checkpoint") as caught:
+    with pytest.raises(CheckpointError, match="is not a checkpoint") as caught:
         checkpoint.read(tmp_path)
     assert "checkpoints/step-" in caught.value.hint
 
@@ -162,7 +162,7 @@ def test_the_best_checkpoint_is_the_last_one_that_was_the_best_so_far_and_is_the
      (0, None, [10, 20, 30]), (9, None, [])],
 )  # fmt: skip
 def test_so_many_of_the_newest_checkpoints_stay_and_the_best_one(keep, best, doomed):
-    assert checkpoint.doomed([30, 10, 40, 20, 90], newest=40, keep=keep, best=best) == doomed
+    assert checkpoint.select_removed([30, 10, 40, 20, 90], newest=40, keep=keep, best=best) == doomed
 
 
 def test_pruning_removes_what_dead_writers_left_before_the_newest_and_leaves_later_writers_alone(tmp_path):
@@ -256,7 +256,7 @@ def test_a_manifest_without_a_digest_of_its_tensors_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("made", "found", "hint"),
     [
-        (torch.nn.Linear, "the class Linear", "make one of it: return Linear(...)"),
+        (torch.nn.Linear, "the class Linear", "return an instance: return Linear(...)"),
         (3, "a int", "return the model"),
         (None, "a NoneType", "return the model"),
     ],
@@ -305,7 +305,7 @@ def test_a_checkpoint_that_is_passed_over_is_reported_with_its_path_and_why(tmp_
         found = ask(tmp_path)
     assert getattr(found, "path", found) == tmp_path / "step-00000001"
     torn = [tmp_path / f"step-0000000{step}" for step in (3, 2)]
-    why = "is torn or not a checkpoint's: list indices must be integers or slices, not str"
+    why = "is torn, or not of a checkpoint: list indices must be integers or slices, not str"
     assert heard == [
         ("checkpoint.refused", {"path": str(path), "why": f"{path / checkpoint.MANIFEST} {why}"}) for path in torn
     ]

@@ -1,1 +1,1 @@
-"""Checkpoints: model, optimizer and progress in one atomic write. Needs torch; the master never imports it."""
+"""Checkpoints: model, optimizer and progress in one atomic write. Imports torch; the master never imports it."""

@@ -4,9 +4,9 @@
       checkpoint.json      schema, recipe, progress, skeleton of the state, SHA-256 of the file beside it
       state.safetensors    every tensor of the state, named 0, 1, 2, ...
 
-The folder lies on a disk or in an object store (`storage/checkpoint_store.py`). No pickle: reading one runs no code. A
-torn or edited file is an error that names it, and the reader of a job's checkpoints then takes the next older one and
-says so.
+The folder is on a disk or in an object store (`storage/checkpoint_store.py`). No pickle: reading one runs no code. A
+torn or edited file is an error that names it; the reader of a job's checkpoints then uses the next older one and
+reports it.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def write(
 ) -> Location:
     """Writes `state` as `folder/step-N`, whole or not at all; returns where. `facts` go into the manifest as they are.
 
-    `folder` is a path or a URL. The tensors are read while it writes, so nobody may change them meanwhile.
-    `sealing` is called when the tensors are written and the manifest is not.
-    Raises StorageError, and then nothing is left behind. An equal step is replaced: it is the same state.
+    `folder` is a path or a URL. The tensors are read while it writes and must not change meanwhile. `sealing` is called
+    after the tensors and before the manifest is written. An equal step is replaced: it is the same state. Raises
+    StorageError, and then nothing is left behind.
     """
     name = folder_name(step)
     _place(folder).write(name, _parts(step, state, facts, sealing))
@@ -84,14 +84,14 @@ def _place(folder: Location) -> CheckpointStore:
 def _parts(step: int, state: dict[str, Any], facts: dict[str, Any], sealing: Callable[[], None]) -> Parts:
     skeleton, tensors = tree.encode(state)
     digest = hashlib.sha256()
-    yield TENSORS, _hashed(tensor_file.pieces(tensors), digest)
+    yield TENSORS, _hash_pieces(tensor_file.pieces(tensors), digest)
     sealing()
     made = {"schema": SCHEMA, "created": clock.utc_now(), "step": step}
     text = json.dumps({**made, **facts, "files": {TENSORS: digest.hexdigest()}, "state": skeleton})
     yield MANIFEST, [json.dumps({"digest": files.sha256_bytes(text.encode()), "body": text}).encode()]
 
 
-def _hashed(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash) -> Iterator[bytes | memoryview]:
+def _hash_pieces(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash) -> Iterator[bytes | memoryview]:
     for piece in pieces:
         digest.update(piece)
         yield piece
@@ -99,12 +99,11 @@ def _hashed(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash) -> Iter
 
 def read_manifest(path: Location) -> dict[str, Any]:
     """The manifest without the state: schema, step, recipe, progress, certificates, digests; and `digest`, its own."""
-    body = _read_body(path)
-    return {key: value for key, value in body.items() if key != "state"}
+    return {key: value for key, value in _read_body(path).items() if key != "state"}
 
 
 def exists(path: Location) -> bool:
-    """True when there is something at `path` that calls itself a checkpoint."""
+    """Whether `path` has a manifest."""
     folder, name = split_location(path)
     try:
         with _place(folder).fetch(name, MANIFEST):
@@ -117,19 +116,19 @@ def _read_body(path: Location) -> dict[str, Any]:
     file = join_location(path, MANIFEST)
     folder, name = split_location(path)
     try:
-        with _place(folder).fetch(name, MANIFEST) as found:
-            envelope = json.loads(found.read_text())
+        with _place(folder).fetch(name, MANIFEST) as local:
+            envelope = json.loads(local.read_text())
         text, digest = envelope["body"], envelope["digest"]
         if files.sha256_bytes(text.encode()) != digest:
             raise CheckpointError(f"{file} was changed after it was written", hint="use another checkpoint of the job")
         body: dict[str, Any] = json.loads(text)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is no checkpoint: it has no {MANIFEST}",
+            f"{path} is not a checkpoint: it has no {MANIFEST}",
             hint="a checkpoint is a folder like JOB/checkpoints/step-00000276",
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is torn or not a checkpoint's: {error}") from error
+        raise CheckpointError(f"{file} is torn, or not of a checkpoint: {error}") from error
     if body.get("schema") != SCHEMA:
         raise CheckpointError(f"{file} has schema {body.get('schema')}, this version reads {SCHEMA}")
     return {**body, "digest": digest}
@@ -147,13 +146,13 @@ def _tensors(path: Location, digest: str) -> dict[str, torch.Tensor]:
     file = join_location(path, TENSORS)
     folder, name = split_location(path)
     try:
-        with _place(folder).fetch(name, TENSORS) as found:
-            if files.sha256_file(found) != digest:
+        with _place(folder).fetch(name, TENSORS) as local:
+            if files.sha256_file(local) != digest:
                 raise CheckpointError(
                     f"{file} was changed or torn: its SHA-256 is not the one in {MANIFEST}",
                     hint="use another checkpoint of the job",
                 )
-            return safetensors.torch.load_file(found)
+            return safetensors.torch.load_file(local)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing", hint="use another checkpoint of the job") from error
     except (OSError, safetensors.SafetensorError) as error:
@@ -161,9 +160,9 @@ def _tensors(path: Location, digest: str) -> dict[str, torch.Tensor]:
 
 
 def latest(folder: Location) -> Checkpoint | None:
-    """The newest checkpoint in `folder` that verifies; older ones are tried when it does not, and that is reported.
+    """The newest checkpoint in `folder` that verifies; one that does not is reported.
 
-    Raises StorageError when a store does not answer: that is not the same as having no checkpoint.
+    Raises StorageError when a store does not answer, which does not mean that it has no checkpoint.
     """
     for step in reversed(steps(folder)):
         path = join_location(folder, folder_name(step))
@@ -175,7 +174,7 @@ def latest(folder: Location) -> Checkpoint | None:
 
 
 def steps(folder: Location) -> list[int]:
-    """The steps that have a checkpoint in `folder`, oldest first; whether they verify is not looked at."""
+    """The steps that have a checkpoint in `folder`, oldest first, without verifying them."""
     return _steps(_place(folder).names())
 
 
@@ -188,9 +187,9 @@ def _steps(names: Sequence[str]) -> list[int]:
 
 
 def best(folder: Location) -> Location | None:
-    """The checkpoint of the best evaluation so far that still lies in `folder`; None before the first evaluation.
+    """The checkpoint of the best evaluation so far that is still in `folder`; None before the first evaluation.
 
-    Which one that is says the newest manifest: `evaluations`, a list of {step, loss, metrics, best}.
+    The newest manifest tells which: `evaluations`, a list of {step, loss, metrics, best}.
     """
     there = steps(folder)
     for step in reversed(there):
@@ -199,7 +198,7 @@ def best(folder: Location) -> Location | None:
         except CheckpointError as error:
             events.emit("checkpoint.refused", path=str(join_location(folder, folder_name(step))), why=error.message)
             continue
-        kept = [found["step"] for found in evaluations if found["best"] and found["step"] in there]
+        kept = [one["step"] for one in evaluations if one["best"] and one["step"] in there]
         return join_location(folder, folder_name(kept[-1])) if kept else None
     return None
 
@@ -210,15 +209,16 @@ def best_step(evaluations: Sequence[dict[str, Any]]) -> int | None:
     >>> best_step([{"step": 8, "best": True}, {"step": 16, "best": True}, {"step": 24, "best": False}])
     16
     """
-    return next((found["step"] for found in reversed(evaluations) if found["best"]), None)
+    return next((one["step"] for one in reversed(evaluations) if one["best"]), None)
 
 
-def doomed(steps: Sequence[int], *, newest: int, keep: int, best: int | None) -> list[int]:
-    """Which of `steps` go when `newest` has been written: all but the `keep` last ones up to it, and the best.
+def select_removed(steps: Sequence[int], *, newest: int, keep: int, best: int | None) -> list[int]:
+    """Those of `steps` that are removed after `newest` was written: all but the `keep` last ones up to it, and the
+    best.
 
-    Later steps stay and do not count: they are damaged ones that a job went back behind, or another writer's.
+    Later steps stay and do not count: they are damaged ones before which a job resumed, or another writer's.
 
-    >>> doomed([10, 20, 30, 40, 90], newest=40, keep=2, best=10)
+    >>> select_removed([10, 20, 30, 40, 90], newest=40, keep=2, best=10)
     [20]
     """
     past = [step for step in sorted(steps) if step <= newest]
@@ -226,9 +226,9 @@ def doomed(steps: Sequence[int], *, newest: int, keep: int, best: int | None) ->
 
 
 def prune(folder: Location, *, newest: int, keep: int, best: int | None = None) -> None:
-    """Removes the checkpoints in `folder` that are `doomed`, and older parts that dead writers left in a store."""
+    """Removes the checkpoints of `select_removed` in `folder`, and older parts that dead writers left in a store."""
     place = _place(folder)
-    for step in doomed(_steps(place.names()), newest=newest, keep=keep, best=best):
+    for step in select_removed(_steps(place.names()), newest=newest, keep=keep, best=best):
         place.remove(folder_name(step))
     for step in _steps(place.names(unfinished=True)):
         if step < newest:
@@ -236,7 +236,7 @@ def prune(folder: Location, *, newest: int, keep: int, best: int | None = None) 
 
 
 def sweep(folder: Location) -> int:
-    """Removes everything unfinished in `folder`; returns how much. Call it only where no writer can be at work."""
+    """Removes all unfinished entries in `folder`; returns their number. Call it only where no writer can be active."""
     place = _place(folder)
     leftovers = place.names(unfinished=True)
     for name in leftovers:
@@ -244,33 +244,27 @@ def sweep(folder: Location) -> int:
     return len(leftovers)
 
 
-def _check_made(recipe: Recipe, model: object) -> None:
-    """Raises RecipeError for what is no model."""
-    import torch
-
-    if isinstance(model, torch.nn.Module):
-        return
-    found = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-    raise RecipeError(
-        f"recipe '{recipe.name}': model() returned {found}, expected a torch.nn.Module",
-        hint=f"make one of it: return {model.__name__}(...)" if isinstance(model, type) else "return the model",
-    )
-
-
 def load_model(recipe: Recipe, checkpoint: Location | None) -> torch.nn.Module:
     """The recipe's model in evaluation mode with the checkpoint's parameters (None: as the recipe makes it).
 
-    Where the job kept a moving average (`state["ema"]`), that is what is loaded. Raises CheckpointError when the
-    parameters are not those of this recipe's model, RecipeError when it makes none.
+    Loads the moving average (`state["ema"]`) where the job kept one. Raises CheckpointError when the parameters are not
+    those of this recipe's model, RecipeError when `model()` returns no model.
     """
-    model = recipe.model()
-    _check_made(recipe, model)
+    import torch
+
+    model: object = recipe.model()
+    if not isinstance(model, torch.nn.Module):
+        made = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise RecipeError(
+            f"recipe '{recipe.name}': model() returned {made}, expected a torch.nn.Module",
+            hint=f"return an instance: return {model.__name__}(...)" if isinstance(model, type) else "return the model",
+        )
     if checkpoint is not None:
-        found = read(checkpoint)
+        saved = read(checkpoint)
         try:
-            model.load_state_dict({**found.state["model"], **(found.state.get("ema") or {})})
+            model.load_state_dict({**saved.state["model"], **(saved.state.get("ema") or {})})
         except (RuntimeError, KeyError) as error:
-            name = found.manifest.get("recipe", {}).get("name", "another recipe")
+            name = saved.manifest.get("recipe", {}).get("name", "another recipe")
             raise CheckpointError(
                 f"{checkpoint} is of recipe '{name}' and does not fit the model of recipe '{recipe.name}': {error}",
                 hint="pass the recipe that the checkpoint was trained with",

@@ -1,7 +1,7 @@
-"""Copies of a state that lives on: the only part of a checkpoint that a step waits for.
+"""Copies of a state that training changes: the only part of a checkpoint that a step waits for.
 
-The copies' memory is used again, so that no page of it is asked from the system a second time. Two copies exist at
-most when their user releases each after writing it; one that was not released is never written over.
+The copies' memory is reused, so that the system allocates each page once. Two copies exist at most when each is
+released after it was written; one that was not released is never overwritten.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from trueline.checkpoint import tree
 
 
 @dataclass(slots=True)
-class Copied:
+class StateSnapshot:
     """A copy of a state in host memory; valid until it is released."""
 
     state: Any
     _buffers: _Buffers
 
     def release(self) -> None:
-        """Gives the memory back to later copies. May be called in another thread."""
+        """Gives the memory to later copies. May be called in another thread."""
         self._buffers.busy = False
 
 
@@ -36,24 +36,24 @@ class StateCopy:
     def __init__(self) -> None:
         self._sets: list[_Buffers] = []
 
-    def take(self, state: Any) -> Copied:
-        """Copies `state` (what `tree.encode` takes) into buffers that nobody uses."""
+    def take(self, state: Any) -> StateSnapshot:
+        """Copies `state` (of the types that `tree.encode` takes) into free buffers."""
         skeleton, tensors = tree.encode(state)
-        buffers = next((found for found in self._sets if not found.busy), None)
+        buffers = next((free for free in self._sets if not free.busy), None)
         if buffers is None:
             buffers = _Buffers()
             self._sets.append(buffers)
         buffers.busy = True
         old = [*buffers.tensors, *[None] * len(tensors)]
-        buffers.tensors = [_fitting(one, tensor) for one, tensor in zip(old, tensors, strict=False)]
+        buffers.tensors = [_fit_buffer(one, tensor) for one, tensor in zip(old, tensors, strict=False)]
         for buffer, tensor in zip(buffers.tensors, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
-        return Copied(tree.decode(skeleton, buffers.tensors), buffers)
+        return StateSnapshot(tree.decode(skeleton, buffers.tensors), buffers)
 
 
-def _fitting(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+def _fit_buffer(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
         return buffer
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

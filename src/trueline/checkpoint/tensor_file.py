@@ -1,8 +1,8 @@
 """Tensors as the bytes of a safetensors file, piece by piece.
 
-The library's own writer makes a second copy of every tensor and wants a local file. Here the pieces are views of the
-tensors' memory, so that they can be hashed and sent to a store while they are written, without the interpreter's
-lock and without more memory. Reading is the library's. Source: the format section of safetensors' README.
+The library's own writer copies every tensor and needs a local file. Here the pieces are views of the tensors' memory,
+so that they are hashed and sent to a store while they are written, without the interpreter's lock and without more
+memory. The library reads the file. Source: the format section of safetensors' README.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ _NAMES = {
 
 def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[bytes | memoryview]:
     """The file that holds `tensors` under the names 0, 1, 2, ... Raises CheckpointError for a dtype without a name."""
-    # Large items first: each tensor then lies at a multiple of its item size.
+    # Large items first: each tensor then begins at a multiple of its item size.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
     header, at = {}, 0
     for i in order:
         size = tensors[i].numel() * tensors[i].element_size()
-        header[str(i)] = {
-            "dtype": _name(tensors[i], i),
-            "shape": list(tensors[i].shape),
-            "data_offsets": [at, at + size],
-        }
+        dtype, shape = _name(tensors[i], i), list(tensors[i].shape)
+        header[str(i)] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -46,7 +43,7 @@ def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[bytes | memoryview]:
 def _name(tensor: torch.Tensor, i: int) -> str:
     if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
         raise CheckpointError(
-            f"tensor {i} of the state is {tensor.dtype} {tensor.layout}, which safetensors has no name for",
+            f"tensor {i} of the state is {tensor.dtype} {tensor.layout}, which safetensors cannot hold",
             hint=f"keep dense tensors of {', '.join(sorted(_NAMES.values()))} in state_dict()",
         )
     return _NAMES[tensor.dtype]

@@ -1,9 +1,9 @@
 """A nested state as JSON and tensors, without pickle.
 
-`encode` takes what `state_dict()` of models, optimizers and schedulers returns (dicts, lists, tuples, numbers,
-strings, None, tensors, numpy arrays) and splits it into a skeleton that JSON can hold and a list of tensors;
-`decode` puts them together again. The same two halves are written into checkpoints and sent to joining workers.
-Anything else is refused by name: a state that only pickle can hold would run code when it is loaded.
+`encode` splits the result of `state_dict()` of models, optimizers and schedulers (dicts, lists, tuples, numbers,
+strings, None, tensors, numpy arrays) into a skeleton for JSON and a list of tensors; `decode` joins them again. Both
+are written into checkpoints and sent to joining workers. Other types are refused by name: a pickled state runs code
+when loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Skeleton = Any
 
 
 def encode(tree: Any) -> tuple[Skeleton, list[torch.Tensor]]:
-    """Splits `tree`; the tensors are the very ones in it (not copies), in order of their index.
+    """Splits `tree`; the tensors are those in it (not copies), in order of their index.
 
     >>> encode({"step": 3, "betas": (0.9, 0.99)})
     ({'d': [['step', 3], ['betas', {'u': [0.9, 0.99]}]]}, [])
@@ -58,7 +58,7 @@ def _key(key: Any, where: str) -> str | int:
 
 
 def decode(skeleton: Skeleton, tensors: list[torch.Tensor]) -> Any:
-    """The tree again. Raises CheckpointError when skeleton and tensors do not belong together."""
+    """The tree. Raises CheckpointError when skeleton and tensors do not fit together."""
     if not isinstance(skeleton, dict):
         return skeleton
     ((kind, body),) = skeleton.items()

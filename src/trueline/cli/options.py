@@ -15,7 +15,7 @@ import click
 
 from trueline.cli._progress import DEBUG, progress
 from trueline.errors import UsageError
-from trueline.settings import Declared, declared
+from trueline.settings import DeclaredSetting, declared_settings
 
 if TYPE_CHECKING:
     from trueline.storage.location import Location
@@ -101,10 +101,12 @@ def combine(*decorators: Decorator[Any]) -> Decorator[Any]:
 
 def setting_options(settings: type, *, without: Collection[str] = (), unset: bool = False) -> Decorator[Any]:
     """An option for each setting that the dataclass `settings` declares, except `without`; `unset`: None by default."""
-    return combine(*(_setting_option(one, unset=unset) for one in declared(settings) if one.name not in without))
+    return combine(
+        *(_setting_option(one, unset=unset) for one in declared_settings(settings) if one.name not in without)
+    )
 
 
-def _setting_option(one: Declared, *, unset: bool) -> Decorator[Any]:
+def _setting_option(one: DeclaredSetting, *, unset: bool) -> Decorator[Any]:
     setting = one.setting
     option = section(setting.section) if setting.section else click.option
     if one.kind is bool:

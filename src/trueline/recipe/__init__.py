@@ -1,1 +1,1 @@
-"""The recipe: what a researcher writes, found, checked and turned into one value. Imports no torch."""
+"""The user's recipe: loaded, checked and turned into one value. Imports no torch."""

@@ -1,9 +1,8 @@
-"""The check of every blank: present, callable, called with what it takes, spelt as it is spelt.
+"""The check of every blank: present, callable, with the right arguments, spelt correctly.
 
-Pure but for reading source lines. It collects all that is wrong before it raises, so that one run of the
-command shows one list. A public function whose name is nearly that of an undefined blank is taken for a
-misspelling: training silently without the scheduler that somebody wrote as `sheduler` would be worse than a
-refusal.
+Pure except for reading source lines. It collects all problems before it raises, so that one run of the command shows
+one list. A public function whose name is similar to that of an undefined blank counts as a misspelling: an error is
+better than training without the scheduler because it is called `sheduler`.
 """
 
 from __future__ import annotations
@@ -25,89 +24,78 @@ from trueline.errors import RecipeError, join_names
 from trueline.recipe import elasticdl
 from trueline.recipe.contract import BLANKS, Blank, Recipe
 from trueline.recipe.settings import TrainingSettings
-from trueline.settings import Declared, declared
+from trueline.settings import DeclaredSetting, declared_settings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LABELS = {"label", "labels", "target", "targets", "y_true"}
 _OUTPUTS = {"output", "outputs", "prediction", "predictions", "pred", "preds", "logits", "y_pred"}
 _REQUIRED_CUTOFF = 0.6
 _OPTIONAL_CUTOFF = 0.85
-"""How alike (difflib's ratio) a name must be to be a misspelling. A required blank that is missing is an
-error anyway; a helper that merely sounds like an optional one must not be."""
-
-
-_VALUES = {one.name: one for one in declared(TrainingSettings) if one.setting.recipe}
-"""What a recipe may set at its top level."""
+"""How similar (difflib's ratio) a name must be to count as a misspelling. A required blank that is missing is an error
+anyway; a helper with a name like an optional one must not be."""
+_VALUES = {one.name: one for one in declared_settings(TrainingSettings) if one.setting.recipe}
+"""The settings that a recipe may have at its top level."""
 _OTHER_NAMES = {
     "batchsize": "global_batch", "numepochs": "epochs", "maxepochs": "epochs", "clip": "clip_norm",
     "gradclip": "clip_norm", "maxgradnorm": "clip_norm", "microbatchsize": "micro_batch", "emadecay": "ema",
     "evalevery": "evaluate_every", "numworkers": "readers", "torchcompile": "compile", "randomseed": "seed",
 }  # fmt: skip
-"""What other tools call these values, for those that are not spelt alike; letters only."""
+"""Other tools' names of these settings, where they are not similar; letters only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a recipe's file or object defines, before any of it is believed."""
+class Definitions:
+    """The names of a recipe's file or object, unchecked."""
 
     values: Mapping[str, Any]
     where: str
-    """For messages: the path as the user gave it, or what kind of object it is."""
+    """For messages: the path as the user gave it, or the kind of object."""
     module: str
-    """Name of the module whose own functions are candidates for misspellings; empty: every function is."""
+    """Name of the module whose own functions may be misspelt blanks; empty: every function may."""
     default_name: str
     path: Path | None
-    """Set when loading this file again gives the same recipe."""
+    """Set where loading this file again gives the same recipe."""
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     text: str
-    hint: str
+    hint: str = ""
 
 
-def fill(found: Found) -> Recipe:
+def fill(found: Definitions) -> Recipe:
     """The Recipe that `found` describes. Raises RecipeError with everything that is wrong with it."""
     problems: list[Problem] = []
     filled: dict[str, Any] = {}
     for blank in BLANKS:
-        value, spelling = _defined(blank, found.values)
+        spellings = (blank.name, *blank.aliases)
+        spelling = next((name for name in spellings if found.values.get(name) is not None), None)
         if spelling is None:
-            problems += _absent(blank, found)
+            problems += _check_absent(blank, found)
         else:
-            problems += _misfit(blank, spelling, value)
-            filled[blank.name] = _ours(blank, spelling, value)
+            value = found.values[spelling]
+            problems += _check_value(blank, spelling, value)
+            filled[blank.name] = _convert(blank, spelling, value)
     if elasticdl.takes_records(filled.get("dataset")):
         filled["feed"] = elasticdl.Feed(filled["dataset"])
-        filled["dataset"] = elasticdl.Places(found.values)
-    values, wrong = _plain_values(found)
+        filled["dataset"] = elasticdl.DataPlaces(found.values)
+    values, wrong = _settings(found)
     problems += wrong
     name = found.values.get("name", found.default_name)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         hint = 'set name = "..." at the top level of the recipe'
         problems.append(Problem(f"its name {name!r} has to consist of letters, digits and _ . -", hint))
+    hint = "; ".join(dict.fromkeys(problem.hint for problem in problems if problem.hint))
+    if len(problems) == 1:
+        raise RecipeError(f"{found.where}: {problems[0].text}", hint=hint)
     if problems:
-        raise _error(found.where, problems)
+        lines = "".join(f"\n  {number}. {problem.text}" for number, problem in enumerate(problems, 1))
+        raise RecipeError(f"{found.where} has {len(problems)} problems:{lines}", hint=hint)
     return Recipe(name=name, digest=found.digest, path=found.path, defaults=TrainingSettings(**values), **filled)
 
 
-def _error(where: str, problems: list[Problem]) -> RecipeError:
-    hint = "; ".join(dict.fromkeys(problem.hint for problem in problems if problem.hint))
-    if len(problems) == 1:
-        return RecipeError(f"{where}: {problems[0].text}", hint=hint)
-    lines = "".join(f"\n  {number}. {problem.text}" for number, problem in enumerate(problems, 1))
-    return RecipeError(f"{where} has {len(problems)} problems:{lines}", hint=hint)
-
-
-def _defined(blank: Blank, values: Mapping[str, Any]) -> tuple[Any, str | None]:
-    for spelling in (blank.name, *blank.aliases):
-        if values.get(spelling) is not None:
-            return values[spelling], spelling
-    return None, None
-
-
-def _absent(blank: Blank, found: Found) -> Iterator[Problem]:
+def _check_absent(blank: Blank, found: Definitions) -> Iterator[Problem]:
     cutoff = _REQUIRED_CUTOFF if blank.required else _OPTIONAL_CUTOFF
     candidates = dict(_own_functions(found))
     near = _nearest(blank, candidates, cutoff) if blank.guessed else None
@@ -118,11 +106,11 @@ def _absent(blank: Blank, found: Found) -> Iterator[Problem]:
         yield Problem(text, f"rename '{near}' to '{blank.name}', or to '_{near}' if it is a helper")
     elif blank.required:
         text = f"blank '{blank.name}' is missing; expected {want}; found {join_names(sorted(candidates))}"
-        yield Problem(text, "")
+        yield Problem(text)
 
 
-def _own_functions(found: Found) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Public functions that the recipe defines itself and that are no blanks."""
+def _own_functions(found: Definitions) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Public functions of the recipe itself that are not blanks."""
     known = {name for blank in BLANKS for name in (blank.name, *blank.aliases)}
     for name, value in found.values.items():
         function = isinstance(value, FunctionType | MethodType)
@@ -142,15 +130,24 @@ def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, left, right).ratio()
 
 
-def _misfit(blank: Blank, spelling: str, value: Any) -> Iterator[Problem]:
+def _check_value(blank: Blank, spelling: str, value: Any) -> Iterator[Problem]:
     what = f"'{spelling}'{_place(value)}"
     if not callable(value):
-        yield Problem(f"{what} is {_kind(value)}, expected a function `{blank.form}`", "")
+        yield Problem(f"{what} is {_kind(value)}, expected a function `{blank.form}`")
     elif blank.name in ("model", "loss") and _is_module(value) == (blank.name == "model"):
-        kind = _kind(value) if blank.name == "model" else f"the class {value.__name__}"
-        yield Problem(f"{what} is {kind}, expected a function `{blank.form}`", _instance_hint(blank))
+        kind, hint = _kind(value), "write `def model(): return ...`, so that every worker can make its own"
+        if blank.name == "loss":
+            kind = f"the class {value.__name__}"
+            hint = "write `loss = torch.nn.CrossEntropyLoss()`, an instance and not its class"
+        yield Problem(f"{what} is {kind}, expected a function `{blank.form}`", hint)
     elif blank.name != "dataset" or not elasticdl.takes_records(value):
-        yield from _wrong_arity(blank, what, value)
+        signature = _signature(value)
+        try:
+            if signature is not None:
+                signature.bind(*blank.arguments)
+        except TypeError as error:
+            takes = f"({', '.join(signature.parameters)})" if signature is not None else ""
+            yield Problem(f"{what} takes {takes}, expected `{blank.form}`: {error}")
 
 
 def _is_module(value: Any) -> bool | None:
@@ -163,42 +160,25 @@ def _is_module(value: Any) -> bool | None:
     return True if isinstance(value, torch.nn.Module) else None
 
 
-def _instance_hint(blank: Blank) -> str:
-    if blank.name == "model":
-        return "write `def model(): return ...`, so that every worker can make its own"
-    return "write `loss = torch.nn.CrossEntropyLoss()`, an instance and not its class"
-
-
-def _wrong_arity(blank: Blank, what: str, value: Callable[..., Any]) -> Iterator[Problem]:
-    signature = _signature(value)
-    if signature is None:
-        return
-    try:
-        signature.bind(*blank.arguments)
-    except TypeError as error:
-        takes = f"({', '.join(signature.parameters)})"
-        yield Problem(f"{what} takes {takes}, expected `{blank.form}`: {error}", "")
-
-
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None for callables that do not tell what they take (some that are written in C)."""
+    """None for callables without a known signature (some that are written in C)."""
     try:
         return inspect.signature(function)
     except (ValueError, TypeError):
         return None
 
 
-def _ours(blank: Blank, spelling: str, value: Any) -> Any:
-    """`value` as Trueline calls it: ElasticDL hands the labels first, we hand them last."""
+def _convert(blank: Blank, spelling: str, value: Any) -> Any:
+    """`value` in the form in which Trueline calls it: ElasticDL passes the labels first, Trueline last."""
     if blank.name == "loss" and _labels_first(value):
-        return functools.partial(_swapped, value)
+        return functools.partial(_call_swapped, value)
     if blank.name == "metrics" and callable(value):
-        return functools.partial(_our_metrics, value, spelling != blank.name)
+        return functools.partial(_convert_metrics, value, spelling != blank.name)
     return value
 
 
 def _labels_first(function: Any) -> bool | None:
-    """What the names of the first two parameters say, None when they say nothing."""
+    """Whether the first two parameters are named so; None when their names do not tell."""
     signature = _signature(function) if callable(function) else None
     names = list(signature.parameters)[:2] if signature else []
     if len(names) == 2 and names[0] in _LABELS and names[1] not in _LABELS:
@@ -206,23 +186,23 @@ def _labels_first(function: Any) -> bool | None:
     return False if names and names[0] in _OUTPUTS else None
 
 
-def _swapped(function: Callable[[Any, Any], Any], outputs: Any, labels: Any) -> Any:
+def _call_swapped(function: Callable[[Any, Any], Any], outputs: Any, labels: Any) -> Any:
     return function(labels, outputs)
 
 
-def _our_metrics(metrics: Callable[[], Mapping[str, Any]], elasticdl: bool) -> dict[str, Any]:
-    found = metrics()
-    if not isinstance(found, Mapping) or not all(map(callable, found.values())):
-        raise RecipeError(f"metrics() returned {_kind(found)}, expected {{name: function(outputs, labels)}}")
+def _convert_metrics(metrics: Callable[[], Mapping[str, Any]], elasticdl: bool) -> dict[str, Any]:
+    returned = metrics()
+    if not isinstance(returned, Mapping) or not all(map(callable, returned.values())):
+        raise RecipeError(f"metrics() returned {_kind(returned)}, expected {{name: function(outputs, labels)}}")
     ours = {}
-    for name, function in found.items():
+    for name, function in returned.items():
         first = _labels_first(function)
         swap = elasticdl if first is None else first
-        ours[name] = functools.partial(_swapped, function) if swap else function
+        ours[name] = functools.partial(_call_swapped, function) if swap else function
     return ours
 
 
-def _plain_values(found: Found) -> tuple[dict[str, Any], list[Problem]]:
+def _settings(found: Definitions) -> tuple[dict[str, Any], list[Problem]]:
     usual = {name: one.default for name, one in _VALUES.items()}
     values = {name: _plain(found.values[name]) for name in usual if found.values.get(name) is not None}
     problems: list[Problem] = []
@@ -231,7 +211,7 @@ def _plain_values(found: Found) -> tuple[dict[str, Any], list[Problem]]:
     for other, value in found.values.items():
         if other in usual or other.startswith("_") or not other.islower() or not isinstance(value, int | float | str):
             continue
-        near = _meant(other, value, usual)
+        near = _similar_setting(other, value, usual)
         if near is not None and near not in values:
             text = f"'{near}' is not set, but '{other} = {value!r}' is"
             hint = f"rename '{other}' to '{near}', or to '_{other}' if it is your own"
@@ -240,32 +220,32 @@ def _plain_values(found: Found) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _plain(value: Any) -> Any:
-    """`value`, a torch.device as its name: recipes say `device = torch.device("cuda")`, and no torch is loaded here."""
+    """`value`; of `device = torch.device("cuda")` the name. No torch is imported here."""
     return str(value) if (type(value).__module__, type(value).__name__) == ("torch", "device") else value
 
 
-def _meant(other: str, value: object, usual: Mapping[str, object]) -> str | None:
-    """The plain value that `other` is likely to stand for: spelt alike, or another tool's name for it."""
+def _similar_setting(other: str, value: object, usual: Mapping[str, object]) -> str | None:
+    """The setting that `other` is likely to mean: a similar name, or another tool's name for it."""
     alike = max(usual, key=lambda name: _likeness(name, other))
     near = alike if _likeness(alike, other) >= _OPTIONAL_CUTOFF else _OTHER_NAMES.get(other.replace("_", ""))
-    # A text is no misspelling of a number: `seeds = "a.csv"` is the user's own.
+    # A string is not a misspelt number: `seeds = "a.csv"` is the user's own.
     return near if near is not None and isinstance(value, str) == isinstance(usual[near], str) else None
 
 
-def _wrong_value(declared: Declared, value: Any) -> Iterator[Problem]:
-    said, setting, kind = f"{declared.name} = {value!r}", declared.setting, declared.kind
+def _wrong_value(expected: DeclaredSetting, value: Any) -> Iterator[Problem]:
+    text, setting, kind = f"{expected.name} = {value!r}", expected.setting, expected.kind
     if kind is bool:
         if not isinstance(value, bool):
-            yield Problem(f"{said} is not a truth value, expected True or False", "")
+            yield Problem(f"{text} is not a truth value, expected True or False")
     elif kind is str:
         if not isinstance(value, str):
-            yield Problem(f"{said}, expected a text", f"call it '_{declared.name}' if it is your own")
+            yield Problem(f"{text}, expected a text", f"call it '_{expected.name}' if it is your own")
         elif setting.choices and value not in setting.choices:
-            yield Problem(f"{said}, expected one of {', '.join(setting.choices)}", "")
+            yield Problem(f"{text}, expected one of {', '.join(setting.choices)}")
     elif isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-        yield Problem(f"{said}, expected a {'whole ' if kind is int else ''}number of {setting.bounds}", "")
+        yield Problem(f"{text}, expected a {'whole ' if kind is int else ''}number of {setting.bounds}")
     elif not setting.allows(value) or abs(value) >= 2**63:
-        yield Problem(f"{said}, expected a number of {setting.bounds}", "")
+        yield Problem(f"{text}, expected a number of {setting.bounds}")
 
 
 def _kind(value: Any) -> str:
@@ -288,7 +268,7 @@ def blame(error: BaseException, folder: Path) -> str:
 
 
 def source_file(found: object, values: Mapping[str, Any]) -> Path | None:
-    """The file that `found`, or else its model, was written in."""
+    """The file of the object `found`, or else of its model."""
     for candidate in (found, type(found), *(values.get(name) for name in ("model", "CustomModel"))):
         try:
             name = inspect.getsourcefile(candidate)  # type: ignore[arg-type]  # anything else is a TypeError
@@ -300,8 +280,7 @@ def source_file(found: object, values: Mapping[str, Any]) -> Path | None:
 
 
 def digest_without_file(values: Mapping[str, Any]) -> str:
-    """Stands in for the digest of a file: over the code of the blanks, e.g. of a recipe typed into a
-    prompt."""
+    """A digest over the code of the blanks, for a recipe without a file, e.g. one typed into a prompt."""
     parts = []
     for blank in BLANKS:
         value = values.get(blank.name)

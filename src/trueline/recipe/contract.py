@@ -1,9 +1,8 @@
-"""The recipe: a researcher fills in the blanks, Trueline does the rest.
+"""The blanks of a recipe, a Python file (or an importable object) with plain functions, and the value that the loader
+makes of them.
 
-A recipe is a Python file (or an importable object) with plain functions named in the field's terms. This
-module holds the blanks and the value that the loader makes of them; it imports no torch, so that the CLI can
-name a missing blank before anything heavy is loaded. Source: DESIGN §2; ElasticDL's model zoo for the other
-spellings.
+Imports no torch, so that the CLI can name a missing blank before anything heavy is loaded. Source of the other
+spellings: ElasticDL's model zoo.
 """
 
 from __future__ import annotations
@@ -24,120 +23,56 @@ if TYPE_CHECKING:
 MODES: tuple[Mode, ...] = ("training", "evaluation", "prediction")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Blank:
     """One name that a recipe may define."""
 
     name: str
-    required: bool
     form: str
     """How it is written, e.g. `loss(outputs, labels)`."""
     meaning: str
+    required: bool = False
     aliases: tuple[str, ...] = ()
-    """ElasticDL's spellings, accepted as they are."""
+    """ElasticDL's spellings, which are accepted."""
     guessed: bool = True
-    """Whether a function of nearly this name is taken for a misspelling: not where helpers are called so."""
+    """Whether a function of a similar name counts as a misspelling: not where helpers often have such names."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The positional arguments that Trueline calls it with, read off `form`."""
+        """The positional arguments that Trueline calls it with, read from `form`."""
         inside = self.form[self.form.index("(") + 1 : self.form.index(")")]
         return tuple(name.strip() for name in inside.split(",") if name.strip())
 
 
 BLANKS: tuple[Blank, ...] = (
-    Blank(
-        name="model",
-        required=True,
-        form="model() -> torch.nn.Module",
-        meaning="a new, untrained model",
-        aliases=("CustomModel", "custom_model"),
-    ),
-    Blank(
-        name="loss",
-        required=True,
-        form="loss(outputs, labels) -> Tensor",
-        meaning="the mean loss over the records of a batch (or one loss for each record)",
-    ),
-    Blank(
-        name="optimizer",
-        required=True,
-        form="optimizer(params) -> torch.optim.Optimizer",
-        meaning="an optimizer over the model's parameters",
-    ),
-    Blank(
-        name="dataset",
-        required=True,
-        form="dataset(mode) -> map-style Dataset, or the URI of records",
-        meaning="the records for mode 'training', 'evaluation' or 'prediction'",
-        aliases=("dataset_fn",),
-    ),
-    Blank(
-        name="feed",
-        required=False,
-        form="feed(records, mode) -> (inputs, labels)",
-        meaning="turns a table of records (pyarrow.Table) into tensors; by their columns when it is left out",
-    ),
-    Blank(
-        name="vocabulary",
-        required=False,
-        form="vocabulary() -> {column: [word, ...]}",
-        meaning="the words of text columns, for records without a feed; a word is its place in the list",
-        guessed=False,
-    ),
-    Blank(
-        name="tokenizer",
-        required=False,
-        form="tokenizer() -> function(texts) -> Tensor or dict of them",
-        meaning="makes tensors of a list of texts, for records without a feed",
-        guessed=False,
-    ),
-    Blank(
-        name="metrics",
-        required=False,
-        form="metrics() -> {name: function(outputs, labels)}",
-        meaning="what evaluate reports beside the loss: one value for each record, or the mean of them",
-        aliases=("eval_metrics_fn",),
-    ),
-    Blank(
-        name="scheduler",
-        required=False,
-        form="scheduler(optimizer) -> torch.optim.lr_scheduler.LRScheduler",
-        meaning="the learning-rate schedule, advanced once for each optimizer step",
-        aliases=("learning_rate_scheduler",),
-    ),
-    Blank(
-        name="examples",
-        required=False,
-        form="examples() -> inputs of a small batch",
-        meaning="inputs to capture and prove with; the evaluation records are used when it is left out. Yield several "
-        "batches and the dimensions in which they differ are free",
-    ),
-    Blank(
-        name="dynamic_shapes",
-        required=False,
-        form="dynamic_shapes() -> {input: {axis: name}}",
-        meaning="further free dimensions of the inputs, as torch.export declares them",
-    ),
-    Blank(
-        name="preprocess",
-        required=False,
-        form="preprocess(request) -> inputs",
-        meaning="turns a served request into the model's inputs",
-    ),
-    Blank(
-        name="postprocess",
-        required=False,
-        form="postprocess(outputs) -> JSON value",
-        meaning="turns the model's outputs into a served answer",
-    ),
-    Blank(
-        name="search_space",
-        required=False,
-        form="search_space(trial) -> dict",
-        meaning="hyper-parameters that tune may vary",
-    ),
-)
+    Blank("model", "model() -> torch.nn.Module", "a new, untrained model",
+          required=True, aliases=("CustomModel", "custom_model")),
+    Blank("loss", "loss(outputs, labels) -> Tensor",
+          "the mean loss over the records of a batch (or one loss for each record)", required=True),
+    Blank("optimizer", "optimizer(params) -> torch.optim.Optimizer", "an optimizer over the model's parameters",
+          required=True),
+    Blank("dataset", "dataset(mode) -> map-style Dataset, or the URI of records",
+          "the records for mode 'training', 'evaluation' or 'prediction'", required=True, aliases=("dataset_fn",)),
+    Blank("feed", "feed(records, mode) -> (inputs, labels)",
+          "turns a table of records (pyarrow.Table) into tensors; by their columns when it is left out"),
+    Blank("vocabulary", "vocabulary() -> {column: [word, ...]}",
+          "the words of text columns, for records without a feed; a word is its index in the list", guessed=False),
+    Blank("tokenizer", "tokenizer() -> function(texts) -> Tensor or dict of them",
+          "makes tensors of a list of texts, for records without a feed", guessed=False),
+    Blank("metrics", "metrics() -> {name: function(outputs, labels)}",
+          "what evaluate reports beside the loss: one value for each record, or the mean of them",
+          aliases=("eval_metrics_fn",)),
+    Blank("scheduler", "scheduler(optimizer) -> torch.optim.lr_scheduler.LRScheduler",
+          "the learning-rate schedule, advanced once for each optimizer step", aliases=("learning_rate_scheduler",)),
+    Blank("examples", "examples() -> inputs of a small batch",
+          "inputs to capture and prove with; the evaluation records are used when it is left out. Yield several "
+          "batches and the dimensions in which they differ are free"),
+    Blank("dynamic_shapes", "dynamic_shapes() -> {input: {axis: name}}",
+          "further free dimensions of the inputs, as torch.export declares them"),
+    Blank("preprocess", "preprocess(request) -> inputs", "turns a served request into the model's inputs"),
+    Blank("postprocess", "postprocess(outputs) -> JSON value", "turns the model's outputs into a served answer"),
+    Blank("search_space", "search_space(trial) -> dict", "hyper-parameters that tune may vary"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

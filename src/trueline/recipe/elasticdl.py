@@ -1,8 +1,8 @@
-"""ElasticDL's `dataset_fn(data_list, mode, metadata)`: it is given records, not asked where they are.
+"""ElasticDL's `dataset_fn(data_list, mode, metadata)`, which receives records.
 
-There the command line says where the records lie; here the recipe does, in `training_data`, `evaluation_data`
-(ElasticDL's `validation_data`) and `prediction_data`: URIs as `dataset(mode)` would return them. So a module of
-ElasticDL's zoo is taken as it stands by a recipe of two lines:
+In ElasticDL the command line names their location; here the recipe does, in `training_data`, `evaluation_data`
+(ElasticDL's `validation_data`) and `prediction_data`: URIs as `dataset(mode)` would return them. So a recipe of two
+lines uses a module of ElasticDL's zoo unchanged:
 
     from mnist import *
     training_data = "records/*.recordio"
@@ -32,11 +32,11 @@ PLACES: dict[str, tuple[str, ...]] = {
     "evaluation": ("evaluation_data", "validation_data"),
     "prediction": ("prediction_data",),
 }
-"""Mode -> the names of the value that says where its records are."""
+"""Mode -> the names of the value with the URI of its records."""
 
 
 def takes_records(function: object) -> bool:
-    """Whether `function` is written in ElasticDL's form: three arguments that have to be given."""
+    """Whether `function` has ElasticDL's form: three required arguments."""
     if not callable(function) or isinstance(function, type):
         return False
     try:
@@ -50,16 +50,16 @@ def takes_records(function: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What `dataset_fn` is told of the records."""
+    """The records' columns, for `dataset_fn`."""
 
     column_names: list[str]
     column_dtypes: list[str]
-    """Arrow's names of them: `int64`, `binary`, ..."""
+    """Arrow's names: `int64`, `binary`, ..."""
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """A `dataset(mode)` of what the recipe's values say."""
+class DataPlaces:
+    """A `dataset(mode)` that returns the URI in the recipe's values."""
 
     values: Mapping[str, Any]
 
@@ -69,7 +69,7 @@ class Places:
                 return self.values[name]
         name = PLACES[mode][0]
         raise RecipeError(
-            f"`{FORM}` is given records, and the recipe does not say where those for {mode} are",
+            f"`{FORM}` receives records, and the recipe does not say where those for {mode} are",
             hint=f'set {name} = "URI" beside it, e.g. {name} = "records/*.recordio"',
         )
 
@@ -78,7 +78,7 @@ class Places:
 class Feed:
     """A `feed(records, mode)` of a `dataset_fn`.
 
-    `data_list` has the value of each record where records have one column, bytes for RecordIO, or else the list of its
+    `data_list` holds one value for each record: that of its only column (bytes for RecordIO), or the list of its
     columns' values.
     """
 
@@ -110,6 +110,6 @@ def _batch(values: Any, count: int, what: str) -> Any:
         why = f"dataset_fn made {len(values)} {what} of {count} records"
         raise DataError(why, hint="it has to return one for each")
     if isinstance(values, Sequence) and not isinstance(values, str):
-        arrays = all(isinstance(value, np.ndarray) for value in values)  # often views of bytes, which nobody may write
+        arrays = all(isinstance(value, np.ndarray) for value in values)  # often read-only views of bytes
         return torch.from_numpy(np.stack(values)) if arrays else default_collate(list(values))
     return values if isinstance(values, torch.Tensor) else torch.tensor(values)

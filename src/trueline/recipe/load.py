@@ -1,10 +1,9 @@
-"""From a file, an import path or an object to a Recipe whose blanks are checked.
+"""Loads a file, an import path or an object as a Recipe with checked blanks.
 
-Promise: whatever is wrong with a recipe is one RecipeError that names the blank, the form it should have and
-what was found instead, all at once, before anything heavy starts. The loader itself imports no torch (the
-recipe may), and runs the recipe's top level once for each content of the file, under a name in `sys.modules`
-that follows from path and content: classes that the recipe defines can be pickled, and every process gives
-them the same name.
+Promise: all problems of a recipe are in one RecipeError that names the blanks, their expected form and the actual one,
+before anything heavy starts. The loader itself imports no torch (the recipe may). It runs the recipe's top level once
+for each content of the file, under a name in `sys.modules` that follows from path and content: classes of the recipe
+can be pickled, and have the same name in every process.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from types import ModuleType
 from trueline import files
 from trueline.errors import RecipeError, UsageError, closest, join_names
 from trueline.recipe import blanks
-from trueline.recipe.blanks import Found
+from trueline.recipe.blanks import Definitions
 from trueline.recipe.contract import Recipe
 
 _FILE = "recipe.py"
@@ -30,7 +29,7 @@ _PREFIX = "trueline_recipe_"
 def load_recipe(source: object) -> Recipe:
     """Loads a recipe: a `.py` file or its folder, `package.module:object`, a module, an object or a mapping.
 
-    Raises RecipeError that lists everything that is missing, misspelt or of the wrong kind.
+    Raises RecipeError that lists all missing and misspelt blanks and those of the wrong kind.
 
     >>> load_recipe("absent.module:recipe")
     Traceback (most recent call last):
@@ -38,18 +37,16 @@ def load_recipe(source: object) -> Recipe:
     """
     if isinstance(source, Recipe):
         return source
-    if isinstance(source, Path) or (isinstance(source, str) and _looks_like_a_file(source)):
+    if isinstance(source, Path) or (isinstance(source, str) and _is_file_name(source)):
         return blanks.fill(_from_file(Path(source)))
     where = source if isinstance(source, str) else ""
-    found = _imported(source) if isinstance(source, str) else source
-    if isinstance(found, Recipe):
-        return found
-    return blanks.fill(_from_object(found, where))
+    loaded = _import_object(source) if isinstance(source, str) else source
+    return loaded if isinstance(loaded, Recipe) else blanks.fill(_from_object(loaded, where))
 
 
 def locate_recipe(recipe: Recipe, given: object, *, otherwise: str = "") -> str:
-    """Where other processes load `recipe` from, which was loaded from `given`. Raises UsageError; `otherwise` ends its
-    hint."""
+    """The path or import path from which other processes load `recipe`, which was loaded from `given`. Raises
+    UsageError; `otherwise` ends its hint."""
     if recipe.path is not None:
         return str(Path(recipe.path).resolve())
     if isinstance(given, str):
@@ -60,12 +57,12 @@ def locate_recipe(recipe: Recipe, given: object, *, otherwise: str = "") -> str:
     )
 
 
-def _looks_like_a_file(text: str) -> bool:
+def _is_file_name(text: str) -> bool:
     path = Path(text)
     return path.suffix == ".py" or "/" in text or path.is_dir() or (":" not in text and path.exists())
 
 
-def _from_file(given: Path) -> Found:
+def _from_file(given: Path) -> Definitions:
     path = given / _FILE if given.is_dir() else given
     try:
         content = path.read_bytes()
@@ -78,7 +75,7 @@ def _from_file(given: Path) -> Found:
         raise RecipeError(f"{path} is not a Python file; a recipe is a .py file with the blanks filled in")
     module = _run(path.resolve(), content, str(path))
     default = path.resolve().parent.name if path.name == _FILE else path.stem
-    return Found(
+    return Definitions(
         values=vars(module),
         where=str(path),
         module=module.__name__,
@@ -103,7 +100,7 @@ def _run(path: Path, content: bytes, shown: str) -> ModuleType:
             exec(compile(content, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise _failed(error, path.parent, f"recipe {shown}") from error
+        raise _load_error(error, path.parent, f"recipe {shown}") from error
     except BaseException:
         del sys.modules[name]
         raise
@@ -112,10 +109,8 @@ def _run(path: Path, content: bytes, shown: str) -> ModuleType:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Lets helper modules beside the recipe be imported: before all others now, after all but older recipes' later.
-
-    A function of an older recipe that imports a helper only when it is called finds the newer recipe's namesake.
-    """
+    """Puts the recipe's folder first on the import path, for its helper modules, and afterwards last, before older
+    recipes'. A function of an older recipe that imports a helper when it is called gets a newer recipe's namesake."""
     _forget_namesakes(folder)
     entry = str(folder)
     sys.path.insert(0, entry)
@@ -129,7 +124,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _forget_namesakes(folder: Path) -> None:
-    """Two recipes may each have a `helpers.py`: that of another recipe must not be taken for this one's."""
+    """Two recipes may each have a `helpers.py`: each has to import its own."""
     others = _recipe_folders() - {folder}
     for entry in folder.glob("*.py"):
         known = getattr(sys.modules.get(entry.stem), "__file__", None)
@@ -143,7 +138,7 @@ def _recipe_folders() -> set[Path]:
     return {Path(module.__file__).parent for module in loaded if module.__file__}
 
 
-def _failed(error: BaseException, folder: Path, what: str) -> RecipeError:
+def _load_error(error: BaseException, folder: Path, what: str) -> RecipeError:
     place = blanks.blame(error, folder)
     hint = f"see {place}" if place else ""
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -154,7 +149,7 @@ def _failed(error: BaseException, folder: Path, what: str) -> RecipeError:
     return RecipeError(f"{what} fails while it loads{at}: {type(error).__name__}: {error}", hint=hint)
 
 
-def _imported(text: str) -> object:
+def _import_object(text: str) -> object:
     module_name, _, attribute = text.partition(":")
     folder = Path.cwd()
     try:
@@ -162,8 +157,11 @@ def _imported(text: str) -> object:
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError | ValueError):
-            raise _no_module(text, module_name, error) from error
-        raise _failed(error, folder, f"recipe {text}") from error
+            raise RecipeError(
+                f"cannot import '{module_name or text}': {type(error).__name__}: {error}",
+                hint="give a path to a .py file, or package.module:object that Python can import from here",
+            ) from error
+        raise _load_error(error, folder, f"recipe {text}") from error
     found: object = module
     for part in attribute.split(".") if attribute else ():
         if not hasattr(found, part):
@@ -175,16 +173,13 @@ def _imported(text: str) -> object:
     return found
 
 
-def _no_module(text: str, module_name: str, error: Exception) -> RecipeError:
-    return RecipeError(
-        f"cannot import '{module_name or text}': {type(error).__name__}: {error}",
-        hint="give a path to a .py file, or package.module:object that Python can import from here",
-    )
-
-
-def _from_object(found: object, where: str) -> Found:
+def _from_object(found: object, where: str) -> Definitions:
     if isinstance(found, type):
-        found = _instance(found)
+        try:
+            found = found()
+        except TypeError as error:
+            why = f"the recipe class {found.__name__} takes arguments: {error}"  # type: ignore[attr-defined]
+            raise RecipeError(why, hint="give an instance of it") from error
     if isinstance(found, Mapping):
         values = {str(key): value for key, value in found.items()}
         module, default = "", "recipe"
@@ -196,13 +191,4 @@ def _from_object(found: object, where: str) -> Found:
     where = where or (f"module {module}" if module else f"object of type {type(found).__name__}")
     file = blanks.source_file(found, values)
     digest = files.sha256_file(file) if file else blanks.digest_without_file(values)
-    return Found(values=values, where=where, module=module, default_name=default, path=None, digest=digest)
-
-
-def _instance(recipe_class: type) -> object:
-    try:
-        return recipe_class()
-    except TypeError as error:
-        raise RecipeError(
-            f"the recipe class {recipe_class.__name__} takes arguments: {error}", hint="give an instance of it"
-        ) from error
+    return Definitions(values=values, where=where, module=module, default_name=default, path=None, digest=digest)

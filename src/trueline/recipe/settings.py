@@ -75,7 +75,7 @@ class StepSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(StepSettings, LoopSettings):
-    """What a job is told beside its recipe and its number of workers."""
+    """All settings of a job beside its recipe and its number of workers."""
 
     autoscale: bool = setting(
         False, "Vary the number of workers between MIN and MAX by what another worker brings.", section=_WORKERS

@@ -1,7 +1,7 @@
-"""What `trueline init` writes: a recipe that trains as it is, to be changed one blank after the other.
+"""The recipe that `trueline init` writes: it trains as it is, and the user changes one blank after the other.
 
-With scikit-learn installed it learns handwritten digits; without, two rings of generated points. The choice
-is made here, when the file is written, so that the recipe itself has no hidden switch.
+With scikit-learn installed it learns handwritten digits, else two rings of generated points. The choice is made when
+the file is written, so that the recipe itself has no hidden switch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ seed = 0  # decides the order of the records and the first weights
 # compile = True  # torch.compile
 # monitor = "-accuracy"  # evaluates meanwhile, and the best checkpoint stands for the job; "-": larger is better
 # evaluate_every = 50  # steps; at the end of each epoch when it is left out
-# patience = 3  # stops after so many evaluations without a better one
+# patience = 3  # stops after this number of evaluations without a better one
 
 
 '''
@@ -120,15 +120,14 @@ def metrics():
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """The recipe's path, and what it learns, in words."""
-
+class WrittenRecipe:
     path: Path
     note: str
+    """What it learns."""
 
 
-def write_recipe(name: str, into: Path) -> Written:
-    """Writes `into/name/recipe.py`. Raises UsageError when it exists or the name is no name, StorageError."""
+def write_recipe(name: str, into: Path) -> WrittenRecipe:
+    """Writes `into/name/recipe.py`. Raises UsageError when it exists or the name is not valid, StorageError."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"'{name}' cannot name a recipe; use letters, digits and _ . -", hint="for example `trueline init digits`"
@@ -141,7 +140,7 @@ def write_recipe(name: str, into: Path) -> Written:
     note = "it learns handwritten digits"
     if not digits:
         note = "it learns two rings of generated points (handwritten digits need `pip install scikit-learn`)"
-    return Written(path, note)
+    return WrittenRecipe(path, note)
 
 
 def text(name: str, *, where: str, digits: bool) -> str:

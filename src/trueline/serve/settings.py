@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
-from trueline.settings import check, declared, setting
+from trueline.settings import check, declared_settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ def to_arguments(settings: ServeSettings) -> list[str]:
 
 def from_arguments(arguments: Sequence[str]) -> ServeSettings:
     parser = argparse.ArgumentParser("python -m trueline.serve", description="Serve bundles.", allow_abbrev=False)
-    kinds = {one.name: one.kind for one in declared(ServeSettings)} | {"most_threads": int}
+    kinds = {one.name: one.kind for one in declared_settings(ServeSettings)} | {"most_threads": int}
     parser.add_argument("source", nargs="?")
     for field in fields(ServeSettings):
         flag = "--" + field.name.replace("_", "-")

@@ -12,7 +12,7 @@ import msgspec
 from trueline import files
 from trueline.errors import UsageError, closest
 from trueline.recipe.settings import Precision, Shuffle, TrainingSettings
-from trueline.settings import check, declared
+from trueline.settings import check, declared_settings
 from trueline.train.job_dir import JobDir
 
 Phase = Literal[
@@ -220,7 +220,7 @@ def refuse_changes(earlier: JobSettings, later: JobSettings, where: str) -> None
             f"the recipe {later.recipe or later.script[0]} was changed since the job in {where} began",
             hint="restore the recipe, or train the changed one in a new job",
         )
-    fixed = [item.name for item in declared(TrainingSettings) if item.setting.fixed]
+    fixed = [item.name for item in declared_settings(TrainingSettings) if item.setting.fixed]
     changed = [name for name in fixed if getattr(earlier, name) != getattr(later, name)]
     if changed:
         before = ", ".join(f"{name} was {getattr(earlier, name)}" for name in changed)

@@ -13,7 +13,7 @@ import click
 from trueline.cli.options import Decorator, Output, combine, section, setting_options
 from trueline.errors import UsageError
 from trueline.recipe.settings import TrainingSettings
-from trueline.settings import declared
+from trueline.settings import declared_settings
 
 if TYPE_CHECKING:
     from trueline.train.settings import Fault
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MLFLOW_WAIT_S = 60.0
 """How long a job that has ended waits until its last events are in MLflow."""
 _job = section("The job")
-FIXED = tuple(one.name for one in declared(TrainingSettings) if one.setting.fixed)
+FIXED = tuple(one.name for one in declared_settings(TrainingSettings) if one.setting.fixed)
 """Settings that a resumed job keeps."""
 
 

@@ -18,7 +18,7 @@ import torch
 
 from trueline import events
 from trueline.checkpoint import checkpoint
-from trueline.checkpoint.snapshot import Copied, StateCopy
+from trueline.checkpoint.snapshot import StateCopy, StateSnapshot
 from trueline.data.source import Source
 from trueline.errors import StorageError, TruelineError
 from trueline.storage.location import Location, parse_location
@@ -102,7 +102,7 @@ class Checkpointer:
         self._writers.append(writer)
         writer.start()
 
-    def _run(self, before: threading.Thread | None, copied: Copied, link: ProgressReporter) -> None:
+    def _run(self, before: threading.Thread | None, copied: StateSnapshot, link: ProgressReporter) -> None:
         if before is not None:
             before.join()
         with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
