@@ -22,7 +22,7 @@ import numpy as np
 
 from trueline.bundle.signature import Signature, TensorSpec
 from trueline.errors import RequestError, join_names
-from trueline.serve.tensors import json_tensors
+from trueline.serve.tensors import arrays
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -84,17 +84,17 @@ def _values(given: Mapping[str, msgspec.Raw], signature: Signature) -> JsonRecor
 
 
 def _read(text: msgspec.Raw, spec: TensorSpec) -> Array:
-    depth, rank = json_tensors.depth_of(memoryview(text)), len(spec.shape)
+    depth, rank = arrays.depth_of(memoryview(text)), len(spec.shape)
     if depth not in (rank, rank - 1):
         record = f"{rank - 1} for one record or " if rank else ""
         raise RequestError(f"input '{spec.name}' nests {depth} lists, expected {record}{rank} for a batch")
-    return json_tensors.parse(text, spec.datatype, depth, spec.name)
+    return arrays.parse(text, spec.datatype, depth, spec.name)
 
 
 def _instances(text: msgspec.Raw, signature: Signature) -> JsonRecords:
-    if len(signature.inputs) == 1 and json_tensors.depth_of(memoryview(text)) == len(signature.inputs[0].shape):
+    if len(signature.inputs) == 1 and arrays.depth_of(memoryview(text)) == len(signature.inputs[0].shape):
         only = signature.inputs[0]
-        return JsonRecords({only.name: json_tensors.parse(text, only.datatype, len(only.shape), only.name)}, False)
+        return JsonRecords({only.name: arrays.parse(text, only.datatype, len(only.shape), only.name)}, False)
     rows = _decode(_OBJECTS, text)
     if not rows:
         raise RequestError("'instances' is empty")

@@ -22,7 +22,7 @@ from trueline.serve.models.loader import ResolvedSource, VersionOptions
 from trueline.serve.models.model_store import Store, check_name
 from trueline.serve.models.servable import HandlerRequest, Servable
 from trueline.serve.protocols import openapi
-from trueline.serve.protocols.errors import NO_METHOD, NO_RESOURCE
+from trueline.serve.protocols.dispatch import NO_METHOD, NO_RESOURCE
 from trueline.serve.traffic import canary
 from trueline.serve.traffic.rollout import Traffic
 from trueline.torchserve import responses

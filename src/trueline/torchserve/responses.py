@@ -18,7 +18,7 @@ from trueline.serve.handlers.messages import reply
 from trueline.serve.handlers.worker import DIED, HandlerFailed, Hung
 from trueline.serve.models.catalog import UnknownModel, UnknownVersion
 from trueline.serve.models.servable import Servable
-from trueline.serve.protocols.errors import extra
+from trueline.serve.protocols.dispatch import extra
 from trueline.web.auth import Forbidden, Unauthorized
 from trueline.web.messages import Response
 

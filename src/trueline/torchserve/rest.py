@@ -20,8 +20,7 @@ from trueline.serve import json_records
 from trueline.serve.handlers import messages
 from trueline.serve.handlers.messages import encode_answer, reply
 from trueline.serve.protocols import openapi, predict
-from trueline.serve.protocols.dispatch import PREDICT_METHODS, PRIORITY_HEADER
-from trueline.serve.protocols.errors import NO_METHOD, allow, check_media, json
+from trueline.serve.protocols.dispatch import NO_METHOD, PREDICT_METHODS, PRIORITY_HEADER, allow, check_media, json
 from trueline.torchserve import responses
 from trueline.torchserve.workflows.executor import UnknownWorkflow
 from trueline.version import __version__

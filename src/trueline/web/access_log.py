@@ -149,20 +149,11 @@ class AccessLogMiddleware:
         return answer
 
     def _enter(self, request: Request, response: Response | None, began: float) -> None:
-        seconds = time.perf_counter() - began
-        request_id = request.headers.get(_ID)
-        entry = AccessEntry(
-            round(time.time() - seconds, 6),
-            self._face,
-            request.method,
-            request.path,
-            CLIENT_CLOSED if response is None else response.status,
-            round(seconds * 1e3, 3),
-            len(request.body),
-            None if response is None or response.pieces is not None else len(response.body),
-            None if request_id is None else request_id[:_ID_CHARS].decode("latin-1"),
-        )
-        self._log.enter(entry)
+        at, ms = _times(began)
+        status = CLIENT_CLOSED if response is None else response.status
+        size = None if response is None or response.pieces is not None else len(response.body)
+        named, method, path = _decode_id(request.headers.get(_ID)), request.method, request.path
+        self._log.enter(AccessEntry(at, self._face, method, path, status, ms, len(request.body), size, named))
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The response to a request that could not be received."""
@@ -179,7 +170,7 @@ class GrpcCallLog:
 
     def __init__(self, log: AccessLog | None, face: str, path: str, bytes_in: int, request_id: bytes | None) -> None:
         self._log, self._face, self.path, self._bytes_in = log, face, path, bytes_in
-        self._id = None if request_id is None else request_id[:_ID_CHARS].decode("latin-1")
+        self._id = _decode_id(request_id)
         self._model: str | None = None
         self._began = time.perf_counter()
 
@@ -195,18 +186,17 @@ class GrpcCallLog:
         """Enters the call; `status` is HTTP's for `code`."""
         if self._log is None:
             return
-        seconds = time.perf_counter() - self._began
-        entry = AccessEntry(
-            round(time.time() - seconds, 6),
-            self._face,
-            self.path.rpartition("/")[2],
-            self.path,
-            status,
-            round(seconds * 1e3, 3),
-            self._bytes_in,
-            bytes_out,
-            self._id,
-            self._model,
-            code,
-        )
-        self._log.enter(entry)
+        at, ms = _times(self._began)
+        method = self.path.rpartition("/")[2]
+        size, given = self._bytes_in, (self._id, self._model, code)
+        self._log.enter(AccessEntry(at, self._face, method, self.path, status, ms, size, bytes_out, *given))
+
+
+def _times(began: float) -> tuple[float, float]:
+    """`at` and `ms` of an entry for what began at `began` (perf_counter) and ends now."""
+    seconds = time.perf_counter() - began
+    return round(time.time() - seconds, 6), round(seconds * 1e3, 3)
+
+
+def _decode_id(given: bytes | None) -> str | None:
+    return None if given is None else given[:_ID_CHARS].decode("latin-1")

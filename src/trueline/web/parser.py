@@ -1,10 +1,12 @@
 """Receives HTTP/1.1 within `HttpLimits`: bytes in, whole requests out. A repeated head is not parsed again.
 
-llhttp (httptools) parses. This module knows neither responses nor transports. Sources: RFC 9110, RFC 9112.
+llhttp (httptools) parses; `decompress` reads gzip and deflate bodies. This module knows neither responses nor
+transports. Sources: RFC 9110, RFC 9112.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,8 +14,12 @@ from typing import Literal
 import httptools
 import msgspec
 
+from trueline.errors import RequestError, TooLarge, UnsupportedMedia
 from trueline.web.messages import Request, RequestHead
 
+CODINGS = frozenset({"gzip", "x-gzip", "deflate"})
+IN_THREAD_BYTES = 64 * 2**10
+"""A longer body is decompressed in a thread."""
 END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 2048
 """A longer head is not cached."""
@@ -258,3 +264,41 @@ def _rejection_of(error: httptools.HttpParserError) -> RequestRejected | None:
     if isinstance(error, httptools.HttpParserCallbackError):
         return None
     return RequestRejected(400, f"malformed HTTP request: {error}")
+
+
+def check_coding(coding: str) -> None:
+    """Raises UnsupportedMedia."""
+    if coding not in CODINGS:
+        raise UnsupportedMedia(
+            f"content-encoding '{coding[:64]}' is not read here; send gzip, deflate or the plain body"
+        )
+
+
+def decompress(body: bytes | bytearray, coding: str, limit_bytes: int) -> bytes:
+    """The plain body. Raises TooLarge beyond `limit_bytes`, RequestError for a torn one.
+
+    >>> decompress(zlib.compress(b"abc"), "deflate", 10)
+    b'abc'
+    """
+    check_coding(coding)
+    plain, left = bytearray(), bytes(body)
+    while left:
+        reader = zlib.decompressobj(_window(left, coding))
+        try:
+            plain += reader.decompress(left, limit_bytes + 1 - len(plain))
+        except zlib.error as error:
+            raise RequestError(f"the body is no {coding}: {error}") from error
+        if len(plain) > limit_bytes:
+            raise TooLarge(f"the opened body has more than {limit_bytes} bytes, which is what this server takes")
+        if not reader.eof:
+            raise RequestError(f"the body is torn: its {coding} does not end")
+        left = reader.unused_data if coding != "deflate" else b""
+    return bytes(plain)
+
+
+def _window(body: bytes, coding: str) -> int:
+    """zlib's wbits. Some clients send deflate without zlib's two bytes in front."""
+    if coding != "deflate":
+        return 31
+    has_head = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
+    return 15 if has_head else -15

@@ -26,7 +26,7 @@ def listen(host: str, port: int, *, guarded: bool = False, shared: bool = False)
     authenticates clients. Several processes of this user may listen on a `shared` port; the kernel spreads connections.
     """
     family, address = _resolve(host, port)
-    check_reach(address[0], guarded=guarded, said=host)
+    check_reach(address[0], guarded=guarded, name=host)
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,12 +40,12 @@ def listen(host: str, port: int, *, guarded: bool = False, shared: bool = False)
     return made
 
 
-def check_reach(address: str, *, guarded: bool, said: str = "") -> None:
+def check_reach(address: str, *, guarded: bool, name: str = "") -> None:
     """Raises UsageError for an address that other machines can reach, unless the server is `guarded`."""
-    found, _ = _resolve(address, 0)[1]
-    if not guarded and not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+    host, _ = _resolve(address, 0)[1]
+    if not guarded and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         raise UsageError(
-            f"{said or address} can be reached from other machines, and this server authenticates no client",
+            f"{name or address} can be reached from other machines, and this server authenticates no client",
             hint="listen on 127.0.0.1, or name a --key-file, whose tokens clients then need, or a --client-ca",
         )
 
@@ -54,10 +54,10 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int
     if not 0 <= port < 2**16:
         raise UsageError(f"port {port} does not exist: ports go from 0 to 65535")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise UsageError(f"host '{host}' is not known here: {error.strerror or error}") from error
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = addresses[0]
     return family, (str(address[0]), int(address[1]))
 
 
@@ -144,7 +144,5 @@ def make_grpc_credentials(given: Certificates) -> Any:
     key = (given.private_key or given.certificate).read_bytes()
     authority = None if given.client_ca is None else given.client_ca.read_bytes()
     return grpc.ssl_server_credentials(
-        [(key, given.certificate.read_bytes())],
-        root_certificates=authority,
-        require_client_auth=given.mutual,
+        [(key, given.certificate.read_bytes())], root_certificates=authority, require_client_auth=given.mutual
     )

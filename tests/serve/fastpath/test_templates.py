@@ -14,7 +14,7 @@ from trueline.bundle.signature import NUMPY_DTYPES, Dim, Signature
 from trueline.errors import RequestError
 from trueline.serve.fastpath import templates
 from trueline.serve.fastpath.templates import MAX_TEMPLATES, TemplateCache
-from trueline.serve.tensors import codec, json_tensors
+from trueline.serve.tensors import arrays, codec
 from worlds.bundles import spec
 
 ONE = Signature(
@@ -170,8 +170,8 @@ def test_a_list_of_floats_is_read_as_numpy_reads_it_and_refused_where_it_does_no
             expected = np.array(values, NUMPY_DTYPES[datatype])
     except FloatingPointError:
         with pytest.raises(RequestError, match="out of the range"):
-            json_tensors.parse(text, datatype, 1, "x")
+            arrays.parse(text, datatype, 1, "x")
         return
-    found = json_tensors.parse(text, datatype, 1, "x")
+    found = arrays.parse(text, datatype, 1, "x")
     assert found.dtype == expected.dtype
     assert found.tobytes() == expected.tobytes()

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from trueline.bundle.signature import NUMPY_DTYPES, Dim, Signature
 from trueline.errors import RequestError
 from trueline.serve import json_records
-from trueline.serve.tensors import codec, json_tensors
+from trueline.serve.tensors import arrays, codec
 from worlds.bundles import spec
 
 
@@ -254,4 +254,4 @@ def test_no_json_whatever_raises_anything_but_a_request_error(
 
 
 def test_depth_is_counted_to_a_bound() -> None:
-    assert json_tensors.depth_of(b"[" * 10**6) == json_tensors.MAX_DEPTH + 1
+    assert arrays.depth_of(b"[" * 10**6) == arrays.MAX_DEPTH + 1

@@ -20,7 +20,7 @@ import numpy as np
 
 from trueline.bundle.signature import NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
-from trueline.serve.tensors import codec, json_tensors
+from trueline.serve.tensors import arrays, codec
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -75,7 +75,7 @@ class _Json:
     depth: int
     call: codec.InferCall
     names: tuple[str, ...]
-    flat: json_tensors.FlatReader | None
+    flat: arrays.FlatReader | None
     """Reads the data if it is one list of floats."""
 
     def pieces(self, body: bytes | bytearray) -> Sequence[bytes | bytearray] | None:
@@ -94,9 +94,9 @@ class _Json:
     def read(self, text: memoryview) -> Array | None:
         """The input in `text`; None when it does not fit the shape, or is malformed."""
         try:
-            if json_tensors.depth_of(text) != self.depth:
+            if arrays.depth_of(text) != self.depth:
                 return None
-            array = json_tensors.parse(text, self.datatype, self.depth, self.name)
+            array = arrays.parse(text, self.datatype, self.depth, self.name)
         except RequestError:
             return None
         fits = array.shape == self.shape if self.depth > 1 else array.size == math.prod(self.shape)
@@ -173,9 +173,9 @@ class TemplateCache:
             return
         if len(self._json) >= MAX_TEMPLATES:
             self._json.clear()
-        depth = json_tensors.depth_of(memoryview(given.data))
+        depth = arrays.depth_of(memoryview(given.data))
         shape, dtype, count = tuple(given.shape), NUMPY_DTYPES[given.datatype], math.prod(given.shape)
-        flat = json_tensors.FlatReader(count, dtype) if depth == 1 and dtype.kind == "f" and count else None
+        flat = arrays.FlatReader(count, dtype) if depth == 1 and dtype.kind == "f" and count else None
         name = given.name
         self._json[begin] = _Json(begin, end, name, given.datatype, shape, depth, call.of({}), (name,), flat)
 

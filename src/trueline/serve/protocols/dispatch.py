@@ -1,4 +1,4 @@
-"""What all HTTP protocols share: find a version, ask it, count the request, and turn errors into responses."""
+"""What all HTTP protocols share: route tables, asking a version, counting requests, and the format of errors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from functools import partial
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
+
 from trueline import events
-from trueline.errors import NotFound, NotReady, Overloaded, RequestError
+from trueline.errors import MethodNotAllowed, NotFound, NotReady, Overloaded, RequestError, UnsupportedMedia
 from trueline.serve.batching.policy import USUAL
 from trueline.serve.counters import ServerStats
 from trueline.serve.handlers import messages
 from trueline.serve.handlers.messages import encode_answer
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.servable import Handler, Servable
-from trueline.serve.protocols.errors import NO_METHOD, ErrorFormat, allow
 from trueline.serve.tensors import codec
-from trueline.web.messages import Request, Response
+from trueline.web.messages import JSON, Request, Response
 
 if TYPE_CHECKING:
     from trueline.serve.models.servable import Outputs
@@ -39,6 +40,9 @@ SEQUENCE_HEADER = b"ts_request_sequence_id"
 PREDICT_METHODS = ("POST", "PUT", "GET")
 PRIORITY_HEADER = b"x-trueline-priority"
 """1 is the most urgent; the parameter of an infer request takes precedence."""
+NO_METHOD = "Requested method is not allowed, please refer to API document."
+NO_RESOURCE = "Requested resource is not found, please refer to API document."
+"""TorchServe's words, which its clients compare; all paths outside /v1 and /v2 use them."""
 
 
 class RouteTable(Protocol):
@@ -159,9 +163,9 @@ class Dispatch:
     def explain(self, request: Request, model: str, version: str | None = None) -> Answer:
         """The handler's explanation. Raises RequestError, NotFound."""
         allow(request, PREDICT_METHODS, NO_METHOD)
-        found = self.find(request, model, version or None)
-        if found.handler is not None:
-            return self.handle(request, found, found.handler, explain=True)
+        servable = self.find(request, model, version or None)
+        if servable.handler is not None:
+            return self.handle(request, servable, servable.handler, explain=True)
         raise NotFound("no explainer is served for this model")
 
     def ask(
@@ -200,3 +204,72 @@ class Dispatch:
         shadow = self.models.shadows.get(version.model) if self.models.shadows else None
         if shadow is not None and shadow.version is not version:
             self._loop.call_soon(shadow.show, inputs, outputs)
+
+
+def json(status: int, value: object, headers: bytes = b"") -> Response:
+    return Response(status, msgspec.json.encode(value), JSON, headers)
+
+
+class ErrorFormat(Protocol):
+    """The form in which a protocol writes errors."""
+
+    def encode_error(self, error: RequestError, path: str) -> Response:
+        """The response to a rejected request."""
+        ...
+
+    def encode_failure(self) -> Response:
+        """The response to a request on which the model or the server failed; the log says why."""
+        ...
+
+    def encode_malformed(self, path: str, status: int, message: str) -> Response:
+        """The response to a request that could not be received."""
+        ...
+
+
+class OipErrors:
+    """`{"error": ...}`, the form of the Open Inference Protocol."""
+
+    def encode_error(self, error: RequestError, path: str) -> Response:
+        hint = f"; {error.hint}" if error.hint else ""
+        return json(error.status, {"error": error.message + hint}, extra(error))
+
+    def encode_failure(self) -> Response:
+        return json(500, {"error": "the model failed on this request; the server's log says why"})
+
+    def encode_malformed(self, path: str, status: int, message: str) -> Response:
+        return json(status, {"error": message})
+
+
+class Method(MethodNotAllowed):
+    """The path exists, but not for this method."""
+
+    def __init__(self, message: str, allowed: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.allowed = ", ".join(allowed)
+
+
+def is_oip(path: str) -> bool:
+    """Whether `path` belongs to the Open Inference Protocol or to KServe's V1."""
+    return path in ("/v1", "/v2") or path.startswith(("/v1/", "/v2/"))
+
+
+def allow(request: Request, methods: tuple[str, ...], message: str) -> None:
+    """Raises Method."""
+    if request.method not in methods:
+        raise Method(message, methods)
+
+
+def check_media(request: Request) -> None:
+    """Raises UnsupportedMedia for a media type that is not JSON. No type, or the form of `curl -d`, is accepted."""
+    media = request.headers.get(b"content-type")
+    if media is not None and media.lower().startswith((b"multipart/", b"image/", b"audio/", b"video/")):
+        raise UnsupportedMedia(f"content-type '{media.decode('latin-1')[:64]}' is not supported here; send JSON")
+
+
+def extra(error: RequestError) -> bytes:
+    """Header lines of an error's response."""
+    if isinstance(error, Overloaded):
+        return b"retry-after: %d\r\n" % max(1, round(error.retry_after_s))
+    if isinstance(error, Method):
+        return b"allow: %b\r\n" % error.allowed.encode()
+    return b""

@@ -17,14 +17,23 @@ from trueline.serve.metrics import dashboard, prometheus
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.watchers import Companion
 from trueline.serve.protocols import openapi
-from trueline.serve.protocols.dispatch import Dispatch, RouteTable
-from trueline.serve.protocols.errors import NO_METHOD, NO_RESOURCE, ErrorFormat, Method, OipErrors, allow, is_oip, json
+from trueline.serve.protocols.dispatch import (
+    NO_METHOD,
+    NO_RESOURCE,
+    Dispatch,
+    ErrorFormat,
+    Method,
+    OipErrors,
+    RouteTable,
+    allow,
+    is_oip,
+    json,
+)
 from trueline.serve.protocols.oip.rest import InferPaths, OipRoutes, Repository, infer_of
 from trueline.version import __version__
-from trueline.web import content_encoding
 from trueline.web.access_log import AccessLog
 from trueline.web.messages import App, InlineFuture, Request, Response, query_all
-from trueline.web.parser import HttpLimits
+from trueline.web.parser import IN_THREAD_BYTES, HttpLimits, check_coding, decompress
 
 if TYPE_CHECKING:
     from trueline.serve.protocols.dispatch import Answer, RouteHandler
@@ -169,12 +178,12 @@ class Routes:
         request.head = None
         if coding == "identity":
             return self._route(request)
-        content_encoding.check_coding(coding)
-        if len(request.body) <= content_encoding.IN_THREAD_BYTES:
-            request.body = content_encoding.decompress(request.body, coding, self._body_bytes)
+        check_coding(coding)
+        if len(request.body) <= IN_THREAD_BYTES:
+            request.body = decompress(request.body, coding, self._body_bytes)
             return self._route(request)
         response: asyncio.Future[Response] = self._loop.create_future()
-        body = self._loop.run_in_executor(None, content_encoding.decompress, request.body, coding, self._body_bytes)
+        body = self._loop.run_in_executor(None, decompress, request.body, coding, self._body_bytes)
 
         def handle(decompressed: asyncio.Future[bytes]) -> None:
             if response.done():

@@ -1,4 +1,4 @@
-"""Infer requests of the Open Inference Protocol: bytes to arrays, arrays to bytes. Pure; see `binary` for raw tensors.
+"""Infer requests of the Open Inference Protocol: bytes to arrays, arrays to bytes. Pure; see `arrays` for the tensors.
 
 Client errors are RequestErrors here, or in `Signature.check`, and name the input. Source: the protocol's REST page,
 version 2, and docs/guides/serve.md for what it leaves open.
@@ -15,7 +15,7 @@ import msgspec
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature, TensorSpec
 from trueline.errors import RequestError, closest, join_names
 from trueline.serve.batching.policy import PRIORITIES, USUAL
-from trueline.serve.tensors import binary, json_tensors
+from trueline.serve.tensors import arrays
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -111,10 +111,10 @@ def decode_with_inputs(
     """The same with each input as declared in the JSON; a raw request declares none."""
     if json_bytes == 0:
         names = tuple(spec.name for spec in signature.outputs)
-        return InferCall(binary.raw_input(body, signature), names, None, None, frozenset(names)), ()
+        return InferCall(arrays.raw_input(body, signature), names, None, None, frozenset(names)), ()
     tail = None
     if json_bytes is not None:
-        tail = binary.Tail(memoryview(body)[json_bytes:])
+        tail = arrays.Tail(memoryview(body)[json_bytes:])
         body = bytes(memoryview(body)[:json_bytes])
     try:
         request = _REQUEST.decode(body)
@@ -152,7 +152,7 @@ def _binary_outputs(
     return frozenset(name for name in names if own.get(name, default)) if default or own else frozenset()
 
 
-def _read_input(given: GivenInput, spec: TensorSpec | None, tail: binary.Tail | None) -> Array:
+def _read_input(given: GivenInput, spec: TensorSpec | None, tail: arrays.Tail | None) -> Array:
     _check_datatype(given, spec)
     _check_shape(given)
     size = given.parameters.get("binary_data_size") if given.parameters is not None else None
@@ -168,12 +168,12 @@ def _read_input(given: GivenInput, spec: TensorSpec | None, tail: binary.Tail | 
         raise RequestError(f"input '{given.name}' is FP16, which this protocol sends as raw bytes only")
     if not given.data:
         raise RequestError(f"input '{given.name}' has no data")
-    depth = json_tensors.depth_of(memoryview(given.data))
+    depth = arrays.depth_of(memoryview(given.data))
     if depth == 0 or (depth != 1 and depth != len(given.shape)):
         raise RequestError(
             f"data of input '{given.name}' nests {depth} lists, expected 1 (flat) or {len(given.shape)} (as its shape)"
         )
-    array = json_tensors.parse(given.data, given.datatype, depth, given.name)
+    array = arrays.parse(given.data, given.datatype, depth, given.name)
     if depth > 1 and array.shape != tuple(given.shape):
         raise RequestError(
             f"data of input '{given.name}' has the shape {list(array.shape)}, its shape says {given.shape}"
@@ -181,7 +181,7 @@ def _read_input(given: GivenInput, spec: TensorSpec | None, tail: binary.Tail | 
     if array.size != math.prod(given.shape):
         raise RequestError(
             f"data of input '{given.name}' has {array.size} values, "
-            f"its shape {given.shape} says {json_tensors.format_size(math.prod(given.shape))}"
+            f"its shape {given.shape} says {arrays.format_size(math.prod(given.shape))}"
         )
     return array.reshape(given.shape)
 
@@ -197,15 +197,13 @@ def _check_datatype(given: GivenInput, spec: TensorSpec | None) -> None:
 
 
 def _check_shape(given: GivenInput) -> None:
-    if len(given.shape) > json_tensors.MAX_DEPTH:
+    if len(given.shape) > arrays.MAX_DEPTH:
         raise RequestError(
-            f"input '{given.name}' has {len(given.shape)} dimensions, at most {json_tensors.MAX_DEPTH} are allowed"
+            f"input '{given.name}' has {len(given.shape)} dimensions, at most {arrays.MAX_DEPTH} are allowed"
         )
     for size in given.shape:
         if not 0 <= size < 2**31:
-            raise RequestError(
-                f"input '{given.name}' has a dimension of size {json_tensors.format_size(size)} in its shape"
-            )
+            raise RequestError(f"input '{given.name}' has a dimension of size {arrays.format_size(size)} in its shape")
 
 
 def _check_outputs(given: list[_Output] | None, signature: Signature) -> tuple[str, ...]:
@@ -266,14 +264,14 @@ def encode(name: str, version: str, call: InferCall, outputs: Mapping[str, Array
         return Encoded(_ENCODER.encode(_Answer(name, version, tensors, call.id)), None)
     if call.heads is None:
         return _encode_binary(name, version, call, outputs)
-    arrays = [outputs[key] for key in call.outputs]
-    head = call.heads.get(kind := tuple([(array.dtype, array.shape) for array in arrays]))
+    given = [outputs[key] for key in call.outputs]
+    head = call.heads.get(kind := tuple([(array.dtype, array.shape) for array in given]))
     if head is None:
         made = _encode_binary(name, version, call, outputs)
         if len(call.heads) < MAX_HEADS:
             call.heads[kind] = made.body[: made.json_bytes]
         return made
-    tail = [binary.as_bytes(key, array) for key, array in zip(call.outputs, arrays, strict=True)]
+    tail = [arrays.as_bytes(key, array) for key, array in zip(call.outputs, given, strict=True)]
     return Encoded(b"".join([head, *tail]), len(head))
 
 
@@ -298,7 +296,7 @@ def _encode_binary(name: str, version: str, call: InferCall, outputs: Mapping[st
         if key not in call.binary:
             tensors.append(_tensor(key, array))
             continue
-        raw = binary.as_bytes(key, array)
+        raw = arrays.as_bytes(key, array)
         tail.append(raw)
         tensors.append(_Tensor(key, array.shape, DATATYPES[array.dtype], parameters={"binary_data_size": len(raw)}))
     head = _ENCODER.encode(_Answer(name, version, tensors, call.id))

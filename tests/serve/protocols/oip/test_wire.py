@@ -17,7 +17,7 @@ from trueline.serve.models import sources
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.sources import Sources
 from trueline.serve.settings import ServeSettings
-from trueline.serve.tensors import binary, codec, json_tensors
+from trueline.serve.tensors import arrays, codec
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", 3))
 Y = TensorSpec(name="y", datatype="FP32", shape=("batch", 3))
@@ -36,15 +36,15 @@ def test_a_shape_of_no_tensor_is_refused_and_guesses_nothing(shape: list[int]) -
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 11, 13, 24])
 def test_the_bytes_of_a_tensor_are_as_many_as_its_shape_says(num_bytes: int) -> None:
-    assert binary.array_of("x", "FP32", [1, 3], bytes(12)).shape == (1, 3)
+    assert arrays.array_of("x", "FP32", [1, 3], bytes(12)).shape == (1, 3)
     with pytest.raises(RequestError, match=f"unexpected size for input 'x': {num_bytes} bytes, its shape says 12"):
-        binary.array_of("x", "FP32", [1, 3], bytes(num_bytes))
+        arrays.array_of("x", "FP32", [1, 3], bytes(num_bytes))
 
 
 @pytest.mark.parametrize("size", [-1, True, 1.0, "12", None])
 def test_a_number_of_bytes_is_a_whole_number_from_0_on(size: object) -> None:
     with pytest.raises(RequestError, match="is no number of bytes"):
-        binary.Tail(bytes(12)).take("x", "FP32", [1, 3], size)
+        arrays.Tail(bytes(12)).take("x", "FP32", [1, 3], size)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_a_number_of_bytes_is_a_whole_number_from_0_on(size: object) -> None:
 )
 def test_the_head_of_a_body_is_no_longer_than_the_body(given: bytes, fits: bool) -> None:
     if fits:
-        assert binary.header_length(given, 100) == int(given)
+        assert arrays.header_length(given, 100) == int(given)
     else:
         with pytest.raises(RequestError, match="inference header size"):
-            binary.header_length(given, 100)
+            arrays.header_length(given, 100)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -80,11 +80,11 @@ def test_a_value_beyond_its_datatype_is_refused_however_deep_it_lies(
     def text(value: float) -> bytes:
         return b"[" * depth + json.dumps(value).encode() + b"]" * depth
 
-    assert json_tensors.parse(text(most), datatype, depth, "x").reshape(-1)[0] == np.array(
+    assert arrays.parse(text(most), datatype, depth, "x").reshape(-1)[0] == np.array(
         most, f"{datatype}".lower().replace("fp", "float")
     )
     with pytest.raises(RequestError):
-        json_tensors.parse(text(beyond), datatype, depth, "x")
+        arrays.parse(text(beyond), datatype, depth, "x")
 
 
 @pytest.mark.parametrize("cut", [-12, -1, 1, 12])

@@ -23,7 +23,7 @@ from trueline.serve.protocols.dispatch import KEY_HEADER, PRIORITY_HEADER
 from trueline.serve.protocols.grpc_base import Context, header
 from trueline.serve.protocols.oip import triton as extensions
 from trueline.serve.protocols.router import Routes
-from trueline.serve.tensors import binary, codec, json_tensors
+from trueline.serve.tensors import arrays, codec
 from trueline.web.access_log import AccessLog
 from trueline.web.auth import Keys, TokenKind
 from trueline.wire import inference_pb2 as pb
@@ -60,12 +60,12 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, Array]:
             raise RequestError(f"input '{given.name[: codec.MAX_NAME]}' is given twice")
         if given.datatype not in NUMPY_DTYPES:
             raise RequestError(f"input '{given.name}' has datatype {given.datatype[:32]}, which no model here takes")
-        if len(given.shape) > json_tensors.MAX_DEPTH or not all(0 <= size < 2**31 for size in given.shape):
+        if len(given.shape) > arrays.MAX_DEPTH or not all(0 <= size < 2**31 for size in given.shape):
             raise RequestError(f"input '{given.name}' has a shape that no tensor has: {list(given.shape)[:8]}")
         if raw and given.HasField("contents"):
             raise RequestError(f"input '{given.name}' has contents beside raw_input_contents")
         if raw:
-            inputs[given.name] = binary.array_of(given.name, given.datatype, given.shape, raw[i])
+            inputs[given.name] = arrays.array_of(given.name, given.datatype, given.shape, raw[i])
         else:
             inputs[given.name] = _from_contents(given)
     return inputs
@@ -88,24 +88,24 @@ def _from_contents(given: pb.ModelInferRequest.InferInputTensor) -> Array:
 
 
 def write_outputs(
-    version: Servable, request: pb.ModelInferRequest, wanted: Iterable[str], outputs: dict[str, Array]
+    version: Servable, request: pb.ModelInferRequest, names: Iterable[str], outputs: dict[str, Array]
 ) -> pb.ModelInferResponse:
     """The response, its tensors as raw bytes."""
     response = pb.ModelInferResponse(model_name=version.model, model_version=version.version, id=request.id)
-    for name in wanted:
+    for name in names:
         array = outputs[name]
         response.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
-        response.raw_output_contents.append(bytes(binary.as_bytes(name, array)))
+        response.raw_output_contents.append(bytes(arrays.as_bytes(name, array)))
     return response
 
 
 def _output_names(request: pb.ModelInferRequest, signature: Signature) -> tuple[str, ...]:
-    names = tuple(spec.name for spec in signature.outputs)
-    asked = tuple(output.name for output in request.outputs)
-    unknown = [name for name in asked if name not in names]
-    if unknown or len(set(asked)) != len(asked):
-        raise RequestError(f"unexpected inference output '{(unknown or list(asked))[0][: codec.MAX_NAME]}'")
-    return asked or names
+    known = tuple(spec.name for spec in signature.outputs)
+    names = tuple(output.name for output in request.outputs)
+    unknown = [name for name in names if name not in known]
+    if unknown or len(set(names)) != len(names):
+        raise RequestError(f"unexpected inference output '{(unknown or list(names))[0][: codec.MAX_NAME]}'")
+    return names or known
 
 
 class OipService:
@@ -152,17 +152,17 @@ class OipService:
         version = self._models.find(
             request.model_name, request.model_version or None, "" if key is None else key.decode("latin-1")
         )
-        inputs, wanted = read_inputs(request), _output_names(request, version.program.signature)
+        inputs, names = read_inputs(request), _output_names(request, version.program.signature)
         parameters = {name: _text(value) for name, value in request.parameters.items()}
         timeout_s = codec.timeout_s(parameters)
         left_s = context.time_remaining()
         limits = [seconds for seconds in (timeout_s, left_s) if seconds is not None]
         version.stats.decode_s += perf_counter() - began
         given = parameters.get("priority", header(context, PRIORITY_HEADER.decode()))
-        found = version.ask(inputs, min(limits, default=None), codec.priority(given))
-        outputs = found if isinstance(found, dict) else await found
+        answer = version.ask(inputs, min(limits, default=None), codec.priority(given))
+        outputs = answer if isinstance(answer, dict) else await answer
         run = perf_counter()
-        response = write_outputs(version, request, wanted, outputs)
+        response = write_outputs(version, request, names, outputs)
         self._routes.dispatch.count_answer(version, inputs, outputs, began, run)
         return response
 
@@ -180,8 +180,8 @@ class OipService:
         return pb.ServerReadyResponse(ready=self._models.ready and not self._routes.dispatch.draining)
 
     async def _model_ready(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        found = self._models.find(request.name, request.version or None)
-        return pb.ModelReadyResponse(ready=found.state == "ready" and not self._routes.dispatch.draining)
+        servable = self._models.find(request.name, request.version or None)
+        return pb.ModelReadyResponse(ready=servable.state == "ready" and not self._routes.dispatch.draining)
 
     async def _server_metadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(
@@ -189,8 +189,8 @@ class OipService:
         )
 
     async def _model_metadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        found = self._models.find(request.name, request.version or None)
-        described = extensions.describe(found, self._models.versions(found.model))
+        servable = self._models.find(request.name, request.version or None)
+        described = extensions.describe(servable, self._models.versions(servable.model))
         del described["parameters"]
         return pb.ModelMetadataResponse(**described)
 

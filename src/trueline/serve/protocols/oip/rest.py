@@ -19,10 +19,9 @@ from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.model_store import Entry, Store, check_name
 from trueline.serve.protocols import predict
-from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch, key_of
-from trueline.serve.protocols.errors import Method, allow, check_media, json
+from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch, Method, allow, check_media, json, key_of
 from trueline.serve.protocols.oip import triton
-from trueline.serve.tensors import binary, codec
+from trueline.serve.tensors import arrays, codec
 from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
@@ -42,18 +41,18 @@ class InferPaths:
         """Raises RequestError, NotFound."""
         head = infer_head(request) or self._read_head(request, model, version)
         began = perf_counter()
-        found = self._models.find(head.model, head.version, head.key)
-        if found.handler is not None:
-            return self._dispatch.handle(request, found, found.handler)
-        if found.full:
-            refused = self._dispatch.refuse_if_full(found, head.priority, request.body, head.json_bytes)
+        servable = self._models.find(head.model, head.version, head.key)
+        if servable.handler is not None:
+            return self._dispatch.handle(request, servable, servable.handler)
+        if servable.full:
+            refused = self._dispatch.refuse_if_full(servable, head.priority, request.body, head.json_bytes)
             if refused is not None:
-                self._fast_path.learn_refusal(head, found.program, *refused)
+                self._fast_path.learn_refusal(head, servable.program, *refused)
                 return refused[1]
-        call = found.program.templates.decode(request.body, head.json_bytes)
+        call = servable.program.templates.decode(request.body, head.json_bytes)
         priority = head.priority if call.priority is None else call.priority
-        encode = partial(self._encode, found, call, request)
-        return self._dispatch.ask(request, found, call.inputs, call.timeout_s, encode, began, priority)
+        encode = partial(self._encode, servable, call, request)
+        return self._dispatch.ask(request, servable, call.inputs, call.timeout_s, encode, began, priority)
 
     def _read_head(self, request: Request, model: str, version: str | None) -> InferHead:
         """What the request's head says; it is cached with the head, unless a handler answers."""
@@ -64,8 +63,8 @@ class InferPaths:
         if self._models.find(model, version, key).handler is not None:
             return InferHead(model, version, key)
         check_media(request)
-        length = request.headers.get(binary.LENGTH_HEADER)
-        json_bytes = None if length is None else binary.header_length(length, len(request.body))
+        length = request.headers.get(arrays.LENGTH_HEADER)
+        json_bytes = None if length is None else arrays.header_length(length, len(request.body))
         made = InferHead(model, version, key, json_bytes, request.headers.get(PRIORITY_HEADER))
         if request.head is not None:
             request.head.app_data = made
@@ -199,15 +198,15 @@ class OipRoutes:
     def _v1_predict(self, request: Request, model: str) -> Answer:
         began = perf_counter()
         allow(request, ("POST",), "Method Not Allowed")
-        found = self._dispatch.find(request, model, None)
-        if found.handler is not None:
-            return self._dispatch.handle(request, found, found.handler)
+        servable = self._dispatch.find(request, model, None)
+        if servable.handler is not None:
+            return self._dispatch.handle(request, servable, servable.handler)
         check_media(request)
-        self._dispatch.check_room(request, found)
-        call = predict.decode_v1(request.body, found.program.signature)
+        self._dispatch.check_room(request, servable)
+        call = predict.decode_v1(request.body, servable.program.signature)
         return self._dispatch.ask(
             request,
-            found,
+            servable,
             call.inputs,
             None,
             lambda outputs: Response(200, predict.encode(outputs, call)),

@@ -25,13 +25,13 @@ EXTENSIONS = (
 _STATES = {"loading": "LOADING", "ready": "READY", "failed": "UNAVAILABLE", "retiring": "UNLOADING"}
 
 
-def describe(found: Servable, versions: list[str]) -> dict[str, Any]:
+def describe(servable: Servable, versions: list[str]) -> dict[str, Any]:
     """Model metadata; `parameters` has what was measured and chosen when the version was loaded."""
-    named = {"name": found.model, "versions": versions}
-    if found.handler is not None:
-        parameters = found.handler.parameters
+    named = {"name": servable.model, "versions": versions}
+    if servable.handler is not None:
+        parameters = servable.handler.parameters
         return {**named, "platform": "torchserve_archive", "inputs": [], "outputs": [], "parameters": parameters}
-    loaded = found.program.loaded
+    loaded = servable.program.loaded
     plan, signature = loaded.plan, loaded.session.signature
     return {
         **named,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from trueline.bundle import Dim, Signature
 from trueline.errors import RequestError, TooLarge
-from trueline.serve.tensors import binary, codec
-from trueline.web import content_encoding as coding
+from trueline.serve.tensors import arrays, codec
+from trueline.web import parser as coding
 from worlds import bundles
 from worlds.servers import TinyApp
 
@@ -140,7 +140,7 @@ def test_half_floats_and_booleans_travel_as_bytes_only() -> None:
 
 
 def test_an_output_without_elements_has_no_bytes() -> None:
-    assert binary.as_bytes("y", np.zeros((0, 3), np.float32)) == b""
+    assert arrays.as_bytes("y", np.zeros((0, 3), np.float32)) == b""
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, lambda body: zlib.compress(body, wbits=-15)])
