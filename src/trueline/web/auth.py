@@ -70,13 +70,10 @@ class Keys:
             raise Unauthorized("this server needs a token", hint="send the header Authorization: Bearer TOKEN")
         entry = self._entries[kind]
         right = hmac.compare_digest(token.strip(), entry.key.encode())
-        if not right or self._has_expired(entry):
+        if not right or (
+            entry.expires is not None and datetime.fromisoformat(entry.expires).timestamp() <= self._now()
+        ):
             raise Forbidden("the token is not valid for this, or it has expired")
-
-    def _has_expired(self, entry: _Entry) -> bool:
-        if entry.expires is None:
-            return False
-        return datetime.fromisoformat(entry.expires).timestamp() <= self._now()
 
     def renew(self, kind: TokenKind) -> None:
         """Replaces a token. Raises StorageError; the old one then stays valid."""
@@ -140,19 +137,19 @@ class AuthMiddleware:
         """The response of the app, or a refusal."""
         if is_open(request.path):
             return self._app.answer(request)
+        path, kind = request.path, self._kind
+        if path == "/token":
+            kind = "API"
+        elif path.startswith("/v2/repository/models/"):
+            kind = "management"
         try:
-            self._keys.check(self._kind_of(request.path), request.headers.get(b"authorization"))
+            self._keys.check(kind, request.headers.get(b"authorization"))
         except RequestError as error:
             refusal = self._render(request.path, error)
             if isinstance(error, Unauthorized):
                 refusal.headers += _CHALLENGE
             return refusal
         return self._app.answer(request)
-
-    def _kind_of(self, path: str) -> TokenKind:
-        if path == "/token":
-            return "API"
-        return "management" if path.startswith("/v2/repository/models/") else self._kind
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The response to a request that could not be received."""

@@ -211,12 +211,9 @@ class RequestParser:
             raise RequestRejected(400, "an Upgrade with a body is not supported; send plain HTTP/1.1")
         expect = headers.get(b"expect")
         if expect is not None:
-            self._expect(expect)
-
-    def _expect(self, expect: bytes) -> None:
-        if expect.lower() != b"100-continue":
-            raise RequestRejected(417, "this server meets no expectation but 100-continue")
-        self.continue_due = True
+            if expect.lower() != b"100-continue":
+                raise RequestRejected(417, "this server meets no expectation but 100-continue")
+            self.continue_due = True
 
     def _too_large(self, size: str) -> RequestRejected:
         return RequestRejected(413, f"the body has {size}, this server takes at most {self._limits.body_bytes}")

@@ -105,9 +105,15 @@ def make_ssl_context(given: Certificates) -> ssl.SSLContext:
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.set_alpn_protocols(["http/1.1"])
-    _check_readable(given)
+    for path in (given.certificate, given.private_key, given.client_ca):
+        if path is not None:
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     try:
-        made.load_cert_chain(given.certificate, given.private_key, password=_no_password)
+        # without the password OpenSSL would prompt for the one of an encrypted key
+        made.load_cert_chain(given.certificate, given.private_key, password=lambda: "")
     except (ssl.SSLError, ValueError) as error:
         key = given.private_key or given.certificate
         raise UsageError(
@@ -121,20 +127,6 @@ def make_ssl_context(given: Certificates) -> ssl.SSLContext:
         except ssl.SSLError as error:
             raise UsageError(f"{given.client_ca} holds no certificate of an authority: {error}") from error
     return made
-
-
-def _no_password() -> str:
-    """Makes OpenSSL refuse a key with a password instead of prompting for it."""
-    return ""
-
-
-def _check_readable(given: Certificates) -> None:
-    for path in (given.certificate, given.private_key, given.client_ca):
-        if path is not None:
-            try:
-                path.open("rb").close()
-            except OSError as error:
-                raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def make_grpc_credentials(given: Certificates) -> Any:

@@ -16,7 +16,7 @@ import threading
 from bisect import insort
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +46,15 @@ class _Promise(asyncio.Future["Outputs"]):
         if cancelled and self.withdraw is not None:
             self.withdraw()
         return cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchRun:
+    items: tuple[Item, ...]
+    results: Sequence[Outputs | Exception]
+    rows: int
+    began: float
+    took_s: float
 
 
 class Batcher:
@@ -321,65 +330,53 @@ class Batcher:
     def _start(self, items: tuple[Item, ...]) -> None:
         if self._short_values and sum(item.values for item in items) <= self._short_values:
             self._turns.count_turn(len(items))
-            began = monotonic()
-            results = self._results(items)
-            self._settle(items, began, monotonic() - began, results)
+            self._settle(self._run_items(items))
         else:
             self._busy += 1
             self._executor.submit(self._work, items, monotonic())
 
-    def _results(self, items: tuple[Item, ...]) -> list[Outputs | Exception]:
+    def _run_items(self, items: tuple[Item, ...]) -> _BatchRun:
+        began, inputs, rows = monotonic(), [item.inputs for item in items], [item.rows for item in items]
+        results: Sequence[Outputs | Exception]
         try:
-            return run_batch(self._run, [item.inputs for item in items], [item.rows for item in items], self._padding)
+            results = run_batch(self._run, inputs, rows, self._padding)
         except BaseException as error:  # noqa: BLE001 - blind on purpose: the run ends even if it broke its thread
             failure = error if isinstance(error, Exception) else RuntimeError("the run was abandoned")
-            return [failure] * len(items)
+            results = [failure] * len(items)
+        return _BatchRun(items, results, sum(rows), began, monotonic() - began)
 
     def _work(self, items: tuple[Item, ...], sent: float | None) -> None:
         """In a thread: runs `items`, which the loop sent at `sent`, and then each next batch."""
         while items:
-            began = monotonic()
-            results = self._results(items)
-            took_s = monotonic() - began
+            run = self._run_items(items)
             with self._lock:
                 following, self._next = self._next, ()
                 if following:
                     self._taken.append(following)
                     self.standing = None
             try:
-                self._loop.call_soon_threadsafe(self._ran, items, sent, began, took_s, results, not following)
+                self._loop.call_soon_threadsafe(self._finish, run, sent, not following)
             except RuntimeError:  # the loop is closed: no request waits any more
                 return
             items, sent = following, None
 
-    def _ran(
-        self,
-        items: tuple[Item, ...],
-        sent: float | None,
-        began: float,
-        took_s: float,
-        results: Sequence[Outputs | Exception],
-        lane_is_free: bool,
-    ) -> None:
+    def _finish(self, run: _BatchRun, sent: float | None, lane_is_free: bool) -> None:
         self._remove_taken()
         if lane_is_free:
             self._busy -= 1
         if self._model is not None:  # with the way to the thread and back
-            total_s = took_s if sent is None else monotonic() - sent
-            self._model.count_run(sum(item.rows for item in items), total_s, self._loop.time())
+            total_s = run.took_s if sent is None else monotonic() - sent
+            self._model.count_run(run.rows, total_s, self._loop.time())
             self.full_rows = self._full_rows()
-        self._settle(items, began, took_s, results)
+        self._settle(run)
         self._pump()
 
-    def _settle(
-        self, items: tuple[Item, ...], began: float, took_s: float, results: Sequence[Outputs | Exception]
-    ) -> None:
+    def _settle(self, run: _BatchRun) -> None:
         """Sets the results on the futures."""
-        self._item_s += 0.2 * (took_s / len(items) - self._item_s)
-        rows, waited_s = 0, 0.0
-        for item, result in zip(items, results, strict=True):
-            rows += item.rows
-            waited_s += began - item.since
+        self._item_s += 0.2 * (run.took_s / len(run.items) - self._item_s)
+        waited_s = 0.0
+        for item, result in zip(run.items, run.results, strict=True):
+            waited_s += run.began - item.since
             if item.timer is not None:
                 item.timer.cancel()
             if item.future is None or item.future.done():
@@ -389,4 +386,4 @@ class Batcher:
             else:
                 item.future.set_result(result)
         if self._on_batch is not None:
-            self._on_batch(len(items), rows, took_s, waited_s)
+            self._on_batch(len(run.items), run.rows, run.took_s, waited_s)
