@@ -156,7 +156,7 @@ class TemplateCache:
             self._binary.clear()
         call = call.of({})
         if set(call.outputs) == call.binary:
-            call = msgspec.structs.replace(call, heads={})
+            call = msgspec.structs.replace(call, json_cache={})
         names = tuple([place.name for place in places])
         self._binary[head] = _Binary(head, tuple(places), start - len(head), call, names)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_NAME = 256
 """Characters of an input's name; a longer one is not echoed."""
-MAX_HEADS = 64
+MAX_CACHED = 64
 """Shapes of outputs for which a template caches the JSON of binary answers."""
 
 
@@ -82,12 +82,12 @@ class InferCall(msgspec.Struct, frozen=True):
     """Names of the outputs that are sent as raw bytes."""
     priority: object = None
     """As the client gave it."""
-    heads: dict[object, bytes] | None = None
+    json_cache: dict[object, bytes] | None = None
     """The JSON of binary answers by the outputs' datatypes and shapes, shared by all calls of one template."""
 
     def of(self, inputs: dict[str, Array]) -> InferCall:
         """The same with other `inputs`."""
-        return InferCall(inputs, self.outputs, self.id, self.timeout_s, self.binary, self.priority, self.heads)
+        return InferCall(inputs, self.outputs, self.id, self.timeout_s, self.binary, self.priority, self.json_cache)
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -262,14 +262,14 @@ def encode(name: str, version: str, call: InferCall, outputs: Mapping[str, Array
     if not call.binary:
         tensors = [_tensor(key, outputs[key]) for key in call.outputs]
         return Encoded(_ENCODER.encode(_Answer(name, version, tensors, call.id)), None)
-    if call.heads is None:
+    if call.json_cache is None:
         return _encode_binary(name, version, call, outputs)
     given = [outputs[key] for key in call.outputs]
-    head = call.heads.get(kind := tuple([(array.dtype, array.shape) for array in given]))
+    head = call.json_cache.get(kind := tuple([(array.dtype, array.shape) for array in given]))
     if head is None:
         made = _encode_binary(name, version, call, outputs)
-        if len(call.heads) < MAX_HEADS:
-            call.heads[kind] = made.body[: made.json_bytes]
+        if len(call.json_cache) < MAX_CACHED:
+            call.json_cache[kind] = made.body[: made.json_bytes]
         return made
     tail = [arrays.as_bytes(key, array) for key, array in zip(call.outputs, given, strict=True)]
     return Encoded(b"".join([head, *tail]), len(head))
