@@ -31,14 +31,14 @@ epochs = 12
 seed = 7
 ```
 
-Keys are the flags without their dashes (`max-batch` or `max_batch`); a switch is `true`, an option that may be repeated
-is a list. An unknown table or key is an error that names the nearest one. Relative paths start where the command runs.
+Keys are the flags without their dashes (`max-batch` or `max_batch`); a switch is `true`, an option that may be repeated is
+a list. An unknown table or key is an error that names the nearest one. Relative paths are relative to the working directory.
 
 ## Shell completion
 
-One line in `~/.bashrc` (for zsh: `zsh_source`, for fish: `fish_source`):
+One line installs it (for zsh: `zsh_source` and `~/.zshrc`):
 
-    eval "$(_TRUELINE_COMPLETE=bash_source trueline)"
+    echo 'eval "$(_TRUELINE_COMPLETE=bash_source trueline)"' >> ~/.bashrc
 
 ## Exit codes
 """

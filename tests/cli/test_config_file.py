@@ -1,6 +1,8 @@
 """Options come from the command line, else the environment, else trueline.toml, else their defaults."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +111,16 @@ def test_the_shell_completes_verbs_and_options():
     assert "plain,train" in completed("trueline", "tr")
     assert "plain,verify" in completed("trueline", "bundle", "ver")
     assert "plain,--max-batch" in completed("trueline", "serve", "--max-b")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_the_line_of_the_guide_completes_verbs_in_bash():
+    (install,) = re.findall(r"    echo '(.*)' >> ~/.bashrc", reference.HEAD)
+    words = 'COMP_WORDS=(trueline bundle ""); COMP_CWORD=2; _trueline_completion trueline; echo "${COMPREPLY[@]}"'
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "--norc", "-c", f"{install}; {words}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["inspect", "verify", "sign", "export-cpp"]
 
 
 def test_the_page_of_the_configuration_is_what_the_commands_say():

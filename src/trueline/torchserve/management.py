@@ -214,7 +214,7 @@ class Management:
         return responses.status(text)
 
     async def _ends_at_once(self, loading: asyncio.Task[Servable]) -> bool:
-        """Whether the registration has ended already, as for a name in use; else it continues, and its end is logged."""
+        """Whether the registration has ended already, as for a name in use; else its end is logged later."""
         await asyncio.sleep(0)  # it begins with what can be refused at once
         if loading.done():
             return True
