@@ -32,7 +32,7 @@ seed = 7
 ```
 
 Keys are the flags without their dashes (`max-batch` or `max_batch`); a switch is `true`, an option that may be repeated
-is a list. An unknown table or key is an error that names the nearest one. Relative paths start at the working directory.
+is a list. An unknown table or key is an error that names the nearest one. Relative paths start at the current folder.
 
 ## Shell completion
 
