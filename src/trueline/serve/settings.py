@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
 from trueline.settings import check, declared_settings, setting
+
+_file = partial(setting, None, metavar="FILE")
+_folder = partial(setting, None, metavar="DIR")
+_port = partial(setting, None, metavar="PORT", low=0, high=65535)
+_seconds = partial(setting, metavar="SECONDS", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,86 +24,45 @@ class ServeSettings:
     source: str | None = None
     """Path of a bundle, `models:/name@alias`, `models:/name/3`, or a URL that fsspec reads,
     `s3://bucket/digits.tlb#sha256:…`."""
-    name: str | None = setting(None, "Name of the model in URLs; the bundle's own if left out.", metavar="NAME")
-    version: str | None = setting(
-        None, "Version of SOURCE; that of the registry, or 1, if left out.", metavar="VERSION"
-    )
+    name: str | None = setting(None, "Name of the model in URLs; by default the bundle's.", metavar="NAME")
+    version: str | None = setting(None, "Version of SOURCE; by default the registry's, or 1.", metavar="VERSION")
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8080, "Port to listen on; 0 takes a free one.", low=0, high=65535)
-    key_file: str | None = setting(
-        None, "Ask for the tokens in FILE (made when missing), e.g. off loopback.", metavar="FILE"
-    )
-    certificate: str | None = setting(None, "Speak TLS, with the certificate chain in this PEM file.", metavar="FILE")
-    private_key: str | None = setting(None, "Its private key, if that is in a file of its own.", metavar="FILE")
-    client_ca: str | None = setting(None, "Require client certificates of this authority.", metavar="FILE")
-    trusted_keys: str | None = setting(
-        None, "Serve only what one of these Ed25519 public keys has signed.", metavar="FILE"
-    )
-    cors_origin: str = setting("", "Let pages of this origin, or *, read answers.", metavar="ORIGIN")
-    cors_methods: str = setting(
-        "", "Methods that such pages may use; all that the server knows if left out.", metavar="METHODS"
-    )
-    cors_headers: str = setting(
-        "", "Request headers that they may send beside those that the server knows.", metavar="HEADERS"
-    )
-    program: str = setting("", "Run this of a bundle's programs, not the one it names.", metavar="FORMAT")
-    device: str = setting("", "cuda, cuda:1, or OpenVINO's GPU; the CPU if left out.", metavar="DEVICE")
-    precision: str = setting(
-        "",
-        "bf16 or fp16, where the runtime computes in it; a version that then fails its golden examples is refused.",
-        metavar="NAME",
-    )
-    threads: int = setting(
-        0, "Threads of one run; 0: one when runs are short, else as many as the runtime likes.", metavar="N", low=0
-    )
-    max_batch: int = setting(64, "Records that are run together at most.", low=1)
-    max_delay_s: float | None = setting(
-        None,
-        "How long an idle model waits for more requests; learned from its runs and requests if left out.",
-        metavar="SECONDS",
-        flag="max-delay",
-        low=0,
+    key_file: str | None = _file("Require the tokens in FILE (created when missing); needed off loopback.")
+    certificate: str | None = _file("Use TLS, with the certificate chain in this PEM file.")
+    private_key: str | None = _file("The certificate's private key, if it is in another file.")
+    client_ca: str | None = _file("Require client certificates of this authority.")
+    trusted_keys: str | None = _file("Serve only what one of these Ed25519 public keys has signed.")
+    cors_origin: str = setting("", "Allow pages of this origin, or *, to read answers.", metavar="ORIGIN")
+    cors_methods: str = setting("", "Methods for such pages; by default all of the server.", metavar="METHODS")
+    cors_headers: str = setting("", "Further request headers for such pages.", metavar="HEADERS")
+    program: str = setting("", "Run this program of the bundle, not its default.", metavar="FORMAT")
+    device: str = setting("", "cuda, cuda:1, or OpenVINO's GPU; by default the CPU.", metavar="DEVICE")
+    precision: str = setting("", "bf16 or fp16; the golden records are checked with it.", metavar="NAME")
+    threads: int = setting(0, "Threads of one run; 0: one if runs are short, else the runtime's.", metavar="N", low=0)
+    max_batch: int = setting(64, "Largest batch.", low=1)
+    max_delay_s: float | None = _seconds(
+        None, "How long an idle model waits for more requests; by default learned.", flag="max-delay"
     )
     max_queue: int = setting(256, "Requests that may wait for a model.", low=1)
     max_body_bytes: int = setting(
         64 * 2**20, "Largest request body, also after decompression.", metavar="MIB", flag="max-body", low=1, unit=2**20
     )
-    model_store: str | None = setting(
-        None, "A folder of bundles that may be loaded by name on the management port.", metavar="DIR"
-    )
-    workflow_store: str | None = setting(
-        None, "A folder of TorchServe's workflows; the model store by default.", metavar="DIR"
-    )
+    model_store: str | None = _folder("Folder of bundles that clients may load by name on the management port.")
+    workflow_store: str | None = _folder("Folder of TorchServe's workflows; by default the model store.")
     models: str = setting(
-        "",
-        'JSON in model-config.yaml\'s words for versions that bring none, by MODEL/VERSION; "" is for every archive.',
-        metavar="JSON",
+        "", 'JSON with defaults of model-config.yaml by MODEL/VERSION; "" is for all archives.', metavar="JSON"
     )
     load: str = setting(
-        "",
-        "What of the store to load at start, with commas between: models, entries, name=entry; or all.",
-        metavar="NAMES",
+        "", "What to load from the store at start: models, entries, name=entry, with commas; or all.", metavar="NAMES"
     )
-    watch: bool = setting(
-        False,
-        "Keep what --load names as the store has it: new bundles come, changed ones take over, removed ones leave.",
-    )
-    follow_s: float = setting(
-        10.0, "Seconds between looks at the store or the alias; 0: never.", metavar="SECONDS", flag="follow", low=0
-    )
-    management_port: int | None = setting(
-        None, "Port to manage versions on; 8081 with a store.", metavar="PORT", low=0, high=65535
-    )
-    grpc_port: int | None = setting(
-        None, "Port of requests over gRPC, in both protocols.", metavar="PORT", low=0, high=65535
-    )
-    grpc_management_port: int | None = setting(
-        None, "Port of TorchServe's management over gRPC.", metavar="PORT", low=0, high=65535
-    )
-    metrics_port: int | None = setting(
-        None, "A further port that answers /metrics alone.", metavar="PORT", low=0, high=65535
-    )
-    state: str | None = setting(None, "Remembers what is served in FILE, and brings it back at start.", metavar="FILE")
+    watch: bool = setting(False, "Follow the store for what --load names: new, changed and removed bundles.")
+    follow_s: float = _seconds(10.0, "Seconds between checks of the store or the alias; 0: never.", flag="follow")
+    management_port: int | None = _port("Port for management; 8081 with a store.")
+    grpc_port: int | None = _port("Port for gRPC requests, in both protocols.")
+    grpc_management_port: int | None = _port("Port for TorchServe's management over gRPC.")
+    metrics_port: int | None = _port("Port for /metrics only.")
+    state: str | None = _file("Keep what is served in FILE, and restore it at start.")
     processes: int = setting(1, "Server processes that share the ports.", low=1, high=64)
     shared: bool = False
     """Several processes listen on the same ports."""
@@ -110,27 +75,16 @@ class ServeSettings:
     resumed: bool = False
     """Only the state file says what is served; `source` and `load` have been applied."""
     traces: str | None = setting(None, "Send OpenTelemetry spans to this collector (OTLP over HTTP).", metavar="URL")
-    access_log: str | None = setting(
-        None, "Write one line of JSON for each request; `-`: standard error.", metavar="FILE"
-    )
+    access_log: str | None = _file("Write one line of JSON for each request; `-`: standard error.")
     tracking_uri: str | None = setting(
-        None, "MLflow store; MLFLOW_TRACKING_URI or ./mlflow.db when left out.", metavar="URI"
+        None, "MLflow store; by default MLFLOW_TRACKING_URI or ./mlflow.db.", metavar="URI"
     )
-    drain_s: float = setting(
-        30.0, "How long requests under way may take after SIGTERM.", metavar="SECONDS", flag="drain", low=0
-    )
-    allow_code: bool = setting(
-        False, "Run the handlers of TorchServe's model archives (.mar), each in a process of its own."
-    )
+    drain_s: float = _seconds(30.0, "How long accepted requests may take after SIGTERM.", flag="drain")
+    allow_code: bool = setting(False, "Run handlers of TorchServe's archives (.mar), in processes of their own.")
     handler_memory_bytes: int = setting(
-        0,
-        "Address space of a handler's process; 0: not bounded.",
-        metavar="MIB",
-        flag="handler-memory",
-        low=0,
-        unit=2**20,
+        0, "Address space of a handler's process; 0: no bound.", metavar="MIB", flag="handler-memory", low=0, unit=2**20
     )
-    torchserve_strict: bool = setting(False, "TorchServe's statuses also where the server's own say more.")
+    torchserve_strict: bool = setting(False, "TorchServe's status codes also where the server's are more precise.")
     lifeline: bool = False
     """Stop when standard input ends, with the parent process."""
 
