@@ -33,11 +33,10 @@ def run(chosen: ServeSettings) -> None:
 
     from trueline.serve import server
 
-    uvloop.run(server.run(chosen, _announce))
+    def announce(record: dict[str, Any]) -> None:
+        events.emit("server.ready", **{key: value for key, value in record.items() if key != "event"})
 
-
-def _announce(record: dict[str, Any]) -> None:
-    events.emit("server.ready", **{key: value for key, value in record.items() if key != "event"})
+    uvloop.run(server.run(chosen, announce))
 
 
 @dataclass(slots=True)

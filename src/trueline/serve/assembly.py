@@ -86,7 +86,8 @@ def assemble(settings: ServeSettings) -> Parts:
         state=state,
         handlers=handlers_of(settings),
     )
-    extension = load_extension(EXTENSION, core)
+    module, _, function = EXTENSION.partition(":")
+    extension: Extension = getattr(importlib.import_module(module), function)(core)
     repository = Repository(fleet, store, loop) if store is not None else None
     routes = Routes(fleet.models, loop, body_bytes=settings.max_body_bytes, loader=repository, extension=extension)
     tracer = None if settings.traces is None else tracing.make_tracer_provider(settings.traces)
@@ -97,13 +98,6 @@ def assemble(settings: ServeSettings) -> Parts:
     parts.apps["management"] = _require_token(management, parts, "management"), settings.management_port
     parts.apps["metrics"] = _require_token(metrics, parts, "inference"), settings.metrics_port
     return parts
-
-
-def load_extension(name: str, core: Core) -> Extension:
-    """Calls the `module:function` of `name`."""
-    module, _, function = name.partition(":")
-    extension: Extension = getattr(importlib.import_module(module), function)(core)
-    return extension
 
 
 def _how(settings: ServeSettings) -> VersionOptions:

@@ -344,7 +344,7 @@ def test_what_is_around_the_data_is_taken_off_and_put_on_for_every_request_of_a_
             with pytest.raises(HandlerFailed, match=words) as refused:
                 await pool.submit(posted(body))
             assert refused.value.status == 400
-        with pytest.raises(HandlerFailed, match="given 1 instances") as short:
+        with pytest.raises(HandlerFailed, match="a list of 1 answers") as short:
             await pool.submit(posted({"instances": [{"b64": "ZmFpbA=="}]}))
         assert short.value.status == 503
 

@@ -227,8 +227,7 @@ class _Bounded:
     """A decompressed stream with bounds in total and for one read (tarfile reads headers of any claimed length)."""
 
     def __init__(self, source: gzip.GzipFile, total_bytes: int) -> None:
-        self._source = source
-        self._total_bytes = total_bytes
+        self._source, self._total_bytes = source, total_bytes
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= _PIECE:

@@ -27,16 +27,14 @@ _KINDS = {"b": "BOOL", "u": "UINT", "i": "INT", "f": "FP"}
 
 def within(name: str, answer: Entry) -> Entry:
     """`answer` behind the envelope `name`, one of NAMES."""
-    wrapped = {"body": _bodies_only, "json": _instances, "kserve": _instances, "kservev2": _tensors}[name]
+    wrapped = {"json": _instances, "kserve": _instances, "kservev2": _tensors}.get(name)
 
     def handle(data: Any, context: Any) -> Any:
-        return wrapped(answer, data, context) if data else answer(data, context)
+        if wrapped is None or not data:
+            return answer([_body(row) for row in data] if data else data, context)
+        return wrapped(answer, data, context)
 
     return handle
-
-
-def _bodies_only(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
-    return answer([_body(row) for row in data], context)
 
 
 def _instances(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -79,31 +80,22 @@ def receive(sock: socket.socket, max_bytes: int) -> tuple[Head, list[bytearray]]
         if head_bytes > total or total > max_bytes:
             raise Malformed(f"a frame of {total} bytes is over the limit of {max_bytes}")
         if kind == _MEMORY and len(descriptors) == 1:
-            return _from_memory(descriptors[0], head_bytes, total)
+            return _unpack(partial(_read, descriptors[0]), head_bytes, total)
         if kind != _INLINE or descriptors or len(data) != _PREFIX.size + total:
             raise Malformed("a frame's prefix does not fit its body")
-        return _from_packet(data, head_bytes)
+        body = memoryview(data)[_PREFIX.size :]
+        return _unpack(lambda size, at: bytearray(body[at : at + size]), head_bytes, total)
     finally:
         for one in descriptors:
             os.close(one)
 
 
-def _from_packet(data: bytes, head_bytes: int) -> tuple[Head, list[bytearray]]:
-    at = _PREFIX.size + head_bytes
-    head, sizes = _head(data[_PREFIX.size : at], len(data) - at)
-    parts = []
-    for size in sizes:
-        parts.append(bytearray(data[at : at + size]))
-        at += size
-    return head, parts
-
-
-def _from_memory(memory: int, head_bytes: int, total: int) -> tuple[Head, list[bytearray]]:
-    text = _read(memory, head_bytes, 0)
-    head, sizes = _head(bytes(text), total - head_bytes)
+def _unpack(read: Callable[[int, int], bytearray], head_bytes: int, total: int) -> tuple[Head, list[bytearray]]:
+    """Head and parts of a body; `read(size, at)` returns a piece of it."""
+    head, sizes = _head(bytes(read(head_bytes, 0)), total - head_bytes)
     parts, at = [], head_bytes
     for size in sizes:
-        parts.append(_read(memory, size, at))
+        parts.append(read(size, at))
         at += size
     return head, parts
 

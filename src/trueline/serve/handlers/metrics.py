@@ -46,8 +46,7 @@ class Measures:
     """The metrics of one model's handlers."""
 
     def __init__(self, model: str, version: str) -> None:
-        self._model = model
-        self._version = version
+        self._model, self._version = model, version
         self._families: dict[str, _Family] = {}
         self._num_series = 0
         self._left_out = False
@@ -68,7 +67,9 @@ class Measures:
         known = family.series.get(key)
         if known is None:
             if self._num_series >= MAX_SERIES:
-                self._report_limit(name)
+                if not self._left_out:
+                    self._left_out = True
+                    events.emit("metric.left_out", model=self._model, name=name, why=f"more than {MAX_SERIES} series")
                 return
             self._num_series += 1
             family.series[key] = known = Histogram(_BOUNDS_MS) if kind == "histogram" else 0.0
@@ -78,11 +79,6 @@ class Measures:
             family.series[key] = known + max(0.0, value)
         else:
             family.series[key] = value
-
-    def _report_limit(self, name: str) -> None:
-        if not self._left_out:
-            self._left_out = True
-            events.emit("metric.left_out", model=self._model, name=name, why=f"more than {MAX_SERIES} series")
 
     def collect(self, host: str) -> Iterator[Metric]:
         """For prometheus_client. As in TorchServe the names are the handler's and `host` is a label."""

@@ -216,19 +216,14 @@ class Pool:
             self._pump()
             return await asyncio.shield(worker.ended), worker.answered > 0
         finally:
-            self._forget(slot, worker)
+            if self._sequences and (count := self._kept_by(slot)):
+                model, number = self.launch.model, slot.number
+                events.emit("sequences.lost", model=model, worker=number, count=count, pid=worker.pid)
+                self._drop(self._sequences.drop_worker(slot.number, now=self._loop.time()))
             slot.worker = None
             worker.kill("was stopped")
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(worker.ended)
-
-    def _forget(self, slot: _Slot, worker: Worker) -> None:
-        """Drops the sequences of a dead process."""
-        if self._sequences and self._kept_by(slot):
-            events.emit(
-                "sequences.lost", model=self.launch.model, worker=slot.number, count=self._kept_by(slot), pid=worker.pid
-            )
-            self._drop(self._sequences.drop_worker(slot.number, now=self._loop.time()))
 
     def _give_up(self, slot: _Slot, why: str) -> None:
         events.emit("worker.given_up", model=self.launch.model, worker=slot.number, why=why)

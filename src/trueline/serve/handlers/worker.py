@@ -119,10 +119,7 @@ class Worker:
         self.ready = False
         self.load_s = 0.0
         self.answered = 0
-        self._launch = launch
-        self._loop = loop
-        self._gpu = gpu
-        self._on_metrics = on_metrics
+        self._launch, self._loop, self._gpu, self._on_metrics = launch, loop, gpu, on_metrics
         self._shares = launch.weights if together or launch.beside else None
         self._why = ""
         self._starting: asyncio.Future[None] = loop.create_future()

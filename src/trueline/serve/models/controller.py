@@ -53,8 +53,7 @@ class Fleet:
         """
         self.models = models
         self.how = how or VersionOptions()
-        self._loop = loop
-        self._in_thread = in_thread
+        self._loop, self._in_thread = loop, in_thread
         self._keeper = wanted.Keeper(state, "models")
         self._loaders = (*loaders, BundleLoader(self.how, loop, in_thread))
         self._locks: dict[str, asyncio.Lock] = {}

@@ -96,8 +96,7 @@ class Keeper:
 
     def __init__(self, state: Path | None, part: Literal["models", "workflows"]) -> None:
         """`state`: None writes nothing."""
-        self._state = state
-        self._part = part
+        self._state, self._part = state, part
         self._kept: dict[str, _Kept] = {}
         self._following: set[str] = set()
 

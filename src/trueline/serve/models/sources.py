@@ -80,8 +80,7 @@ class Sources:
         self._uri = settings.tracking_uri
         self._signed = settings.trusted_keys is not None
         self._registry = settings.tracking_uri is not None or (settings.source or "").startswith("models:/")
-        self._store = store
-        self._loop = loop
+        self._store, self._loop = store, loop
 
     async def find(self, source: str) -> ResolvedSource:
         """For operators: a path, a URL, a registry URI, or an entry of the store."""

@@ -103,8 +103,7 @@ class ProgramVersion(VersionRecord):
 
     def make_ready(self, loaded: Loaded, policy: Policy, executor: Executor, loop: asyncio.AbstractEventLoop) -> None:
         """Opens the version to requests."""
-        self._loaded = loaded
-        self._executor = executor
+        self._loaded, self._executor = loaded, executor
         self.since = time.time()
         self._templates = TemplateCache(loaded.session.signature)
         self._names = tuple([spec.name for spec in loaded.session.signature.inputs])

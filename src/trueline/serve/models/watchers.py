@@ -87,9 +87,7 @@ def stamp(path: Path) -> Stamp | None:
 
 class StoreFollower:
     def __init__(self, fleet: Fleet, store: Store, load: str) -> None:
-        self._fleet = fleet
-        self._store = store
-        self._load = load
+        self._fleet, self._store, self._load = fleet, store, load
         self._history = StoreHistory()
         self._shown: dict[str, str] = {}
         self._entries: dict[Name, Entry] = {}
@@ -165,10 +163,7 @@ async def every(interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
 
 class AliasFollower:
     def __init__(self, fleet: Fleet, source: str, model: str, version: str) -> None:
-        self._fleet = fleet
-        self._source = source
-        self._model = model
-        self._version = version
+        self._fleet, self._source, self._model, self._version = fleet, source, model, version
 
     async def move_to(self, found: ResolvedSource) -> None:
         """Serves `found`, to which the alias points now. If that fails, it is an event and the version before stays."""
@@ -255,10 +250,7 @@ class StateFollower:
         keys: Keys | None = None,
         companion: Companion | None = None,
     ) -> None:
-        self._companion = companion
-        self._fleet = fleet
-        self._state = state
-        self._find = find
+        self._companion, self._fleet, self._state, self._find = companion, fleet, state, find
         self._keys = keys
         self._seen: bytes | None = None
 

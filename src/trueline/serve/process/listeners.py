@@ -36,8 +36,7 @@ class _GrpcPort:
 class Ports:
     def __init__(self, settings: ServeSettings, loop: asyncio.AbstractEventLoop) -> None:
         """Raises UsageError for certificates that cannot be read."""
-        self._settings = settings
-        self._loop = loop
+        self._settings, self._loop = settings, loop
         self._secured = parse_certificates(settings.certificate, settings.private_key, settings.client_ca)
         self._http: list[_HttpPort] = []
         self._grpc: list[_GrpcPort] = []
