@@ -82,7 +82,7 @@ def test_what_draws_alike_from_the_same_seeds_is_proven_one_by_one_marked_and_re
     assert bundle.signature.random
     assert "compared one by one (from the same seeds" in bundle.manifest.programs[0].notes
     assert "compared one by one" in describe(bundle)
-    assert "equal requests get other answers" in describe(bundle)
+    assert "equal requests get different answers" in describe(bundle)
     compared = [one for one in bundle.evidence() if one.verdict == "agrees"]
     assert len(compared) == distribution.PROBES
     assert all(one.tolerance.startswith("from the same seeds the same answers: 100 draws") for one in compared)

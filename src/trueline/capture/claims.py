@@ -85,8 +85,7 @@ def _find_range(eager: EagerSession, claim: Signature, symbol: str) -> tuple[int
 
 
 def _edge(answers: Callable[[int], bool | None], good: int, bad: int, step: int) -> int:
-    """The last size from `good` towards `bad` that is answered; sizes that the claim does not allow count as
-    answered."""
+    """The last answered size from `good` towards `bad`; sizes that the claim does not allow count as answered."""
     while abs(bad - good) > step:
         middle = good + (bad - good) // (2 * step) * step if bad > good else good - (good - bad) // (2 * step) * step
         if middle in (good, bad):

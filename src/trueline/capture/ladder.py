@@ -312,9 +312,6 @@ def refuse(
         line=line if emitting and line else _parting_line(observations) or line,
         hint="" if line else error.hint,
         seconds=time.monotonic() - started,
-        size_bytes=0,
-        probes=0,
-        max_abs_error=0.0,
     )
     emit_event(attempt)
     return Rung(attempt=attempt, folder=folder, file="", signature=None, evidence=())

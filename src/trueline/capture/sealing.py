@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -17,12 +17,10 @@ from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.prove import versions
 from trueline.capture.subject import Subject
 from trueline.checkpoint.checkpoint import read_manifest
+from trueline.recipe.contract import Recipe
 from trueline.runtime import distribution
 from trueline.runtime.session import FORMATS
 from trueline.storage.location import Location
-
-if TYPE_CHECKING:
-    from trueline.recipe.contract import Recipe
 
 GOLDEN_SIZES = (1, 2, 5)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +20,10 @@ from trueline.capture.proof.attempt import State
 from trueline.capture.proof.observe import Observation, observe
 from trueline.capture.proof.probes import Probe
 from trueline.checkpoint.checkpoint import load_model
+from trueline.data.source import Source
 from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, join_names
+from trueline.recipe.contract import Mode, Recipe
 from trueline.storage.location import Location
-
-if TYPE_CHECKING:
-    from trueline.data.source import Source
-    from trueline.recipe.contract import Mode, Recipe
 
 NUM_EXAMPLES = 5
 """Records of the example batch: a prime, so that it is seldom equal to another size of the model by chance."""
@@ -149,13 +147,8 @@ def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:
     ends = np.linspace(0, source.num_records - 1, NUM_LOOKED_AT).round()
     alone = {end: source.read(np.array([end], dtype=np.int64)).inputs for end in dict.fromkeys(map(int, ends))}
     first, which = _first(source, count, alone)
-    facts: dict[str, str | int] = {
-        "examples": which,
-        "mode": mode,
-        "num_records": source.num_records,
-        "fingerprint": source.fingerprint(),
-    }
-    return [_as_tensors(batch) for batch in (first, *alone.values())], facts
+    facts = {"mode": mode, "num_records": source.num_records, "fingerprint": source.fingerprint()}
+    return [_as_tensors(batch) for batch in (first, *alone.values())], {"examples": which, **facts}
 
 
 def _first(source: Source, count: int, alone: Mapping[int, Any]) -> tuple[Any, str]:

@@ -1,6 +1,6 @@
 """`verify`: the proof of a bundle, made again on this machine.
 
-    golden examples ──replay──▶ every program
+    golden records ──replay──▶ every program
     probes (seeded) ──against──▶ the recipe's model, or, without one, every program against the one that is served
 
 Every program gets a verdict, also after one that fails. No code of the bundle runs; with a recipe, the recipe does.
@@ -40,12 +40,12 @@ class ProgramVerdict:
     holds: bool
     why: str
     """Empty when it holds."""
-    golden: int
-    """Golden examples that it answered correctly."""
-    probes: int
+    golden: int = 0
+    """Golden records that it answered correctly."""
+    probes: int = 0
     """Probes inside the proven range that agree; 0 for the program that is the oracle when there is no recipe."""
-    max_abs_error: float
-    evidence: tuple[Evidence, ...]
+    max_abs_error: float = 0.0
+    evidence: tuple[Evidence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,7 @@ class Verified:
         kept = ("format", "holds", "why", "golden", "probes", "max_abs_error")
         return {
             "path": str(self.path),
-            "digest": self.digest,
-            "against": self.against,
-            "seed": self.seed,
-            "holds": self.holds,
+            **{name: getattr(self, name) for name in ("digest", "against", "seed", "holds")},
             "notes": list(self.notes),
             "programs": [{name: getattr(program, name) for name in kept} for program in self.programs],
         }
@@ -87,7 +84,7 @@ def verify(
     seed: int = FRESH_SEED,
     native: bool = False,
 ) -> Verified:
-    """Proves the programs of `bundle` again here: golden examples, and probes made from `seed`.
+    """Proves the programs of `bundle` again here: golden records, and probes made from `seed`.
 
     `against` is the recipe (or the Hugging Face folder) whose model, with the parameters of `checkpoint`, is the
     oracle; without it the oracle is the program that is served. A failing program is a verdict, not an exception.
@@ -149,12 +146,12 @@ def _oracle(
 
 
 def _check_interface(bundle: Bundle, seen: Signature) -> None:
-    want = [(spec.name, spec.datatype, len(spec.shape)) for spec in (*bundle.signature.inputs,)]
-    have = [(spec.name, spec.datatype, len(spec.shape)) for spec in (*seen.inputs,)]
-    outputs = ([spec.name for spec in bundle.signature.outputs], [spec.name for spec in seen.outputs])
-    if want != have or outputs[0] != outputs[1]:
+    sides = (bundle.signature, seen)
+    want, have = ([(spec.name, spec.datatype, len(spec.shape)) for spec in side.inputs] for side in sides)
+    gives, returns = ([spec.name for spec in side.outputs] for side in sides)
+    if want != have or gives != returns:
         raise UsageError(
-            f"the recipe's model takes {have} and gives {outputs[1]}, the bundle {want} and {outputs[0]}",
+            f"the recipe's model takes {have} and gives {returns}, the bundle {want} and {gives}",
             hint="give the recipe that the bundle was captured from",
         )
 
@@ -197,9 +194,7 @@ def _verdict(
         if proof is not None and isinstance(oracle, EagerSession):
             proof = stateful.prove_sequences(proof, session, oracle)
     except TruelineError as error:
-        return ProgramVerdict(
-            format=format, holds=False, why=error.message, golden=0, probes=0, max_abs_error=0.0, evidence=()
-        )
+        return ProgramVerdict(format=format, holds=False, why=error.message)
     evidence = proof.evidence if proof else ()
     return ProgramVerdict(
         format=format,

@@ -8,21 +8,20 @@ which runs whatever its maker put into it.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from trueline import files
 from trueline.capture.files.file_subject import plain_name
 from trueline.capture.files.input_specs import DeclaredInputs
 from trueline.errors import UsageError, first_line, join_names
 from trueline.recipe.contract import Recipe
-
-if TYPE_CHECKING:
-    import torch
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -82,8 +81,6 @@ def read_pickle(path: Path, declared: DeclaredInputs) -> Recipe:
     raises UsageError when it holds no module."""
 
     def model() -> torch.nn.Module:
-        import torch
-
         try:
             module = torch.load(path, map_location="cpu", weights_only=False)
         except Exception as error:
@@ -105,8 +102,6 @@ def read_pickle(path: Path, declared: DeclaredInputs) -> Recipe:
 
 def count_weights(path: Path) -> int | None:
     """Number of tensors in the state_dict at `path`; None when it is none. Unpickles nothing but tensors."""
-    import torch
-
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # noqa: BLE001 - torch refuses other pickles with many exceptions: they are no state_dict
@@ -153,26 +148,11 @@ def _transformers() -> Any:
     return transformers
 
 
-@contextmanager
-def _without_bars(transformers: Any) -> Iterator[None]:
-    """Without transformers' progress bar on stderr, where Trueline's own may be."""
-    logging = transformers.utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def _build(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.nn.Module:
     """The model of the class that the config names. Raises UsageError when weights of it are missing."""
-    import torch
-
     transformers = _transformers()
     named = [getattr(transformers, name, None) for name in config.get("architectures") or ()]
     build = next((one for one in named if one is not None and hasattr(one, "from_pretrained")), transformers.AutoModel)
@@ -181,9 +161,11 @@ def _build(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.n
         options["weights_only"] = True
     if build is not transformers.AutoModel:
         del options["trust_remote_code"]  # a class of transformers itself runs no other code
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # Trueline's own may be on stderr
     try:
-        with _without_bars(transformers):
-            model, loaded = build.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
+        model, loaded = build.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
     except Exception as error:
         if "weights only load failed" in str(error).lower():  # torch advises to unpickle it anyway
             call = _GLOBAL.search(str(error))
@@ -195,6 +177,9 @@ def _build(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.n
         raise UsageError(
             f"transformers {transformers.__version__} cannot load {folder}: {first_line(error)}"
         ) from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     if missing := sorted(loaded["missing_keys"]):
         raise UsageError(
             f"{folder} lacks {len(missing)} weights of {type(model).__name__} ({join_names(missing[:3])}, "
@@ -207,7 +192,6 @@ def _build(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.n
 
 def _with_plain_outputs(model: torch.nn.Module) -> torch.nn.Module:
     """`model` with its answer as a plain dict without None; no program keeps transformers' own type."""
-    import torch
 
     class PlainOutputs(torch.nn.Module):
         def __init__(self) -> None:
@@ -223,8 +207,6 @@ def _with_plain_outputs(model: torch.nn.Module) -> torch.nn.Module:
 
 def _batches(folder: Path, config: Mapping[str, Any], model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
     """Two batches that differ in what is free, made from the config. Raises UsageError for unknown inputs."""
-    import inspect
-
     inner: Any = model.model
     parameters = set(inspect.signature(inner.forward).parameters)
     batches = [_batch(folder, config, inner, parameters, at) for at in range(len(BATCHES))]
@@ -240,8 +222,6 @@ def _batches(folder: Path, config: Mapping[str, Any], model: torch.nn.Module) ->
 def _batch(
     folder: Path, config: Mapping[str, Any], inner: Any, parameters: set[str], at: int
 ) -> dict[str, torch.Tensor]:
-    import torch
-
     random, batch = torch.Generator().manual_seed(at), BATCHES[at]
     text, vision = config.get("text_config") or config, config.get("vision_config") or config
     made: dict[str, torch.Tensor] = {}

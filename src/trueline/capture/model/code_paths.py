@@ -8,6 +8,7 @@ standard library and of Trueline is not recorded. Only this thread is watched.
 from __future__ import annotations
 
 import dis
+import functools
 import gc
 import inspect
 import linecache
@@ -67,8 +68,7 @@ class SourceLine:
 
 @contextmanager
 def watch(*, ends: bool = False) -> Iterator[list[Event]]:
-    """Records the way that user code takes in this thread during the block. With `ends`, an endless loop raises
-    Endless."""
+    """Records the way of user code in this thread during the block. With `ends`, an endless loop raises Endless."""
     events: list[Event] = []
     before, collects = sys.gettrace(), gc.isenabled()
     gc.disable()  # a collection may start at any step, and its gc.callbacks would be recorded
@@ -114,17 +114,15 @@ _ROOTS = (
 )
 """Code below these is Trueline's, the standard library's, or made without a file."""
 _LIBRARIES = frozenset({"torch", "numpy", "onnxscript", "onnx_ir", "onnxruntime"})
-_users: dict[str, bool] = {}
 
 
+@functools.cache
 def is_users(file: str) -> bool:
     """Whether `file` is code that the user wrote or chose, not torch, the standard library or Trueline."""
-    users = _users.get(file)
-    if users is None:
-        _, in_site, inside = file.rpartition("/site-packages/")
-        known = in_site and inside.partition("/")[0] in _LIBRARIES  # a package may have a part called torch
-        users = _users[file] = not known and (bool(in_site) or not file.startswith(_ROOTS))
-    return users
+    _, in_site, inside = file.rpartition("/site-packages/")
+    if in_site:
+        return inside.partition("/")[0] not in _LIBRARIES  # a package may have a part called torch
+    return not file.startswith(_ROOTS)
 
 
 def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
@@ -208,8 +206,7 @@ def users_line(error: BaseException) -> SourceLine | None:
 
 
 def current_line(*, within: str = "") -> SourceLine | None:
-    """The innermost line of the user's code that this thread is running; None where code in `within` called it from
-    further inside."""
+    """The innermost line of the user's code that this thread runs; None where code in `within` called this."""
     frame: FrameType | None = sys._getframe(1)
     caller = frame
     while frame is not None:

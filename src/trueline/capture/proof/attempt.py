@@ -31,9 +31,9 @@ class Attempt:
     line: str
     """`file:line: source` of the user's code that explains a refusal or a bound, where one was found."""
     seconds: float
-    size_bytes: int
-    probes: int
-    max_abs_error: float
+    size_bytes: int = 0
+    probes: int = 0
+    max_abs_error: float = 0.0
     how: str = ""
     """The way it was made, where a format knows several."""
     submodule: str = ""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,15 +28,11 @@ from trueline.capture.export.exported import STATE_HINT
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import Event, SourceLine
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import KeptValue, attributes, defaults, take_snapshot
+from trueline.capture.proof.observe import Observation
 from trueline.errors import NotProven, join_names
 from trueline.runtime import compare
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from trueline.capture.model.eager import EagerSession
-    from trueline.capture.proof.observe import Observation
 
 RANDOM_HINT = (
     "draw them only `if self.training`, or take them as an input; if the answers are meant to be random, "

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -22,14 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.proof.probes import Probe
 from trueline.errors import CaptureError
 from trueline.runtime import compare
 from trueline.runtime import distribution as draws
 from trueline.runtime.session import Session
-
-if TYPE_CHECKING:
-    from trueline.capture.model.code_paths import Event, SourceLine
 
 SEED = 0
 

@@ -371,8 +371,6 @@ def _whole(array: Array, shown: Array, what: str, random: np.random.Generator) -
     if not array.size or not shown.size:
         return array
     low, high = int(shown.min()), int(shown.max())
-    if what == "smallest integers":
-        return np.full_like(array, low)
-    if what == "largest integers":
-        return np.full_like(array, high)
+    if what != "random integers":
+        return np.full_like(array, low if what == "smallest integers" else high)
     return np.asarray(random.integers(low, high, array.shape, endpoint=True)).astype(array.dtype)
