@@ -151,21 +151,16 @@ def without_masked_rows(
     observations: Sequence[Observation],
     evidence: Sequence[Evidence],
 ) -> Signature | None:
-    """The widest claim on the masks that leaves out each probe on which a program disagrees.
-
-    `evidence` is of the `observations`, one for each. None when nothing disagrees, or something does that no claim
-    here leaves out.
-    """
+    """The widest claim on the masks that leaves out each probe on which a program disagrees; None when nothing
+    disagrees, or something does that no claim here leaves out. `evidence` has one piece for each observation."""
     wrong = [seen.probe.inputs for seen, one in zip(observations, evidence, strict=True) if one.verdict == "disagrees"]
     claims = narrowings(signature, example) if wrong else ()
     return next((claim for claim in claims if not any(takes(claim, inputs) for inputs in wrong)), None)
 
 
 def narrowings(signature: Signature, example: Mapping[str, Array]) -> tuple[Signature, ...]:
-    """`signature` with what its masks have to show, from the widest claim to the strictest.
-
-    A mask of the user's example that breaks a claim is left out of it: the model is used that way.
-    """
+    """`signature` with conditions on its masks, from the widest claim to the strictest. A mask of the user's example
+    that breaks a claim is left out of it: the model is used that way."""
     masks = [name for name, array in example.items() if array.ndim > 1 and array.size and is_mask(array)]
     claims: list[Signature] = []
     for rows in WIDEST_FIRST:

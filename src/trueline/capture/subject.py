@@ -153,8 +153,7 @@ def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:
 
 def _first(source: Source, count: int, alone: Mapping[int, Any]) -> tuple[Any, str]:
     """A batch of the first `count` records, and which they are. Records of unequal sizes make no batch: then it is the
-    largest of those that were read `alone`, repeated. Raises DataError.
-    """
+    largest of those that were read `alone`, repeated. Raises DataError."""
     try:
         return source.read(np.arange(count, dtype=np.int64)).inputs, f"first {count} records"
     except DataError as error:

@@ -124,7 +124,7 @@ def _oracle(
     """The session with the right answers, an example, and the reasons why it is weaker than the oracle of the
     capture."""
     if against is None:
-        notes = ["no recipe was given: beside the golden examples, programs are compared with each other only"]
+        notes = ["no recipe was given: beside the golden records, programs are compared with each other only"]
         return open_program(bundle), bundle.golden()[-1 if len(bundle.golden()) < 3 else 2].inputs, notes
     from trueline.capture import subject
     from trueline.capture.files import model_folder

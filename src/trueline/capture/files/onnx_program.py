@@ -79,10 +79,8 @@ def _load(path: Path) -> onnx.ModelProto:
 
 
 def _signature(model: onnx.ModelProto) -> Signature:
-    """Inputs with their symbols; the outputs are left to what the probes show.
-
-    A first dimension that is free in every input is the batch. Raises CaptureError for what no bundle can carry.
-    """
+    """Inputs with their symbols; a first dimension that is free in every input is the batch. The outputs are left to
+    what the probes show. Raises CaptureError for inputs that no bundle can carry."""
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = [one for one in model.graph.input if one.name not in weights]
     if not inputs:

@@ -38,10 +38,8 @@ _RANGE = re.compile(r"-?\d*\W*L\[[^\]]*\](\[\d+\])*\.size\(\)\[\d+\]\s*(<=|>=|<|
 
 
 def read_torchscript(path: Path, work: Path, declared: DeclaredInputs | None) -> FileSubject:
-    """The program with the declared inputs: the file does not say their shapes.
-
-    Raises UsageError for missing declarations and for other names, CaptureError, BundleError.
-    """
+    """The program with the declared inputs, since the file does not say their shapes. Raises UsageError for missing
+    declarations and for other names, CaptureError, BundleError."""
     clean = work / "file.ts"
     torchscript_archive.clean(path, clean)
     torchscript_archive.check(clean)
@@ -103,8 +101,7 @@ class UnoptimizedTorchScript:
                 f"{join_names({type(leaf).__name__ for leaf in leaves})}",
                 hint="script a module that returns a tensor or a tuple of tensors",
             )
-        names = _output_names(len(leaves), {spec.name for spec in self.signature.inputs})
-        return {name: leaf.numpy().copy() for name, leaf in zip(names, leaves, strict=True)}
+        return _name_outputs(self.signature, leaves)
 
 
 def read_torch_export(path: Path, work: Path) -> FileSubject:
@@ -236,17 +233,17 @@ class InterpretedExport:
     def __init__(self, program: torch.export.ExportedProgram, signature: Signature) -> None:
         self.signature = signature
         self._interpreter = torch.fx.Interpreter(program.module(check_guards=False))
-        count = len(program.graph_signature.user_outputs)
-        self._names = _output_names(count, {spec.name for spec in signature.inputs})
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name, `output` or `output_0`, `output_1`."""
         with torch.no_grad():
             answer = self._interpreter.run(*to_tensors(self.signature, inputs), enable_io_processing=True)
         leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
-        return {name: leaf.detach().numpy().copy() for name, leaf in zip(self._names, leaves, strict=True)}
+        return _name_outputs(self.signature, leaves)
 
 
-def _output_names(count: int, taken: set[str]) -> list[str]:
-    plain = ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
-    return [name if name not in taken else f"{name}_2" for name in plain]
+def _name_outputs(signature: Signature, leaves: Sequence[torch.Tensor]) -> dict[str, Array]:
+    inputs = {spec.name for spec in signature.inputs}
+    plain = ["output"] if len(leaves) == 1 else [f"output_{i}" for i in range(len(leaves))]
+    names = [name if name not in inputs else f"{name}_2" for name in plain]
+    return {name: leaf.detach().numpy().copy() for name, leaf in zip(names, leaves, strict=True)}

@@ -91,8 +91,7 @@ def find_free(
     grows: Mapping[Place, int] | None = None,
 ) -> Free:
     """The free dimensions of inputs `specs`, from `examples`. A state is free where it `follows` the batch, where it
-    `grows` and where it is declared; if its first dimension is free and does not grow, that counts records too.
-    """
+    `grows` and where it is declared; if its first dimension is free and does not grow, that counts records too."""
     names, bounds = declared
     grows = dict(grows or {})
     places: list[Place] = []

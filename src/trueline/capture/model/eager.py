@@ -46,9 +46,8 @@ class EagerSession:
         self.calling: Calling = learn(module, example, others=others, dynamic_shapes=dynamic_shapes)
         after = _checksums(users_own(module))
         self.changed = tuple(name for name, checksum in before.items() if after.get(name, checksum) != checksum)
-        """Parameters and buffers that the first calls changed: a model that takes its scale from its first batch has
-        some. Layers that are made on the first call (torch's lazy modules) and buffers that appear do not count.
-        """
+        """Parameters and buffers that the first calls changed, as in a model that takes its scale from its first batch;
+        without layers that are made on the first call (torch's lazy modules) and buffers that appear."""
         self.module = module if self._device.type == "cpu" else module.to(self._device)
 
     @property

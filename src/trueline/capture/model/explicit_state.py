@@ -93,11 +93,9 @@ def users_own(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def lift_state(module: torch.nn.Module, calls: Sequence[Arguments]) -> Explicit | None:
-    """`module` with the buffers explicit that it writes on any of `calls`; None when it writes none.
-
-    Raises CaptureError for a state that changes its dtype, or its shape in more than one dimension: it could not be
-    handed back.
-    """
+    """`module` with the buffers explicit that it writes on any of `calls`; None when it writes none. Raises
+    CaptureError for a state that changes its dtype, or its shape in more than one dimension: it could not be handed
+    back."""
     names = written_buffers(module, calls)
     if not names:
         return None

@@ -63,10 +63,8 @@ class Attempt:
         return f"{self.format}: proven for {self.range or 'the sizes of its example'}{bound}{how}"
 
     def as_record(self) -> dict[str, Any]:
-        """For the bundle's lineage: without empty fields, and of `line` the file's name and number alone.
-
-        A bundle names no folder of the machine that captured it and holds no source.
-        """
+        """For the bundle's lineage: without empty fields, and of `line` the file's name and number alone, since a
+        bundle names no folder of the machine that captured it and holds no source."""
         place = _LINE.match(self.line)
         optional = {
             "why": _FOLDERS.sub("", self.why),

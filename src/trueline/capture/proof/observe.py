@@ -116,11 +116,9 @@ def digest(inputs: Mapping[str, Array]) -> str:
 
 
 def find_parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple[SourceLine, str, str] | None:
-    """The line where two probes part, with the names of the two; None when all took the same way.
-
-    The probe that disagrees is compared with one that went another way, of the same sizes if there is one: then the
-    values steer the branch, not the shape.
-    """
+    """The line where two probes part, with the names of the two; None when all took the same way. The probe that
+    disagrees is compared with one of the same sizes, if there is one: then the values steer the branch, not the
+    shape."""
     suspects = [seen for seen in observations if seen.probe.name == disagreeing] or observations[:1]
     for suspect in suspects:
         shapes = _shapes(suspect.probe)

@@ -271,8 +271,7 @@ class _Maker:
 
     def _integers(self, what: str) -> Callable[[dict[str, Array]], dict[str, Array]]:
         """Other integers, inside the range that the example shows of the same input, or from 0 where they are the same
-        for all records.
-        """
+        for all records."""
         shown = {
             name: self.example[name] if name in self.axes else np.append(self.example[name], 0) for name in self.whole
         }

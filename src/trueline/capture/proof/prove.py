@@ -27,19 +27,17 @@ PACKAGES = ("trueline", "torch", "onnx", "onnxscript", "onnxruntime", "openvino"
 
 
 @cache
-def _find_versions() -> tuple[tuple[str, str], ...]:
-    found = [("python", platform.python_version()), ("machine", platform.machine())]
-    for name in PACKAGES:
-        try:
-            found.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            found.append((name, "not installed"))
-    return tuple(found)
+def _find_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that emit, run and prove programs."""
-    return dict(_find_versions())
+    machine = {"python": platform.python_version(), "machine": platform.machine()}
+    return machine | {name: _find_version(name) for name in PACKAGES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
