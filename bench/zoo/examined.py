@@ -18,7 +18,7 @@ from bench.zoo.entry import Architecture, Array
 from bench.zoo.judge import Oracle, judged
 
 from trueline.bundle.describe import range_text
-from trueline.capture.export.silence import quiet
+from trueline.capture.export.tracing import quiet
 from trueline.capture.ladder import Rung, climb
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import TensorModule, as_trained

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.patches import size_lists
+from trueline.capture.patches import size_lengths
 from trueline.cli.app import run
 from trueline.doctor.api import calls_of, doctor, read_progress
 from trueline.doctor.diagnosis import Cause, Diagnosis, Rewrite, Row
@@ -120,7 +120,7 @@ def test_the_rewrite_of_a_recurrence_runs_for_a_single_record_too(model: type[nn
 
 def test_a_size_that_python_makes_a_number_of_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole(models.Length(), torch.randn(3, 5, 4), dynamic=(1,)).status == "ready"
-    monkeypatch.setattr(size_lists, "counts", lambda module: False)  # as where `int` is a name of the file's own
+    monkeypatch.setattr(size_lengths, "may_help", lambda module: False)  # as where `int` is a name of the file's own
     row = whole(models.Length(), torch.randn(3, 5, 4), dynamic=(1,))
     assert row.status == "rewritten"
     assert row.cause is not None

@@ -16,7 +16,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import UsageError
-from trueline.runtime import graph, onnx_listing
+from trueline.runtime import graph
 from worlds import marks
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def test_the_branches_of_an_onnx_program_stand_as_functions_and_no_weight_is_pri
     held = onnx.numpy_helper.from_array(np.full((3, 4), 0.12345, np.float32), "w")
     branch = helper.make_graph([node], "0.a graph", [typed("x"), helper.make_tensor_value_info("c", 9, [])], [], [held])
     branch.output.append(typed("y"))
-    shown = onnx_listing.code(helper.make_model(branch))
+    shown = graph.onnx_code(helper.make_model(branch))
     assert shown.splitlines() == [
         "def _0_a_graph(x: 'float[n, 4]', c: 'bool[]'):",
         "    w = weight('float[3, 4]')",

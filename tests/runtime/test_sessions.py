@@ -12,7 +12,7 @@ from conformance.session import *  # noqa: F403 - the shared tests
 from trueline.capture.export import torch_export, torchscript
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
-from trueline.capture.onnx.opsets import checked, opset_for
+from trueline.capture.onnx.opsets import check_opset, opset_for
 from trueline.cli.line import capture as capture_verb
 from trueline.errors import BundleError, UsageError
 from trueline.runtime import openvino
@@ -86,4 +86,4 @@ def test_a_release_of_onnx_runtime_chooses_the_opset_and_the_oldest_that_is_name
         with pytest.raises(UsageError, match=words):
             opset_for([target])
     with pytest.raises(UsageError, match=r"opset is 17, expected one of: 18, 19"):
-        checked(17)
+        check_opset(17)

@@ -18,7 +18,7 @@ from trueline.errors import UsageError
 from trueline.runtime import openvino
 from trueline.runtime.open import open_session
 from trueline.runtime.session import Session
-from trueline.runtime.settings import Settings
+from trueline.runtime.settings import SessionSettings
 from worlds.models import Mlp
 
 pytestmark = pytest.mark.slow  # exports programs
@@ -102,7 +102,7 @@ def test_autocast_computes_in_bf16_and_answers_in_the_signatures_dtype(programs:
     plain = eager.run(X)["output"]
     for session in (
         opened(programs, "torch_export", precision="bf16"),
-        EagerSession(eager.module, torch.randn(5, 8), settings=Settings(precision="bf16")),
+        EagerSession(eager.module, torch.randn(5, 8), settings=SessionSettings(precision="bf16")),
     ):
         found = session.run(X)["output"]
         assert found.dtype == np.float32
@@ -119,9 +119,9 @@ def test_openvino_is_told_the_precision_that_its_device_has(can: list[str], want
             assert (device, name) == ("CPU", "OPTIMIZATION_CAPABILITIES")
             return can
 
-    assert openvino._precision(Core(), "CPU", Settings(precision=wanted)) == given
+    assert openvino._precision(Core(), "CPU", SessionSettings(precision=wanted)) == given
     with pytest.raises(UsageError, match="OpenVINO on CPU has no precision 'fp16'"):
-        openvino._precision(Core(), "CPU", Settings(precision="fp16"))
+        openvino._precision(Core(), "CPU", SessionSettings(precision="fp16"))
 
 
 @pytest.mark.slow

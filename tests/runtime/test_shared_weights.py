@@ -23,8 +23,8 @@ from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import StorageError
 from trueline.runtime import shared_weights
 from trueline.runtime.onnx import OnnxSession
-from trueline.runtime.settings import Settings
-from trueline.runtime.shared_weights import Place, held
+from trueline.runtime.settings import SessionSettings
+from trueline.runtime.shared_weights import SharedDir, hold
 from trueline.runtime.torch_weights import share
 
 ROWS = np.linspace(-1, 1, 3 * 256, dtype=np.float32).reshape(3, 256)
@@ -54,20 +54,20 @@ def never(folder: Path) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> SharedDir:
     (tmp_path / "shared").mkdir()
-    return Place(folder=tmp_path / "shared", key="k")
+    return SharedDir(folder=tmp_path / "shared", key="k")
 
 
-def test_what_is_made_once_is_what_the_next_one_holds(place: Place) -> None:
-    first = held(place, writes("weights"), program_bytes=1)
-    second = held(place, never, program_bytes=1)
+def test_what_is_made_once_is_what_the_next_one_holds(place: SharedDir) -> None:
+    first = hold(place, writes("weights"), program_bytes=1)
+    second = hold(place, never, program_bytes=1)
     assert (second.path / "made").read_text() == "weights"
     assert second.path == first.path
 
 
-def test_it_stays_until_the_last_one_lets_go(place: Place) -> None:
-    first, second = held(place, writes("a"), program_bytes=1), held(place, never, program_bytes=1)
+def test_it_stays_until_the_last_one_lets_go(place: SharedDir) -> None:
+    first, second = hold(place, writes("a"), program_bytes=1), hold(place, never, program_bytes=1)
     first.release()
     first.release()
     assert (second.path / "made").exists()
@@ -75,15 +75,15 @@ def test_it_stays_until_the_last_one_lets_go(place: Place) -> None:
     assert not second.path.exists()
 
 
-def test_another_program_has_a_place_of_its_own(place: Place) -> None:
-    first = held(place, writes("a"), program_bytes=1)
-    other = held(place.part("packed"), writes("b"), program_bytes=1)
+def test_another_program_has_a_place_of_its_own(place: SharedDir) -> None:
+    first = hold(place, writes("a"), program_bytes=1)
+    other = hold(place.part("packed"), writes("b"), program_bytes=1)
     assert [(one.path / "made").read_text() for one in (first, other)] == ["a", "b"]
 
 
-def test_what_a_process_left_that_died_is_cleared_away_by_who_looks_next(place: Place) -> None:
+def test_what_a_process_left_that_died_is_cleared_away_by_who_looks_next(place: SharedDir) -> None:
     def die() -> None:
-        held(place, writes("a"), program_bytes=1)
+        hold(place, writes("a"), program_bytes=1)
         (place.folder / ".partial-x").mkdir()
         os._exit(9)
 
@@ -91,15 +91,15 @@ def test_what_a_process_left_that_died_is_cleared_away_by_who_looks_next(place: 
     process.join()
     assert process.exitcode == 9
     assert sorted(path.name for path in place.folder.iterdir()) == [".partial-x", "k", "lock"]
-    other = held(place.part("other"), writes("b"), program_bytes=1)
+    other = hold(place.part("other"), writes("b"), program_bytes=1)
     assert sorted(path.name for path in place.folder.iterdir()) == ["k.other", "lock"]
     other.release()
 
 
-def test_of_processes_that_come_together_one_makes_it(place: Place) -> None:
+def test_of_processes_that_come_together_one_makes_it(place: SharedDir) -> None:
     def come() -> None:
-        hold = held(place, writes(str(os.getpid())), program_bytes=1)
-        answers.put((hold.path / "made").read_text())
+        lease = hold(place, writes(str(os.getpid())), program_bytes=1)
+        answers.put((lease.path / "made").read_text())
         done.wait()
 
     context = multiprocessing.get_context("fork")
@@ -112,24 +112,24 @@ def test_of_processes_that_come_together_one_makes_it(place: Place) -> None:
     assert len(makers) == 1
 
 
-def test_what_could_not_be_made_leaves_nothing(place: Place) -> None:
+def test_what_could_not_be_made_leaves_nothing(place: SharedDir) -> None:
     def fails(folder: Path) -> None:
         (folder / "half").write_text("x")
         raise ValueError("no such program")
 
     with pytest.raises(ValueError, match="no such program"):
-        held(place, fails, program_bytes=1)
+        hold(place, fails, program_bytes=1)
     assert [path.name for path in place.folder.iterdir()] == ["lock"]
 
 
-def test_without_room_nothing_is_written_and_it_is_said(place: Place) -> None:
+def test_without_room_nothing_is_written_and_it_is_said(place: SharedDir) -> None:
     with pytest.raises(StorageError, match=r"MiB free, and weights that processes share may need"):
-        held(place, never, program_bytes=shutil.disk_usage(place.folder).total)
+        hold(place, never, program_bytes=shutil.disk_usage(place.folder).total)
 
 
 def test_a_folder_that_is_gone_is_an_error_in_words(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"writing .* failed"):
-        held(Place(folder=tmp_path / "gone", key="k"), never, program_bytes=1)
+        hold(SharedDir(folder=tmp_path / "gone", key="k"), never, program_bytes=1)
 
 
 def program(path: Path, *, width: int = 1024) -> Signature:
@@ -161,18 +161,20 @@ def program(path: Path, *, width: int = 1024) -> Signature:
     )
 
 
-def test_an_onnx_program_that_is_shared_answers_bit_for_bit_as_one_that_is_not(tmp_path: Path, place: Place) -> None:
+def test_an_onnx_program_that_is_shared_answers_bit_for_bit_as_one_that_is_not(
+    tmp_path: Path, place: SharedDir
+) -> None:
     signature = program(tmp_path / "model.onnx")
     alone = OnnxSession(tmp_path / "model.onnx", signature)
     for _ in range(2):  # by who makes it, and by who finds it
-        sharing = OnnxSession(tmp_path / "model.onnx", signature, settings=Settings(place=place))
+        sharing = OnnxSession(tmp_path / "model.onnx", signature, settings=SessionSettings(place=place))
         for rows in (ROWS, ROWS[:1]):
             assert sharing.run({"x": rows})["y"].tobytes() == alone.run({"x": rows})["y"].tobytes()
 
 
-def test_the_weights_of_an_onnx_program_are_mapped_from_the_shared_file(tmp_path: Path, place: Place) -> None:
+def test_the_weights_of_an_onnx_program_are_mapped_from_the_shared_file(tmp_path: Path, place: SharedDir) -> None:
     signature = program(tmp_path / "model.onnx")
-    session = OnnxSession(tmp_path / "model.onnx", signature, settings=Settings(place=place))
+    session = OnnxSession(tmp_path / "model.onnx", signature, settings=SessionSettings(place=place))
     session.run({"x": ROWS})
     assert mapped_bytes(place.folder) > 0.9 * (tmp_path / "model.onnx").stat().st_size
     del session
@@ -191,10 +193,10 @@ def mapped_bytes(folder: Path) -> int:
     return found
 
 
-def test_a_small_program_is_each_process_own(tmp_path: Path, place: Place) -> None:
+def test_a_small_program_is_each_process_own(tmp_path: Path, place: SharedDir) -> None:
     signature = program(tmp_path / "model.onnx", width=64)
     assert (tmp_path / "model.onnx").stat().st_size < shared_weights.WORTH_BYTES
-    OnnxSession(tmp_path / "model.onnx", signature, settings=Settings(place=place))
+    OnnxSession(tmp_path / "model.onnx", signature, settings=SessionSettings(place=place))
     assert not list(place.folder.iterdir())
 
 
@@ -203,13 +205,13 @@ def test_without_room_each_process_has_its_own_copy_and_says_so(tmp_path: Path) 
     alone = OnnxSession(tmp_path / "model.onnx", signature)
     lines: list[str] = []
     with events.listening(lambda name, fields: lines.append(name)):
-        settings = Settings(place=Place(folder=tmp_path / "gone", key="k"))
+        settings = SessionSettings(place=SharedDir(folder=tmp_path / "gone", key="k"))
         session = OnnxSession(tmp_path / "model.onnx", signature, settings=settings)
     assert lines == ["weights.private"]
     assert session.run({"x": ROWS})["y"].tobytes() == alone.run({"x": ROWS})["y"].tobytes()
 
 
-def test_a_shared_program_that_does_not_open_is_opened_from_the_bundle(tmp_path: Path, place: Place) -> None:
+def test_a_shared_program_that_does_not_open_is_opened_from_the_bundle(tmp_path: Path, place: SharedDir) -> None:
     signature = program(tmp_path / "model.onnx")
     torn = place.folder / f"k.onnxruntime-{onnxruntime.__version__}"
     torn.mkdir()
@@ -217,7 +219,7 @@ def test_a_shared_program_that_does_not_open_is_opened_from_the_bundle(tmp_path:
     (torn / "model.onnx").write_bytes(b"torn")
     lines: list[str] = []
     with events.listening(lambda name, fields: lines.append(name)):
-        session = OnnxSession(tmp_path / "model.onnx", signature, settings=Settings(place=place))
+        session = OnnxSession(tmp_path / "model.onnx", signature, settings=SessionSettings(place=place))
     assert lines == ["weights.private"]
     assert session.run({"x": ROWS})["y"].shape == (3, 64)
     assert not torn.exists(), "nobody holds it"
@@ -237,7 +239,9 @@ class Tied(nn.Module):
         return self.conv(self.second(self.first(x)).reshape(-1, 16, 8, 4)) + self.seen[0, 0]
 
 
-def test_torch_computes_with_mapped_weights_and_a_buffer_that_is_written_is_a_copy_of_ones_own(place: Place) -> None:
+def test_torch_computes_with_mapped_weights_and_a_buffer_that_is_written_is_a_copy_of_ones_own(
+    place: SharedDir,
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 512)
     torch.manual_seed(1)
@@ -249,7 +253,7 @@ def test_torch_computes_with_mapped_weights_and_a_buffer_that_is_written_is_a_co
     lines: list[dict[str, events.Field]] = []
     with torch.no_grad(), events.listening(lambda name, fields: lines.append({"name": name, **fields})):
         for model in models:
-            share(model, Settings(place=place))
+            share(model, SessionSettings(place=place))
         answers = [wanted(x), wanted(x)]
         for model in models:  # each counts for itself
             for answer in answers:
@@ -259,13 +263,13 @@ def test_torch_computes_with_mapped_weights_and_a_buffer_that_is_written_is_a_co
     assert [(one["name"], one["own_bytes"]) for one in lines] == [("weights.shared", 0)] * 2
 
 
-def test_a_tensor_with_other_bytes_than_the_file_has_stays_as_it_was_loaded(place: Place) -> None:
-    share(Tied(), Settings(place=place))  # gone at once, and what it laid there with it
+def test_a_tensor_with_other_bytes_than_the_file_has_stays_as_it_was_loaded(place: SharedDir) -> None:
+    share(Tied(), SessionSettings(place=place))  # gone at once, and what it laid there with it
     one, other = Tied(), Tied()
-    share(one, Settings(place=place))
+    share(one, SessionSettings(place=place))
     before = other.first.weight.detach().clone()
     lines: list[dict[str, events.Field]] = []
     with events.listening(lambda name, fields: lines.append(dict(fields))):
-        share(other, Settings(place=place))
+        share(other, SessionSettings(place=place))
     assert torch.equal(other.first.weight, before)
     assert lines[0]["own_bytes"] == 512 * 512 * 4 + 128 * 16 * 9 * 4

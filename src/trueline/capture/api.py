@@ -54,7 +54,7 @@ def capture(
     CheckpointError, StorageError; nothing is then left at `out`.
     """
     wanted = _check_formats(formats)
-    opset = opsets.checked(opset)
+    opset = opsets.check_opset(opset)
     if state not in get_args(State):
         raise UsageError(f"state is {state!r}, expected one of: {join_names(get_args(State))}")
     out = _check_free(out, overwrite=overwrite)

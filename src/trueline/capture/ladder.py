@@ -19,7 +19,7 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
-from trueline.capture.onnx import diagnostics, emit
+from trueline.capture.onnx import emit
 from trueline.capture.onnx import offload as offload_emit
 from trueline.capture.proof import determinism, stateful
 from trueline.capture.proof.attempt import Attempt, emit_event
@@ -200,9 +200,9 @@ def _size(path: Path) -> int:
 
 def _locate(error: BundleError, path: Path, exported: Exported) -> CaptureError:
     """`error` of a program that its runtime does not open, with the dtypes and the line of the node that it names."""
-    node = diagnostics.named(error.message)
-    kinds = diagnostics.dtypes(path, node) if node else []
-    place = diagnostics.line_of(exported.program, node) if node else None
+    node = emit.node_name(error.message)
+    kinds = emit.node_dtypes(path, node) if node else []
+    place = emit.node_line(exported.program, node) if node else None
     computes = f"; it computes in {join_names(kinds)} there" if kinds else ""
     return CaptureError(error.message + computes, hint=f"{place}" if place else error.hint)
 

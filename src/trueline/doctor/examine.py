@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from trueline.capture.export import specialization
+from trueline.capture.export.tracing import watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
 from trueline.doctor.export import (
@@ -145,7 +145,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
             free = [*free, *held.free]
     fixed: Mapping[int, SourceLine] = {}
     try:
-        with specialization.watched() as fixed:
+        with watch_specialization() as fixed:
             if in_units and memory is None:
                 program, divisors = export_with_divisors(partial(export_module, flat, tensors), free, oracle.calls)
             else:
@@ -271,7 +271,7 @@ def prove_onnx(finding: Finding, oracle: Oracle) -> str:
     outputs = [f"output {i}" for i in range(len(signature.user_outputs))]
     try:
         with torch.no_grad(), silence_exporters(), contextlib.redirect_stderr(io.StringIO()):
-            session = _open_session(emit.translated(finding.program, inputs, outputs))
+            session = _open_session(emit.translate(finding.program, inputs, outputs))
     except CaptureError as error:
         return f"not translated: {error.message[:200]}"
     except Exception as error:  # noqa: BLE001 (blind except): a refusal of the exporter or the runtime is the answer

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from trueline.capture.export.divisible_dims import MOST, largest
-from trueline.capture.export.silence import quiet
-from trueline.capture.export.tracing import followable
+from trueline.capture.export.fallbacks import MAX_UNIT, largest_unit
+from trueline.capture.export.tracing import apply_patches, quiet
 from trueline.capture.model import explicit_state
 from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit
-from trueline.capture.patches import nonzero_loops, size_lists
+from trueline.capture.patches import nonzero_loops, size_lengths
 from trueline.doctor.recorded_calls import RecordedCall, flat_answer
 from trueline.errors import CaptureError
 
@@ -73,7 +72,7 @@ def export_module(
     flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: tuple[dict[int, Any], ...]
 ) -> torch.export.ExportedProgram:
     """The program; `free` in the form that torch.export takes. Raises what it raises."""
-    with torch.no_grad(), silence_exporters(), followable():
+    with torch.no_grad(), silence_exporters(), apply_patches():
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
 
 
@@ -87,12 +86,12 @@ def export_like_capture(
     try:
         return export_module(flat, tensors, free)
     except Exception as error:
-        if CONSTANT.search(str(error)) and (size_lists.may_help(flat) or size_lists.counts(flat)):
-            patch = size_lists.kept(flat)
-        elif nonzero_loops.may_help(flat, str(error)) and nonzero_loops.left_out(
+        if CONSTANT.search(str(error)) and size_lengths.may_help(flat):
+            patch = size_lengths.keep_lengths_free(flat)
+        elif nonzero_loops.may_help(flat, str(error)) and nonzero_loops.leave_places_out(
             flat, (call.tensors for call in answered)
         ):
-            patch = nonzero_loops.all_of_them(flat)
+            patch = nonzero_loops.trace_all_places(flat)
         else:
             raise
         with contextlib.suppress(Exception), patch:
@@ -196,7 +195,7 @@ def export_with_divisors(
             return export(_in_units(free, divisors, calls)), divisors
         except Exception as error:
             fixed = {(int(i), int(axis)): int(size) for i, axis, size in _CONSTANT_AT.findall(str(error))}
-            new = {place: largest(size) for place, size in fixed.items() if place not in divisors}
+            new = {place: largest_unit(size) for place, size in fixed.items() if place not in divisors}
             if not new or any(divisor < 2 or axis == 0 for (_, axis), divisor in new.items()):
                 raise
             divisors |= new
@@ -210,7 +209,7 @@ def guess_divisors(base: RecordedCall, free: Sequence[set[int]], divisors: Divis
     sizes = {(i, axis): base.tensors[i].shape[axis] for i, axes in enumerate(free) for axis in axes if axis}
     before: Divisors | None = None
     power = 1
-    while power <= MOST:
+    while power <= MAX_UNIT:
         more = {place: min(power, size & -size) for place, size in sizes.items() if size}
         guess = {place: divisor for place, divisor in {**more, **divisors}.items() if divisor > 1}
         if guess != before:
@@ -237,7 +236,7 @@ def evenest(calls: Sequence[RecordedCall], free: Sequence[set[int]]) -> Recorded
 
     def score(call: RecordedCall) -> int:
         pairs = zip(call.tensors, free, strict=False)
-        return min((largest(tensor.shape[axis]) for tensor, axes in pairs for axis in axes if axis), default=0)
+        return min((largest_unit(tensor.shape[axis]) for tensor, axes in pairs for axis in axes if axis), default=0)
 
     return max(calls, key=score)
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import BundleError, TruelineError
-from trueline.runtime import torch_settings
-from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.errors import BundleError, TruelineError, first_line
+from trueline.runtime import tensors
+from trueline.runtime.settings import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:
@@ -37,15 +37,17 @@ class AotiSession:
 
     format = "aotinductor"
 
-    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+    def __init__(self, path: Path, signature: Signature, *, settings: SessionSettings = DEFAULTS) -> None:
         settings.on_cpu("an AOTInductor package, compiled for it,")
         settings.precise("AOTInductor", (), otherwise="the package computes as it was compiled")
-        torch_settings.device(settings)
+        tensors.device(settings)
         os.environ.setdefault(CHECK_INPUTS, "1")
         try:
             self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         except Exception as error:
-            raise BundleError(f"{path} is no AOTInductor package that this torch can open: {_first(error)}") from error
+            raise BundleError(
+                f"{path} is no AOTInductor package that this torch can open: {first_line(error)}"
+            ) from error
         self.signature = signature
         self._check = Check(signature)
         # A second thread would wait inside for the package's only runner, and keep the lock of the interpreter, which
@@ -60,11 +62,7 @@ class AotiSession:
             with self._alone:
                 found = self._loader.boxed_run(given)
         except Exception as error:
-            raise TruelineError(f"the program failed on a request that it accepted: {_first(error)}") from error
+            raise TruelineError(f"the program failed on a request that it accepted: {first_line(error)}") from error
         if len(found) != len(self.signature.outputs):
             raise TruelineError(f"the program gave {len(found)} outputs, expected {len(self.signature.outputs)}")
         return to_arrays(self.signature, tuple(found))
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

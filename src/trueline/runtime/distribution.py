@@ -64,9 +64,9 @@ def compare_draws(expected: Mapping[str, Array], found: Mapping[str, Array], *, 
         if got.dtype != want.dtype or got.shape[1:] != want.shape[1:]:
             was = f"dtype {got.dtype} and shape {list(got.shape[1:])}"
             return compare.refusal(f"output '{name}' has {was}, expected {want.dtype} and {list(want.shape[1:])}")
-        reason = reason or _misplaced(name, want, got)
+        reason = reason or _nonfinite_reason(name, want, got)
         one, other = _looked_at(want, got)
-        bound = _bound(want, one)
+        bound = _tolerance_of(want, one)
         worst = max(worst, float(np.max(np.abs(one.mean(0) - other.mean(0)), initial=0.0)))
         tests += [(name, "mean", _p_values(one, other, bound))]
         tests += [(name, "spread", _p_values(_distances(one), _distances(other), bound))]
@@ -102,7 +102,7 @@ def tolerance_text(count: int, level: float) -> str:
     return f"statistical: {count} draws of each, means and spreads by Welch's t-test, {level:g} false alarms in all"
 
 
-def _misplaced(name: str, want: Array, got: Array) -> str:
+def _nonfinite_reason(name: str, want: Array, got: Array) -> str:
     if want.dtype.kind != "f":
         return ""
     wrong = np.isfinite(want).all(0) & ~np.isfinite(got).all(0)
@@ -120,18 +120,18 @@ def _looked_at(want: Array, got: Array) -> tuple[Floats, Floats]:
     if want.dtype.kind != "f":
         classes = np.unique(np.concatenate([a, b]))
         if len(classes) <= CLASSES:
-            return _indicated(a, classes), _indicated(b, classes)
+            return _one_hot(a, classes), _one_hot(b, classes)
     x, y = (np.nan_to_num(one.astype(np.float64), posinf=0.0, neginf=0.0) for one in (a, b))
     signs = random.choice([-1.0, 1.0], (x.shape[1], SUMS))
     return np.hstack([x, x @ signs]), np.hstack([y, y @ signs])
 
 
-def _indicated(one: Array, classes: Array) -> Floats:
+def _one_hot(one: Array, classes: Array) -> Floats:
     found: Floats = (one[:, :, None] == classes).reshape(len(one), -1).astype(np.float64)
     return found
 
 
-def _bound(want: Array, one: Floats) -> float:
+def _tolerance_of(want: Array, one: Floats) -> float:
     tolerance = compare.TOLERANCES.get(want.dtype, Tolerance(1e-9, 0.0))
     return tolerance.atol + tolerance.rtol * float(np.max(np.abs(one), initial=0.0))
 

@@ -16,13 +16,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import onnx
 
 from trueline.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
+SOURCE = "source"
+"""Key in an ONNX node's metadata: the line that it came from, written by `capture/onnx/emit.py`."""
+_FEW = 8
+"""Elements of a constant that are shown."""
 _NO_TRACE = "        # No stacktrace found for following nodes\n"
 _ASSIGNED = re.compile(r'\s*(?:\[[^\]]*\]\s*)?"?([^\s":,=]+)"?[^=]* = ')
 
@@ -59,35 +65,31 @@ def _torchscript(path: Path, *, ssa: bool) -> str:
         return torchscript_archive.source(path)
     from trueline.runtime import torchscript
 
-    return str(torchscript.opened(path).inlined_graph)
+    return str(torchscript.open_module(path).inlined_graph)
 
 
 def _onnx(path: Path, *, ssa: bool) -> str:
-    import onnx
-
     model = onnx.load(str(path), load_external_data=False)
     if not ssa:
-        from trueline.runtime import onnx_listing
-
-        return onnx_listing.code(model)
+        return onnx_code(model)
     for tensor in model.graph.initializer:  # their names, types and shapes are wanted, not their numbers
         tensor.ClearField("raw_data")
         tensor.data_location = onnx.TensorProto.EXTERNAL
     graphs = [model.graph, *(a.g for node in model.graph.node for a in node.attribute if a.HasField("g"))]
     nodes = [node for graph in graphs for node in graph.node if node.output]
-    places = {node.output[0]: one.value for node in nodes for one in node.metadata_props if one.key == "source"}
-    return _placed(onnx.printer.to_text(model), places)
+    places = {node.output[0]: one.value for node in nodes for one in node.metadata_props if one.key == SOURCE}
+    return _with_places(onnx.printer.to_text(model), places)
 
 
-def _placed(text: str, places: Mapping[str, str]) -> str:
+def _with_places(text: str, places: Mapping[str, str]) -> str:
     """`text` with the user's line behind each line that assigns a value whose place is known."""
 
-    def told(line: str) -> str:
+    def with_place(line: str) -> str:
         found = _ASSIGNED.match(line)
         place = places.get(found[1]) if found else None
         return f"{line}  # {place}" if place else line
 
-    return "\n".join(map(told, text.splitlines())) + "\n"
+    return "\n".join(map(with_place, text.splitlines())) + "\n"
 
 
 def _offload(path: Path, *, ssa: bool) -> str:
@@ -107,15 +109,15 @@ def _export(path: Path, *, ssa: bool) -> str:
 
     program = torch_export.load(path)
     if ssa:
-        code = "\n".join(_assigned(program.graph_module, "program"))
+        code = "\n".join(_assignments(program.graph_module, "program"))
     else:
         code = program.graph_module.print_readable(print_output=False, expanded_def=True)
         code = code.replace(_NO_TRACE, "")
-        code = _placed(code, {node.name: _place(node) for node in program.graph.nodes})
+        code = _with_places(code, {node.name: _place(node) for node in program.graph.nodes})
     return f"{code}\n# {program.graph_signature}\n# ranges: {program.range_constraints}\n"
 
 
-def _assigned(module: GraphModule, name: str) -> Iterator[str]:
+def _assignments(module: GraphModule, name: str) -> Iterator[str]:
     """Each value of `module` and then of the graphs in it, those of cond, while_loop and scan."""
     from torch.fx import GraphModule
 
@@ -126,8 +128,86 @@ def _assigned(module: GraphModule, name: str) -> Iterator[str]:
     for child, part in module.named_children():
         if isinstance(part, GraphModule):
             yield ""
-            yield from _assigned(part, f"{name}.{child}")
+            yield from _assignments(part, f"{name}.{child}")
 
 
 def _place(node: Node) -> str:
     return str(node.meta.get("stack_trace") or "")
+
+
+def onnx_code(model: onnx.ModelProto) -> str:
+    """An ONNX program as code that reads like Python: one call a line, functions first.
+
+    For reading, not for running: names become identifiers, and a weight or large constant is shown as its type and
+    shape. The graphs of If, Loop and Scan stand as functions before the call that takes them.
+    """
+    functions = [line for function in model.functions for line in _onnx_function(function)]
+    return "\n".join([*functions, *_onnx_graph(model.graph, "", _name(model.graph.name) or "program")]) + "\n"
+
+
+def _onnx_graph(graph: onnx.GraphProto, indent: str, name: str) -> Iterator[str]:
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    given = [f"{_name(value.name)}: {_type_text(value)!r}" for value in graph.input if value.name not in held]
+    yield f"{indent}def {name}({', '.join(given)}):"
+    inner = indent + "    "
+    for tensor in held.values():
+        yield f"{inner}{_name(tensor.name)} = weight({_shape(tensor)!r})"
+    yield from _onnx_nodes(graph.node, inner)
+    yield f"{inner}return {', '.join(_name(value.name) for value in graph.output)}"
+
+
+def _onnx_function(function: onnx.FunctionProto) -> Iterator[str]:
+    yield f"def {_name(function.name)}({', '.join(map(_name, function.input))}):"
+    yield from _onnx_nodes(function.node, "    ")
+    yield f"    return {', '.join(map(_name, function.output))}"
+    yield ""
+
+
+def _onnx_nodes(nodes: Any, indent: str) -> Iterator[str]:
+    for node in nodes:
+        said = [_name(name) if name else "None" for name in node.input]
+        result = ", ".join(_name(name) if name else "_" for name in node.output)
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                inner = f"{result.split(',')[0]}_{attribute.name}"
+                yield from _onnx_graph(attribute.g, indent, inner)
+                said.append(f"{attribute.name}={inner}")
+            else:
+                said.append(f"{attribute.name}={_value(attribute)}")
+        place = next((f"  # {one.value}" for one in node.metadata_props if one.key == SOURCE), "")
+        prefix = f"{_name(node.domain)}." if node.domain not in ("", "ai.onnx") else ""
+        yield f"{indent}{result} = {prefix}{node.op_type}({', '.join(said)}){place}"
+
+
+def _value(attribute: onnx.AttributeProto) -> str:
+    if attribute.type == onnx.AttributeProto.TENSOR:
+        tensor = attribute.t
+        small = sum(tensor.dims) <= _FEW and tensor.data_location != onnx.TensorProto.EXTERNAL
+        return repr(onnx.numpy_helper.to_array(tensor).tolist()) if small else f"weight({_shape(tensor)!r})"
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return repr(value.decode(errors="replace"))
+    return repr(value if isinstance(value, str | int | float) else list(value) if hasattr(value, "__len__") else "…")
+
+
+def _shape(tensor: onnx.TensorProto) -> str:
+    return f"{_kind(tensor.data_type)}{list(tensor.dims)}"
+
+
+def _type_text(value: onnx.ValueInfoProto) -> str:
+    kind = value.type.tensor_type
+    sizes = [dim.dim_param or str(dim.dim_value) if dim.WhichOneof("value") else "?" for dim in kind.shape.dim]
+    return f"{_kind(kind.elem_type)}[{', '.join(sizes)}]"
+
+
+def _kind(number: int) -> str:
+    return str(onnx.TensorProto.DataType.Name(number)).lower()
+
+
+def _name(text: str) -> str:
+    """
+    >>> _name("module.0.weight"), _name("1x")
+    ('module_0_weight', '_1x')
+    """
+    plain = re.sub(r"\W", "_", text)
+    return f"_{plain}" if plain[:1].isdigit() else plain

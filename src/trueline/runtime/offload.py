@@ -19,9 +19,9 @@ import msgspec
 import torch
 
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime import onnx, subprogram, torch_export, torch_settings, torch_weights
-from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.errors import BundleError, RequestError, TruelineError, first_line
+from trueline.runtime import onnx, subprogram, tensors, torch_export, torch_weights
+from trueline.runtime.settings import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ FILE = "programs/model.offload.json"
 VERSION = 1
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OffloadedPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part: its file beside the plan, and names of values in the program."""
 
     file: str
@@ -40,29 +40,29 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     outputs: tuple[str, ...]
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KeptOperator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An operator that stayed in torch, and what the other runtime said to it."""
 
     operator: str
     why: str
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OffloadPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`model.offload.json`."""
 
     version: int
     program: str
     runtime: str
-    parts: tuple[Part, ...]
-    kept: tuple[Kept, ...]
+    parts: tuple[OffloadedPart, ...]
+    kept: tuple[KeptOperator, ...]
     operators: int
     """Of the whole program, sizes not counted."""
 
     def __str__(self) -> str:
         """
-        >>> str(Plan(version=1, program="p.pt2", runtime="onnxruntime", operators=4, parts=(
-        ...     Part(file="p-0.onnx", nodes=("a", "b", "c"), inputs=("x",), outputs=("c",)),),
-        ...     kept=(Kept(operator="aten.cdist.default", why="no translation"),)))
+        >>> str(OffloadPlan(version=1, program="p.pt2", runtime="onnxruntime", operators=4, parts=(
+        ...     OffloadedPart(file="p-0.onnx", nodes=("a", "b", "c"), inputs=("x",), outputs=("c",)),),
+        ...     kept=(KeptOperator(operator="aten.cdist.default", why="no translation"),)))
         '3 of 4 operators run in onnxruntime, in 1 part; torch keeps aten.cdist.default (no translation)'
         """
         there = sum(len(part.nodes) for part in self.parts)
@@ -73,10 +73,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
 
-def read(path: Path) -> Plan:
+def read(path: Path) -> OffloadPlan:
     """The plan at `path`. Raises BundleError."""
     try:
-        plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+        plan = msgspec.json.decode(path.read_bytes(), type=OffloadPlan)
     except (msgspec.DecodeError, OSError, RecursionError) as error:
         raise BundleError(f"{path} is torn or no offload plan: {error}") from error
     if plan.version != VERSION or plan.runtime != "onnxruntime":
@@ -99,10 +99,10 @@ class OffloadSession:
 
     format = "offload"
 
-    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+    def __init__(self, path: Path, signature: Signature, *, settings: SessionSettings = DEFAULTS) -> None:
         settings.on_cpu("an offloaded program")
         settings.precise("an offloaded program", (), otherwise="open the torch_export program for autocast")
-        torch_settings.device(settings)
+        tensors.device(settings)
         plan = read(path)
         program = torch_export.load(path.parent / plan.program)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
@@ -128,13 +128,13 @@ class OffloadSession:
             with torch.no_grad():
                 found = self._module(*to_tensors(self.signature, inputs))
         except (IndexError, *onnx.BAD_INPUT) as error:
-            raise RequestError(f"the program refuses these values: {onnx.first(error)}") from error
+            raise RequestError(f"the program refuses these values: {first_line(error)}") from error
         except Exception as error:
-            raise TruelineError(f"the program failed on a request that it accepted: {onnx.first(error)}") from error
+            raise TruelineError(f"the program failed on a request that it accepted: {first_line(error)}") from error
         return to_arrays(self.signature, tuple(found))
 
 
-def _of_part(settings: Settings, number: int) -> Settings:
+def _of_part(settings: SessionSettings, number: int) -> SessionSettings:
     place = settings.place
     return settings if place is None else replace(settings, place=place.part(f"part-{number}"))
 
@@ -143,9 +143,9 @@ def _of_part(settings: Settings, number: int) -> Settings:
 class OnnxPart(torch.nn.Module):
     """A part as torch sees it: tensors in, tensors out, no copies but where a tensor is not contiguous."""
 
-    def __init__(self, path: Path, part: Part, settings: Settings) -> None:
+    def __init__(self, path: Path, part: OffloadedPart, settings: SessionSettings) -> None:
         super().__init__()
-        self._session = onnx.opened(path, settings)
+        self._session = onnx.open_model(path, settings)
         self._inputs, self._outputs = part.inputs, list(part.outputs)
         takes = [node.name for node in self._session.get_inputs()]
         gives = {node.name for node in self._session.get_outputs()}

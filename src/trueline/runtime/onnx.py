@@ -22,9 +22,9 @@ import onnxruntime
 
 from trueline import events
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import BundleError, RequestError, TruelineError, UsageError, join_names
+from trueline.errors import BundleError, RequestError, TruelineError, UsageError, first_line, join_names
 from trueline.runtime import shared_weights
-from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.runtime.settings import DEFAULTS, SessionSettings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -59,8 +59,8 @@ class OnnxSession:
 
     format = "onnx"
 
-    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
-        self._session = opened(path, settings)
+    def __init__(self, path: Path, signature: Signature, *, settings: SessionSettings = DEFAULTS) -> None:
+        self._session = open_model(path, settings)
         self.signature = signature
         self._check = Check(signature)
         self._names = [spec.name for spec in signature.outputs]
@@ -73,9 +73,9 @@ class OnnxSession:
         try:
             found = self._session.run(self._names, feeds)
         except BAD_INPUT as error:
-            raise RequestError(f"the program refuses these values: {first(error)}") from error
+            raise RequestError(f"the program refuses these values: {first_line(error)}") from error
         except Exception as error:
-            raise TruelineError(f"the program failed on a request that it accepted: {first(error)}") from error
+            raise TruelineError(f"the program failed on a request that it accepted: {first_line(error)}") from error
         return dict(zip(self._names, found, strict=True))
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None] | None:
@@ -122,15 +122,15 @@ def _bits(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def opened(path: Path, settings: Settings) -> onnxruntime.InferenceSession:
+def open_model(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSession:
     """The program at `path` as ONNX Runtime opens it. Raises BundleError, and UsageError for a setting it has not."""
     settings.precise("ONNX Runtime", (), otherwise="capture or compress to the precision that it is to compute in")
     providers = _providers(settings)
     onnxruntime.disable_telemetry_events()
     try:
-        session = _shared(path, settings) or _open(path, _options(settings.threads), providers)
+        session = _open_shared(path, settings) or _open(path, _options(settings.threads), providers)
     except Exception as error:
-        raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {first(error)}") from error
+        raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {first_line(error)}") from error
     if settings.cuda is not None and _CUDA not in session.get_providers():  # it falls back without a word
         raise UsageError(
             f"ONNX Runtime cannot use the device '{settings.device}' and would run on the CPU",
@@ -146,7 +146,7 @@ def _open(path: Path, options: onnxruntime.SessionOptions, providers: _Providers
     return onnxruntime.InferenceSession(str(path), options, providers=providers)
 
 
-def _shared(path: Path, settings: Settings) -> onnxruntime.InferenceSession | None:
+def _open_shared(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSession | None:
     """The program as it is shared; None where it is not to be, or is too small, or cannot be, which an event says."""
     num_bytes = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
     if settings.place is None or settings.cuda is not None or num_bytes < shared_weights.WORTH_BYTES:
@@ -164,18 +164,18 @@ def _shared(path: Path, settings: Settings) -> onnxruntime.InferenceSession | No
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # whoever made it did that
     with contextlib.ExitStack() as failing:
         try:
-            hold = shared_weights.held(place, make, program_bytes=num_bytes)
+            hold = shared_weights.hold(place, make, program_bytes=num_bytes)
             failing.callback(hold.release)
             session = _open(hold.path / _MADE, options, [_CPU])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the program itself is still to be opened
-            events.emit("weights.private", why=first(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the program itself is still to be open_model
+            events.emit("weights.private", why=first_line(error))
             return None
         failing.pop_all()
     weakref.finalize(session, hold.release).atexit = False
     return session
 
 
-def _providers(settings: Settings) -> _Providers:
+def _providers(settings: SessionSettings) -> _Providers:
     if settings.device in ("", "cpu"):
         return [_CPU]
     has = onnxruntime.get_available_providers()
@@ -197,11 +197,6 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     return options
-
-
-def first(error: Exception) -> str:
-    """The first line of what a runtime says."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _check_interface(session: onnxruntime.InferenceSession, signature: Signature, path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotProven, UsageError, join_names
 from trueline.runtime.session import FORMATS, NATIVE, Session
-from trueline.runtime.settings import Settings
-from trueline.runtime.shared_weights import Place
+from trueline.runtime.settings import SessionSettings
+from trueline.runtime.shared_weights import SharedDir
 
 if TYPE_CHECKING:
     from trueline.bundle import Bundle, Golden
@@ -27,18 +27,18 @@ def open_session(
     native: bool = False,
     device: str = "",
     precision: str = "",
-    place: Place | None = None,
+    place: SharedDir | None = None,
 ) -> Session:
-    """Opens the program file `path` in `format`. `threads` is for intra-op parallelism, 0 lets the
-    runtime choose; `device`, `precision` and `place` are those of `settings.Settings`. A program is proven on the
-    CPU in the precision that it holds: with other settings, `replay` the golden examples before it answers anybody.
-    Opening runs no code of the file; machine code is opened only with `native`, by who trusts its maker.
+    """Opens the program file `path` in `format`. `threads` is for intra-op parallelism, 0 lets the runtime choose;
+    `device`, `precision` and `place` are those of `settings.SessionSettings`. A program is proven on the CPU in the
+    precision that it holds: with other settings, `replay` the golden examples before it answers anybody. Opening runs
+    no code of the file; machine code is opened only with `native`, by who trusts its maker.
 
     Raises BundleError when the file is not such a program, UsageError for a format that nobody here runs,
     for machine code without `native`, for a setting that the runtime does not know or a device that is not here, and
     for a runtime that is not installed.
     """
-    settings = Settings(threads=threads, device=device, precision=precision, place=place)
+    settings = SessionSettings(threads=threads, device=device, precision=precision, place=place)
     if format not in FORMATS:
         raise UsageError(f"no runtime here runs format '{format}' (there are: {join_names(FORMATS)})")
     if not Path(path).is_file():
@@ -52,7 +52,7 @@ def open_session(
 
 
 class _Opens(Protocol):
-    def __call__(self, path: Path, signature: Signature, *, settings: Settings = ...) -> Session: ...
+    def __call__(self, path: Path, signature: Signature, *, settings: SessionSettings = ...) -> Session: ...
 
 
 def _session_class(format: str) -> _Opens:
@@ -105,7 +105,7 @@ def open_program(
         native=native,
         device=device,
         precision=precision,
-        place=None if shared is None else Place(folder=shared, key=f"{bundle.digest}.{entry.format}"),
+        place=None if shared is None else SharedDir(folder=shared, key=f"{bundle.digest}.{entry.format}"),
     )
 
 
@@ -116,7 +116,7 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
     """
     found = {}
     for golden in bundle.golden():
-        one = found[golden.case] = _replayed(session, golden, random=bundle.signature.random)
+        one = found[golden.case] = _compare_golden(session, golden, random=bundle.signature.random)
         if not one.agrees:
             raise NotProven(
                 f"{session.format} program of bundle '{bundle.name}' fails golden example '{golden.case}' "
@@ -131,18 +131,18 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
     return found
 
 
-def _replayed(session: Session, golden: Golden, *, random: bool) -> Comparison:
+def _compare_golden(session: Session, golden: Golden, *, random: bool) -> Comparison:
     """One case; of a random model its many answers against as many here."""
     from trueline.runtime import distribution
     from trueline.runtime.compare import compare
 
     if not random:
-        return compare(golden.outputs, _ordered(session.run(golden.inputs), golden.outputs))
+        return compare(golden.outputs, _in_order(session.run(golden.inputs), golden.outputs))
     count = len(next(iter(golden.outputs.values())))
-    answers = _ordered(distribution.sample(session, golden.inputs, count), golden.outputs)
+    answers = _in_order(distribution.sample(session, golden.inputs, count), golden.outputs)
     return distribution.compare_draws(golden.outputs, answers, level=distribution.REPLAY_LEVEL)
 
 
-def _ordered(answer: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:
+def _in_order(answer: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:
     """`answer` in the order of `like` as far as the names agree: safetensors files keep no order."""
     return {name: answer[name] for name in (*(n for n in like if n in answer), *(n for n in answer if n not in like))}

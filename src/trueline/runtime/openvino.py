@@ -15,7 +15,7 @@ import numpy as np
 
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError, UsageError, join_names
-from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.runtime.settings import DEFAULTS, SessionSettings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -33,7 +33,7 @@ class OpenVinoSession:
 
     format = "openvino"
 
-    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+    def __init__(self, path: Path, signature: Signature, *, settings: SessionSettings = DEFAULTS) -> None:
         core = _openvino().Core()
         device = _device(core, settings)
         config: dict[str, Any] = {
@@ -74,7 +74,7 @@ class OpenVinoSession:
         }
 
 
-def _device(core: Any, settings: Settings) -> str:
+def _device(core: Any, settings: SessionSettings) -> str:
     has = list(core.available_devices)
     wanted = settings.device.upper() or "CPU"
     if wanted not in has:
@@ -86,7 +86,7 @@ def _device(core: Any, settings: Settings) -> str:
     return wanted
 
 
-def _precision(core: Any, device: str, settings: Settings) -> str:
+def _precision(core: Any, device: str, settings: SessionSettings) -> str:
     """OpenVINO's word for it. Raises UsageError for one that the device would silently replace."""
     can = [str(one).lower() for one in core.get_property(device, "OPTIMIZATION_CAPABILITIES")]
     known = [name for name in PRECISIONS if name == "fp32" or name in can]

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trueline.errors import UsageError, join_names
-from trueline.runtime.shared_weights import Place
+from trueline.runtime.shared_weights import SharedDir
 
 _CUDA = re.compile(r"cuda(:(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SessionSettings:
     """What the caller asks for; 0 and "" leave it to the runtime."""
 
     threads: int = 0
@@ -26,7 +26,7 @@ class Settings:
     """`cpu`, `cuda`, `cuda:1`, or a name that the runtime has for its devices."""
     precision: str = ""
     """`fp32`, `bf16` or `fp16`: in what the program computes. What goes in and comes out keeps its dtype."""
-    place: Place | None = None
+    place: SharedDir | None = None
     """Where processes that run this program lay what they share of it; None: each has a copy of its own. A runtime that
     cannot share has its own copy, too."""
 
@@ -56,4 +56,4 @@ class Settings:
         return None if found is None else int(found[2] or 0)
 
 
-DEFAULTS = Settings()
+DEFAULTS = SessionSettings()

@@ -1,6 +1,6 @@
 """What several processes that run one program have in memory once: its weights, mapped from a file of all of them.
 
-    FOLDER/lock          held by who looks, makes or clears away
+    FOLDER/lock          hold by who looks, makes or clears away
     FOLDER/KEY/          what a program was made into; whole, for it is renamed into place
     FOLDER/KEY/users     locked, shared, by each that has it mapped
 
@@ -32,20 +32,20 @@ _USERS = "users"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SharedDir:
     """Where what belongs to one program is to lie."""
 
     folder: Path
     key: str
     """Names the program's bytes and what was made of them: who has the same key has the same."""
 
-    def part(self, name: str) -> Place:
+    def part(self, name: str) -> SharedDir:
         """The place of a part of the program, or of what a runtime makes of it."""
         return replace(self, key=f"{self.key}.{name}")
 
 
 class Hold:
-    """What lies at a place, for as long as this is held."""
+    """What lies at a place, for as long as this is hold."""
 
     def __init__(self, path: Path, users: int, folder: Path) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class Hold:
             return
 
 
-def held(place: Place, make: Callable[[Path], None], *, program_bytes: int) -> Hold:
+def hold(place: SharedDir, make: Callable[[Path], None], *, program_bytes: int) -> Hold:
     """What lies at `place`; if there is nothing, what `make` writes into the empty folder that it is given.
 
     Raises StorageError when there is no room, and what `make` raises; nothing is then left.

@@ -30,7 +30,7 @@ _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Subprogram:
     """A piece with the names that its inputs and outputs have in the whole."""
 
     program: torch.export.ExportedProgram
@@ -55,13 +55,13 @@ def name_of(node: Node) -> str:
     return str(node.target) if node.op == "placeholder" else node.name
 
 
-def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Piece:
+def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Subprogram:
     """The piece that computes `nodes`, operators of `program.graph`.
 
     Raises CaptureError for a piece that nobody asks for anything, or whose border cuts what no array can carry.
     """
     chosen = set(nodes)
-    inside = chosen | _carried(chosen)
+    inside = chosen | _size_nodes(chosen)
     weights = {spec.arg.name: spec for spec in program.graph_signature.input_specs if spec.kind in _WEIGHTS}
     outer = [node for node in program.graph.nodes if node not in inside and any(user in inside for user in node.users)]
     lifted = sorted(
@@ -75,7 +75,7 @@ def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Piece:
         _check_border(node)
     if not given or not answers:
         raise CaptureError("the piece is a constant, or nobody asks for it")
-    graph = _copied(program.graph, inside, (*lifted, *given), answers)
+    graph = _copy_graph(program.graph, inside, (*lifted, *given), answers)
     specs = [weights[node.name] for node in lifted]
     state = {spec.target: program.state_dict[spec.target] for spec in specs if spec.target in program.state_dict}
     constants = {spec.target: program.constants[spec.target] for spec in specs if spec.target in program.constants}
@@ -88,7 +88,7 @@ def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Piece:
         module_call_graph=_call_graph(given, answers),
         constants=constants,
     )
-    return Piece(
+    return Subprogram(
         program=found,
         inputs=tuple(name_of(node) for node in given),
         outputs=tuple(name_of(node) for node in answers),
@@ -96,7 +96,7 @@ def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Piece:
     )
 
 
-def _carried(chosen: Collection[Node]) -> set[Node]:
+def _size_nodes(chosen: Collection[Node]) -> set[Node]:
     """Sizes and sub-graphs that `chosen` need: cheap, and copied into every piece that needs them."""
     found: set[Node] = set()
     waiting = [node for one in chosen for node in one.all_input_nodes]
@@ -121,7 +121,7 @@ def _check_border(node: Node) -> None:
         raise CaptureError(f"the border cuts '{node.name}', which is {value.dtype}")
 
 
-def _copied(whole: Graph, inside: Collection[Node], outer: Iterable[Node], answers: Iterable[Node]) -> Graph:
+def _copy_graph(whole: Graph, inside: Collection[Node], outer: Iterable[Node], answers: Iterable[Node]) -> Graph:
     graph = Graph()
     new: dict[Node, Node] = {}
     for node in outer:

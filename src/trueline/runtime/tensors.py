@@ -1,7 +1,8 @@
-"""Named arrays to a torch program's tensors, and back."""
+"""Named arrays to the tensors of a torch program and back, its device, and autocast."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,14 @@ import numpy as np
 import torch
 
 from trueline.bundle.signature import Signature
+from trueline.errors import UsageError, first_line
+from trueline.runtime.settings import SessionSettings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = ("fp32", *AUTOCAST)
 
 
 def to_tensors(
@@ -32,3 +38,36 @@ def to_arrays(signature: Signature, found: tuple[torch.Tensor, ...], *, cast: bo
         plain = ((spec, tensor.double() if tensor.is_floating_point() else tensor) for spec, tensor in named)
         return {spec.name: tensor.detach().cpu().numpy().astype(spec.dtype) for spec, tensor in plain}
     return {spec.name: tensor.detach().cpu().numpy().copy() for spec, tensor in named}
+
+
+def casts(settings: SessionSettings) -> bool:
+    """Whether outputs come in another dtype than the program's own."""
+    return settings.precision in AUTOCAST
+
+
+def device(settings: SessionSettings) -> torch.device:
+    """The device that is asked for; threads are set for the whole process. Raises UsageError when it is not here."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    if settings.device in ("", "cpu"):
+        return torch.device("cpu")
+    number, count = settings.cuda, torch.cuda.device_count()
+    if number is None:
+        raise UsageError(f"torch programs run on cpu or cuda[:n] here, not on '{settings.device}'")
+    if number >= count:
+        raise UsageError(
+            f"there is no device '{settings.device}' here (torch {torch.__version__} sees {count} CUDA devices)",
+            hint="leave the device out to run on the CPU",
+        )
+    return torch.device("cuda", number)
+
+
+def autocast(settings: SessionSettings, where: torch.device) -> contextlib.AbstractContextManager[object]:
+    """What a call is made under: torch's autocast for bf16 and fp16. Raises UsageError for another precision."""
+    found = settings.precise("torch", PRECISIONS, otherwise="fp32 is what was proven; bf16 and fp16 are autocast")
+    return torch.autocast(where.type, AUTOCAST[found]) if found in AUTOCAST else contextlib.nullcontext()
+
+
+def one_line(error: Exception) -> str:
+    """The type of `error` and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__

@@ -12,20 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime import torch_export_archive, torch_settings, torch_weights
-from trueline.runtime.settings import DEFAULTS, Settings
-from trueline.runtime.tensors import to_arrays, to_tensors
+from trueline.runtime import tensors, torch_export_archive, torch_weights
+from trueline.runtime.settings import DEFAULTS, SessionSettings
+from trueline.runtime.tensors import one_line, to_arrays, to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 FILE = "programs/model.pt2"
-
-
-def one_line(error: Exception) -> str:
-    """The type of `error` and the first line of its message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def load(path: Path) -> torch.export.ExportedProgram:
@@ -46,10 +40,10 @@ class ExportSession:
 
     format = "torch_export"
 
-    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
-        self._device = torch_settings.device(settings)
+    def __init__(self, path: Path, signature: Signature, *, settings: SessionSettings = DEFAULTS) -> None:
+        self._device = tensors.device(settings)
         self._settings = settings
-        torch_settings.autocast(settings, self._device)  # refuses a precision before anything is loaded
+        tensors.autocast(settings, self._device)  # refuses a precision before anything is loaded
         program = load(path)
         if self._device.type != "cpu":
             program = move_to_device_pass(program, self._device)
@@ -64,10 +58,10 @@ class ExportSession:
         """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
         self._check(inputs)
         try:
-            with torch.no_grad(), torch_settings.autocast(self._settings, self._device):
+            with torch.no_grad(), tensors.autocast(self._settings, self._device):
                 found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))
         except IndexError as error:
             raise RequestError(f"the program refuses these values: {one_line(error)}") from error
         except Exception as error:
             raise TruelineError(f"the program failed on a request that it accepted: {one_line(error)}") from error
-        return to_arrays(self.signature, found, cast=torch_settings.casts(self._settings))
+        return to_arrays(self.signature, found, cast=tensors.casts(self._settings))

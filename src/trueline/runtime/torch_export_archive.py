@@ -72,7 +72,7 @@ def clean(raw: BinaryIO, path: Path, brief: Callable[[str], str]) -> None:
         for member in source.infolist():
             content = source.read(member)
             if member.filename.endswith("/models/model.json"):
-                content = _cleaned(content, brief)
+                content = _clean_json(content, brief)
             target.writestr(zipfile.ZipInfo(member.filename, _STAMP), content)
     try:
         check(path)
@@ -81,7 +81,7 @@ def clean(raw: BinaryIO, path: Path, brief: Callable[[str], str]) -> None:
         raise
 
 
-def _cleaned(content: bytes, brief: Callable[[str], str]) -> bytes:
+def _clean_json(content: bytes, brief: Callable[[str], str]) -> bytes:
     program = json.loads(content)
     program["guards_code"] = []
     for key, holder in _walk(program):

@@ -16,7 +16,7 @@ import torch
 from trueline import events
 from trueline.errors import StorageError
 from trueline.runtime import shared_weights as shared
-from trueline.runtime.settings import Settings
+from trueline.runtime.settings import SessionSettings
 
 _FILE = "weights"
 _ALIGNED = 64
@@ -24,7 +24,7 @@ _WORTH_BYTES = 2**16
 """A smaller tensor stays where it is."""
 
 
-def share(module: torch.nn.Module, settings: Settings) -> None:
+def share(module: torch.nn.Module, settings: SessionSettings) -> None:
     """Maps the weights of `module` from `settings.place`, for as long as it lives; on the CPU, and where one is named.
 
     Without room there, each process keeps its own copy, and the event `weights.private` says so.
@@ -42,7 +42,7 @@ def share(module: torch.nn.Module, settings: Settings) -> None:
                 file.write(bytes(-len(raw) % _ALIGNED))
 
     try:
-        hold = shared.held(place.part(f"torch-{torch.__version__}"), write, program_bytes=num_bytes)
+        hold = shared.hold(place.part(f"torch-{torch.__version__}"), write, program_bytes=num_bytes)
     except StorageError as error:
         events.emit("weights.private", why=error.message)
         return

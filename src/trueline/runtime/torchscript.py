@@ -16,8 +16,8 @@ import torch
 
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime import torch_settings, torch_weights, torchscript_archive
-from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.runtime import tensors, torch_weights, torchscript_archive
+from trueline.runtime.settings import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ FILE = "programs/model.ts"
 
 
 @contextlib.contextmanager
-def undeprecated() -> Iterator[None]:
+def ignore_deprecation() -> Iterator[None]:
     """torch warns at every call of torch.jit; the bundle's notes say it once, to whom it concerns."""
     with warnings.catch_warnings():
         # A tracer warning is no signal: see docs/concepts/proof.md.
@@ -36,11 +36,11 @@ def undeprecated() -> Iterator[None]:
         yield
 
 
-def opened(path: Path, device: torch.device | str = "cpu") -> Any:
+def open_module(path: Path, device: torch.device | str = "cpu") -> Any:
     """The torch.jit.ScriptModule, after a look that it does nothing but compute. Raises BundleError."""
     torchscript_archive.check(path)
     try:
-        with undeprecated():
+        with ignore_deprecation():
             return torch.jit.load(str(path), map_location=device).eval()  # type: ignore[no-untyped-call]
     except Exception as error:
         raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
@@ -55,10 +55,10 @@ class TorchScriptSession:
 
     format = "torchscript"
 
-    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+    def __init__(self, path: Path, signature: Signature, *, settings: SessionSettings = DEFAULTS) -> None:
         settings.precise("TorchScript", (), otherwise="open the torch_export program for autocast")
-        self._device = torch_settings.device(settings)
-        self._module = opened(path, self._device)
+        self._device = tensors.device(settings)
+        self._module = open_module(path, self._device)
         torch_weights.share(self._module, settings)
         forward: Any = self._module.forward
         taken = [argument.name for argument in forward.schema.arguments[1:]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
 from trueline.capture.export import guard_ranges as ranges
-from trueline.capture.export.guard_ranges import Claim, Found, borders, claims
+from trueline.capture.export.guard_ranges import Claim, ExportedGuards, borders, claims
 
 A, B, L, M = (f"L['tensors'][{i}].size()[{axis}]" for i, axis in ((0, 0), (1, 0), (0, 1), (1, 1)))
 
@@ -14,7 +14,7 @@ def claimed(*codes: str, **spans: Dim) -> tuple[Claim, ...]:
     """Claims of a model of two inputs, [batch, length] and [batch, other]."""
     ranges = {"batch": Dim(min=2), "length": Dim(min=2), "other": Dim(min=2)} | spans
     places = {(0, 0): "batch", (1, 0): "batch", (0, 1): "length", (1, 1): "other"}
-    return claims(Found(codes=codes, spans=ranges, places=places, names={"s77": "length"}), batch="batch")
+    return claims(ExportedGuards(codes=codes, spans=ranges, places=places, names={"s77": "length"}), batch="batch")
 
 
 def test_no_guard_claims_every_size_and_gives_the_exporters_assumption_up_last() -> None:

@@ -21,7 +21,7 @@ from trueline.capture.verify import verify
 from trueline.cli import app
 from trueline.errors import NotProven, RequestError, UsageError
 from trueline.runtime.open import open_program, replay
-from trueline.runtime.torchscript import undeprecated
+from trueline.runtime.torchscript import ignore_deprecation
 
 pytestmark = pytest.mark.slow  # exports programs
 
@@ -52,7 +52,7 @@ def as_main(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scripted(module: nn.Module, path: Path) -> Path:
-    with undeprecated():
+    with ignore_deprecation():
         torch.jit.script(module.eval()).save(str(path))
     return path
 

@@ -17,7 +17,7 @@ def test_the_list_is_kept_until_a_translation_is_registered() -> None:
 
     usual: Any = torchlib_cache._APIS.get_torchlib_ops
     functions: Any = registration.default_registry._registry
-    with torchlib_cache.listed_once():
+    with torchlib_cache.cache_torchlib():
         before = torchlib_cache._APIS.get_torchlib_ops()
         assert torchlib_cache._APIS.get_torchlib_ops() is before
         known = next(iter(functions.values()))
@@ -32,7 +32,7 @@ def test_the_list_is_kept_until_a_translation_is_registered() -> None:
 
 def test_an_export_finds_the_same_translations_as_without() -> None:
     plain = ONNXRegistry.from_torchlib()
-    with torchlib_cache.listed_once():
+    with torchlib_cache.cache_torchlib():
         found = [ONNXRegistry.from_torchlib() for _ in range(2)]
     for registry in found:
         assert registry.functions.keys() == plain.functions.keys()

@@ -44,7 +44,7 @@ def test_the_mask_that_was_given_is_used_for_every_length(ahead: bool) -> None:
 
 def test_torch_looks_at_masks_as_before_once_the_model_is_traced() -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(3)
-    with causal_mask.masks_as_given():
+    with causal_mask.skip_causal_check():
         assert transformer._detect_is_causal_mask(mask) is False
         assert transformer._detect_is_causal_mask(mask, is_causal=True) is True
     assert transformer._detect_is_causal_mask(mask) is True

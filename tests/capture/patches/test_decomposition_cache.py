@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._export.utils import _collect_all_valid_cia_ops
 from torch.export.exported_program import default_decompositions
 
-from trueline.capture.export.silence import quiet
-from trueline.capture.patches.decomposition_cache import looked_up_once
+from trueline.capture.export.tracing import quiet
+from trueline.capture.patches.decomposition_cache import cache_operators
 
 pytestmark = pytest.mark.slow  # exports programs
 
@@ -21,7 +21,7 @@ _OPS: Any = torch._ops
 
 def test_the_operators_that_are_kept_whole_are_the_same_and_a_new_one_is_among_them() -> None:
     plain = _collect_all_valid_cia_ops()
-    with looked_up_once():
+    with cache_operators():
         assert _collect_all_valid_cia_ops() == plain
         with torch.library._scoped_library("looked_up", "FRAGMENT") as library:
             library.define("twice(Tensor x) -> Tensor")
@@ -31,7 +31,7 @@ def test_the_operators_that_are_kept_whole_are_the_same_and_a_new_one_is_among_t
 
 
 def test_whatever_is_called_is_taken_for_callable_and_nothing_else() -> None:
-    with looked_up_once():
+    with cache_operators():
         assert isinstance(len, _OPS.Callable)
         assert isinstance(lambda: None, _OPS.Callable[[int], str])
         assert not isinstance(7, _OPS.Callable)
@@ -60,6 +60,6 @@ def test_a_program_is_taken_apart_as_without_and_the_operators_are_left_as_they_
 ) -> None:
     plain = exported(table())
     kernels = {op: dict(op.py_kernels) for op in _collect_all_valid_cia_ops()}
-    with looked_up_once():
+    with cache_operators():
         assert exported(table()) == plain
     assert {op: dict(op.py_kernels) for op in _collect_all_valid_cia_ops()} == kernels

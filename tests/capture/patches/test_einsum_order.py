@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends import opt_einsum
 
-from trueline.capture.export.tracing import followable
+from trueline.capture.export.tracing import apply_patches
 
 EQUATION = "...nd,...de,...n->...ne"  # linear attention
 
@@ -40,7 +40,7 @@ def test_a_product_of_three_stays_free_and_is_ordered_as_for_the_example(asked: 
     q, kv, scale = torch.randn(3, 5, 4), torch.randn(3, 4, 6), torch.randn(3, 5)
     free = torch.export.Dim.DYNAMIC
     shapes = ({0: free, 1: free}, {0: free}, {0: free, 1: free})
-    with followable():
+    with apply_patches():
         program = torch.export.export(Product(), (q, kv, scale), dynamic_shapes=shapes, strict=False)
     assert asked[-1] == (EQUATION, [(3, 5, 4), (3, 4, 6), (3, 5)], True)
     other = torch.randn(2, 7, 4), torch.randn(2, 4, 6), torch.randn(2, 7)

@@ -98,8 +98,8 @@ def test_a_loop_that_leaves_no_place_out_on_any_call_is_not_taken_for_one_over_a
     with torch.no_grad():
         model.router.weight.copy_(torch.eye(3, 4))  # type: ignore[union-attr, operator]
         model.router.bias.zero_()  # type: ignore[union-attr, operator]
-    assert not nonzero_loops.left_out(model, [(full,)])
-    assert nonzero_loops.left_out(model, [(full,), (full[:1, :1],)])
+    assert not nonzero_loops.leave_places_out(model, [(full,)])
+    assert nonzero_loops.leave_places_out(model, [(full,), (full[:1, :1],)])
 
 
 def test_a_step_that_adds_something_by_itself_gives_another_answer_which_the_proof_sees() -> None:

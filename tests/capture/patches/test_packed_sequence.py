@@ -86,7 +86,7 @@ def test_a_packed_layer_is_proven_in_both_formats_for_every_length(tmp_path: Pat
 
 def test_an_answer_as_long_as_the_longest_sequence_is_refused_with_its_line() -> None:
     eager = observed(AsLong())
-    with pytest.raises(CaptureError, match="how long its answer is depends on values") as refused:
+    with pytest.raises(CaptureError, match="the length of its result depends on values") as refused:
         torch_export.export(eager.module, eager.calling)
     assert "# as long" in refused.value.hint
     assert _get_current_function_mode_stack() == []  # what is traced next is traced as it stands

@@ -94,7 +94,7 @@ def test_what_is_drawn_for_each_record_is_an_order_of_it_in_both_formats(tmp_pat
 
 def test_a_traced_value_that_is_written_into_a_known_one_is_refused_and_not_lost() -> None:
     known = torch.tensor([1.0, 2.0])
-    with per_record.Known():
+    with per_record.KnownValues():
         ours = torch.zeros(2)
         with pytest.raises(NotImplementedError, match="__setitem__"):
             ours[:1] = known[:1]  # made outside the block, as what is traced is

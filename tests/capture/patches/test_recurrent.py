@@ -70,6 +70,6 @@ def test_a_layer_over_time_is_one_operator_that_holds_for_every_length(layer: st
 
 def test_torch_takes_a_layer_apart_as_before_once_the_model_is_traced() -> None:
     before = {layer: dict(layer.py_kernels) for layer in recurrent.LAYERS}
-    with recurrent.whole():
+    with recurrent.keep_layers_whole():
         assert all(dict(layer.py_kernels) != before[layer] for layer in recurrent.LAYERS)
     assert {layer: dict(layer.py_kernels) for layer in recurrent.LAYERS} == before

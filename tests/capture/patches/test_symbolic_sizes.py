@@ -69,7 +69,7 @@ def test_a_distance_is_torchs_own_on_both_sides_of_26_rows(rows: int) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 5, 100])
 @pytest.mark.parametrize("ends", [(0, 1), (-1.0, 1.0), (3.0, -0.5)])
 def test_equal_steps_are_torchs_own(steps: int, ends: tuple[float, float]) -> None:
-    torch.testing.assert_close(symbolic_sizes.spaced(*ends, steps, torch.float32), torch.linspace(*ends, steps))
+    torch.testing.assert_close(symbolic_sizes.space_evenly(*ends, steps, torch.float32), torch.linspace(*ends, steps))
 
 
 @pytest.mark.slow
@@ -98,6 +98,6 @@ def test_sizes_are_free_without_a_bound_in_every_format(
 
 def test_torchs_own_functions_are_back_after_tracing() -> None:
     before = torch.cdist, torch.affine_grid_generator, torch.linspace
-    with symbolic_sizes.free_sizes():
+    with symbolic_sizes.keep_sizes_free():
         assert torch.cdist is symbolic_sizes.cdist
     assert (torch.cdist, torch.affine_grid_generator, torch.linspace) == before

@@ -128,7 +128,7 @@ def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monke
     eager = oracle(Chain(Part()))
     exported = torch_export.export(eager.module, eager.calling)
     assert disagreement.blame("onnx", exported, eager, eager.example)[1] is None
-    translated = emit.translated
+    translated = emit.translate
 
     def wrong(*given: Any) -> Any:
         """What a faulty translator would make: the activation in `middle` is another."""
@@ -138,7 +138,7 @@ def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monke
         node.op_type = "Sigmoid"
         return program
 
-    monkeypatch.setattr(emit, "translated", wrong)
+    monkeypatch.setattr(emit, "translate", wrong)
     stage, submodule = disagreement.blame("onnx", exported, eager, eager.example)
     assert submodule is not None
     assert submodule.name == "middle"

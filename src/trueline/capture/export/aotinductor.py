@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from trueline.capture.export.exported import Exported
-from trueline.capture.export.silence import quiet
+from trueline.capture.export.tracing import quiet
 from trueline.errors import CaptureError
 from trueline.runtime.aotinductor import CHECK_INPUTS, FILE
+from trueline.runtime.tensors import one_line
 
 SETTINGS = {
     "freezing": True,
@@ -41,11 +42,6 @@ def emit(exported: Exported, folder: Path) -> Path:
                     exported.program, package_path=str(made), inductor_configs=SETTINGS
                 )
         except Exception as error:
-            raise CaptureError(f"AOTInductor cannot compile the model: {_reason(error)}") from error
+            raise CaptureError(f"AOTInductor cannot compile the model: {one_line(error)}") from error
         shutil.move(made, path)
     return path
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -42,18 +42,18 @@ def as_aten(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
 
     What torch keeps around operators (an autocast, the levels of a vmap) is carried out.
     """
-    called = _called(program)
+    called = _targets(program)
     own = [one for one in called if isinstance(one, torch._ops.OpOverload)]
     table = {one: EQUIVALENTS[one._schema.name] for one in own if one._schema.name in EQUIVALENTS}
-    return program.run_decompositions(table) if table or any(map(_stands_around, called)) else program
+    return program.run_decompositions(table) if table or any(map(_is_wrapper, called)) else program
 
 
-def _called(program: torch.export.ExportedProgram) -> list[Any]:
+def _targets(program: torch.export.ExportedProgram) -> list[Any]:
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     return list(dict.fromkeys(node.target for graph in graphs for node in graph.nodes if node.op == "call_function"))
 
 
-def _stands_around(target: Any) -> bool:
+def _is_wrapper(target: Any) -> bool:
     autocast = target is torch.ops.higher_order.wrap_with_autocast
     return autocast or getattr(target, "__module__", "") == "torch._functorch.predispatch"
 

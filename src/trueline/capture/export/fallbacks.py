@@ -1,14 +1,15 @@
-"""Other ways to trace a model that torch.export does not follow as it stands, each tried only then.
+"""Other ways to trace a model that torch.export does not follow as it is, each tried only then.
 
-| what stands in the way | what is done |
+| obstacle | remedy |
 |---|---|
-| a list of numbers that is made of a size, the `len` of a tensor | it stays a function of the size (`size_lists`) |
-| a look at values that the model's own tensors decide | it is answered with them (`held_choices`) |
-| a gradient that it takes of itself, a part that is TorchScript | the operators beneath are traced (`beneath`) |
-| a loop over the places where a mask holds | each place has a step (`places`) |
-| code that goes through the batch record by record | one record is traced, and the program asks for each (`records`) |
+| the code branches on whether a size is even | the size is traced as a number of units, `export_in_units` |
+| `len` of a tensor, `int` or `float` of a size | they return the size (`size_lengths`) |
+| a read of values that parameters and buffers decide | it is answered (`parameter_branches`) |
+| a loop over the places where a mask holds | each place has a step (`nonzero_loops`) |
+| a gradient taken in `forward`, a part that is TorchScript | the operators are traced (`below_python`) |
+| a loop over the records of the batch | one record is traced and mapped (`per_record`) |
 
-What comes of it is an exported program like any other: it is proven, or refused.
+The result is an exported program like any other: it is proven, or refused.
 """
 
 from __future__ import annotations
@@ -16,124 +17,121 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 from torch.fx import GraphModule
 
 from trueline import events
 from trueline.bundle.schema import BY_RECORD
+from trueline.bundle.signature import Dim
 from trueline.capture.export.exported import Exported, Fixed
 from trueline.capture.export.tracing import tracing
 from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule, as_trained
-from trueline.capture.patches import (
-    below_python,
-    nonzero_loops,
-    parameter_branches,
-    per_record,
-    size_lists,
-)
+from trueline.capture.patches import below_python, nonzero_loops, parameter_branches, per_record, size_lengths
 from trueline.errors import CaptureError
 from trueline.runtime import compare
 
 BY_RECORDS = f"{BY_RECORD}: `trueline doctor` may show a rewrite that takes a batch at once"
-Export = Callable[[torch.nn.Module], Exported]
-"""Exports a module that takes flat tensors and gives them."""
+MAX_UNIT = 32
+"""Vision networks halve a size five times."""
+Steps = dict[str, int]
+"""Symbol -> the number of which its sizes are multiples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exporters:
-    """The exporter that failed, for another try."""
+    """The exporter that failed, for another attempt."""
 
-    whole: Export
+    whole: Callable[[torch.nn.Module], Exported]
+    """Exports a module of flat tensors."""
     single: Callable[[torch.nn.Module, Calling], torch.export.ExportedProgram]
     """Exports for one record."""
 
 
-def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, exporters: Exporters) -> Exported | None:
-    """The program that another way of tracing gives, after torch.export raised `error`; None when none does."""
-    export = exporters.whole
-    flat = TensorModule(module, calling)
-    listed = isinstance(error, Fixed) and error.symbol != BATCH and size_lists.may_help(module)
-    if listed or (isinstance(error, Fixed) and size_lists.counts(module)):
+def retrace(error: CaptureError, module: torch.nn.Module, calling: Calling, exporters: Exporters) -> Exported | None:
+    """The program of the first way of tracing that works, after torch.export raised `error`; None when none does."""
+    flat, message = TensorModule(module, calling), error.message
+    if isinstance(error, Fixed) and size_lengths.may_help(module):
         try:
-            with size_lists.kept(module):
-                return _told(export(flat), "lists of numbers and lengths stay functions of a size")
+            with size_lengths.keep_lengths_free(module):
+                return _report(exporters.whole(flat), "lengths stay functions of a size")
         except CaptureError:
-            pass  # what is raised is what torch.export said of the model as it stands
+            pass  # the caller raises what torch.export said of the model as it is
     if calling.signature.state:
         return None
-    if parameter_branches.may_help(error.message):
-        chosen = _chosen(flat, export)
-        if chosen is not None:
-            return chosen
-    found = _all_places(flat, calling, export) if nonzero_loops.may_help(module, error.message) else None
-    if found is None and below_python.may_help(module, error.message):
-        found = _beneath(flat, calling, export)
-    in_rows = all(spec.shape[:1] == (BATCH,) for spec in calling.signature.inputs)
-    return found or (_by_records(flat, calling, exporters) if in_rows else None)
+    exported = _decide_branches(flat, exporters) if parameter_branches.may_help(message) else None
+    if exported is None and nonzero_loops.may_help(module, message):
+        exported = _all_places(flat, calling, exporters)
+    if exported is None and below_python.may_help(module, message):
+        exported = _below_python(flat, calling, exporters)
+    if exported is None and all(spec.shape[:1] == (BATCH,) for spec in calling.signature.inputs):
+        exported = _by_records(flat, calling, exporters)
+    return exported
 
 
-def _chosen(flat: TensorModule, export: Export) -> Exported | None:
-    """With the choices made that parameters and buffers decide, if there are any."""
-    choices = parameter_branches.HeldChoices(flat)
+def _decide_branches(flat: TensorModule, exporters: Exporters) -> Exported | None:
+    reads = parameter_branches.ParameterReads(flat)
     try:
-        with choices:
-            found = export(flat)
+        with reads:
+            exported = exporters.whole(flat)
     except CaptureError as error:
-        events.emit("program.unfollowed", by="choices", why=error.message)
+        _report_failure("choices", error.message)
         return None
-    return _told(found, "what its parameters and buffers decide is decided") if choices.looks else None
+    return _report(exported, "what its parameters and buffers decide is decided") if reads.reads else None
 
 
-def _all_places(flat: TensorModule, calling: Calling, export: Export) -> Exported | None:
-    """With a step for each place that a loop over the values' choice could take, if some call leaves one out."""
-    if not nonzero_loops.left_out(flat, _small_calls(calling)):
+def _all_places(flat: TensorModule, calling: Calling, exporters: Exporters) -> Exported | None:
+    if not nonzero_loops.leave_places_out(flat, _small_calls(calling)):
         return None
     try:
-        with nonzero_loops.all_of_them(flat):
-            return _told(export(flat), "a loop over places that values choose has a step for each place")
+        with nonzero_loops.trace_all_places(flat):
+            return _report(exporters.whole(flat), "a loop over places that values choose has a step for each place")
     except CaptureError as error:
-        events.emit("program.unfollowed", by="places", why=error.message)
+        _report_failure("places", error.message)
         return None
 
 
 def _small_calls(calling: Calling) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The example, one record of it, the least of all that is free, and zeros: of little, not much is chosen."""
+    """The example, one record of it, the smallest free sizes, and zeros: few values choose few places."""
     free = [[at for at, size in enumerate(spec.shape) if isinstance(size, str)] for spec in calling.signature.inputs]
-    for most in (0, 1, None):
-        sizes = [dict.fromkeys(axes[:most], 1) for axes in free]
+    for count in (0, 1, None):
+        sizes = [dict.fromkeys(axes[:count], 1) for axes in free]
         tensors = tuple(resize_tensor(tensor, size) for tensor, size in zip(calling.example, sizes, strict=True))
         yield tensors
         yield tuple(torch.zeros_like(tensor) for tensor in tensors)
 
 
-def _beneath(flat: TensorModule, calling: Calling, export: Export) -> Exported | None:
-    """What the operators beneath the model make, where they can be traced with free sizes."""
+def _below_python(flat: TensorModule, calling: Calling, exporters: Exporters) -> Exported | None:
     try:
         with tracing():
-            graph = below_python.graph(flat, calling)
-        return _told(export(graph), "traced beneath Python, as the operators that it calls")
+            operators = below_python.trace_operators(flat, calling)
+        return _report(exporters.whole(operators), "traced below Python, as the operators that it calls")
     except Exception as error:  # noqa: BLE001 - whatever the tracer raises: what torch.export said of the model counts
-        events.emit("program.unfollowed", by="operators", why=f"{type(error).__name__}: {error}")
+        _report_failure("operators", f"{type(error).__name__}: {error}")
         return None
 
 
 def _by_records(flat: TensorModule, calling: Calling, exporters: Exporters) -> Exported | None:
-    """A program that asks for each record, if it answers the example as the model does, and one record more."""
+    """A program that maps over records, if it answers the example, and one record more, as the model does."""
     try:
-        with size_lists.kept(flat.module):
-            by_records = per_record.Records(exporters.single(per_record.Single(flat), calling))
-        if not _draws(by_records.program) and not all(_agree(by_records, flat, calling, more) for more in (0, 1)):
-            return None  # what the prover would say of it is less than what torch.export said of the model
-        return _told(replace(exporters.whole(by_records), how=BY_RECORDS), BY_RECORDS)
+        with size_lengths.keep_lengths_free(flat.module):
+            mapped = per_record.MappedRecords(exporters.single(per_record.SingleRecord(flat), calling))
+        if not _draws(mapped.program) and not all(_agree(mapped, flat, calling, more) for more in (0, 1)):
+            return None  # torch.export's message says more than the prover would
+        return _report(replace(exporters.whole(mapped), how=BY_RECORDS), BY_RECORDS)
     except Exception as error:  # noqa: BLE001 - whatever the exporter raises: what it said of the whole is what counts
-        events.emit("program.unfollowed", by="records", why=f"{type(error).__name__}: {error}")
+        _report_failure("records", f"{type(error).__name__}: {error}")
         return None
 
 
-def _told(exported: Exported, how: str) -> Exported:
+def _report(exported: Exported, how: str) -> Exported:
     events.emit("program.retraced", how=how)
     return exported
+
+
+def _report_failure(by: str, why: str) -> None:
+    events.emit("program.unfollowed", by=by, why=why)
 
 
 def _draws(program: GraphModule) -> bool:
@@ -150,7 +148,64 @@ def _agree(one: torch.nn.Module, other: torch.nn.Module, calling: Calling, more:
     tensors = [resize_tensor(tensor, {0: tensor.shape[0] + more}) for tensor in calling.example]
     with torch.no_grad(), as_trained():
         answers = [
-            {str(at): tensor.numpy() for at, tensor in enumerate(asked(*(tensor.clone() for tensor in tensors)))}
-            for asked in (one, other)
+            {str(at): tensor.numpy() for at, tensor in enumerate(module(*(tensor.clone() for tensor in tensors)))}
+            for module in (one, other)
         ]
     return compare.compare(*answers).agrees
+
+
+# ---- sizes in units
+
+
+def export_in_units(error: Fixed, export: Callable[[Steps], Exported]) -> Exported | None:
+    """The program in the smallest units that free what `error` says is fixed; None when none do.
+
+    `if height % 2 == 0` along a stack of strides holds for 64, and torch.export, which cannot say for which sizes it
+    holds, fixes 64. Traced as a number of units of 32, the height stays free.
+    """
+    steps: Steps = {}
+    exported = None
+    while exported is None:
+        step = largest_unit(error.size)
+        if error.symbol == BATCH or error.symbol in steps or step < 2:
+            return None
+        steps[error.symbol] = step
+        exported, next_error = _attempt(export, steps)
+        if exported is None and next_error is None:
+            return None
+        error = next_error or error
+    low, high = 1, max(steps.values())  # `low` is known to fail, `high` to work
+    while high > 2 * low:
+        middle = low
+        while middle * middle < low * high:
+            middle *= 2
+        smaller, _ = _attempt(export, {symbol: min(step, middle) for symbol, step in steps.items()})
+        if smaller is None:
+            low = middle
+        else:
+            exported, high = smaller, middle
+    return exported
+
+
+def largest_unit(size: int) -> int:
+    """The largest power of two, up to MAX_UNIT, of which `size` is at least twice a multiple."""
+    step = 1
+    while step < MAX_UNIT and not size % (2 * step) and size > 2 * step:
+        step *= 2
+    return step
+
+
+def _attempt(export: Callable[[Steps], Exported], steps: Steps) -> tuple[Exported | None, Fixed | None]:
+    try:
+        return export(steps), None
+    except Fixed as error:
+        return None, error
+    except CaptureError:
+        return None, None
+
+
+def in_multiples(dim: Dim, units: Dim | None, step: int) -> Dim:
+    """`dim` in multiples of `step`, as many as `units` allows."""
+    most = None if units is None or units.max is None else units.max * step
+    upper = min((bound for bound in (dim.max, most) if bound is not None), default=None)
+    return msgspec.structs.replace(dim, min=step, max=upper, multiple_of=step)

@@ -43,7 +43,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ExportedGuards:
     """What the exporter found: guards as source, and the span of each symbol."""
 
     codes: Sequence[str]
@@ -59,35 +59,35 @@ class Found:
     """The sizes that were exported with, by the signature's names."""
 
 
-def claims(found: Found, *, batch: str) -> tuple[Claim, ...]:
+def claims(found: ExportedGuards, *, batch: str) -> tuple[Claim, ...]:
     """What may be claimed, from the widest to the strictest."""
     read = [(guard, assumed) for code in found.codes for guard, assumed in _read(code, found)]
     guards, firm = [guard for guard, _ in read], [guard for guard, assumed in read if not assumed]
     without_holes = [guard for guard in firm if not isinstance(_comparison(guard), ast.NotEq)]
-    wide = {symbol: _explained(symbol, dim, guards, firm) for symbol, dim in found.spans.items()}
+    wide = {symbol: _widen(symbol, dim, guards, firm) for symbol, dim in found.spans.items()}
     from_one = {symbol: Dim(min=1 if dim.min <= 2 else dim.min, max=dim.max) for symbol, dim in found.spans.items()}
     from_two = {symbol: from_one[symbol] if symbol == batch else dim for symbol, dim in found.spans.items()}
     made = [
-        _reduced(kept, spans)
+        _reduce(kept, spans)
         for kept, spans in ((without_holes, wide), (firm, wide), (guards, from_one), (guards, from_two))
     ]
     return tuple(claim for i, claim in enumerate(made) if claim not in made[:i])
 
 
-def _explained(symbol: str, dim: Dim, guards: Sequence[Guard], firm: Sequence[Guard]) -> Dim:
+def _widen(symbol: str, dim: Dim, guards: Sequence[Guard], firm: Sequence[Guard]) -> Dim:
     """The span without a lower end that only an assumption explains."""
     if dim.min <= 2 or len(guards) > len(firm):
         return Dim(min=1, max=dim.max)
     return dim
 
 
-def _read(code: str, found: Found) -> list[tuple[Guard, bool]]:
+def _read(code: str, found: ExportedGuards) -> list[tuple[Guard, bool]]:
     """The guard in whole numbers, as one or several, and whether it is an assumption; none where it does not speak of
     sizes.
 
     Raises ValueError for one that speaks of sizes and cannot be said.
     """
-    whole = translated(code, found)
+    whole = translate(code, found)
     if whole is not None or not found.example:
         return [] if whole is None else [(whole, _is_assumption(whole))]
     reader = _Reader(found, float_guards.KNOWN)
@@ -102,7 +102,7 @@ def _read(code: str, found: Found) -> list[tuple[Guard, bool]]:
     return [(guard, assumed) for guard in float_guards.in_whole_numbers(tree, reader.symbols, found.example, steps)]
 
 
-def translated(code: str, found: Found) -> Guard | None:
+def translate(code: str, found: ExportedGuards) -> Guard | None:
     """The guard `L['x'][0].size()[1] % 4 == 0` in the signature's symbols.
 
     None when it does not speak of sizes in integer arithmetic (strides, devices): values decide then.
@@ -122,7 +122,7 @@ def translated(code: str, found: Found) -> Guard | None:
 class _Reader(ast.NodeTransformer):
     """Puts `d0`, `d1`, ... where the exporter writes the size of an input, or its own symbol."""
 
-    def __init__(self, found: Found, known: Collection[str] = ("min", "max")) -> None:
+    def __init__(self, found: ExportedGuards, known: Collection[str] = ("min", "max")) -> None:
         self.found = found
         self.known = known
         self.symbols: list[str] = []
@@ -135,16 +135,16 @@ class _Reader(ast.NodeTransformer):
                 ),
                 slice=ast.Constant(value=int(axis)),
             ):
-                return self._named(self.found.places[index, axis])
+                return self._symbol(self.found.places[index, axis])
         raise ValueError(f"{ast.unparse(node)} is no size of an input")
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in self.found.units:
             symbol, step = self.found.units[node.id]
-            return ast.BinOp(self._named(symbol), ast.FloorDiv(), ast.Constant(step))
-        return node if node.id in self.known else self._named(self.found.names[node.id])
+            return ast.BinOp(self._symbol(symbol), ast.FloorDiv(), ast.Constant(step))
+        return node if node.id in self.known else self._symbol(self.found.names[node.id])
 
-    def _named(self, place: str | int) -> ast.expr:
+    def _symbol(self, place: str | int) -> ast.expr:
         if isinstance(place, int):
             return ast.Constant(place)
         if place not in self.symbols:
@@ -185,20 +185,20 @@ def _assumes(tree: ast.expr) -> bool:
     return False
 
 
-def _reduced(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
+def _reduce(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
     """The same in as few words as the sizes that are tried can tell apart."""
     unique = sorted(dict.fromkeys(guards), key=_plainness)
     dims: dict[str, Dim] = {}
     kept: list[Guard] = []
     for symbol, span in spans.items():
         alone = [guard for guard in unique if guard.symbols == (symbol,)]
-        dims[symbol], left = _one(symbol, span, alone)
+        dims[symbol], left = _reduce_one(symbol, span, alone)
         kept += left
     tried: dict[tuple[str, ...], Columns] = {}
     for guard in (guard for guard in unique if len(guard.symbols) > 1):
         involved = [other for other in kept if set(other.symbols) <= set(guard.symbols)]
         if guard.symbols not in tried:
-            tried[guard.symbols] = _combined(guard.symbols, dims)
+            tried[guard.symbols] = _combinations(guard.symbols, dims)
         sizes = tried[guard.symbols]
         cut = ~_holding(guard, sizes)
         for other in involved:
@@ -213,18 +213,18 @@ def _plainness(guard: Guard) -> tuple[bool, int, str]:
     return not isinstance(_comparison(guard), ast.Eq), len(guard.rule), guard.rule
 
 
-def _one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, list[Guard]]:
+def _reduce_one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, list[Guard]]:
     """Range and divisibility of one symbol, with the guards that these do not say."""
 
     def holds(size: int) -> bool:
         return span.allows(size) and all(guard.holds({symbol: size}) for guard in guards)
 
-    tried = _tried(span, guards)
+    tried = _sizes_to_try(span, guards)
     fine = [size for size in tried if holds(size)]
     if not fine:
         return span, list(guards)
     beyond = [size for size in tried if size > fine[-1]]
-    upper = _last(holds, fine[-1], beyond[0]) if beyond else span.max
+    upper = _bisect(holds, fine[-1], beyond[0]) if beyond else span.max
     step = math.gcd(*fine) if len(fine) > 1 else 1
     dim = Dim(min=fine[0], max=upper, multiple_of=step)
     kept: list[Guard] = []
@@ -235,7 +235,7 @@ def _one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, list[Gua
     return dim, kept
 
 
-def _tried(span: Dim, guards: Sequence[Guard]) -> list[int]:
+def _sizes_to_try(span: Dim, guards: Sequence[Guard]) -> list[int]:
     numbers = {int(number) for guard in guards for number in re.findall(r"(?<!d)\b\d{1,9}\b", guard.rule)}
     numbers |= {span.min, span.max or span.min}
     near = {number * factor + step for number in numbers for factor in (1, 2) for step in (-1, 0, 1)}
@@ -243,7 +243,7 @@ def _tried(span: Dim, guards: Sequence[Guard]) -> list[int]:
     return sorted(size for size in {*range(1, DENSE + 1), *near, *powers} if size >= 1)
 
 
-def _last(holds: object, low: int, high: int) -> int:
+def _bisect(holds: object, low: int, high: int) -> int:
     """The largest size below `high` that holds, from `low` that does, where it changes once."""
     assert callable(holds)
     while high - low > 1:
@@ -269,7 +269,7 @@ def _holding(guard: Guard, sizes: Columns) -> np.ndarray[tuple[int], np.dtype[np
     return np.broadcast_to(np.asarray(found, dtype=np.bool_), (count,))
 
 
-def _combined(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Columns:
+def _combinations(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Columns:
     """The smallest sizes of each symbol, and large ones: `batch * length <= 5000` excludes none of the small."""
     each = max(4, int(TUPLES ** (1 / len(symbols))))
     more = max(1, int((2.5 * TUPLES) ** (1 / len(symbols))) - each)

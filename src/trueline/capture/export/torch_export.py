@@ -18,17 +18,17 @@ import torch
 
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.capture.export import buffer_writes, custom_ops, divisible_dims, fallbacks, guard_ranges, specialization
+from trueline.capture.export import buffer_writes, custom_ops, fallbacks, guard_ranges
 from trueline.capture.export.exported import STATE_HINT, Exported, Fixed
-from trueline.capture.export.tracing import tracing
+from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
 from trueline.capture.patches import rounding
 from trueline.errors import BundleError, CaptureError, join_names
 from trueline.runtime import torch_export_archive
-from trueline.runtime.tensors import to_arrays, to_tensors
-from trueline.runtime.torch_export import FILE, one_line
+from trueline.runtime.tensors import one_line, to_arrays, to_tensors
+from trueline.runtime.torch_export import FILE
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -49,8 +49,8 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
     except CaptureError as error:
         exported = None
         if isinstance(error, Fixed):
-            exported = divisible_dims.tried(error, lambda steps: _export(flat, calling, steps))
-        exported = exported or fallbacks.tried(
+            exported = fallbacks.export_in_units(error, lambda steps: _export(flat, calling, steps))
+        exported = exported or fallbacks.retrace(
             error, module, calling, fallbacks.Exporters(lambda flat: _export(flat, calling, {}), _single)
         )
         if exported is None:
@@ -61,12 +61,12 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
 def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -> Exported:
     """`steps`: symbols whose sizes are taken to be multiples of a number."""
     axes = _free_axes(calling)
-    example = tuple(_tiled(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
+    example = tuple(_at_least_two(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
     fixed: Mapping[int, code_paths.SourceLine] = {}
     try:
-        with tracing(), specialization.watched() as fixed:
+        with tracing(), watch_specialization() as fixed:
             program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
-            mutated = _mutated(program)
+            mutated = _written_buffers(program)
             program = custom_ops.as_aten(program)
     except Exception as error:
         _refuse_constant(error, calling, fixed)
@@ -80,10 +80,10 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             f"the model writes into its own buffers when it is called ({names})",
             hint=f"a served program has no memory. {STATE_HINT}",
         )
-    return _described(program, calling, fixed)
+    return _describe(program, calling, fixed)
 
 
-def _mutated(program: torch.export.ExportedProgram) -> Mapping[str, str]:
+def _written_buffers(program: torch.export.ExportedProgram) -> Mapping[str, str]:
     """The buffers that `program` writes. They are listed only once the graph is functional, which takes its time."""
     if not buffer_writes.may_write_buffers(program):
         return {}
@@ -95,7 +95,7 @@ def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedPro
     """What torch.export makes of `flat` for one record, in functional form. Raises what it raises."""
     axes = [[axis for axis in one if axis] for one in _free_axes(calling)]
     tensors = [resize_tensor(tensor, {0: 1}) for tensor in calling.example]
-    example = tuple(_tiled(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
+    example = tuple(_at_least_two(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
     with tracing():
         program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, {}),), strict=False)
         functional: torch.export.ExportedProgram = program.run_decompositions({})
@@ -120,7 +120,7 @@ def _dynamic(calling: Calling, axes: Sequence[Sequence[int]], steps: Mapping[str
     return tuple(free)
 
 
-def _tiled(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+def _at_least_two(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """At least 2 of what is free: a dimension of size 1 would be taken for a constant."""
     return resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
 
@@ -131,10 +131,10 @@ def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, cod
     if found is None:
         return
     index, axis, size = map(int, found.groups())
-    raise _fixed(calling.presumed.inputs[index], axis, size, fixed) from error
+    raise _fixed_error(calling.presumed.inputs[index], axis, size, fixed) from error
 
 
-def _fixed(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_paths.SourceLine]) -> Fixed:
+def _fixed_error(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_paths.SourceLine]) -> Fixed:
     symbol = str(spec.shape[axis])
     what = "batches" if symbol == BATCH else f"a '{symbol}'"
     why = f"the model works for {what} of {size} only (dimension {axis} of input '{spec.name}')"
@@ -145,18 +145,18 @@ def _fixed(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_path
     return Fixed(f"{why}: {act}", hint=f"{place}", symbol=symbol, size=size)
 
 
-def _described(
+def _describe(
     program: torch.export.ExportedProgram, calling: Calling, fixed: Mapping[int, code_paths.SourceLine]
 ) -> Exported:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     shapes = [values[name].shape for name in program.graph_signature.user_inputs if isinstance(name, str)]
     symbols = _symbols(shapes, calling, fixed)
     inputs = tuple(
-        msgspec.structs.replace(spec, shape=_sized(shape, symbols))
+        msgspec.structs.replace(spec, shape=_name_sizes(shape, symbols))
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
     )
     made = _claims(program, shapes, symbols, calling)
-    least = _least(calling, inputs)
+    least = _first_sizes(calling, inputs)
     dims = dict.fromkeys(made[0].dims, Dim())
     outputs = []
     for spec, name in zip(calling.signature.outputs, program.graph_signature.user_outputs, strict=True):
@@ -168,7 +168,7 @@ def _described(
             outputs=tuple(outputs),
             dims=dims
             | {
-                name: _from(_narrowed(dim, calling.free.bounds.get(name)), least.get(name))
+                name: _start_at(_narrow(dim, calling.free.bounds.get(name)), least.get(name))
                 for name, dim in claim.dims.items()
             },
             guards=claim.guards,
@@ -193,7 +193,7 @@ def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_p
     for spec, shape in zip(calling.presumed.inputs, shapes, strict=True):
         for axis, wanted in enumerate(spec.shape):
             if isinstance(wanted, str) and isinstance(shape[axis], int):
-                raise _fixed(spec, axis, shape[axis], fixed)
+                raise _fixed_error(spec, axis, shape[axis], fixed)
             if isinstance(wanted, str):
                 same[spec.name, axis] = str(shape[axis])
     groups = calling.free.group(same)
@@ -204,18 +204,18 @@ def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_p
     }
 
 
-def _least(calling: Calling, inputs: Sequence[TensorSpec]) -> dict[str, int]:
+def _first_sizes(calling: Calling, inputs: Sequence[TensorSpec]) -> dict[str, int]:
     """The symbols of what grows, and how small each begins. torch traces no dimension that is empty; the proof asks."""
     sizes = {(spec.name, axis): size for spec in inputs for axis, size in enumerate(spec.shape)}
     return {str(sizes[place]): start for place, start in calling.free.grows.items()}
 
 
-def _from(dim: Dim, start: int | None) -> Dim:
+def _start_at(dim: Dim, start: int | None) -> Dim:
     """`dim` from `start`, where nothing but the exporter's habit of taking 0 and 1 for special speaks for more."""
     return dim if start is None or dim.min > 1 else msgspec.structs.replace(dim, min=min(start, dim.min))
 
 
-def _sized(shape: Any, symbols: Mapping[str, str]) -> tuple[int | str, ...]:
+def _name_sizes(shape: Any, symbols: Mapping[str, str]) -> tuple[int | str, ...]:
     return tuple(size if isinstance(size, int) else symbols[str(size)] for size in shape)
 
 
@@ -226,19 +226,21 @@ def _claims(
     constraints = {str(symbol): span for symbol, span in program.range_constraints.items()}
     spans: dict[str, Dim] = {}
     for theirs, ours in symbols.items():
-        spans[ours] = _narrowed(_narrowed(Dim(min=2), free.bounds.get(ours)), _span(constraints.get(theirs)))
+        spans[ours] = _narrow(_narrow(Dim(min=2), free.bounds.get(ours)), _span(constraints.get(theirs)))
     units = {found[2]: (ours, int(found[1])) for theirs, ours in symbols.items() if (found := _UNITS.match(theirs))}
     for unit, (ours, step) in units.items():
-        spans[ours] = divisible_dims.of(spans[ours], _span(constraints.get(unit)), step)
+        spans[ours] = fallbacks.in_multiples(spans[ours], _span(constraints.get(unit)), step)
     codes = list(getattr(program, "_guards_code", []))
     codes += [f"({theirs}) == {_bare(ours)}" for theirs, ours in symbols.items() if not theirs.isidentifier()]
-    places = {(i, axis): size for i, shape in enumerate(shapes) for axis, size in enumerate(_sized(shape, symbols))}
+    places = {
+        (i, axis): size for i, shape in enumerate(shapes) for axis, size in enumerate(_name_sizes(shape, symbols))
+    }
     names = {theirs: ours for theirs, ours in symbols.items() if theirs.isidentifier()}
     names |= {_bare(ours): ours for ours in spans}
     given = zip(calling.example, _free_axes(calling), strict=True)
-    example = [_tiled(tensor, axes).shape for tensor, axes in given]
+    example = [_at_least_two(tensor, axes).shape for tensor, axes in given]
     sizes = {name: example[i][axis] for (i, axis), name in places.items() if isinstance(name, str)}
-    read = guard_ranges.Found(codes=codes, spans=spans, places=places, names=names, units=units, example=sizes)
+    read = guard_ranges.ExportedGuards(codes=codes, spans=spans, places=places, names=names, units=units, example=sizes)
     try:
         return guard_ranges.claims(read, batch=BATCH)
     except ValueError as error:
@@ -261,7 +263,7 @@ def _span(span: Any) -> Dim | None:
     return Dim(min=lower or 1, max=upper)
 
 
-def _narrowed(dim: Dim, other: Dim | None) -> Dim:
+def _narrow(dim: Dim, other: Dim | None) -> Dim:
     if other is None:
         return dim
     bounds = [bound for bound in (dim.max, other.max) if bound is not None]
@@ -293,7 +295,7 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
     example, program._example_inputs = program.example_inputs, None
     try:
         raw = io.BytesIO()  # not a file: torch's writer aborts the process when the disk is full
-        with rounding.storable(program):
+        with rounding.round_by_trunc(program):
             torch.export.save(program, raw)
         torch_export_archive.clean(raw, path, code_paths.brief)
     except BundleError as error:

@@ -28,14 +28,14 @@ from torch.utils import _pytree as pytree
 
 from trueline import files
 from trueline.bundle.signature import TensorSpec
-from trueline.capture.export.silence import quiet
+from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import torchscript_archive
-from trueline.runtime.torchscript import FILE, first, undeprecated
+from trueline.runtime.torchscript import FILE, first, ignore_deprecation
 
 Way = Literal["script", "mix", "trace"]
 _BRANCHES = (ast.If, ast.IfExp, ast.While, ast.For, ast.Break, ast.Continue, ast.Try)
@@ -53,8 +53,8 @@ def emit(
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with undeprecated(), quiet(), torch.no_grad(), _noting_frozen([] if frozen is None else frozen):
-            made, how = _made(module, calling, way)
+        with ignore_deprecation(), quiet(), torch.no_grad(), _noting_frozen([] if frozen is None else frozen):
+            made, how = _make(module, calling, way)
             raw = io.BytesIO(made.save_to_buffer())
     except CaptureError:
         raise
@@ -84,37 +84,39 @@ def _noting_frozen(places: list[SourceLine]) -> Iterator[None]:
     )
 
 
-def _made(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str]:
+def _make(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str]:
     example = tuple(
-        resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in _led(spec)})
+        resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in _batch_axes(spec)})
         for spec, tensor in zip(calling.signature.inputs, calling.example, strict=True)
     )
     if way == "trace":
         traced = torch.jit.trace(TensorModule(module, calling).eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         return torch.jit.freeze(traced), "by trace"
     if way == "script":
-        return _flattened(torch.jit.script(module), module, calling), "by script"
+        return _flatten(torch.jit.script(module), module, calling), "by script"
     mixer = _Mixer(module, calling)
-    if mixer.scripted(module) is not None:
+    if mixer.script(module) is not None:
         raise CaptureError("the whole model can be scripted: a mix is no other program")
-    return _flattened(mixer.mix(module), module, calling), mixer.how()
+    return _flatten(mixer.mix(module), module, calling), mixer.how()
 
 
-def _led(spec: TensorSpec) -> list[int]:
+def _batch_axes(spec: TensorSpec) -> list[int]:
     """The dimension that counts the records: with one record it would be taken for a constant."""
     free = [axis for axis, size in enumerate(spec.shape) if isinstance(size, str)]
     return free if spec.role == "state" else [axis for axis in free if spec.shape[axis] == BATCH]
 
 
-def _flattened(scripted: Any, module: torch.nn.Module, calling: Calling) -> Any:
+def _flatten(scripted: Any, module: torch.nn.Module, calling: Calling) -> Any:
     """`scripted` behind a door of flat tensors: the call and the way to each output are written as text."""
-    door = type("Program", (_Door,), {"__module__": "trueline"})  # a class anew: torch.jit shares types of one class
+    door = type(
+        "Program", (_FlatProgram,), {"__module__": "trueline"}
+    )  # a class anew: torch.jit shares types of one class
     outer = torch.jit.script(door(scripted))
-    outer.define(_door(module, calling))
+    outer.define(_forward_text(module, calling))
     return torch.jit.freeze(outer.eval())
 
 
-class _Door(torch.nn.Module):
+class _FlatProgram(torch.nn.Module):
     """Holds the scripted model; its forward is defined as text."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -122,20 +124,20 @@ class _Door(torch.nn.Module):
         self.module = module
 
 
-def _door(module: torch.nn.Module, calling: Calling) -> str:
+def _forward_text(module: torch.nn.Module, calling: Calling) -> str:
     args, kwargs = calling.arguments([_Name(f"x{i}") for i in range(len(calling.example))])
-    given = [_written(value) for value in args] + [f"{key}={_written(value)}" for key, value in kwargs.items()]
+    given = [_literal(value) for value in args] + [f"{key}={_literal(value)}" for key, value in kwargs.items()]
     args, kwargs = calling.arguments(calling.example)
     found = pytree.tree_flatten_with_path(module(*args, **kwargs))[0]
     ways = [way for way, leaf in found if isinstance(leaf, torch.Tensor)]
     takes = ", ".join(f"x{i}: Tensor" for i in range(len(calling.example)))
     lines = [f"def forward(self, {takes}):", f"    found = self.module({', '.join(given)})"]
     for i, way in enumerate(ways):
-        lines += _unwrapped(i, way)
+        lines += _unwrap(i, way)
     return "\n".join([*lines, f"    return ({', '.join(f'y{i}' for i in range(len(ways)))},)"]) + "\n"
 
 
-def _unwrapped(i: int, way: Sequence[Any]) -> list[str]:
+def _unwrap(i: int, way: Sequence[Any]) -> list[str]:
     """Lines that set y`i` to the tensor at `way`. A name a step: TorchScript knows one type for each name."""
     lines = [f"    y{i}_0 = found"]
     for step, key in enumerate(way, 1):
@@ -155,7 +157,7 @@ class _Name(str):
     __slots__ = ()
 
 
-def _written(value: Any) -> str:
+def _literal(value: Any) -> str:
     if isinstance(value, _Name):
         return str(value)
     if value is None or isinstance(value, (bool, int, str)):
@@ -163,11 +165,11 @@ def _written(value: Any) -> str:
     if isinstance(value, float):
         return f"float('{value}')"
     if type(value) is tuple:
-        return f"({' '.join(_written(one) + ',' for one in value)})"
+        return f"({' '.join(_literal(one) + ',' for one in value)})"
     if type(value) is list:
-        return f"[{', '.join(map(_written, value))}]"
+        return f"[{', '.join(map(_literal, value))}]"
     if type(value) is dict:
-        return "{" + ", ".join(f"{key!r}: {_written(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_literal(one)}" for key, one in value.items()) + "}"
     raise CaptureError(
         f"the model is called with a {type(value).__name__}, which TorchScript cannot be given",
         hint="call it with tensors, numbers, and tuples, lists and dicts of them",
@@ -178,7 +180,7 @@ class _Mixer:
     """Scripts what branches, traces what cannot be scripted. Modules are copied where a part is exchanged."""
 
     def __init__(self, module: torch.nn.Module, calling: Calling) -> None:
-        self._calls = _recorded(module, calling)
+        self._calls = _record_calls(module, calling)
         self._names = {id(part): name for name, part in module.named_modules()}
         self._done: dict[str, list[str]] = {"scripted": [], "traced": []}
 
@@ -189,7 +191,7 @@ class _Mixer:
 
     def mix(self, module: torch.nn.Module) -> Any:
         """`module` as a ScriptModule. Raises what torch.jit raises for the part that cannot be had."""
-        whole = self.scripted(module)
+        whole = self.script(module)
         if whole is not None:
             return whole
         if not branches(module):
@@ -198,18 +200,20 @@ class _Mixer:
                 for name, child in module.named_children()
                 if any(branches(part) for part in child.modules())
             }
-            return self._traced(module, parts)
-        made = torch.jit.script(_exchanged(module, {name: self._part(part) for name, part in module.named_children()}))
+            return self._trace(module, parts)
+        made = torch.jit.script(
+            _replace_parts(module, {name: self._part(part) for name, part in module.named_children()})
+        )
         self._note("scripted", module)
         return made
 
     def _part(self, module: torch.nn.Module) -> torch.nn.Module:
         if isinstance(module, _CONTAINERS):
-            return _exchanged(module, {name: self._part(part) for name, part in module.named_children()})
+            return _replace_parts(module, {name: self._part(part) for name, part in module.named_children()})
         found: torch.nn.Module = self.mix(module)
         return found
 
-    def scripted(self, module: torch.nn.Module) -> Any:
+    def script(self, module: torch.nn.Module) -> Any:
         """`module` compiled, or None when the compiler cannot."""
         try:
             made = torch.jit.script(module)
@@ -218,11 +222,11 @@ class _Mixer:
         self._note("scripted", module)
         return made
 
-    def _traced(self, module: torch.nn.Module, parts: dict[str, Any]) -> Any:
+    def _trace(self, module: torch.nn.Module, parts: dict[str, Any]) -> Any:
         call = self._calls.get(id(module))
         if call is None:
             raise CaptureError(f"submodule '{self._names[id(module)]}' was not called on the example: it has no trace")
-        made = torch.jit.trace(_exchanged(module, parts), call, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+        made = torch.jit.trace(_replace_parts(module, parts), call, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         self._note("traced", module)
         return made
 
@@ -230,7 +234,7 @@ class _Mixer:
         self._done[what].append(self._names[id(module)] or "the model")
 
 
-def _exchanged(module: torch.nn.Module, parts: dict[str, Any]) -> torch.nn.Module:
+def _replace_parts(module: torch.nn.Module, parts: dict[str, Any]) -> torch.nn.Module:
     """`module` with other children; the parameters are the same tensors."""
     if not parts:
         return module
@@ -239,7 +243,7 @@ def _exchanged(module: torch.nn.Module, parts: dict[str, Any]) -> torch.nn.Modul
     return made
 
 
-def _recorded(module: torch.nn.Module, calling: Calling) -> dict[int, tuple[Any, ...]]:
+def _record_calls(module: torch.nn.Module, calling: Calling) -> dict[int, tuple[Any, ...]]:
     """The positional arguments of the first call of each submodule, in one call of `module` on its example."""
     calls: dict[int, tuple[Any, ...]] = {}
 

@@ -1,25 +1,31 @@
-"""The context in which torch.export follows a model: no gradients, quiet, and the patches of torch switched on."""
+"""The context in which torch.export follows a model: no gradients, no output, and the patches of torch switched on."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 
-from trueline.capture.export.silence import quiet
+from trueline.capture.model.code_paths import SourceLine, current_line
 from trueline.capture.model.signature import as_trained
 from trueline.capture.patches import (
     Patch,
     causal_mask,
+    decomposition_cache,
     einsum_order,
     module_to,
     packed_sequence,
     recurrent,
     symbolic_sizes,
 )
-from trueline.capture.patches.decomposition_cache import looked_up_once
 
 PATCH = Patch(
     issue="none found",
@@ -28,20 +34,52 @@ PATCH = Patch(
     helps=("all",),
 )
 
+_LOGGERS = ("torch.onnx", "torch.export", "torch.fx", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir")
+_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
+    # torch.onnx deep-copies torch's own LeafSpec, whose class warns on every copy (torch 2.13)
+    (r".*LeafSpec.*is deprecated", FutureWarning, ""),
+    # onnxscript and torch.onnx call deprecated parts of each other
+    ("", DeprecationWarning, r"(torch|onnxscript|onnx_ir)\b"),
+    # nn.LSTM and nn.GRU rebuild their list of weights while they are traced; the weights are parameters
+    (r".*_flat_weights.* assigned during export", UserWarning, ""),
+    # what a model keeps for inspection; the probes prove that no output depends on it
+    (r"The tensor attribute.* assigned during export", UserWarning, ""),
+)
+
 
 @contextmanager
-def followable() -> Iterator[None]:
-    """Parts of torch that its own exporter fixes or refuses are such as it can follow."""
-    with ExitStack() as held:
-        for way in (
-            recurrent.whole,
-            packed_sequence.padded,
-            causal_mask.masks_as_given,
-            symbolic_sizes.free_sizes,
-            module_to.left_alone,
-            einsum_order.ordered_by_example,
+def quiet() -> Iterator[None]:
+    """Silences the exporters' logs, warnings and dumps on stderr in this process; not for several threads at once.
+
+    What matters arrives as an exception, and its message goes into the attempt's reason.
+    """
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            for message, category, module in _WARNINGS:
+                warnings.filterwarnings("ignore", message, category, module)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def apply_patches() -> Iterator[None]:
+    """Parts of torch that its own exporter specializes or refuses are replaced by ones that it can follow."""
+    with ExitStack() as stack:
+        for patch in (
+            recurrent.keep_layers_whole,
+            packed_sequence.keep_padded,
+            causal_mask.skip_causal_check,
+            symbolic_sizes.keep_sizes_free,
+            module_to.skip_conversions,
+            einsum_order.order_by_example,
         ):
-            held.enter_context(way())
+            stack.enter_context(patch())
         yield
 
 
@@ -50,10 +88,30 @@ def tracing() -> Iterator[None]:
     """What holds while torch.export follows a model."""
     before = len(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
     try:
-        with torch.no_grad(), as_trained(), quiet(), looked_up_once(), followable():
+        with torch.no_grad(), as_trained(), quiet(), decomposition_cache.cache_operators(), apply_patches():
             yield
     finally:
-        # torch.export leaves its own mode behind when it fails while another is on (torch 2.13), and all that is traced
-        # in this process afterwards would go through it
+        # torch.export leaves its own mode behind when it fails while another is on, and everything that is traced in
+        # this process afterwards would pass through it
         while len(_get_current_function_mode_stack()) > before:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def watch_specialization() -> Iterator[dict[int, SourceLine]]:
+    """Size -> the user's line that made a constant of a free dimension, which torch's own message does not name."""
+    lines: dict[int, SourceLine] = {}
+    original = ShapeEnv._set_replacement
+
+    def set_replacement(env: ShapeEnv, symbol: Any, target: Any, why: str) -> None:
+        if target.is_Integer and int(target) not in lines:
+            place = current_line()
+            if place is not None:
+                lines[int(target)] = place
+        original(env, symbol, target, why)
+
+    ShapeEnv._set_replacement = set_replacement  # type: ignore[method-assign, assignment]
+    try:
+        yield lines
+    finally:
+        ShapeEnv._set_replacement = original  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ from trueline.runtime import torch_export_archive, torchscript_archive
 from trueline.runtime.tensors import to_tensors
 from trueline.runtime.torch_export import load
 from trueline.runtime.torchscript import FILE as TORCHSCRIPT
-from trueline.runtime.torchscript import first, undeprecated
+from trueline.runtime.torchscript import first, ignore_deprecation
 
 _RANGE = re.compile(r"-?\d*\W*L\[[^\]]*\](\[\d+\])*\.size\(\)\[\d+\]\s*(<=|>=|<|>|!=|==)\s*\d+")
 
@@ -44,7 +44,7 @@ def read_torchscript(path: Path, work: Path, declared: DeclaredInputs | None) ->
     torchscript_archive.clean(path, clean)
     torchscript_archive.check(clean)
     try:
-        with undeprecated():
+        with ignore_deprecation():
             module: Any = torch.jit.load(str(clean), map_location="cpu").eval()  # type: ignore[no-untyped-call]
     except Exception as error:
         raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error

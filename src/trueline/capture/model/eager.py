@@ -14,8 +14,8 @@ from trueline.capture.model.explicit_state import Explicit, users_own
 from trueline.capture.model.python_state import Recall
 from trueline.capture.model.signature import BATCH, Calling, as_trained, learn
 from trueline.errors import CaptureError
-from trueline.runtime import torch_settings
-from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.runtime import tensors
+from trueline.runtime.settings import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
 
@@ -35,11 +35,11 @@ class EagerSession:
         *,
         others: Sequence[Any] = (),
         dynamic_shapes: Mapping[str, Any] | None = None,
-        settings: Settings = DEFAULTS,
+        settings: SessionSettings = DEFAULTS,
     ) -> None:
-        self._device = torch_settings.device(settings)
+        self._device = tensors.device(settings)
         self._settings = settings
-        torch_settings.autocast(settings, self._device)  # refuses a precision before the model is called
+        tensors.autocast(settings, self._device)  # refuses a precision before the model is called
         before = _checksums(users_own(module))
         self.recall = Recall(users_own(module))
         """The values of its plain attributes before the first call."""
@@ -72,7 +72,7 @@ class EagerSession:
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. The caller's arrays are copied first: a module may write into its inputs."""
         self.signature.check(inputs)
-        with torch.no_grad(), as_trained(), torch_settings.autocast(self._settings, self._device):
+        with torch.no_grad(), as_trained(), tensors.autocast(self._settings, self._device):
             outputs = self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
         if len(outputs) != len(self.signature.outputs):
             raise CaptureError(
@@ -80,7 +80,7 @@ class EagerSession:
                 hint="a bundle has the same outputs for every request: return all of them always, and a flag that says "
                 "which hold",
             )
-        return to_arrays(self.signature, outputs, cast=torch_settings.casts(self._settings))
+        return to_arrays(self.signature, outputs, cast=tensors.casts(self._settings))
 
 
 def _checksums(module: torch.nn.Module) -> dict[str, int]:

@@ -41,7 +41,7 @@ def _is_float(value: Any) -> bool:
     return dtype is not None and dtype.is_floating_point()
 
 
-def _left(self: Any, other: Any) -> tuple[Any, Any]:
+def _remainder_parts(self: Any, other: Any) -> tuple[Any, Any]:
     """What C's fmod leaves, which has the sign of the first; and where that is not the sign of the second."""
     left = op.Mod(self, other, fmod=1)
     zero = op.CastLike(0.0, left)
@@ -54,7 +54,7 @@ def _remainder(self: Any, other: Any) -> Any:
     self, other = _alike(self, other)
     if self.dtype not in _EXACT:
         return core.aten_remainder(self, other)
-    left, unlike = _left(self, other)
+    left, unlike = _remainder_parts(self, other)
     return op.Where(unlike, op.Add(left, other), left)
 
 
@@ -62,7 +62,7 @@ def _floor_divide(self: Any, other: Any) -> Any:
     self, other = _alike(self, other)
     if self.dtype not in _EXACT:
         return core.aten_floor_divide(self, other)
-    left, unlike = _left(self, other)
+    left, unlike = _remainder_parts(self, other)
     one = op.CastLike(1.0, self)
     found = op.Div(op.Sub(self, left), other)
     found = op.Where(unlike, op.Sub(found, one), found)

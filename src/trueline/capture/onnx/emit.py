@@ -1,14 +1,13 @@
-"""Emits ONNX from an exported program. Apart from `onnx.py`, because opening a program must not import
-torch.
+"""Emits ONNX from an exported program.
 
-What the exporter writes about its own machine (stack traces with paths, names of classes) is taken out: a
-bundle goes to production, and equal models should give equal bytes. The proven range goes in as metadata,
-so that other tools can read what ONNX itself cannot express.
+What the exporter writes about its own machine (stack traces with paths, names of classes) is removed: a bundle goes to
+production, and equal models should give equal bytes. The proven range is added as metadata, for other tools.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +22,13 @@ from onnx_ir.passes.common import NameFixPass
 from trueline import files
 from trueline.capture.export import custom_ops
 from trueline.capture.export.exported import Exported
-from trueline.capture.export.silence import quiet
+from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.onnx import padded_pool, pass_workarounds, size_arithmetic, small_constants, torchlib_cache
 from trueline.capture.onnx.opsets import FORMAT_VERSIONS
 from trueline.capture.onnx.translations import TRANSLATIONS
-from trueline.capture.patches import recurrent
-from trueline.capture.patches.decomposition_cache import looked_up_once
+from trueline.capture.patches import decomposition_cache, recurrent
 from trueline.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -37,74 +36,66 @@ if TYPE_CHECKING:
 
 FILE = "programs/model.onnx"
 SIGNATURE = "trueline.signature"
-"""Under this name a program's metadata say what it takes, gives and was proven for."""
+"""Key in a program's metadata: its signature."""
 SOURCE = "source"
-"""Under this name the metadata of a node say the line that it came from, `layers.py:13`."""
+"""Key in a node's metadata: the line that it came from, `layers.py:13`."""
 EXTERNAL_BYTES = 1_500_000_000
 """Weights beyond this go into a file of their own: one protobuf cannot hold more than 2 GB."""
 
 
 def emit(exported: Exported, folder: Path) -> Path:
-    """Writes `folder/programs/model.onnx`;
-
-    returns its path. Raises CaptureError when an operator has no translation.
-    """
+    """Writes `folder/programs/model.onnx`; returns its path. Raises CaptureError when an operator has no
+    translation."""
     signature = exported.signature
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    program = translated(
+    program = translate(
         exported.program,
         [spec.name for spec in signature.inputs],
         [spec.name for spec in signature.outputs],
         opset=exported.opset,
     )
     if exported.opset is not None:
-        _stamp(program.model, exported.opset)
+        written = program.model.opset_imports.get("")
+        if written != exported.opset:
+            raise CaptureError(f"torch.onnx wrote the model in opset {written}, expected {exported.opset}")
+        # a runtime that knows the operators may refuse a later file format
+        program.model.ir_version = FORMAT_VERSIONS[exported.opset]
     clean(program.model, exported.symbols)
-    program.model.metadata_props[SIGNATURE] = _said(signature)
+    program.model.metadata_props[SIGNATURE] = _encode_signature(signature)
     save(program, path, weight_bytes=exported.weight_bytes)
     return path
 
 
-def _stamp(model: onnx_ir.Model, opset: int) -> None:
-    """Gives the file the version of its opset: a runtime that knows the operators may refuse a later file format."""
-    written = model.opset_imports.get("")
-    if written != opset:
-        raise CaptureError(f"torch.onnx wrote the model in opset {written}, asked was {opset}")
-    model.ir_version = FORMAT_VERSIONS[opset]
-
-
 def restate(path: Path, signature: Signature) -> None:
-    """Writes into the program at `path` that it holds for `signature`, less than it was emitted for.
-
-    Raises StorageError.
-    """
+    """Writes the narrower `signature` into the program at `path`. Raises StorageError."""
     model = onnx.load(path, load_external_data=False)
     for entry in model.metadata_props:
         if entry.key == SIGNATURE:
-            entry.value = _said(signature)
+            entry.value = _encode_signature(signature)
     files.write_atomic(path, model.SerializeToString(deterministic=True))
 
 
-def _said(signature: Signature) -> str:
+def _encode_signature(signature: Signature) -> str:
     return msgspec.json.encode(signature, order="sorted").decode()
 
 
 def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Array]]:
     """What ONNX Runtime computes on `inputs` inside each submodule, by its qualified name.
 
-    The program is translated once more, with every value as an output; too large a one is left alone. For a refusal
-    that has to say where, not for serving.
+    For a refusal that has to name a submodule: the program is translated again with every value as an output, unless it
+    is too large.
     """
     if exported.weight_bytes > EXTERNAL_BYTES:
         return {}
     signature = exported.signature
     names = ([spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs])
-    model = translated(exported.program, *names).model
+    model = translate(exported.program, *names).model
     wanted = {value.name: value for value in model.graph.outputs if value.name}
     scopes: dict[str, set[str]] = {"": set(wanted)}
     for node in model.graph:
-        for path in _scopes(node):
+        paths = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
+        for path in {name for name in map(users_name, map(str, paths)) if name is not None}:
             named = [value for value in node.outputs if value.name and value.type is not None]
             scopes.setdefault(path, set()).update(str(value.name) for value in named)
             wanted |= {str(value.name): value for value in named}
@@ -114,13 +105,6 @@ def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Ar
     )
     found = dict(zip(wanted, session.run(list(wanted), dict(inputs)), strict=True))
     return {path: [found[name] for name in sorted(names)] for path, names in scopes.items()}
-
-
-def _scopes(node: onnx_ir.Node) -> set[str]:
-    """The user's submodules in which the exporter says that `node` stands."""
-    written = node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]")
-    names = (users_name(str(path)) for path in ast.literal_eval(written))
-    return {name for name in names if name is not None}
 
 
 def users_name(path: str) -> str | None:
@@ -136,7 +120,7 @@ def users_name(path: str) -> str | None:
     return deeper if head == "_users" else rest
 
 
-def translated(
+def translate(
     program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], *, opset: int | None = None
 ) -> torch.onnx.ONNXProgram:
     """`program` as ONNX with these names, in the exporter's own opset when none is named.
@@ -145,11 +129,11 @@ def translated(
     """
     try:
         try:
-            found = _exported(program, inputs, outputs, opset)
+            found = _export(program, inputs, outputs, opset)
         except Exception as error:
-            if not pass_workarounds.helps(error):
+            if not pass_workarounds.may_help(error):
                 raise
-            found = _exported(pass_workarounds.mended(program), inputs, outputs, opset)
+            found = _export(pass_workarounds.rewrite(program), inputs, outputs, opset)
     except Exception as error:
         place = custom_ops.line_of(program, _reason(error))
         raise CaptureError(
@@ -157,23 +141,23 @@ def translated(
         ) from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
-    size_arithmetic.exact(found.model)
-    padded_pool.apart(found.model)
+    size_arithmetic.compute_in_double(found.model)
+    padded_pool.separate_pads(found.model)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 
 
-def _exported(
+def _export(
     program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], opset: int | None
 ) -> torch.onnx.ONNXProgram | None:
     # without no_grad torch would split a scan for its gradients, in a pass that runs the program once more
     with (
         torch.no_grad(),
         quiet(),
-        recurrent.whole(),
-        torchlib_cache.listed_once(),
-        looked_up_once(),
-        small_constants.exact(),
+        recurrent.keep_layers_whole(),
+        torchlib_cache.cache_torchlib(),
+        decomposition_cache.cache_operators(),
+        small_constants.compare_exactly(),
     ):
         return torch.onnx.export(
             program,
@@ -201,7 +185,7 @@ def _reason(error: Exception) -> str:
 
 
 def clean(model: onnx_ir.Model, symbols: Mapping[str, str]) -> None:
-    """Takes out what the exporter says of its own machine; `symbols` gives torch's names of sizes another name."""
+    """Removes what the exporter writes about its own machine; `symbols` renames torch's symbols, s77 to batch."""
     model.producer_name, model.producer_version = "trueline", None
     model.metadata_props.clear()
     model.doc_string = None
@@ -228,9 +212,38 @@ def _clean_value(value: Any, symbols: Mapping[str, str]) -> None:
     value.metadata_props.clear()
     value.doc_string = None
     if value.shape is not None:
-        value.shape = onnx_ir.Shape([_dimension(dim, symbols) for dim in value.shape])
+        value.shape = onnx_ir.Shape(
+            [dim if isinstance(dim, int) else symbols.get(str(getattr(dim, "value", dim)), dim) for dim in value.shape]
+        )
 
 
-def _dimension(dim: Any, symbols: Mapping[str, str]) -> Any:
-    """torch names a symbol s77; the signature names it batch."""
-    return dim if isinstance(dim, int) else symbols.get(str(getattr(dim, "value", dim)), dim)
+_NODE = re.compile(r"node with name '([^']+)'|Node \(([^)]+)\)")
+
+
+def node_name(message: str) -> str:
+    """The name of the node in a message of ONNX Runtime; empty where there is none.
+
+    >>> node_name("Could not find an implementation for Gemm(13) node with name 'node_linear'")
+    'node_linear'
+    """
+    match = _NODE.search(message)
+    return (match[1] or match[2] or "") if match else ""
+
+
+def node_dtypes(path: Path, node: str) -> list[str]:
+    """Dtypes of the inputs and outputs of a node of the program at `path`, except float32 and int64.
+
+    As a rule they are why ONNX Runtime has no such operator (bfloat16 on the CPU).
+    """
+    graph = onnx.load(str(path), load_external_data=False).graph
+    kinds = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
+    kinds |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    names = [name for one in graph.node if one.name == node for name in (*one.input, *one.output)]
+    usual = (onnx.TensorProto.UNDEFINED, onnx.TensorProto.FLOAT, onnx.TensorProto.INT64)
+    found = {kinds[name] for name in names if kinds.get(name, onnx.TensorProto.UNDEFINED) not in usual}
+    return sorted(onnx.TensorProto.DataType.Name(kind).lower() for kind in found)
+
+
+def node_line(program: torch.export.ExportedProgram, node: str) -> SourceLine | None:
+    """The user's line that `node` is from: the exporter names it after the graph's own node, with a prefix."""
+    return custom_ops.line_of(program, f"%{node.removeprefix('node_')} :")

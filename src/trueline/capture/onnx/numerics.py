@@ -65,11 +65,11 @@ def _hypot(self: Any, other: Any) -> Any:
 
 
 def _extreme_of_numbers(extreme: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def written(self: Any, other: Any) -> Any:
+    def translate(self: Any, other: Any) -> Any:
         """NaN only where both are."""
         return op.Where(op.IsNaN(self), other, op.Where(op.IsNaN(other), self, extreme(self, other)))
 
-    return written
+    return translate
 
 
 def _logaddexp(self: Any, other: Any) -> Any:

@@ -24,13 +24,13 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from trueline import events
 from trueline.capture.export import torch_export
 from trueline.capture.export.exported import Exported
-from trueline.capture.export.silence import quiet
+from trueline.capture.export.tracing import quiet
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import onnx, subprogram
-from trueline.runtime.offload import FILE, VERSION, Kept, Part, Plan
+from trueline.runtime.offload import FILE, VERSION, KeptOperator, OffloadedPart, OffloadPlan
 from trueline.runtime.settings import DEFAULTS
-from trueline.runtime.subprogram import Piece
+from trueline.runtime.subprogram import Subprogram
 from trueline.runtime.torch_export import load
 
 LEAST = 3
@@ -54,22 +54,22 @@ def emit(exported: Exported, folder: Path) -> Path:
     program = load(whole)  # as it will be opened: the plan names its nodes
     program.graph.eliminate_dead_code()  # a result of several that nobody reads would hold its operator back
     operators = [node for node in program.graph.nodes if subprogram.is_operator(node)]
-    kept = refused(program, operators)
+    kept = find_refused(program, operators)
     taken = [node for node in operators if _kind(_producer(node)) not in kept]
-    parts: list[Part] = []
-    left: list[Kept] = []
+    parts: list[OffloadedPart] = []
+    left: list[KeptOperator] = []
     for nodes in _largest(program, taken):
         target = path.with_name(f"{path.stem}-{len(parts)}.onnx")
         try:
             parts.append(_part(program, nodes, target, exported))
         except (CaptureError, BundleError) as error:
             target.unlink(missing_ok=True)
-            left.append(Kept(operator=f"{len(nodes)} operators from '{nodes[0].name}' on", why=error.message))
-    told = [Kept(operator=kind[0], why=why) for kind, why in kept.items()]
+            left.append(KeptOperator(operator=f"{len(nodes)} operators from '{nodes[0].name}' on", why=error.message))
+    told = [KeptOperator(operator=kind[0], why=why) for kind, why in kept.items()]
     if not parts:
         why = "; ".join(f"{one.operator}: {one.why}" for one in (*told, *left)) or "it has too few operators"
         raise CaptureError(f"ONNX Runtime takes no part of the model that is worth handing over ({why})")
-    plan = Plan(
+    plan = OffloadPlan(
         version=VERSION,
         program=whole.name,
         runtime="onnxruntime",
@@ -82,13 +82,15 @@ def emit(exported: Exported, folder: Path) -> Path:
     return path
 
 
-def _size(parts: Iterable[Part]) -> int:
+def _size(parts: Iterable[OffloadedPart]) -> int:
     return sum(len(part.nodes) for part in parts)
 
 
-def _part(program: torch.export.ExportedProgram, nodes: Sequence[Node], path: Path, exported: Exported) -> Part:
+def _part(
+    program: torch.export.ExportedProgram, nodes: Sequence[Node], path: Path, exported: Exported
+) -> OffloadedPart:
     piece = _attempt(program, nodes, path, exported.symbols)
-    return Part(
+    return OffloadedPart(
         file=path.name,
         nodes=tuple(subprogram.name_of(node) for node in nodes),
         inputs=piece.inputs,
@@ -98,17 +100,17 @@ def _part(program: torch.export.ExportedProgram, nodes: Sequence[Node], path: Pa
 
 def _attempt(
     program: torch.export.ExportedProgram, nodes: Iterable[Node], path: Path, symbols: dict[str, str]
-) -> Piece:
+) -> Subprogram:
     """Writes what computes `nodes` to `path` and opens it. Raises CaptureError or BundleError as it is refused."""
     piece = subprogram.cut(program, nodes)
-    made = onnx_emit.translated(piece.program, piece.inputs, piece.outputs)
+    made = onnx_emit.translate(piece.program, piece.inputs, piece.outputs)
     onnx_emit.clean(made.model, symbols)
     onnx_emit.save(made, path, weight_bytes=piece.weight_bytes)
-    onnx.opened(path, DEFAULTS)
+    onnx.open_model(path, DEFAULTS)
     return piece
 
 
-def refused(program: torch.export.ExportedProgram, operators: Sequence[Node]) -> dict[Kind, str]:
+def find_refused(program: torch.export.ExportedProgram, operators: Sequence[Node]) -> dict[Kind, str]:
     """The kinds of operators that cannot be handed over, each with the reason.
 
     A refusal often names its operator, which is then tried alone; where it does not, halving finds it.
@@ -157,7 +159,7 @@ def _kind(node: Node) -> Kind:
     return (str(node.target), *(str(one.dtype) for one in given if isinstance(one, torch.Tensor)))
 
 
-class _Taken(OperatorSupportBase):
+class _OnlyThese(OperatorSupportBase):
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._nodes = frozenset(nodes)
 
@@ -167,7 +169,7 @@ class _Taken(OperatorSupportBase):
 
 def _largest(program: torch.export.ExportedProgram, taken: Sequence[Node]) -> list[list[Node]]:
     """The largest parts of `taken` that can run in one go each, in the order of the program."""
-    partitioner = CapabilityBasedPartitioner(program.graph_module, _Taken(taken), allows_single_node_partition=True)
+    partitioner = CapabilityBasedPartitioner(program.graph_module, _OnlyThese(taken), allows_single_node_partition=True)
     order = {node: at for at, node in enumerate(program.graph.nodes)}
     parts = [sorted(one.nodes, key=order.__getitem__) for one in partitioner.propose_partitions()]
     return sorted((part for part in parts if len(part) >= LEAST), key=lambda part: order[part[0]])

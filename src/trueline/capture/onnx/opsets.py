@@ -46,7 +46,7 @@ def _of_release(target: str) -> int:
     return _RELEASES[min(minor, max(_RELEASES))]
 
 
-def checked(opset: int | None) -> int | None:
+def check_opset(opset: int | None) -> int | None:
     """`opset`, if the exporter writes it. Raises UsageError."""
     if opset is not None and opset not in FORMAT_VERSIONS:
         raise UsageError(f"opset is {opset!r}, expected one of: {join_names(map(str, FORMAT_VERSIONS))}")

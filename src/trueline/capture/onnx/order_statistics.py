@@ -50,7 +50,7 @@ def _infinite(like: Any) -> Any:
     return op.CastLike(op.Constant(value_float=float("inf")), like)
 
 
-def _squeezed(found: tuple[Any, Any], dim: int, keepdim: bool) -> tuple[Any, Any]:
+def _squeeze(found: tuple[Any, Any], dim: int, keepdim: bool) -> tuple[Any, Any]:
     value, index = found
     return found if keepdim else (op.Squeeze(value, _number(dim)), op.Squeeze(index, _number(dim)))
 
@@ -66,7 +66,7 @@ def _nth(value: Any, dim: int, count: Any, *, floats: bool) -> tuple[Any, Any]:
 def _kthvalue(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
     dim %= len(self.shape)
     count = _number(k) if isinstance(k, int) else op.Reshape(k, _number(-1))
-    return _squeezed(_nth(self, dim, count, floats=_is_float(self)), dim, keepdim)
+    return _squeeze(_nth(self, dim, count, floats=_is_float(self)), dim, keepdim)
 
 
 def _middle(value: Any, dim: int, *, floats: bool) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ def _middle(value: Any, dim: int, *, floats: bool) -> tuple[Any, Any]:
 
 def _median_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     dim %= len(self.shape)
-    return _squeezed(_middle(self, dim, floats=_is_float(self)), dim, keepdim)
+    return _squeeze(_middle(self, dim, floats=_is_float(self)), dim, keepdim)
 
 
 def _median(self: Any) -> Any:
@@ -101,7 +101,7 @@ def _nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any
     _, indices = op.TopK(op.Where(torn, _infinite(self), self), _size(self, dim), axis=dim, largest=0)
     at = op.Max(op.Div(op.Sub(count, _number(1)), _number(2)), _number(0))
     index = op.GatherElements(indices, at, axis=dim)
-    return _squeezed((op.GatherElements(self, index, axis=dim), index), dim, keepdim)
+    return _squeeze((op.GatherElements(self, index, axis=dim), index), dim, keepdim)
 
 
 def _mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
@@ -113,7 +113,7 @@ def _mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
     largest = op.ReduceMax(self, _number(dim), keepdims=1)
     value = op.ReduceMin(op.Where(most, self, largest), _number(dim), keepdims=1)
     here = op.Cast(op.Equal(self, value), to=ir.DataType.INT64)
-    return _squeezed((value, op.ArgMax(here, axis=dim, keepdims=1, select_last_index=1)), dim, keepdim)
+    return _squeeze((value, op.ArgMax(here, axis=dim, keepdims=1, select_last_index=1)), dim, keepdim)
 
 
 def _running(extreme: Callable[[Any, Any], Any], value: Any, dim: int, size: object) -> Any:
@@ -131,7 +131,7 @@ def _or_nan(extreme: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _cumulative(extreme: Callable[[Any, Any], Any]) -> Callable[..., tuple[Any, Any]]:
-    def written(self: Any, dim: int) -> tuple[Any, Any]:
+    def translate(self: Any, dim: int) -> tuple[Any, Any]:
         """The running extreme, and where it came last."""
         rank, floats = len(self.shape), _is_float(self)
         dim %= rank
@@ -143,10 +143,10 @@ def _cumulative(extreme: Callable[[Any, Any], Any]) -> Callable[..., tuple[Any, 
         met = op.Where(here, op.Reshape(_places(self, dim), shape), op.Constant(value_int=0))
         return values, _running(op.Max, met, dim, size)
 
-    return written
+    return translate
 
 
-def _searchsorted(
+def _search_positions(
     sorted_sequence: Any,
     self: Any,
     *,
@@ -186,7 +186,7 @@ def _sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descen
 def _place_of(extreme: str) -> Callable[..., Any]:
     """`ArgMax` or `ArgMin`, where NaN is more and less than any number; ONNX Runtime passes over it."""
 
-    def written(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    def translate(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
         rank = len(self.shape)
         value = op.Reshape(self, _number(-1)) if dim is None or not rank else self
         axis = dim % rank if dim is not None and rank else 0
@@ -202,23 +202,23 @@ def _place_of(extreme: str) -> Callable[..., Any]:
             return op.Reshape(found, op.Constant(value_ints=[1] * rank))
         return found if keepdim else op.Squeeze(found, _number(axis))
 
-    return written
+    return translate
 
 
 def _extreme(reduced: str) -> Callable[..., Any]:
     """Over `dim`, which the exporter wants to be said; torch means all where it is not."""
 
-    def written(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    def translate(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
         axes = op.Constant(value_ints=list(dim)) if dim else None
         return getattr(op, reduced)(self, axes, keepdims=int(keepdim))
 
-    return written
+    return translate
 
 
 def _adaptive_max_pool(axes: int) -> Callable[..., tuple[Any, Any]]:
     """Over `axes` dimensions."""
 
-    def written(self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
+    def translate(self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
         """The largest of each part, and the first place in the plane where it lies; parts of a dimension may overlap,
         and bin i of n goes from floor(i * size / n) up to ceil((i + 1) * size / n). One dimension after the other."""
         rank = len(self.shape)
@@ -228,7 +228,7 @@ def _adaptive_max_pool(axes: int) -> Callable[..., tuple[Any, Any]]:
             value, places = (op.Concat(*each, axis=at) for each in zip(*parts, strict=True))
         return value, places
 
-    return written
+    return translate
 
 
 def _plane(value: Any, axes: int) -> Any:
@@ -267,7 +267,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.mode.default: _mode,
     _ATEN.cummax.default: _cumulative(op.Max),
     _ATEN.cummin.default: _cumulative(op.Min),
-    _ATEN.searchsorted.Tensor: _searchsorted,
+    _ATEN.searchsorted.Tensor: _search_positions,
     _ATEN.sort.stable: _sort_stable,
     _ATEN.adaptive_max_pool2d.default: _adaptive_max_pool(2),
 }

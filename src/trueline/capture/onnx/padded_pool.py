@@ -1,8 +1,7 @@
-"""A maximum over a tensor that was padded with zeros stays one: ONNX Runtime would make the zeros part of its window.
+"""ONNX Runtime's PadFusion lets a MaxPool do the padding of the Pad before it, whose zeros then no longer count.
 
-Its pass that joins a Pad with the pool after it (PadFusion, ONNX Runtime 1.31) lets the pool do the padding, and a
-MaxPool's own padding is less than every number: where all that it sees is below nought, the answer is another. A
-MaxPool that also says where its maxima lie is left alone, since the places would change; so it is asked for them.
+A MaxPool's own padding is below every number, so a window of negative numbers and padded zeros gets another maximum.
+The pass skips a MaxPool that also returns the places of its maxima.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ PATCH = Patch(
 )
 
 
-def apart(model: onnx_ir.Model) -> None:
-    """Each MaxPool of what a Pad gives has its places as a second output, which nobody reads."""
+def separate_pads(model: onnx_ir.Model) -> None:
+    """Gives each MaxPool behind a Pad a second output of places, which is unused."""
     for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
-        given = node.inputs[0] if node.op_type == "MaxPool" and len(node.outputs) == 1 else None
-        before = given.producer() if given is not None else None
-        if before is not None and before.op_type == "Pad":
+        source = node.inputs[0] if node.op_type == "MaxPool" and len(node.outputs) == 1 else None
+        producer = source.producer() if source is not None else None
+        if producer is not None and producer.op_type == "Pad":
             node.resize_outputs(2)
             node.outputs[1].name = f"{node.outputs[0].name}_places"
             node.outputs[1].type = onnx_ir.TensorType(onnx_ir.DataType.INT64)

@@ -11,7 +11,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from trueline.capture.export.silence import quiet
+from trueline.capture.export.tracing import quiet
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
@@ -22,49 +22,48 @@ PATCH = Patch(
 )
 
 _ATEN = torch.ops.aten
-_STUMBLES = ("compatible OpOverload for aten.sub", "SplitToSequence")
+_MESSAGES = ("compatible OpOverload for aten.sub", "SplitToSequence")
 
 
-def helps(error: Exception) -> bool:
-    """Whether `error`, raised by torch.onnx, is one that `mended` takes the cause of away."""
-    said = []
+def may_help(error: Exception) -> bool:
+    """Whether torch.onnx raised `error` for a reason that `rewrite` removes."""
+    messages = []
     cause: BaseException | None = error
     while cause is not None:
-        said.append(str(cause))
+        messages.append(str(cause))
         cause = cause.__cause__
-    return any(words in one for words in _STUMBLES for one in said)
+    return any(words in message for words in _MESSAGES for message in messages)
 
 
-def mended(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """`program` with tensors on the left of each difference, and slices in place of parts."""
+def rewrite(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """`program` with the tensor on the left of each difference, and slices in place of parts."""
     with quiet():
-        found: torch.export.ExportedProgram = program.run_decompositions({})
-    for node in list(found.graph.nodes):
+        functional: torch.export.ExportedProgram = program.run_decompositions({})
+    for node in list(functional.graph.nodes):
         if node.target is _ATEN.rsub.Scalar and len(node.args) == 2 and not node.kwargs:
-            _turned(found.graph, node)
+            _rewrite_difference(functional.graph, node)
         elif node.target is _ATEN.split.Tensor and isinstance(node.args[1], Node):
-            _sliced(found.graph, node)
-    found.graph.lint()
-    return found
+            _rewrite_split(functional.graph, node)
+    functional.graph.lint()
+    return functional
 
 
-def _turned(graph: Graph, node: Node) -> None:
-    """`1.0 - x` as `x * -1.0 + 1.0`, of floats: a product with -1 is exact, the sum rounded as the difference."""
-    given, number = node.args
+def _rewrite_difference(graph: Graph, node: Node) -> None:
+    """`1.0 - x` becomes `x * -1.0 + 1.0`: a product with -1 is exact, and the sum is rounded as the difference is."""
+    tensor, number = node.args
     if not isinstance(number, float):
         return
     with graph.inserting_before(node):
-        less = graph.call_function(_ATEN.mul.Tensor, (given, -1.0))
-        less.meta = dict(node.meta)
-        found = graph.call_function(_ATEN.add.Tensor, (less, number))
-        found.meta = dict(node.meta)
-    node.replace_all_uses_with(found)
+        negative = graph.call_function(_ATEN.mul.Tensor, (tensor, -1.0))
+        result = graph.call_function(_ATEN.add.Tensor, (negative, number))
+    negative.meta, result.meta = dict(node.meta), dict(node.meta)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-def _sliced(graph: Graph, node: Node) -> None:
-    """Parts of a size that is known only when the program runs, each as a slice; the last one ends where all ends."""
-    given, size, *rest = node.args
+def _rewrite_split(graph: Graph, node: Node) -> None:
+    """Each part of a size that is known only at run time becomes a slice; the last one ends where the tensor ends."""
+    tensor, size, *rest = node.args
     dim = node.kwargs.get("dim", rest[0] if rest else 0)
     assert isinstance(size, Node)
     for part in list(node.users):
@@ -78,8 +77,8 @@ def _sliced(graph: Graph, node: Node) -> None:
                 bound = graph.call_function(operator.mul, (size, times))
                 bound.meta["val"] = size.meta["val"] * times
                 bounds.append(bound)
-            found = graph.call_function(_ATEN.slice.Tensor, (given, dim, *bounds))
-        found.meta = dict(part.meta)
-        part.replace_all_uses_with(found)
+            result = graph.call_function(_ATEN.slice.Tensor, (tensor, dim, *bounds))
+        result.meta = dict(part.meta)
+        part.replace_all_uses_with(result)
         graph.erase_node(part)
     graph.erase_node(node)

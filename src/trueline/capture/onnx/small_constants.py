@@ -1,8 +1,7 @@
-"""The exporter's optimizer takes 1e-9 for 0 and 1.000009 for 1; here a constant is what it is.
+"""The exporter's optimizer takes 1e-9 for 0 and 1.000009 for 1, and drops `+ 1e-12` from `log(p + 1e-12)`.
 
-onnxscript leaves out what is added to a value or multiplied with it if it is 0 or 1, and compares with a tolerance of
-1e-8 and 1e-5: `log(p + 1e-12)` becomes `log(p)`, which is infinite where p is 0. Source: the defaults of
-`onnxscript.rewriter._pattern_ir.Constant` (0.7), as `onnxscript.rewriter._matcher` asks them.
+onnxscript's rules compare constants with a tolerance of 1e-8 and 1e-5. Here 0 and 1 match only themselves. Source: the
+defaults of `onnxscript.rewriter._pattern_ir.Constant`, as `onnxscript.rewriter._matcher` uses them.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ PATCH = Patch(
 
 
 @contextmanager
-def exact() -> Iterator[None]:
-    """While a program is optimized in the block, a constant of a rule is met by its own value alone."""
+def compare_exactly() -> Iterator[None]:
+    """In the block, where a program is optimized, a rule's constant matches its own value only."""
     names: dict[str, Any] = vars(_matcher)
-    before = names["math"]
-    names["math"] = SimpleNamespace(**vars(math) | {"isclose": _equal})
+    original = names["math"]
+    names["math"] = SimpleNamespace(**vars(math) | {"isclose": _is_same})
     try:
         yield
     finally:
-        names["math"] = before
+        names["math"] = original
 
 
-def _equal(found: float, wanted: float, **_: float) -> bool:
-    """1 / 6 in float32 is not what Python calls 1 / 6; 0 and 1 are the same in both."""
-    if wanted in (0, 1):
-        return found == wanted
+def _is_same(value: float, expected: float, **_: float) -> bool:
+    """In float32: 1 / 6 there is not Python's 1 / 6, while 0 and 1 are the same in both."""
+    if expected in (0, 1):
+        return value == expected
     with np.errstate(over="ignore"):
-        return bool(np.float32(found) == np.float32(wanted))
+        return bool(np.float32(value) == np.float32(expected))

@@ -1,9 +1,8 @@
-"""torch.onnx's own translations are listed, and their signatures read, once a process, and not once an export.
+"""torch.onnx lists its translations, and reads their signatures, once a process and not once an export.
 
-For each export torch.onnx asks onnxscript for the list, and onnxscript parses the source of all 500 functions in it to
-learn the name of a domain: more than half of the time of a small export. The list follows from onnxscript's registry,
-so it is kept for as long as that holds the same functions. And for each of them torch.onnx reads the annotations anew:
-a signature follows from its function alone. Sources: onnxscript's `_framework_apis/torch_2_5.py::get_torchlib_ops`;
+For each export onnxscript parses the source of 500 functions to learn a domain's name, and torch.onnx evaluates their
+annotations: more than half the time of a small export. The list is kept while onnxscript's registry holds the same
+functions. Sources: onnxscript's `_framework_apis/torch_2_5.py::get_torchlib_ops`;
 `torch/onnx/_internal/exporter/_registration.py::OnnxDecompMeta`.
 """
 
@@ -31,36 +30,37 @@ _SIGNATURES: Any = _schemas
 
 
 @contextmanager
-def listed_once() -> Iterator[None]:
-    """While a model is exported in the block, the list and the signatures are those that were made before."""
-    usual, reads = _APIS.get_torchlib_ops, _SIGNATURES.op_signature_from_function
-    _APIS.get_torchlib_ops = lambda: _listed(usual, _functions())
-    _SIGNATURES.op_signature_from_function = lambda function, *said, **more: (
-        _read(reads, function, said, tuple(more.items()))
-        if isinstance(function, Hashable)
-        else reads(function, *said, **more)
-    )
+def cache_torchlib() -> Iterator[None]:
+    """In the block, an export reuses the list and the signatures of earlier ones."""
+    list_ops, read = _APIS.get_torchlib_ops, _SIGNATURES.op_signature_from_function
+
+    def read_cached(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function, Hashable):
+            return _read(read, function, args, tuple(kwargs.items()))
+        return read(function, *args, **kwargs)
+
+    _APIS.get_torchlib_ops = lambda: _list_ops(list_ops, _registered())
+    _SIGNATURES.op_signature_from_function = read_cached
     try:
         yield
     finally:
-        _APIS.get_torchlib_ops, _SIGNATURES.op_signature_from_function = usual, reads
+        _APIS.get_torchlib_ops, _SIGNATURES.op_signature_from_function = list_ops, read
 
 
-def _functions() -> tuple[int, ...]:
-    """The identities of what is registered; those of the last list stay what they are, for the list holds them."""
+def _registered() -> tuple[int, ...]:
+    """Identities of the registered functions; the cached list keeps those of its own alive."""
     from onnxscript.function_libs.torch_lib import ops, registration
 
     del ops  # the import registers
-    return tuple(
-        id(function) for one in registration.default_registry.values() for function in (*one.overloads, *one.complex)
-    )
+    entries = registration.default_registry.values()
+    return tuple(id(function) for entry in entries for function in (*entry.overloads, *entry.complex))
 
 
 @lru_cache(maxsize=1)
-def _listed(usual: Any, functions: tuple[int, ...]) -> Any:
-    return usual()
+def _list_ops(original: Any, functions: tuple[int, ...]) -> Any:
+    return original()
 
 
 @lru_cache(maxsize=4096)
-def _read(reads: Any, function: Any, said: tuple[Any, ...], more: tuple[tuple[str, Any], ...]) -> Any:
-    return reads(function, *said, **dict(more))
+def _read(original: Any, function: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    return original(function, *args, **dict(kwargs))

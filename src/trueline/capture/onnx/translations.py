@@ -52,7 +52,7 @@ def _instance_norm(input: Any, *rest: Any) -> Any:
 def _rnn(activation: str) -> Callable[..., Any]:
     """A layer of a plain RNN after the other, each as one operator."""
 
-    def written(
+    def translate(
         input: Any,
         hx: Any,
         params: Sequence[Any],
@@ -85,7 +85,7 @@ def _rnn(activation: str) -> Callable[..., Any]:
         steps = op.Transpose(steps, perm=[1, 0, 2]) if batch_first else steps
         return steps, op.Concat(*left, axis=0)
 
-    return written
+    return translate
 
 
 def _repeat_interleave(self: Any, repeats: Any, dim: int | None = None, *, output_size: Any = None) -> Any:

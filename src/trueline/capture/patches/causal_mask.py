@@ -1,7 +1,7 @@
-"""nn.Transformer looks whether a mask is causal, to leave it out of the sum; no tracer can follow a look at values.
+"""nn.Transformer compares a mask with the causal one, and torch.export cannot follow a comparison of values.
 
-What it finds is a hint and changes no answer: `is_causal=False` uses the mask as it was given. Source: torch's
-documentation of nn.TransformerEncoder.forward.
+The result is only a hint: `is_causal=False` uses the mask as it is. Source: torch's documentation of
+nn.TransformerEncoder.forward.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PATCH = Patch(
 
 
 @contextmanager
-def masks_as_given() -> Iterator[None]:
-    """While a model is traced in the block, masks are used without a look at them, unless the caller says causal."""
-    before = transformer._detect_is_causal_mask
+def skip_causal_check() -> Iterator[None]:
+    """In the block, masks are not compared; the caller's own `is_causal=True` counts."""
+    original = transformer._detect_is_causal_mask
 
-    def unseen(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    def detect(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    transformer._detect_is_causal_mask = unseen
+    transformer._detect_is_causal_mask = detect
     try:
         yield
     finally:
-        transformer._detect_is_causal_mask = before
+        transformer._detect_is_causal_mask = original

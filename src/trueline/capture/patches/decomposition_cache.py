@@ -1,12 +1,9 @@
-"""What torch looks up again for each export is looked up once a process: half of the time of a small export.
+"""torch looks its operators up once a process, not once for every namespace: half the time of a small export.
 
-For each list of the operators that an export may keep whole, torch asks C++ for 800 names and looks for each of them,
-as often as there are namespaces of operators; an operator stays where it was found, so that is done again only when
-other names are there. And for the 5,000 kernels that torch lays over those operators, and takes away again, it makes as
-many functions, each with annotations that Python works out and nobody reads.
-
-It changes nothing that torch decides: see `torch/_export/utils.py::_materialize_cpp_cia_ops` and
-`torch/_ops.py::OperatorBase.py_impl`.
+For each list of the operators that an export may keep whole, torch fetches 800 names from C++ and looks each one up,
+once per namespace. An operator stays where it was found, so this is repeated only when there are new names. And for the
+5,000 kernels that torch lays over these operators it defines functions whose annotations Python evaluates and nothing
+reads. Source: `torch/_export/utils.py::_materialize_cpp_cia_ops`, `torch/_ops.py::OperatorBase.py_impl`.
 """
 
 from __future__ import annotations
@@ -30,34 +27,34 @@ PATCH = Patch(
 _UTILS: Any = torch._export.utils
 _OPS: Any = torch._ops
 _names: list[str] = []
-"""Of the operators that have been looked for."""
+"""Of the operators that have been looked up."""
 
 
 class _Annotations(type):
-    def __getitem__(cls, said: object) -> type:
+    def __getitem__(cls, arguments: object) -> type:
         return cls
 
-    def __instancecheck__(cls, found: object) -> bool:
-        return isinstance(found, Callable)  # type: ignore[arg-type] # "expected _ClassInfo": it is an ABC
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, Callable)  # type: ignore[arg-type] # "expected _ClassInfo": it is an ABC
 
 
-class _Said(metaclass=_Annotations):
-    """Stands for `Callable` where functions are made: whatever it holds costs nothing to say."""
+class _Callable(metaclass=_Annotations):
+    """Stands for `Callable` in annotations of torch._ops, without the cost of `Callable[...]`."""
 
 
 @contextmanager
-def looked_up_once() -> Iterator[None]:
-    """While a model is exported in the block, what torch has found in this process it does not look for again."""
+def cache_operators() -> Iterator[None]:
+    """In the block, an export looks up only operators that are new in this process."""
     materialize, callable_ = _UTILS._materialize_cpp_cia_ops, _OPS.Callable
 
-    def when_new() -> None:
+    def materialize_new() -> None:
         global _names
-        now = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-        if now != _names:
+        names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if names != _names:
             materialize()
-            _names = now
+            _names = names
 
-    _UTILS._materialize_cpp_cia_ops, _OPS.Callable = when_new, _Said
+    _UTILS._materialize_cpp_cia_ops, _OPS.Callable = materialize_new, _Callable
     try:
         yield
     finally:

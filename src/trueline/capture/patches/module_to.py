@@ -1,9 +1,8 @@
-"""`self.head.to(self.dtype)` in a `forward`: a part that is so already is left as it is.
+"""`self.head.to(self.dtype)` inside `forward` leaves a part alone that already is so.
 
-torch's own conversion replaces every weight by what comes of it, which an exporter that follows stand-ins of them
-cannot. While a model is traced here, a conversion that would change nothing gives the part back, and one that would
-change something is refused: a program's weights are what they were when it was made. Source: the documentation of
-torch.nn.Module.to.
+torch replaces every weight by its conversion, and torch.export cannot follow a replaced weight. In a trace, a
+conversion that changes nothing returns the part; one that would change a weight is refused, because a program's weights
+are fixed.
 """
 
 from __future__ import annotations
@@ -30,37 +29,37 @@ _DEVICES = ("cpu", "cuda")
 
 
 @contextmanager
-def left_alone() -> Iterator[None]:
-    """While a model is traced in the block, its parts are not converted; RuntimeError where that would matter."""
-    before = {name: getattr(Module, name) for name in ("to", *_DTYPES, *_DEVICES)}
-    for name, method in before.items():
-        setattr(Module, name, _unchanged(name, method))
+def skip_conversions() -> Iterator[None]:
+    """In the block, parts are not converted; RuntimeError where that would matter."""
+    originals = {name: getattr(Module, name) for name in ("to", *_DTYPES, *_DEVICES)}
+    for name, method in originals.items():
+        setattr(Module, name, _check_instead(name, method))
     try:
         yield
     finally:
-        for name, method in before.items():
+        for name, method in originals.items():
             setattr(Module, name, method)
 
 
-def _unchanged(name: str, method: Callable[..., Module]) -> Callable[..., Module]:
-    def converted(self: Module, *args: Any, **kwargs: Any) -> Module:
-        device, dtype, layout = _wanted(name, args, kwargs)
+def _check_instead(name: str, method: Callable[..., Module]) -> Callable[..., Module]:
+    def check(self: Module, *args: Any, **kwargs: Any) -> Module:
+        device, dtype, layout = _target(name, args, kwargs)
         for label, tensor in chain(self.named_parameters(), self.named_buffers()):
-            kept = tensor.is_complex() and name in _DTYPES
-            other = _difference(tensor, device, None if kept else dtype, layout)
-            if other:
+            skip_dtype = tensor.is_complex() and name in _DTYPES
+            change = _difference(tensor, device, None if skip_dtype else dtype, layout)
+            if change:
                 raise RuntimeError(
-                    f"`{type(self).__name__}.{name}` changes '{label}' from {other} while the model is called: "
+                    f"`{type(self).__name__}.{name}` changes '{label}' from {change} while the model is called: "
                     "a program's weights stay as they are, so convert the part where the model is made"
                 )
         return self
 
-    converted.__doc__, converted.__name__ = method.__doc__, name
-    return converted
+    check.__doc__, check.__name__ = method.__doc__, name
+    return check
 
 
-def _wanted(name: str, args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, Any]:
-    """Device, dtype and memory format that a conversion asks for; None where it asks for none."""
+def _target(name: str, args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, Any]:
+    """Device, dtype and memory format of a conversion; None for what it leaves as it is."""
     if name == "to":
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
         return device, dtype, layout
@@ -71,12 +70,12 @@ def _wanted(name: str, args: Any, kwargs: Any) -> tuple[torch.device | None, tor
 
 
 def _difference(tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None, layout: Any) -> str:
-    """What a conversion would change of `tensor`, as it is and as it would be; empty where that is nothing."""
+    """What a conversion would change of `tensor`: its value and the new one. Empty for no change."""
     floats = tensor.is_floating_point() or tensor.is_complex()
     if dtype is not None and floats and tensor.dtype != dtype:
         return f"{tensor.dtype} to {dtype}"
-    index = device is not None and device.index is not None and device.index != tensor.device.index
-    if device is not None and (device.type != tensor.device.type or index):
+    other_index = device is not None and device.index is not None and device.index != tensor.device.index
+    if device is not None and (device.type != tensor.device.type or other_index):
         return f"{tensor.device} to {device}"
     if layout is not None and tensor.dim() in (4, 5) and not tensor.is_contiguous(memory_format=layout):
         return f"its order in memory to {layout}"

@@ -1,11 +1,8 @@
-"""A loop over the places where a mask holds, `for expert in hit.nonzero()`: traced as a loop over all places.
+"""A loop over the places where a mask holds, `for expert in hit.nonzero()`, is traced with a step for every place.
 
-How many places there are the values decide, and no exporter follows a loop of that length. Where there are so many at
-most as the mask is long, and that is a number (the experts of a layer), each place can have its step: one that selects
-nothing computes nothing, and adds nothing. Whether that is so is for the proof, and a proof can only show it where some
-call leaves a place out; so this is done only where one does, at every such loop.
-
-Source: the documentation of torch.nonzero, and of torch.overrides.TorchFunctionMode.
+The values decide how many places there are, and torch.export cannot follow a loop of that length. A mask of fixed
+length bounds it: each place gets a step, and a step that selects nothing adds nothing. The proof can only show that
+where some call leaves a place out, so the patch is used only where every such loop leaves one out on some call.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import users_functions
 from trueline.capture.patches import Patch
-from trueline.capture.patches.size_lists import within
 
 PATCH = Patch(
     issue="https://github.com/huggingface/transformers/issues/38518",
@@ -31,88 +27,99 @@ PATCH = Patch(
     helps=("switch_transformers", "nllb_moe"),
 )
 
-MOST = 64
-"""Steps that a loop may have: each is written out in the program."""
+MAX_STEPS = 64
+"""Each step of a loop is written out in the program."""
 _FINDERS = ("nonzero", "argwhere", "where")
 _SAME = ("squeeze", "flatten", "ravel", "view", "reshape", "to", "cpu", "long", "int", "detach", "clone")
 """Methods after which a tensor still names the same places."""
 
 
-class Places(TorchFunctionMode):
-    """While a model is called in the block: loops over places go over `all` of them, or it is noted which do not."""
+class PlaceLoops(TorchFunctionMode):
+    """Makes loops over places go over `all` of them, or records which loops leave places out."""
 
     def __init__(self, *, all: bool) -> None:
         super().__init__()
         self.all = all
         self.skipped: dict[str, bool] = {}
-        """The line of each loop that was met -> whether it left a place out."""
-        self._most = WeakTensorKeyDictionary()
+        """Line of each loop -> whether it left a place out."""
+        self._lengths = WeakTensorKeyDictionary()
+        """Tensor of places -> length of its mask."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        of = args[0] if args else None
-        most: int | None = self._most[of] if isinstance(of, torch.Tensor) and of in self._most else None
-        if most is not None and name in ("unbind", "tolist"):
-            return self._steps(name, of, most, lambda: func(*args, **kwargs))
-        if self.all and name == "__format__" and isinstance(of, torch.Tensor) and not of.ndim:
-            return format(of.item(), *args[1:])  # as torch does outside of a trace
-        found = func(*args, **kwargs)
-        if most is not None and (name in _SAME or (name == "__getitem__" and _column(args[1]))):
-            self._note([found], most)
-        elif most is None and name in _FINDERS and (name != "where" or len(args) + len(kwargs) == 1):
-            self._note(tree_leaves(found), _static_length(of))
-        return found
-
-    def _note(self, tensors: Sequence[Any], most: int | None) -> None:
-        for tensor in tensors:
-            if most is not None and tensor.ndim and (tensor.ndim == 1 or tensor.shape[1:] == (1,)):
-                self._most[tensor] = most
-
-    def _steps(self, name: str, places: Any, most: int, as_it_is: Any) -> Any:
-        if not self.all:
+        first: Any = args[0] if args else None
+        length = self._lengths[first] if isinstance(first, torch.Tensor) and first in self._lengths else None
+        if length is not None and name in ("unbind", "tolist"):
+            if self.all:
+                return _all_places(name, first, length)
             line = str(code_paths.current_line())
-            self.skipped[line] = self.skipped.get(line, False) or len(places) < most
-            return as_it_is()
-        numbers: list[Any] = [*range(most)] if places.ndim == 1 else [[one] for one in range(most)]
-        if name == "tolist":
-            return numbers
-        return tuple(torch.tensor(one, dtype=places.dtype, device=places.device) for one in numbers)
+            self.skipped[line] = self.skipped.get(line, False) or len(first) < length
+        if self.all and name == "__format__" and isinstance(first, torch.Tensor) and not first.ndim:
+            return format(first.item(), *args[1:])  # as torch does outside a trace
+        result = func(*args, **kwargs)
+        if length is not None and (name in _SAME or (name == "__getitem__" and _is_column(args[1]))):
+            self._note([result], length)
+        elif length is None and name in _FINDERS and (name != "where" or len(args) + len(kwargs) == 1):
+            self._note(tree_leaves(result), _mask_length(first))
+        return result
+
+    def _note(self, tensors: Sequence[Any], length: int | None) -> None:
+        for tensor in tensors:
+            if length is not None and tensor.ndim and (tensor.ndim == 1 or tensor.shape[1:] == (1,)):
+                self._lengths[tensor] = length
 
 
-def _static_length(mask: Any) -> int | None:
-    """How many places a mask of one dimension has, where that is a number."""
+def _all_places(name: str, places: torch.Tensor, length: int) -> Any:
+    numbers: list[Any] = [*range(length)] if places.ndim == 1 else [[place] for place in range(length)]
+    if name == "tolist":
+        return numbers
+    return tuple(torch.tensor(number, dtype=places.dtype, device=places.device) for number in numbers)
+
+
+def _mask_length(mask: Any) -> int | None:
     if not isinstance(mask, torch.Tensor) or mask.ndim != 1 or not isinstance(mask.shape[0], int):
         return None
-    return mask.shape[0] if mask.shape[0] <= MOST else None
+    return mask.shape[0] if mask.shape[0] <= MAX_STEPS else None
 
 
-def _column(place: Any) -> bool:
-    """Whether an index takes the only column: `places[:, 0]`."""
-    return isinstance(place, tuple) and len(place) == 2 and place[0] == slice(None) and place[1] in (0, -1)
+def _is_column(index: Any) -> bool:
+    """Whether `index` takes the only column: `places[:, 0]`."""
+    return isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and index[1] in (0, -1)
 
 
-def may_help(module: torch.nn.Module, said: str) -> bool:
-    """Whether torch.export failed, with the message `said`, over a number that values decide, in code that may loop
-    over places."""
+def may_help(module: torch.nn.Module, message: str) -> bool:
+    """Whether torch.export failed with a data-dependent `message` on code that may loop over places."""
     finds = any(not set(_FINDERS).isdisjoint(one.__code__.co_names) for one in users_functions(module))
-    return "data-dependent" in said and finds
+    return "data-dependent" in message and finds
 
 
-def left_out(flat: torch.nn.Module, calls: Iterable[tuple[torch.Tensor, ...]]) -> bool:
+def leave_places_out(flat: torch.nn.Module, calls: Iterable[tuple[torch.Tensor, ...]]) -> bool:
     """Whether `flat` loops over places, and each of its loops leaves one out on some call."""
-    watch = Places(all=False)
+    mode = PlaceLoops(all=False)
     for tensors in calls:
         try:
-            with torch.no_grad(), watch:
+            with torch.no_grad(), mode:
                 flat(*(tensor.clone() for tensor in tensors))
         except Exception:  # noqa: BLE001 (blind except): a call that the model refuses shows nothing
             continue
-    return bool(watch.skipped) and all(watch.skipped.values())
+    return bool(mode.skipped) and all(mode.skipped.values())
 
 
 @contextmanager
-def all_of_them(module: torch.nn.Module) -> Iterator[None]:
-    """While `module` is traced in the block, its loops over places go over all of them."""
-    with within(module, Places(all=True)):
+def trace_all_places(module: torch.nn.Module) -> Iterator[None]:
+    """In the block, loops over places go over all of them when `module` is called.
+
+    Each call enters the mode itself: the mode that was entered last sees a function first, and the exporter enters its
+    own modes before it calls the module.
+    """
+    mode: Any = PlaceLoops(all=True)
+    hooks = (
+        module.register_forward_pre_hook(lambda *_: mode.__enter__() and None),
+        module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True),
+    )
+    try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()

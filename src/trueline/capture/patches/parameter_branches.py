@@ -1,10 +1,10 @@
-"""What parameters and buffers alone decide is decided while a model is traced: it is the same at every call.
+"""A branch that parameters and buffers alone decide is decided in the trace: it is the same at every call.
 
     if self.initted: ...        assert (t[1:] > t[:-1]).all()        steps = int(self.num_steps)
 
-torch.export follows no look at the values of a tensor, also where no input comes into it. Here what is computed of the
-model's own tensors is computed beside the trace as well, and a look at its values is answered with them. A tensor that
-the model writes itself is no such thing: then its values are those of a call, and nothing is answered.
+torch.export refuses to read the values of a tensor, also where no input has a part in them. Here what the model
+computes of its own tensors is computed beside the trace as well, and a read of its values returns these. As soon as the
+model writes one of its tensors, its values are those of a call, and no read is answered any more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.capture.patches import Patch
-from trueline.capture.patches.per_record import Drawn, NoDraws, writes
+from trueline.capture.patches.per_record import SYMBOLIC, NoRandom, RandomNumbers, writes
 
 PATCH = Patch(
     issue="none found",
@@ -27,9 +27,9 @@ PATCH = Patch(
     helps=("torchdiffeq", "vector-quantize-pytorch"),
 )
 
-LARGEST = 65_536
-"""Elements. What decides is small; a large weight is not computed twice to find out that nobody looks at it."""
-_LOOKS = frozenset(
+MAX_ELEMENTS = 65_536
+"""What decides is small; a large weight is not computed twice for a read that may never come."""
+_READS = frozenset(
     {
         torch.Tensor.__bool__,
         torch.Tensor.__int__,
@@ -46,76 +46,72 @@ _LOOKS = frozenset(
         torch.Tensor.allclose,
     }
 )
-_FREE = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def may_help(why: str) -> bool:
-    """Whether `why` torch.export does not follow a model is a look at values."""
-    return "data-dependent" in why or "DataDependent" in why
+def may_help(message: str) -> bool:
+    """Whether torch.export failed because code reads values."""
+    return "data-dependent" in message or "DataDependent" in message
 
 
-class HeldChoices(TorchFunctionMode):
-    """While `module` is traced in the block, what its own tensors decide has an answer. `looks` counts them."""
+class ParameterReads(TorchFunctionMode):
+    """While `module` is traced in the block, reads of values of its own tensors are answered. `reads` counts them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self._module = module
-        self._real = {
-            name: tensor.detach().clone()  # not to be written into, whatever is computed with it
-            for name, tensor in _held(module).items()
-            if tensor.numel() <= LARGEST
+        self._own = {
+            name: tensor.detach().clone()  # so that nothing computed with it can write it
+            for name, tensor in _tensors(module).items()
+            if tensor.numel() <= MAX_ELEMENTS
         }
-        self._beside = WeakTensorKeyDictionary()
-        self._seen: torch.Tensor | None = None
+        self._real = WeakTensorKeyDictionary()
+        """Traced tensor -> the real one, computed beside the trace."""
+        self._first: torch.Tensor | None = None
         self._sound = True
-        self.looks = 0
+        self.reads = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._sound:
             return func(*args, **kwargs)
-        self._enter()
+        self._note_own()
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        held = [tensor for tensor in tensors if tensor in self._beside]
-        if held and writes(func, kwargs):
-            self._sound = False  # also what shares its memory would be another
+        known = [tensor for tensor in tensors if tensor in self._real]
+        if known and writes(func, kwargs):
+            self._sound = False  # tensors that share its memory change too
             return func(*args, **kwargs)
-        alone = len(held) == len(tensors) > 0 and not any(isinstance(leaf, _FREE) for leaf in leaves)
-        if not alone:
+        if not tensors or len(known) < len(tensors) or any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
             return func(*args, **kwargs)
+        given = tree_map(lambda leaf: self._real[leaf] if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
         try:
-            real = self._computed(func, args, kwargs)
-        except Drawn:
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), NoRandom():  # type: ignore[no-untyped-call]
+                real = func(*given[0], **given[1])
+        except RandomNumbers:
             return func(*args, **kwargs)
-        if func in _LOOKS:
-            self.looks += 1
+        if func in _READS:
+            self.reads += 1
             return real
-        found = func(*args, **kwargs)
-        for ours, theirs in zip(tree_leaves(found), tree_leaves(real), strict=False):
-            if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor) and theirs.numel() <= LARGEST:
-                self._beside[ours] = theirs
-        return found
+        result = func(*args, **kwargs)
+        for ours, theirs in zip(tree_leaves(result), tree_leaves(real), strict=False):
+            if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor) and theirs.numel() <= MAX_ELEMENTS:
+                self._real[ours] = theirs
+        return result
 
-    def _enter(self) -> None:
-        """The tensors by which the tracer stands for the module's, whenever they are others than before."""
-        if not self._real:
+    def _note_own(self) -> None:
+        """Notes the tensors that the tracer puts in place of the module's own, whenever they are new ones."""
+        if not self._own:
             return
-        path, _, last = next(iter(self._real)).rpartition(".")
+        path, _, last = next(iter(self._own)).rpartition(".")
         tensor = getattr(self._module.get_submodule(path), last)
-        if tensor is self._seen:
+        if tensor is self._first:
             return
-        self._seen = tensor
-        current = _held(self._module)
-        for name, real in self._real.items():
+        self._first = tensor
+        current = _tensors(self._module)
+        for name, real in self._own.items():
             if name in current:
-                self._beside[current[name]] = real
-
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = tree_map(lambda leaf: self._beside[leaf] if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), NoDraws():  # type: ignore[no-untyped-call]
-            return func(*given[0], **given[1])
+                self._real[current[name]] = real
 
 
-def _held(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

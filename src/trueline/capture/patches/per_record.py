@@ -1,9 +1,12 @@
-"""A model whose code goes through the batch record by record, as a program for any batch.
+"""A model whose code loops over the records of a batch, as a program for any batch.
 
 `for row in x` and lists with one entry for each record make a constant of the batch. Such a model is traced for a
-single record, where there is nothing to go through, and the program asks that for one record after the other, as the
-model does. That records do not look at each other is taken for granted here and left to the proof, which asks batches
-of many sizes. Source: torch's documentation of torch._higher_order_ops.map.
+single record, and the program maps the trace over the batch. Whether records depend on each other is left to the proof,
+which probes many batch sizes. Source: torch's documentation of torch._higher_order_ops.map.
+
+What such a model counts in tensors of its own making (a mask of ones) follows from sizes alone. torch.export traces it
+all the same and stops where Python reads it as a number. For a single record these are plain tensors outside the trace,
+which enter it as constants where they meet traced ones. Random numbers and whatever has a symbolic size are traced.
 """
 
 from __future__ import annotations
@@ -29,53 +32,59 @@ PATCH = Patch(
 )
 
 _MAP = torch.ops.higher_order.map_impl
+_MAKERS = frozenset(
+    {torch.ones, torch.zeros, torch.full, torch.arange, torch.eye, torch.linspace, torch.tensor, torch.as_tensor}
+)
+_OF_TENSORS = frozenset({torch.stack, torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.vstack})
+"""Functions whose list argument holds tensors, not numbers."""
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Single(torch.nn.Module):
-    """`flat` for a batch of one, with what follows from the sizes computed once."""
+class SingleRecord(torch.nn.Module):
+    """`flat` for a batch of one; what follows from the sizes is computed once."""
 
     def __init__(self, flat: torch.nn.Module) -> None:
         super().__init__()
         self.flat = flat
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with Known():
-            found: tuple[torch.Tensor, ...] = self.flat(*tensors)
-        return found
+        with KnownValues():
+            outputs: tuple[torch.Tensor, ...] = self.flat(*tensors)
+        return outputs
 
 
-class Records(torch.nn.Module):
-    """The functional program `single`, which takes and gives tensors of one record, asked for each record of a batch.
+class MappedRecords(torch.nn.Module):
+    """The functional program `single` of one record, mapped over the records of a batch.
 
-    Raises CaptureError for a program that writes its buffers, or gives what has no row for its record.
+    Raises CaptureError for a program that writes its buffers, or has an output without a row for its record.
     """
 
     def __init__(self, single: torch.export.ExportedProgram) -> None:
         super().__init__()
         signature = single.graph_signature
         values = {node.name: node.meta.get("val") for node in single.graph.nodes}
-        answers = [values.get(str(name)) for name in signature.user_outputs]
+        outputs = [values.get(str(name)) for name in signature.user_outputs]
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
             raise CaptureError("the model writes into its own buffers or inputs when it is called")
-        if not all(isinstance(one, torch.Tensor) and one.ndim and one.shape[0] == 1 for one in answers):
-            raise CaptureError("the model gives something that has no row for each record")
-        self._order: list[str | None] = []
-        """Of what `single` takes: the weight's name here, or None for an input."""
-        for spec in signature.input_specs:
-            self._order.append(None if spec.kind is InputKind.USER_INPUT else self._kept(single, spec))
-        # in a tuple it is no part of this module: its weights are
-        self._held: tuple[GraphModule] = (single.graph_module,)
+        if not all(isinstance(one, torch.Tensor) and one.ndim and one.shape[0] == 1 for one in outputs):
+            raise CaptureError("the model has an output without a row for each record")
+        self._order = [
+            None if spec.kind is InputKind.USER_INPUT else self._register(single, spec)
+            for spec in signature.input_specs
+        ]
+        """Of the arguments of `single`: the weight's name here, or None for an input."""
+        self._graph: tuple[GraphModule] = (single.graph_module,)  # in a tuple: its weights are registered here already
 
     @property
     def program(self) -> GraphModule:
-        """What one record is asked."""
-        return self._held[0]
+        """The program of one record."""
+        return self._graph[0]
 
-    def _kept(self, single: torch.export.ExportedProgram, spec: torch.export.graph_signature.InputSpec) -> str:
+    def _register(self, single: torch.export.ExportedProgram, spec: torch.export.graph_signature.InputSpec) -> str:
         target = str(spec.target)
         tensor = single.state_dict[target] if target in single.state_dict else single.constants[target]
         if not isinstance(tensor, torch.Tensor):
-            raise CaptureError(f"the model holds a {type(tensor).__name__} that no program of records can be given")
+            raise CaptureError(f"the model holds a {type(tensor).__name__}, which no program of records can take")
         name = target.replace(".", "_")
         if spec.kind is InputKind.PARAMETER:
             self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
@@ -86,39 +95,31 @@ class Records(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weights = [getattr(self, name) for name in self._order if name is not None]
 
-        def one(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def run_one(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             inputs, rest = iter(given[: len(tensors)]), iter(given[len(tensors) :])
-            found: tuple[torch.Tensor, ...] = self.program(
+            outputs: tuple[torch.Tensor, ...] = self.program(
                 *(next(inputs if name is None else rest) for name in self._order)
             )
-            return found
+            return outputs
 
-        rows = _MAP(one, [tensor.unsqueeze(1) for tensor in tensors], weights)
+        rows = _MAP(run_one, [tensor.unsqueeze(1) for tensor in tensors], weights)
         return tuple(row.squeeze(1) for row in rows)
 
 
-_MAKERS = frozenset(
-    {torch.ones, torch.zeros, torch.full, torch.arange, torch.eye, torch.linspace, torch.tensor, torch.as_tensor}
-)
-_OF_TENSORS = frozenset({torch.stack, torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.vstack})
-"""Where a list among the arguments is one of tensors, not of numbers."""
-_FREE = (torch.SymInt, torch.SymFloat, torch.SymBool)
+class RandomNumbers(Exception):
+    """Random numbers would be drawn, which differ at each call."""
 
 
-class Drawn(Exception):
-    """Random numbers would be drawn, which are others at each call."""
-
-
-class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises Drawn where random numbers would be drawn in the block."""
+class NoRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises RandomNumbers where random numbers would be drawn in the block."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Drawn
+            raise RandomNumbers
         return func(*args, **(kwargs or {}))
 
 
-class Known(TorchFunctionMode):
+class KnownValues(TorchFunctionMode):
     """While a model is traced in the block, what its code makes of sizes that are numbers has a value."""
 
     def __init__(self) -> None:
@@ -130,51 +131,40 @@ class Known(TorchFunctionMode):
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         known = [tensor for tensor in tensors if tensor in self._known]
-        free = any(isinstance(leaf, _FREE) for leaf in leaves)
-        if not free and len(known) == len(tensors) and (known or func in _MAKERS):
+        symbolic = any(isinstance(leaf, SYMBOLIC) for leaf in leaves)
+        if not symbolic and len(known) == len(tensors) and (known or func in _MAKERS):
             try:
-                return self._computed(func, args, kwargs)
-            except Drawn:
+                return self._compute(func, args, kwargs)
+            except RandomNumbers:
                 pass
         if not known:
             return func(*args, **kwargs)
         if writes(func, kwargs) and args[0] in self._known:
             raise NotImplementedError(f"{_name(func)} writes a traced value into a tensor that was known")
-        return func(*self._entered(func, args), **{name: self._number(value) for name, value in kwargs.items()})
+        # whole numbers enter the trace as numbers, other known values as constants
+        entered = [
+            tree_map(self._as_constant if at == 0 or (at == 1 and func in _OF_TENSORS) else self._as_number, value)
+            for at, value in enumerate(args)
+        ]
+        return func(*entered, **{name: tree_map(self._as_number, value) for name, value in kwargs.items()})
 
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), NoDraws():  # type: ignore[no-untyped-call]
-            found = func(*args, **kwargs)
-        for leaf in tree_leaves(found):
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), NoRandom():  # type: ignore[no-untyped-call]
+            result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._known[leaf] = True
-        return found
+        return result
 
-    def _entered(self, func: Any, args: Any) -> list[Any]:
-        """The arguments for the trace: whole numbers beside the first as numbers, other known values as constants."""
-        return [
-            self._constants(one) if at == 0 or (at == 1 and func in _OF_TENSORS) else self._number(one)
-            for at, one in enumerate(args)
-        ]
+    def _as_number(self, leaf: Any) -> Any:
+        number = isinstance(leaf, torch.Tensor) and leaf in self._known and not leaf.ndim
+        if number and not leaf.is_floating_point() and not leaf.is_complex():
+            return self._compute(torch.Tensor.item, (leaf,), {})
+        return self._as_constant(leaf)
 
-    def _number(self, value: Any) -> Any:
-        def number(leaf: Any) -> Any:
-            whole = isinstance(leaf, torch.Tensor) and leaf in self._known and not leaf.ndim and not _is_float(leaf)
-            return self._computed(torch.Tensor.item, (leaf,), {}) if whole else self._constants(leaf)
-
-        return tree_map(number, value)
-
-    def _constants(self, value: Any) -> Any:
-        def constant(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf in self._known:
-                return torch.ops.aten.lift_fresh_copy.default(leaf)
-            return leaf
-
-        return tree_map(constant, value)
-
-
-def _is_float(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    def _as_constant(self, leaf: Any) -> Any:
+        known = isinstance(leaf, torch.Tensor) and leaf in self._known
+        return torch.ops.aten.lift_fresh_copy.default(leaf) if known else leaf
 
 
 def _name(func: Any) -> str:

@@ -1,8 +1,8 @@
-"""Layers of torch that loop over time (LSTM, GRU, RNN) stay one operator of an exported program.
+"""LSTM, GRU and RNN layers stay one operator of an exported program.
 
-torch.export keeps them as one, but to learn the shapes of their answers it runs their decomposition, a Python loop over
-the steps, and the length becomes a constant. The shapes follow from those of the inputs: they are said here. Source:
-torch.nn.LSTM's documentation ("Outputs").
+torch.export keeps them whole, but runs their decomposition, a Python loop over the steps, to learn the shapes of their
+outputs, and the length becomes a constant. Here the shapes follow from those of the inputs. Source: torch.nn.LSTM's
+documentation ("Outputs").
 """
 
 from __future__ import annotations
@@ -32,53 +32,36 @@ _KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 @contextmanager
-def whole() -> Iterator[None]:
-    """While a model is traced in the block, its recurrent layers are not taken apart."""
-    _know_shapes()
-    before = {layer: dict(layer.py_kernels) for layer in LAYERS}
+def keep_layers_whole() -> Iterator[None]:
+    """In the block, recurrent layers are traced as one operator."""
+    for layer in LAYERS:  # for good: an exported program that is traced again keeps the layer whole
+        register_fast_op_impl(layer)(_shapes_in)  # used before the decomposition where sizes are symbols
+    originals = {layer: dict(layer.py_kernels) for layer in LAYERS}
     try:
         for layer in LAYERS:
-            layer.py_kernels |= {key: _kept(layer.py_kernels[key]) for key in _KEYS if key in layer.py_kernels}
+            layer.py_kernels |= {key: _whole(layer.py_kernels[key]) for key in _KEYS if key in layer.py_kernels}
             layer._dispatch_cache.clear()
         yield
     finally:
-        for layer, kernels in before.items():
+        for layer, kernels in originals.items():
             layer.py_kernels.clear()
             layer.py_kernels.update(kernels)
             layer._dispatch_cache.clear()
 
 
-def _kept(decomposed: Callable[..., Any]) -> Callable[..., Any]:
-    def answered(input: torch.Tensor, hx: Any, *rest: Any) -> Any:
-        return _answer(input, hx, *rest) if is_fake(input) else decomposed(input, hx, *rest)
-
-    return answered
+def _whole(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda input, *rest: (_shapes if is_fake(input) else decomposition)(input, *rest)
 
 
-def _know_shapes() -> None:
-    """Tells torch the shapes, for good: whoever traces an exported program again finds the layer whole."""
-    for layer in LAYERS:
-        register_fast_op_impl(layer)(_within)  # asked before the decomposition, where sizes are symbols
-
-
-def _within(mode: Any, *given: Any) -> Any:
+def _shapes_in(mode: Any, *args: Any) -> Any:
     with mode:
-        return _answer(*given)
+        return _shapes(*args)
 
 
-def _answer(
-    input: torch.Tensor,
-    hx: torch.Tensor | Sequence[torch.Tensor],
-    params: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, ...]:
-    """Tensors of the shapes that the layer answers. With the batch first its steps are a transposed view, as it gives
-    them: a `reshape` that follows has to copy."""
+def _shapes(input: torch.Tensor, hx: torch.Tensor | Sequence[torch.Tensor], *rest: Any) -> tuple[torch.Tensor, ...]:
+    """Empty tensors of the layer's output shapes. With the batch first, its steps are a transposed view, as the layer
+    returns them: a `reshape` that follows has to copy."""
+    *_, bidirectional, batch_first = rest
     states = (hx,) if isinstance(hx, torch.Tensor) else tuple(hx)
     width = states[0].shape[2] * (2 if bidirectional else 1)
     left = tuple(torch.empty_like(state, memory_format=torch.contiguous_format) for state in states)

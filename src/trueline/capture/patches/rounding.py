@@ -1,8 +1,7 @@
-"""`math.ceil(0.5 * length)` in an exported program: said in operators that torch can write to a file.
+"""`math.ceil` and `math.floor` of a size, written in operators that torch can save.
 
-torch traces Python's ceil and floor of a size and has no words for them in its archive; for trunc, for comparisons and
-for a choice between two numbers it has. Up to the file's edge the program stays as it is. Source: torch's schema of
-exported programs (the operators on sizes), Python's documentation of math.trunc.
+torch traces both and its archive has neither; it has trunc, comparisons and a choice between two numbers. Only the
+saved copy of the graph changes. Source: torch's schema of exported programs.
 """
 
 from __future__ import annotations
@@ -25,44 +24,43 @@ PATCH = Patch(
     helps=("BestShare", "nllb_moe"),
 )
 
-_BEYOND: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
+_FURTHER: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
     math.ceil: (operator.gt, operator.add),
     math.floor: (operator.lt, operator.sub),
 }
-"""Function -> when its answer is one further than trunc's, and in which direction."""
+"""Function -> when its result is one further than trunc's, and in which direction."""
 
 
 @contextmanager
-def storable(program: torch.export.ExportedProgram) -> Iterator[None]:
-    """While `program` is written in the block, its graph rounds sizes by trunc, a comparison and a choice."""
+def round_by_trunc(program: torch.export.ExportedProgram) -> Iterator[None]:
+    """In the block, where `program` is saved, its graph has no ceil and no floor of a size."""
     module = program.graph_module
-    before = module.graph
-    if not any(node.target in _BEYOND for node in before.nodes if node.op == "call_function"):
-        yield
-        return
-    module.graph = _said(copy.deepcopy(before))
+    original = module.graph
+    if any(node.target in _FURTHER for node in original.nodes if node.op == "call_function"):
+        module.graph = _rewrite(copy.deepcopy(original))
     try:
         yield
     finally:
-        module.graph = before
+        if module.graph is not original:
+            module.graph = original
 
 
-def _said(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """`graph` with `ceil(x)` as `trunc(x) + 1` where x is above trunc(x), else `trunc(x)`; and floor likewise."""
-    for node in [one for one in graph.nodes if one.op == "call_function" and one.target in _BEYOND]:
+def _rewrite(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """`ceil(x)` becomes `trunc(x) + 1` where x is above trunc(x), else `trunc(x)`; floor likewise."""
+    for node in [one for one in graph.nodes if one.op == "call_function" and one.target in _FURTHER]:
         (size,) = node.args
-        beyond, step = _BEYOND[node.target]
+        is_further, step = _FURTHER[node.target]
         with graph.inserting_before(node):
-            whole = _added(graph, math.trunc, size)
-            further = _added(graph, step, whole, 1)
-            found = _added(graph, torch.sym_ite, _added(graph, beyond, size, whole), further, whole)
-        found.meta |= node.meta  # shapes that follow are said in its terms
-        node.replace_all_uses_with(found)
+            whole = _call(graph, math.trunc, size)
+            further = _call(graph, step, whole, 1)
+            result = _call(graph, torch.sym_ite, _call(graph, is_further, size, whole), further, whole)
+        result.meta |= node.meta  # shapes that follow are written in its terms
+        node.replace_all_uses_with(result)
         graph.erase_node(node)
     return graph
 
 
-def _added(graph: torch.fx.Graph, function: Callable[..., Any], *args: Any) -> torch.fx.Node:
+def _call(graph: torch.fx.Graph, function: Callable[..., Any], *args: Any) -> torch.fx.Node:
     node = graph.call_function(function, args)
     node.meta["val"] = function(*(one.meta["val"] if isinstance(one, torch.fx.Node) else one for one in args))
     return node

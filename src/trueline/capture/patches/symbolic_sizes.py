@@ -1,12 +1,12 @@
-"""Functions of torch that look at a size and need not: while a model is traced they stay functions of it.
+"""Functions of torch that make a number of a size, or bound it, without need.
 
-| function | what torch does | what is traced |
+| function | torch | here |
 |---|---|---|
-| `affine_grid` | fixes its sizes | coordinate i of n: `(2 i + 1) / n - 1`, between corners `2 i / (n - 1) - 1` |
-| `cdist` | another algorithm from 26 rows on | the operator that looks at the rows when it runs |
-| `linspace` | fixes its steps | step i of n from both ends, `start + i d` and `end - (n - 1 - i) d` |
+| `affine_grid` | fixes its sizes | coordinate i of n is `(2 i + 1) / n - 1`, between corners `2 i / (n - 1) - 1` |
+| `cdist` | takes another algorithm from 26 rows on | the operator that decides at run time |
+| `linspace` | fixes its steps | step i of n from both ends: `start + i d` and `end - (n - 1 - i) d` |
 
-Sources: the documentation of torch.nn.functional.affine_grid, of torch.cdist (`compute_mode`) and of torch.linspace.
+Sources: the documentation of torch.nn.functional.affine_grid, torch.cdist (`compute_mode`) and torch.linspace.
 """
 
 from __future__ import annotations
@@ -35,61 +35,56 @@ _MODES = {
 
 
 @contextmanager
-def free_sizes() -> Iterator[None]:
-    """While a model is traced in the block, these functions leave its sizes free."""
+def keep_sizes_free() -> Iterator[None]:
+    """In the block, these functions leave sizes free."""
     get_torch_obj_rule_map()  # Dynamo looks torch's functions up by name once, and would keep these for good
-    before = torch.affine_grid_generator, torch.cdist, torch.linspace
+    originals = torch.affine_grid_generator, torch.cdist, torch.linspace
     torch.affine_grid_generator, torch.cdist, torch.linspace = affine_grid, cdist, _linspace(torch.linspace)
     try:
         yield
     finally:
-        torch.affine_grid_generator, torch.cdist, torch.linspace = before
+        torch.affine_grid_generator, torch.cdist, torch.linspace = originals
 
 
-def _linspace(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch.linspace, but for a size that is free in place of a number of steps."""
+def _linspace(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.linspace, except for a number of steps that is free."""
 
     def linspace(start: Any, end: Any, steps: Any, **options: Any) -> torch.Tensor:
-        kind = options.get("dtype") or torch.get_default_dtype()
+        dtype = options.get("dtype") or torch.get_default_dtype()
         numbers = isinstance(start, int | float) and isinstance(end, int | float)
-        if isinstance(steps, int) or not numbers or not kind.is_floating_point or options.get("out") is not None:
-            return torchs_own(start, end, steps, **options)
-        return spaced(start, end, steps, kind, options.get("device"))
+        if isinstance(steps, int) or not numbers or not dtype.is_floating_point or options.get("out") is not None:
+            return original(start, end, steps, **options)
+        return space_evenly(start, end, steps, dtype, options.get("device"))
 
     return linspace
 
 
-def spaced(start: float, end: float, steps: Any, dtype: torch.dtype, device: Any = None) -> torch.Tensor:
-    """`steps` numbers from `start` to `end`, equally far from each other; one alone is `start`."""
+def space_evenly(start: float, end: float, steps: Any, dtype: torch.dtype, device: Any = None) -> torch.Tensor:
+    """`steps` numbers from `start` to `end`; a single one is `start`."""
     places = torch.arange(steps, device=device)
     last = torch.sym_max(steps - 1, 1)  # type: ignore[no-untyped-call]
-    apart = torch.full((), end - start, dtype=dtype, device=device) / last
-    return torch.where(places < steps // 2, start + places * apart, end - (last - places) * apart)
+    distance = torch.full((), end - start, dtype=dtype, device=device) / last
+    return torch.where(places < steps // 2, start + places * distance, end - (last - places) * distance)
 
 
 def cdist(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    p: float = 2.0,
-    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+    x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary"
 ) -> torch.Tensor:
-    """The distance of each row of `x1` [..., P, M] to each of `x2` [..., R, M]: [..., P, R]."""
-    found: torch.Tensor = torch.ops.aten._cdist_forward(x1, x2, p, _MODES[compute_mode])
-    return found
+    """Distance of each row of `x1` [..., P, M] to each of `x2` [..., R, M]: [..., P, R]."""
+    distances: torch.Tensor = torch.ops.aten._cdist_forward(x1, x2, p, _MODES[compute_mode])
+    return distances
 
 
 def affine_grid(theta: torch.Tensor, size: Sequence[int | torch.SymInt], align_corners: bool) -> torch.Tensor:
-    """Where each point of an image of `size` [N, C, H, W] (or with a depth) comes from under the affine maps `theta`
+    """Source of each point of an image of `size` [N, C, H, W] (or with a depth) under the affine maps `theta`
     [N, 2, 3]: [N, H, W, 2], coordinates from -1 to 1, the last dimension of the image first."""
-    axes = [_coordinates(length, theta, align_corners) for length in size[2:]]
-    grids = torch.meshgrid(*axes, indexing="ij")
+
+    def coordinates(length: Any) -> Any:
+        places = torch.arange(length, device=theta.device).to(theta.dtype) * 2 - (length - 1)
+        step: Any = torch.sym_max(length - 1, 1) if align_corners else length  # type: ignore[no-untyped-call]
+        return places / step
+
+    grids = torch.meshgrid(*map(coordinates, size[2:]), indexing="ij")
     points = torch.stack([*reversed(grids), torch.ones_like(grids[0])], dim=-1)
-    found = points.flatten(0, -2) @ theta.transpose(1, 2)
-    return found.reshape(found.shape[0], *size[2:], found.shape[-1])
-
-
-def _coordinates(length: Any, like: torch.Tensor, align_corners: bool) -> torch.Tensor:
-    places = torch.arange(length, device=like.device).to(like.dtype) * 2 - (length - 1)
-    apart = torch.sym_max(length - 1, 1) if align_corners else length  # type: ignore[no-untyped-call]
-    found: torch.Tensor = places / apart
-    return found
+    mapped = points.flatten(0, -2) @ theta.transpose(1, 2)
+    return mapped.reshape(mapped.shape[0], *size[2:], mapped.shape[-1])

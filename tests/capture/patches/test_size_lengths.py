@@ -1,0 +1,52 @@
+"""The length of a tensor, and a size as an int or a float, stay functions of the size while a model is traced."""
+
+from __future__ import annotations
+
+import builtins
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.patches import size_lengths
+
+
+class Flattened(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1) * len(x[0])
+
+
+class Numbered(nn.Module):
+    """A share of a length, and a length as a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        assert isinstance(int(length), int)
+        assert isinstance(float(length), float)
+        kept = int(0.5 * length) + int("1")
+        return x[:, :kept] * float(length - 1) / 7.0
+
+
+@pytest.mark.parametrize("kind", [Flattened, Numbered])
+def test_what_python_makes_a_number_of_a_size_stays_as_free_as_the_size(kind: type[nn.Module]) -> None:
+    eager = EagerSession(kind().eval(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
+    program = torch_export.LoadedProgram(torch_export.export(eager.module, eager.calling))
+    x = torch.randn(5, 7, 4).numpy()
+    assert np.isclose(program.run({"x": x})["output"], eager.run({"x": x})["output"], rtol=1e-6).all()
+
+
+def test_the_users_module_has_the_builtin_names_again_after_the_block_and_after_an_error() -> None:
+    scope = Numbered.forward.__globals__
+    assert size_lengths.may_help(Numbered())
+    with size_lengths.keep_lengths_free(Numbered()):
+        assert scope["int"] is not builtins.int
+        assert isinstance(7, scope["int"])
+        assert scope["int"] == builtins.int
+        assert scope["int"]("7") == 7
+    assert not {"len", "int", "float"} & set(scope)
+    with pytest.raises(RuntimeError, match="in the block"), size_lengths.keep_lengths_free(Numbered()):
+        raise RuntimeError("in the block")
+    assert not {"len", "int", "float"} & set(scope)
