@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1] / "src" / "trueline" / "capture"
 FIELDS = ("issue", "versions", "cost", "helps")
+ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
+URL = r"https://github.com/\1/issues/\2"
 
 
 def patches() -> dict[str, dict[str, Any]]:
@@ -28,7 +31,7 @@ def main() -> None:
         helped = patch["helps"]
         more = f" and {len(helped) - 4} more" if len(helped) > 4 else ""
         print(f"{name:28} {patch['lines']:4} lines   {patch['versions']}")
-        print(f"    issue  {patch['issue']}")
+        print(f"    issue  {ISSUE.sub(URL, patch['issue'])}")
         print(f"    cost   {patch['cost']}")
         print(f"    helps  {', '.join(helped[:4])}{more}")
     print(f"{len(patches())} patches, {sum(patch['lines'] for patch in patches().values())} lines")

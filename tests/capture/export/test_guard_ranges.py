@@ -71,7 +71,7 @@ def test_guards_of_which_none_says_the_other_are_all_kept() -> None:
         Guard(text="a != b", rule="d0 != d1", symbols=("a", "b")),
         Guard(text="a + b != 9", rule="d0 + d1 != 9", symbols=("a", "b")),
     ]
-    found = ranges._reduced([*holes, *pair], {"a": Dim(), "b": Dim()})
+    found = ranges._reduce([*holes, *pair], {"a": Dim(), "b": Dim()})
     assert {guard.text for guard in found.guards} == {guard.text for guard in (*holes, *pair)}
     for a in range(1, 40):
         for b in (1, 2, 3, 8):

@@ -417,6 +417,6 @@ def test_each_patch_has_a_complete_header_a_reproducer_and_two_models_that_need_
     assert modules <= found.keys()
     assert found.keys() == REPRODUCERS.keys() | TABLES
     for name, patch in found.items():
-        assert patch["issue"] == "none found" or patch["issue"].startswith("https://github.com/"), name
+        assert patch["issue"] == "none found" or patches.ISSUE.fullmatch(patch["issue"]), name
         assert all(patch[field] for field in patches.FIELDS), name
         assert len(patch["helps"]) > 1 or patch["helps"] == ("all",), name

@@ -27,12 +27,7 @@ from trueline.capture.patches import (
     symbolic_sizes,
 )
 
-PATCH = Patch(
-    issue="none found",
-    versions="torch 2.13",
-    cost="under 0.1 ms",
-    helps=("all",),
-)
+PATCH = Patch(issue="none found", versions="torch 2.13", cost="under 0.1 ms", helps=("all",))
 
 _LOGGERS = ("torch.onnx", "torch.export", "torch.fx", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir")
 _WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (

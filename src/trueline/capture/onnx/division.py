@@ -18,10 +18,7 @@ from onnxscript.onnx_opset import opset18
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
-    issue="https://github.com/microsoft/onnxscript/issues/989",
-    versions="onnxscript 0.7.2",
-    cost="up to nine operators for a division",
-    helps=("mixtral", "dlrm", "wide_and_deep", "detr"),
+    issue="microsoft/onnxscript#989", versions="onnxscript 0.7.2", cost="more operators", helps=("mixtral", "dlrm")
 )
 
 _ATEN = torch.ops.aten

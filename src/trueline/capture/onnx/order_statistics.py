@@ -19,8 +19,8 @@ from trueline.capture.patches import Patch
 PATCH = Patch(
     issue="none found",
     versions="onnxscript 0.7.2, onnxruntime 1.31",
-    cost="more operators for each that is translated",
-    helps=("clip", "dueling_q", "tagger", "shufflenet", "dgcnn", "densenet", "vq_vae"),
+    cost="more operators",
+    helps=("clip", "dueling_q"),
 )
 
 _ATEN = torch.ops.aten

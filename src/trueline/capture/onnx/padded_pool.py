@@ -11,9 +11,9 @@ import onnx_ir
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
-    issue="https://github.com/microsoft/onnxruntime/pull/18136",
+    issue="microsoft/onnxruntime#18136",
     versions="onnxruntime 1.31",
-    cost="one output more for each MaxPool behind a Pad",
+    cost="an unused output",
     helps=("bit", "dpt_hybrid"),
 )
 

@@ -15,10 +15,7 @@ from trueline.capture.export.tracing import quiet
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
-    issue="none found",
-    versions="torch 2.13, onnxscript 0.7.2",
-    cost="a second export, after the first one failed",
-    helps=("xlnet", "t5"),
+    issue="none found", versions="torch 2.13, onnxscript 0.7.2", cost="a second export", helps=("xlnet", "t5")
 )
 
 _ATEN = torch.ops.aten

@@ -18,7 +18,7 @@ from trueline.capture.patches import Patch
 from trueline.errors import CaptureError
 
 PATCH = Patch(
-    issue="https://github.com/pytorch/pytorch/issues/153115",
+    issue="pytorch/pytorch#153115",
     versions="torch 2.13",
     cost="one pass over the graph",
     helps=("BestShare", "nllb_moe"),

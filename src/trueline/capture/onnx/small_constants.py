@@ -17,12 +17,7 @@ from onnxscript.rewriter import _matcher
 
 from trueline.capture.patches import Patch
 
-PATCH = Patch(
-    issue="none found",
-    versions="onnxscript 0.7.2",
-    cost="under 0.1 ms",
-    helps=("nerf", "models that compute log(p + 1e-12)"),
-)
+PATCH = Patch(issue="none found", versions="onnxscript 0.7.2", cost="under 0.1 ms", helps=("nerf", "log(p + 1e-12)"))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from trueline.capture.patches import Patch
 PATCH = Patch(
     issue="none found",
     versions="torch 2.13, onnxscript 0.7.2",
-    cost="saves 900 ms from the second export of a process on",
+    cost="saves 900 ms from the second export on",
     helps=("all",),
 )
 

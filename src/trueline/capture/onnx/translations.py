@@ -23,8 +23,8 @@ from trueline.capture.patches import Patch
 PATCH = Patch(
     issue="none found",
     versions="onnxscript 0.7.2, onnxruntime 1.31",
-    cost="more operators for each that is translated",
-    helps=("resnet", "mobilenet_v2", "funnel", "codegen", "gat", "nerf", "segmenter", "elman_rnn", "vilt"),
+    cost="more operators",
+    helps=("resnet", "mobilenet_v2"),
 )
 
 _ATEN = torch.ops.aten

@@ -10,7 +10,7 @@ class Patch:
     """When a workaround can be deleted. `tests/capture/patches/test_expiry.py` runs its reproducer."""
 
     issue: str
-    """URL of the upstream issue; "none found" where a search found none."""
+    """owner/repository#number; "none found" where a search found none."""
     versions: str
     """Releases that have the defect; the expiry test decides for later ones."""
     cost: str

@@ -14,9 +14,9 @@ from trueline.capture.model.signature import Calling
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
-    issue="https://github.com/pytorch/pytorch/issues/125984",
+    issue="pytorch/pytorch#125984",
     versions="torch 2.13",
-    cost="a second export, after the first one failed",
+    cost="a second export",
     helps=("force fields", "models with torch.jit parts"),
 )
 

@@ -17,12 +17,7 @@ import torch._export.utils
 
 from trueline.capture.patches import Patch
 
-PATCH = Patch(
-    issue="none found",
-    versions="torch 2.13",
-    cost="saves 130 ms",
-    helps=("all",),
-)
+PATCH = Patch(issue="none found", versions="torch 2.13", cost="saves 130 ms", helps=("all",))
 
 _UTILS: Any = torch._export.utils
 _OPS: Any = torch._ops

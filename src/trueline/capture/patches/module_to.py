@@ -17,12 +17,7 @@ from torch.nn import Module
 
 from trueline.capture.patches import Patch
 
-PATCH = Patch(
-    issue="none found",
-    versions="torch 2.13",
-    cost="under 0.1 ms",
-    helps=("switch_transformers", "nllb_moe"),
-)
+PATCH = Patch(issue="none found", versions="torch 2.13", cost="under 0.1 ms", helps=("switch_transformers", "nllb_moe"))
 
 _DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 _DEVICES = ("cpu", "cuda")

@@ -21,9 +21,9 @@ from trueline.capture.model.code_paths import users_functions
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
-    issue="https://github.com/huggingface/transformers/issues/38518",
+    issue="huggingface/transformers#38518",
     versions="torch 2.13",
-    cost="a second export, after the first one failed; each place has a step in the program",
+    cost="a second export; a step for each place",
     helps=("switch_transformers", "nllb_moe"),
 )
 

@@ -21,10 +21,7 @@ from trueline.capture.patches import Patch
 from trueline.capture.patches.per_record import SYMBOLIC, NoRandom, RandomNumbers, writes
 
 PATCH = Patch(
-    issue="none found",
-    versions="torch 2.13",
-    cost="a second export, after the first one failed",
-    helps=("torchdiffeq", "vector-quantize-pytorch"),
+    issue="none found", versions="torch 2.13", cost="a second export", helps=("torchdiffeq", "vector-quantize-pytorch")
 )
 
 MAX_ELEMENTS = 65_536

@@ -25,10 +25,7 @@ from trueline.capture.patches import Patch
 from trueline.errors import CaptureError
 
 PATCH = Patch(
-    issue="none found",
-    versions="torch 2.13",
-    cost="a second export, after the first one failed; the program answers record by record",
-    helps=("vilt", "RaggedMeans"),
+    issue="none found", versions="torch 2.13", cost="a second export; no batches", helps=("vilt", "RaggedMeans")
 )
 
 _MAP = torch.ops.higher_order.map_impl

@@ -18,12 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from trueline.capture.patches import Patch
 
-PATCH = Patch(
-    issue="https://github.com/pytorch/pytorch/issues/115092",
-    versions="torch 2.13",
-    cost="under 0.1 ms",
-    helps=("bilstm", "char_gru", "elman_rnn", "crnn", "last_step", "pooled_lstm", "seq2seq", "deepar", "tagger"),
-)
+PATCH = Patch(issue="pytorch/pytorch#115092", versions="torch 2.13", cost="under 0.1 ms", helps=("bilstm", "char_gru"))
 
 _ATEN = torch.ops.aten
 LAYERS = (_ATEN.lstm.input, _ATEN.gru.input, _ATEN.rnn_tanh.input, _ATEN.rnn_relu.input)

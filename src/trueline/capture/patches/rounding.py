@@ -18,10 +18,7 @@ import torch
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
-    issue="https://github.com/pytorch/pytorch/issues/138852",
-    versions="torch 2.13",
-    cost="a copy of the graph, when the program is saved",
-    helps=("BestShare", "nllb_moe"),
+    issue="pytorch/pytorch#138852", versions="torch 2.13", cost="a copy of the graph", helps=("BestShare", "nllb_moe")
 )
 
 _FURTHER: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -17,10 +17,7 @@ from trueline.capture.model.code_paths import users_functions
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
-    issue="https://github.com/pytorch/pytorch/pull/185804",
-    versions="torch 2.13",
-    cost="a second export, after the first one failed",
-    helps=("funnel", "models of other libraries that call len(x)"),
+    issue="pytorch/pytorch#185804", versions="torch 2.13", cost="a second export", helps=("len(x)", "int(x.shape[1])")
 )
 
 

@@ -20,12 +20,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
 from trueline.capture.patches import Patch
 
-PATCH = Patch(
-    issue="https://github.com/pytorch/pytorch/issues/172930",
-    versions="torch 2.13",
-    cost="under 0.1 ms",
-    helps=("vq_vae", "dgcnn"),
-)
+PATCH = Patch(issue="pytorch/pytorch#172930", versions="torch 2.13", cost="under 0.1 ms", helps=("vq_vae", "dgcnn"))
 
 _MODES = {
     "use_mm_for_euclid_dist_if_necessary": None,
