@@ -73,7 +73,6 @@ class BlockCache:
         return content
 
     def peek(self, key: str, block: int) -> memoryview | None:
-        """The block if it is on the disk."""
         return self._lookup(self._path(key, block))
 
     def _path(self, key: str, block: int) -> Path:

@@ -107,7 +107,6 @@ class LocalFile:
 
     @classmethod
     def at(cls, path: Path) -> Self:
-        """Raises DataError."""
         return cls(path, _read_stamp(path))
 
     @property

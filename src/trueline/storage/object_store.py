@@ -115,7 +115,6 @@ class ObjectStore:
 
     @property
     def fs(self) -> Any:
-        """fsspec's file system."""
         pid, fs = self._opened[-1]
         if pid == os.getpid():
             return fs

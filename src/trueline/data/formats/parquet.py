@@ -40,7 +40,6 @@ class ParquetFormat:
         """Of the files read last: a footer of thousands of row groups takes longer to parse than a group."""
         self._footer_bytes = 0
         self._verified: set[tuple[str, Stamp, int]] = set()
-        """Row groups whose checksums were right."""
 
     def list(self, file: File) -> FileListing:
         if file.path is not None:  # in a store this would take one more request for each file

@@ -30,8 +30,7 @@ from trueline.storage.location import File, Stamp, read_range
 
 SCHEMA = pa.schema([pa.field("record", pa.binary())])
 CHUNK_BYTES, UNIT_RECORDS, UNIT_BYTES = 1 << 20, 4096, 4 << 20
-GROUP_RECORDS = 64
-"""Of ArrayRecord."""
+GROUP_RECORDS = 64  # of ArrayRecord
 MAGIC = 0x01020304
 DMLC_MAGIC, DMLC_EARLY = 0xCED7230A, 0x3ED7230A
 HEADER = struct.Struct("<5I")
