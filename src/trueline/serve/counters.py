@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import dataclass, field
 
 BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BOUNDS_ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
@@ -28,35 +29,22 @@ class Histogram:
         return sum(self.cells)
 
 
+@dataclass(slots=True, eq=False)
 class VersionStats:
     """Counters of one version. Seconds are sums over requests."""
 
-    __slots__ = (
-        "batch_s",
-        "decode_s",
-        "encode_s",
-        "failed",
-        "failed_s",
-        "infer_s",
-        "last_at",
-        "queue_s",
-        "request_s",
-        "runs_by_rows",
-    )
-
-    def __init__(self) -> None:
-        self.request_s = Histogram(BOUNDS_S)
-        self.batch_s = Histogram(BOUNDS_S)
-        self.failed = 0
-        self.failed_s = 0.0
-        self.decode_s = 0.0
-        self.encode_s = 0.0
-        self.queue_s = 0.0
-        self.infer_s = 0.0
-        self.last_at = 0.0
-        """Of the last answer, in seconds since the epoch; 0: none."""
-        self.runs_by_rows: dict[int, list[float]] = {}
-        """Rows of a run -> number of such runs, and their seconds."""
+    request_s: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
+    batch_s: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
+    failed: int = 0
+    failed_s: float = 0.0
+    decode_s: float = 0.0
+    encode_s: float = 0.0
+    queue_s: float = 0.0
+    infer_s: float = 0.0
+    last_at: float = 0.0
+    """Of the last answer, in seconds since the epoch; 0: none."""
+    runs_by_rows: dict[int, list[float]] = field(default_factory=dict)
+    """Rows of a run -> number of such runs, and their seconds."""
 
     def count_run(self, requests: int, rows: int, took_s: float, waited_s: float) -> None:
         """One run of `rows` over `requests`, which waited `waited_s` in total."""
@@ -95,10 +83,8 @@ class VersionStats:
         return found
 
 
+@dataclass(slots=True, eq=False)
 class ServerStats:
     """Answers by status."""
 
-    __slots__ = ("by_status",)
-
-    def __init__(self) -> None:
-        self.by_status: Counter[int] = Counter()
+    by_status: Counter[int] = field(default_factory=Counter)

@@ -101,7 +101,7 @@ def _followers(parts: Parts, record: dict[str, Field]) -> Iterator[Coroutine[Any
     core, settings, fleet = parts.core, parts.core.settings, parts.core.fleet
     if core.state is not None:
         state = StateFollower(fleet, core.state, core.sources.find, core.keys, parts.extension.companion)
-        yield state.follow(FOLLOW_S)
+        yield every(FOLLOW_S, state.look)
     if settings.watch and core.store is not None:
         yield every(settings.follow_s, StoreFollower(fleet, core.store, settings.load).look)
     if settings.source is not None and _is_alias(settings.source) and settings.follow_s > 0:

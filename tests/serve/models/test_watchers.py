@@ -19,7 +19,7 @@ from trueline.serve import start
 from trueline.serve.models import sources
 from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.sources import resolve
-from trueline.serve.models.watchers import Act, AliasFollower, StoreFollower, StoreHistory, stamp
+from trueline.serve.models.watchers import AliasFollower, StoreFollower, StoreHistory, stamp
 from trueline.serve.settings import ServeSettings, from_arguments, to_arguments
 from worlds import bundles, servers
 from worlds.servers import StoreApp
@@ -46,16 +46,16 @@ def test_a_bundle_is_taken_when_it_looks_the_same_twice() -> None:
     ledger, name = StoreHistory(), ("digits", "1")
     assert ledger.look({name: (1, 10, 7)}) == []
     assert ledger.look({name: (2, 20, 7)}) == []  # still being copied
-    assert ledger.look({name: (2, 20, 7)}) == [Act("load", name)]
+    assert ledger.look({name: (2, 20, 7)}) == [("load", name)]
     ledger.note_loaded(name, (2, 20, 7))
     assert ledger.look({name: (2, 20, 7)}) == []
 
 
 def test_one_that_was_refused_is_tried_again_only_when_it_changes() -> None:
     ledger, name = StoreHistory(), ("digits", "1")
-    ledger.note_refused(name, (1, 10, 7))
+    ledger.refused[name] = (1, 10, 7)
     assert [ledger.look({name: (1, 10, 7)}) for _ in range(3)] == [[], [], []]
-    assert [ledger.look({name: (2, 10, 8)}) for _ in range(2)] == [[], [Act("load", name)]]
+    assert [ledger.look({name: (2, 10, 8)}) for _ in range(2)] == [[], [("load", name)]]
 
 
 def test_one_that_is_away_for_one_look_is_not_taken_away() -> None:
@@ -63,8 +63,8 @@ def test_one_that_is_away_for_one_look_is_not_taken_away() -> None:
     ledger.note_loaded(name, (1, 10, 7))
     ledger.look({name: (1, 10, 7)})
     assert ledger.look({}) == []
-    assert ledger.look({}) == [Act("retire", name)]
-    ledger.note_removed(name)
+    assert ledger.look({}) == [("retire", name)]
+    ledger.loaded.pop(name)
     assert ledger.look({}) == []
 
 

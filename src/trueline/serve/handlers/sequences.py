@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from trueline.errors import RequestError
-from trueline.serve.handlers.config import HandlerPlan, Terms, gather
+from trueline.serve.handlers.config import HandlerPlan, Terms, Waiting, gather
 
 ID = "ts_request_sequence_id"
 START = "ts_request_sequence_start"
@@ -73,11 +73,7 @@ def closed_by(headers: Mapping[str, str]) -> list[str]:
     return [name.strip() for name in headers.get(END, "").split(";") if name.strip()]
 
 
-class Job(Protocol):
-    """A request."""
-
-    since: float
-    alone: bool
+class Job(Waiting, Protocol):
     part: SequencePart | None
 
 

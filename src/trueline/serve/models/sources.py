@@ -162,7 +162,14 @@ def fetch(source: str, cache: Path) -> Bundle:
         if folder and not fs.isfile(f"{root}/{schema.MANIFEST}"):
             raise BundleError(f"there is no bundle at {url}", hint="it is a packed file, or a folder with bundle.json")
     cache.mkdir(parents=True, exist_ok=True)
-    found = _fetch_folder(fs, str(root), url, cache) if folder else _fetch_packed(fs, str(root), url, cache)
+    if folder:
+        found = _fetch_folder(fs, str(root), url, cache)
+    else:
+        with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=cache) as scratch:
+            file = Path(scratch, "packed.tlb")
+            with translate_errors(url, "reading"):
+                fs.get_file(str(root), str(file))
+            found = _keep(open_folder(unpack(file, Path(scratch, "bundle"))), cache)
     if digest is not None and found.digest != digest:
         raise BundleError(
             f"{url} holds the bundle of digest {found.digest[:12]}, expected {digest[:12]}",
@@ -182,15 +189,6 @@ def signature_of(source: str) -> str | None:
             return None
         found: bytes = fs.cat_file(root, start=0, end=signing.MAX_BYTES)
     return found.decode("ascii", "replace")
-
-
-def _fetch_packed(fs: Any, root: str, url: str, cache: Path) -> Bundle:
-    with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=cache) as scratch:
-        file = Path(scratch, "packed.tlb")
-        with translate_errors(url, "reading"):
-            fs.get_file(root, str(file))
-        bundle = open_folder(unpack(file, Path(scratch, "bundle")))
-        return _keep(bundle, cache)
 
 
 def _fetch_folder(fs: Any, root: str, url: str, cache: Path) -> Bundle:

@@ -39,10 +39,7 @@ Looked = Mapping[Name, Stamp]
 RESTART_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Act:
-    what: Literal["load", "retire"]
-    name: Name
+Act = tuple[Literal["load", "retire"], Name]
 
 
 @dataclass(slots=True)
@@ -54,25 +51,19 @@ class StoreHistory:
     before: dict[Name, Stamp] = field(default_factory=dict)
 
     def look(self, now: Looked) -> list[Act]:
-        """What has to be done now; report outcomes to the `note_` methods."""
-        loads = [
-            Act("load", name)
+        """What has to be done now; record outcomes in `loaded` and `refused`."""
+        loads: list[Act] = [
+            ("load", name)
             for name, stamp in now.items()
             if self.before.get(name) == stamp and stamp not in (self.loaded.get(name), self.refused.get(name))
         ]
-        gone = [Act("retire", name) for name in self.loaded if name not in now and name not in self.before]
+        gone: list[Act] = [("retire", name) for name in self.loaded if name not in now and name not in self.before]
         self.before = dict(now)
         return [*loads, *gone]
 
     def note_loaded(self, name: Name, stamp: Stamp) -> None:
         self.loaded[name] = stamp
         self.refused.pop(name, None)
-
-    def note_refused(self, name: Name, stamp: Stamp) -> None:
-        self.refused[name] = stamp
-
-    def note_removed(self, name: Name) -> None:
-        self.loaded.pop(name, None)
 
 
 def stamp(path: Path) -> Stamp | None:
@@ -106,18 +97,18 @@ class StoreFollower:
         entries = await asyncio.to_thread(self._followed_entries)
         self._entries = {(entry.model, entry.version): entry for entry in entries}
         now = {name: found for name, entry in self._entries.items() if (found := stamp(entry.path)) is not None}
-        for act in self._history.look(now):
-            if act.what == "load":
-                await self._load_entry(self._entries[act.name], now[act.name])
+        for act, name in self._history.look(now):
+            if act == "load":
+                await self._load_entry(self._entries[name], now[name])
             else:
-                await self._retire(*act.name)
+                await self._retire(*name)
 
     async def _load_entry(self, entry: Entry, found: Stamp) -> None:
         name = (entry.model, entry.version)
         try:
             await self._fleet.load(ResolvedSource(path=entry.path), *name, source=entry.source, replace_it=True)
         except TruelineError as error:
-            self._history.note_refused(name, found)
+            self._history.refused[name] = found
             events.emit("follow.refused", model=entry.model, version=entry.version, why=error.message)
             return
         self._history.note_loaded(name, found)
@@ -138,7 +129,7 @@ class StoreFollower:
             self._shown[model] = served[-1]
 
     async def _retire(self, model: str, version: str) -> None:
-        self._history.note_removed((model, version))
+        self._history.loaded.pop((model, version), None)
         if self._fleet.models.get(model, version) is None:
             return  # an operator has retired it
         try:
@@ -224,11 +215,9 @@ class Companion(Protocol):
     """What an extension serves beside models and keeps in the state file: workflows."""
 
     @property
-    def sick(self) -> bool:
-        """Whether some of it cannot answer and will not recover by itself."""
+    def sick(self) -> bool: ...
 
-    def names(self) -> Sequence[str]:
-        """Those that are served."""
+    def names(self) -> Sequence[str]: ...
 
     async def restore(self, wanted: DesiredState) -> list[str]:
         """Loads what `wanted` names; returns messages for what could not be loaded."""
@@ -253,11 +242,6 @@ class StateFollower:
         self._companion, self._fleet, self._state, self._find = companion, fleet, state, find
         self._keys = keys
         self._seen: bytes | None = None
-
-    async def follow(self, every_s: float) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            await self.look()
 
     async def look(self) -> None:
         """Applies the file if it has changed since the last look. Failures are events."""
