@@ -11,7 +11,7 @@ import pytest
 
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import ArchiveError, Caps
-from trueline.serve.models.model_store import Store
+from trueline.serve.models.sources import Store
 from trueline.web.messages import Request
 from trueline.web.parser import HeaderCache, HttpLimits, RequestParser, RequestRejected, Waits, judge
 

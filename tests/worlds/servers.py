@@ -24,8 +24,8 @@ from trueline.serve.handlers.loader import name_in_store
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource, RuntimeOptions, VersionOptions, load
-from trueline.serve.models.model_store import Store
 from trueline.serve.models.servable import Loaded
+from trueline.serve.models.sources import Store
 from trueline.serve.protocols.oip.rest import Repository
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.extension import TorchServe

@@ -18,8 +18,7 @@ from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import RuntimeOptions, VersionOptions
-from trueline.serve.models.model_store import Store
-from trueline.serve.models.sources import Sources, in_thread
+from trueline.serve.models.sources import Sources, Store, in_thread
 from trueline.serve.protocols.dispatch import NO_RESOURCE, is_oip
 from trueline.serve.protocols.oip.rest import Repository
 from trueline.serve.protocols.router import Extension, Routes

@@ -24,8 +24,7 @@ from trueline.serve.handlers import archive
 from trueline.serve.models import desired_state, sources
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import Refused, ResolvedSource
-from trueline.serve.models.model_store import Entry, Store, check_name
-from trueline.serve.models.sources import Sources, in_thread
+from trueline.serve.models.sources import Entry, Sources, Store, check_name, in_thread
 from trueline.serve.models.watchers import AliasFollower, StateFollower, StoreFollower, every
 from trueline.serve.process.listeners import Field, Ports
 from trueline.serve.process.signals import Stop

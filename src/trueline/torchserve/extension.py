@@ -7,8 +7,7 @@ from typing import Any, Literal
 from trueline.errors import UsageError
 from trueline.serve.assembly import Core
 from trueline.serve.handlers.loader import name_in_store
-from trueline.serve.models.model_store import Store
-from trueline.serve.models.sources import in_thread
+from trueline.serve.models.sources import Store, in_thread
 from trueline.serve.protocols.dispatch import Dispatch, RouteTable
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.management import Management

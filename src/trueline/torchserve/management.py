@@ -19,8 +19,8 @@ from trueline.serve.metrics import dashboard
 from trueline.serve.models.catalog import UnknownVersion
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource, VersionOptions
-from trueline.serve.models.model_store import Store, check_name
 from trueline.serve.models.servable import HandlerRequest, Servable
+from trueline.serve.models.sources import Store, check_name
 from trueline.serve.protocols import openapi
 from trueline.serve.protocols.dispatch import NO_METHOD, NO_RESOURCE
 from trueline.serve.traffic import canary

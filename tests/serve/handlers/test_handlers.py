@@ -26,8 +26,8 @@ from trueline.serve.handlers.worker import HandlerFailed, _answer
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource, VersionOptions
-from trueline.serve.models.model_store import Store
 from trueline.serve.models.servable import HandlerAnswer
+from trueline.serve.models.sources import Store
 from trueline.torchserve.compat.ts.context import Context, RequestProcessor
 from trueline.torchserve.compat.ts.metrics.dimension import Dimension
 from trueline.torchserve.compat.ts.metrics.metric_type_enum import MetricTypes

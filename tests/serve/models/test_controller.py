@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trueline import files
 from trueline.errors import NotFound, StorageError, UsageError
 from trueline.serve.models import desired_state
-from trueline.serve.models.model_store import Store
+from trueline.serve.models.sources import Store
 from trueline.serve.models.split import Split, place
 from worlds import bundles
 from worlds.servers import StoreApp

@@ -24,8 +24,8 @@ from trueline.serve.handlers.worker import Launch
 from trueline.serve.models.catalog import Models, UnknownModel
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import Refused, ResolvedSource
-from trueline.serve.models.model_store import Store
 from trueline.serve.models.servable import HandlerRequest, Loaded
+from trueline.serve.models.sources import Store
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import ProgramVersion
 from trueline.serve.models.watchers import AliasFollower

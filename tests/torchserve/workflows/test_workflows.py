@@ -27,7 +27,7 @@ from trueline.serve.models import desired_state
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource, VersionOptions
-from trueline.serve.models.model_store import Store
+from trueline.serve.models.sources import Store
 from trueline.serve.models.watchers import StateFollower
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.extension import TorchServe

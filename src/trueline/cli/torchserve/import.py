@@ -33,7 +33,7 @@ def command(archive: str, out: str | None, inputs: tuple[str, ...], overwrite: b
 
     from trueline.errors import UsageError
     from trueline.serve.handlers.archive import stem, unpack
-    from trueline.serve.models.model_store import NAME
+    from trueline.serve.models.sources import NAME
 
     if not Path(archive).exists():
         raise UsageError(f"there is no archive {archive}")

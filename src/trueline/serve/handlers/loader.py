@@ -15,7 +15,7 @@ from trueline.serve.handlers.version import HandlerVersion, StartOptions
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models.desired_state import DesiredVersion
 from trueline.serve.models.loader import ResolvedSource, VersionOptions
-from trueline.serve.models.model_store import NAME
+from trueline.serve.models.sources import NAME
 
 
 class CodeNotAllowed(RequestError):

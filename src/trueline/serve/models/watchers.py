@@ -28,7 +28,7 @@ from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion
 from trueline.serve.models.loader import ResolvedSource
-from trueline.serve.models.model_store import Entry, Store
+from trueline.serve.models.sources import Entry, Store
 from trueline.web.auth import Keys
 
 Name = tuple[str, str]

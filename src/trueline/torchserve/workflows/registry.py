@@ -25,7 +25,7 @@ from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.desired_state import DesiredState, DesiredWorkflow
 from trueline.serve.models.loader import Refused, ResolvedSource, public_reason
-from trueline.serve.models.model_store import NotInStore, Store, check_name
+from trueline.serve.models.sources import NotInStore, Store, check_name
 from trueline.torchserve.workflows import archive as war
 from trueline.torchserve.workflows.archive import War
 from trueline.torchserve.workflows.executor import UnknownWorkflow, Workflow

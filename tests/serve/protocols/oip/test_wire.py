@@ -14,8 +14,7 @@ from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotFound, RequestError, UsageError
 from trueline.serve.fastpath.templates import TemplateCache
 from trueline.serve.models import sources
-from trueline.serve.models.model_store import Store
-from trueline.serve.models.sources import Sources
+from trueline.serve.models.sources import Sources, Store
 from trueline.serve.settings import ServeSettings
 from trueline.serve.tensors import arrays, codec
 

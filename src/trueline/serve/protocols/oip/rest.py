@@ -17,7 +17,7 @@ from trueline.errors import NotFound, RequestError
 from trueline.serve.fastpath.fast_path import OCTETS, InferFastPath, InferHead, infer_head
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource
-from trueline.serve.models.model_store import Entry, Store, check_name
+from trueline.serve.models.sources import Entry, Store, check_name
 from trueline.serve.protocols import predict
 from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch, Method, allow, check_media, json, key_of
 from trueline.serve.protocols.oip import triton
