@@ -112,7 +112,7 @@ def test_a_model_without_its_parameters_is_refused_with_where_it_lies(out: Path)
 
     error = refused(out, meta)
     assert isinstance(error, RecipeError)
-    assert "the model lies on meta and cannot be brought to the CPU" in error.message
+    assert "the model is on meta and cannot be moved to the CPU" in error.message
 
 
 def test_an_example_without_numbers_is_refused(out: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_refusal_of_the_form_of_inputs_and_outputs_names_the_users_line(
         "squeezed": "squeeze(-1)",
         "beside": "return tensors",
         "sometimes": "return all of them always",
-        "unlike": "dynamic_shapes() says so",
+        "unlike": "dynamic_shapes() declares it",
         "sparse": ".to_dense()",
         "waves": "torch.view_as_real(y)",
     }[mark] in (refused.value.hint)

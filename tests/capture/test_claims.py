@@ -198,7 +198,7 @@ def test_verify_proves_a_bundle_again_and_a_recipe_of_another_model_fails_it(tmp
     other = verify(bundle, against=recipe(RealHole, dynamic_shapes=lengths))
     assert not other.holds
     assert "length 7" in other.programs[0].why
-    with pytest.raises(UsageError, match="no recipe says of which model"):
+    with pytest.raises(UsageError, match="without a recipe there is no model"):
         verify(bundle, checkpoint=tmp_path)
 
 

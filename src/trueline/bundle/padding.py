@@ -1,4 +1,4 @@
-"""Pads sequences to one length, where the capture has shown that this changes no answer (`capture.padding`). Pure.
+"""Pads sequences to one length, where the capture has shown that this changes no answer (`capture/claims.py`). Pure.
 
 The dimensions of a symbol in `Signature.padded` are padded at their end, masks with their `fill` (which hides), all
 other inputs with 0; only the beginning of the answer is kept.

@@ -101,7 +101,7 @@ def capture_file(
         return capture(model, None, out, formats=formats, one_is_enough=one_is_enough, overwrite=overwrite, opset=opset)
     if opset is not None:
         raise UsageError(
-            f"{path.name} is a program, which keeps the operators that it has; asked was opset {opset}",
+            f"{path.name} is a program, which keeps the operators that it has; opset {opset} was requested",
             hint="leave the release out, or capture the recipe that the file came from",
         )
     events.emit("capture.started", file=str(path), kind=program.kind_of(path), out=str(out))

@@ -4,7 +4,7 @@ out.
     exporter's claims ─settle: cut to the sizes that the eager model answers─▶ probes ─choose─▶ the first that agrees
 
 Guards are neither necessary nor sufficient: a claim that leaves an assumption of the exporter out is taken when the
-exported program agrees with the eager model on the probes that lie between it and the strictest.
+exported program agrees with the eager model on the probes between it and the strictest.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FAR = 64
 def settle(eager: EagerSession, exported: Exported) -> Exported:
     """The claims cut to the sizes that the eager model answers, found by halving.
 
-    A table of 64 positions ends a length at 64, which no guard says. The batch is left as it is: a model that cannot
-    answer some batch size is refused by the proof.
+    A table of 64 positions ends a length at 64, which no guard contains. The batch is left as it is: a model that
+    cannot answer some batch size is refused by the proof.
     """
     claims = list(exported.claims)
     for symbol in claims[0].symbols:
@@ -139,9 +139,9 @@ def allows(claim: Signature, probe: Probe) -> bool:
 
 WIDEST_FIRST: tuple[Rows, ...] = ("some", "first")
 """Claims on masks. Attention over a row whose mask is all 0 is 0 / 0: what a model answers there is an accident of its
-runtime, and a program that disagrees only there is sealed with a condition that every Session and the server enforce.
-A causal model hides more: position 0 sees nothing when its mask begins with 0, so the stricter claim wants every row to
-begin with a value other than 0 (padding after the values).
+runtime, and a program that disagrees only there is sealed with a condition that every Session and the server enforce. A
+causal model hides more: position 0 sees nothing when its mask begins with 0, so the stricter claim requires every row
+to begin with a value other than 0 (padding after the values).
 """
 
 
@@ -172,7 +172,7 @@ def narrowings(signature: Signature, example: Mapping[str, Array]) -> tuple[Sign
 
 
 def takes(claim: Signature, inputs: Mapping[str, Array]) -> bool:
-    """Whether `inputs` lie inside `claim`."""
+    """Whether `inputs` are inside `claim`."""
     try:
         claim.check(inputs)
     except RequestError:
@@ -218,10 +218,10 @@ def _holds(
     """Whether padding `symbols` together keeps all answers the same."""
     tried = 0
     for given, more in _cases(claim, example, masks, symbols):
-        asked = {symbol: size for symbol, size in claim.sizes(given).items() if symbol in symbols}
+        sizes = {symbol: size for symbol, size in claim.sizes(given).items() if symbol in symbols}
         try:
             expected = eager.run(given)
-            answer = cut(claim, eager.run(fill_up(claim, given, more)), asked)
+            answer = cut(claim, eager.run(fill_up(claim, given, more)), sizes)
         except Exception:  # noqa: BLE001 - the user's forward on values it may not know: then nothing is padded
             return False
         if not compare(expected, answer).agrees:

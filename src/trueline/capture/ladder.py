@@ -87,7 +87,7 @@ def climb(
     exported, observations = _export_and_observe(subject, random=unsteady is not None)
     if not isinstance(exported, CaptureError):
         exported = replace(exported, opset=opset)
-    hidden = hidden_state(observations)  # asked twice in a row it answered the same
+    hidden = hidden_state(observations)  # two runs in a row gave the same answer
     unsteady = determinism.find_cause(eager, hidden) if hidden else determinism.check_order(eager, observations)
     if unsteady is not None:
         raise unsteady.as_error()

@@ -33,7 +33,7 @@ NUM_LOOKED_AT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The model to capture. `data` says where its examples come from."""
+    """The model to capture. `data` names the source of its examples."""
 
     module: torch.nn.Module
     eager: EagerSession
@@ -95,7 +95,7 @@ def _locate_errors(recipe: Recipe, blank: str) -> Iterator[None]:
         message = "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
         raise RecipeError(
             f"recipe '{recipe.name}': {blank}() raises {type(error).__name__}{message}; see {place}",
-            hint=f"{blank}() is called as it stands in the recipe, on this machine and from this folder",
+            hint=f"{blank}() is called as it is in the recipe, on this machine and from this folder",
         ) from error
 
 
@@ -105,7 +105,7 @@ def _on_this_machine(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     except (NotImplementedError, RuntimeError) as error:
         devices = join_names(sorted({str(one.device) for one in (*module.parameters(), *module.buffers())}))
         raise RecipeError(
-            f"recipe '{recipe.name}': the model lies on {devices} and cannot be brought to the CPU: "
+            f"recipe '{recipe.name}': the model is on {devices} and cannot be moved to the CPU: "
             f"{str(error).strip().splitlines()[0]}",
             hint="model() returns a model with its parameters; capture it on a machine that has the device, or build "
             "it on the CPU",

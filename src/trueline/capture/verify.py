@@ -94,7 +94,8 @@ def verify(
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     if checkpoint is not None and against is None:
         raise UsageError(
-            "a checkpoint holds parameters, and no recipe says of which model", hint="add --against RECIPE"
+            "a checkpoint holds parameters, and without a recipe there is no model for them",
+            hint="add --against RECIPE",
         )
     wanted = [opened.program(format)] if format else list(opened.manifest.programs)
     closed = [entry.format for entry in wanted if entry.format in NATIVE and not native]

@@ -116,7 +116,7 @@ def test_torchscript_is_wrapped_with_the_inputs_that_are_declared(tmp_path: Path
 @pytest.mark.slow
 def test_torchscript_without_declared_inputs_is_told_their_names(tmp_path: Path) -> None:
     file = scripted(Words(), tmp_path / "words.pt")
-    with pytest.raises(UsageError, match=r"does not say the shapes of its inputs \(ids, scale\)") as refused:
+    with pytest.raises(UsageError, match=r"does not declare the shapes of its inputs \(ids, scale\)") as refused:
         capture_file(file, tmp_path / "b")
     assert "--example ids=" in refused.value.hint
     with pytest.raises(UsageError, match=r"takes ids, scale, and declared are ids, x"):
@@ -133,7 +133,7 @@ def test_a_pickled_module_is_captured_only_when_its_maker_is_trusted(tmp_path: P
     with pytest.raises(UsageError, match="is a pickle") as refused:
         capture_file(tmp_path / "words.pt", tmp_path / "b", inputs=inputs)
     assert "--trust" in refused.value.hint
-    with pytest.raises(UsageError, match="does not say what its module takes"):
+    with pytest.raises(UsageError, match="does not declare the inputs of its module"):
         capture_file(tmp_path / "words.pt", tmp_path / "b", trust=True)
     captured = capture_file(tmp_path / "words.pt", tmp_path / "b", inputs=inputs, trust=True)
     assert {one.format: one.verdict for one in captured.programs} == {"onnx": "proven", "torch_export": "proven"}
@@ -154,7 +154,7 @@ def test_trust_is_asked_for_by_pickles_alone(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"no pickle")
     with pytest.raises(UsageError, match="needs no trust"):
         capture_file(tmp_path / "m.onnx", tmp_path / "b", trust=True)
-    with pytest.raises(UsageError, match="says its own inputs"):
+    with pytest.raises(UsageError, match="declares its own inputs"):
         capture_file(tmp_path / "m.onnx", tmp_path / "b", inputs=["x=FP32[batch]"])
 
 

@@ -1,4 +1,4 @@
-"""Declarations of inputs, for a file that does not say its own: `x=FP32[batch,3,size]`.
+"""Declarations of inputs, for a file without declarations of its own: `x=FP32[batch,3,size]`.
 
 A letter or word in place of a number is a free size; the integers of `ids=INT64[batch,length]<1000` are below 1000.
 Instead of declarations there may be files of examples, .npz or .safetensors, each one batch by name; sizes in which

@@ -97,7 +97,7 @@ def _signature(model: onnx.ModelProto) -> Signature:
 def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
-        raise CaptureError(f"input '{value.name}' of the ONNX model does not say how many dimensions it has")
+        raise CaptureError(f"input '{value.name}' of the ONNX model does not declare its number of dimensions")
     return tuple(
         dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}.{axis}"
         for axis, dim in enumerate(kind.shape.dim)

@@ -48,7 +48,7 @@ def wrap(
     """Proves the formats that can be made of the file and seals them at `out`; `work` is a folder for what is made."""
     kind = kind_of(path)
     if declared is not None and kind != "torchscript":
-        raise UsageError(f"{path.name} says its own inputs; leave --example out")
+        raise UsageError(f"{path.name} declares its own inputs; leave --example out")
     subject = _read(kind, path, work, declared)
     if formats is None:
         wanted = tuple(format for format in subject.emit if format == kind or format in USUAL)
@@ -83,7 +83,7 @@ def model_in(path: Path, known: DeclaredInputs | None, *, trust: bool) -> Recipe
         raise UsageError(f"{path} is no pickle and needs no trust; leave --trust out")
     if known is None:
         raise UsageError(
-            f"{path} is a pickle, which does not say what its module takes",
+            f"{path} is a pickle, which does not declare the inputs of its module",
             hint="declare its inputs: --example NAME=FP32[batch,3,size], or --example batch.npz",
         )
     return model_folder.read_pickle(path, known)

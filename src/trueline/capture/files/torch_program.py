@@ -38,7 +38,7 @@ _RANGE = re.compile(r"-?\d*\W*L\[[^\]]*\](\[\d+\])*\.size\(\)\[\d+\]\s*(<=|>=|<|
 
 
 def read_torchscript(path: Path, work: Path, declared: DeclaredInputs | None) -> FileSubject:
-    """The program with the declared inputs, since the file does not say their shapes. Raises UsageError for missing
+    """The program with the declared inputs, since the file does not contain their shapes. Raises UsageError for missing
     declarations and for other names, CaptureError, BundleError."""
     clean = work / "file.ts"
     torchscript_archive.clean(path, clean)
@@ -51,7 +51,7 @@ def read_torchscript(path: Path, work: Path, declared: DeclaredInputs | None) ->
     names = [argument.name for argument in module.forward.schema.arguments[1:]]
     if declared is None:
         raise UsageError(
-            f"{path.name} is TorchScript, which does not say the shapes of its inputs ({join_names(names)})",
+            f"{path.name} is TorchScript, which does not declare the shapes of its inputs ({join_names(names)})",
             hint=f"declare them: --example {names[0] if names else 'x'}=FP32[batch,3,size], or --example batch.npz",
         )
     specs = {spec.name: spec for spec in declared.signature.inputs}

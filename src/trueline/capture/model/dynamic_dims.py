@@ -6,8 +6,8 @@ is called `batch`, by its declared name, `length` when it is the only further on
 `<input>.<axis>`.
 
 The batch is the first dimension of an input, as a rule. A recurrent state comes as [layers, batch, width], a model that
-takes the steps first wants [length, batch, width], and a scale or a table counts no records. What the sizes leave open,
-a declared name `batch` decides; what they suggest is taken when the model accepts one record more.
+takes the steps first wants [length, batch, width], and a scale or a table counts no records. Where sizes leave it
+open, a declared name `batch` decides; what they suggest is taken when the model accepts one record more.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _find_elsewhere(
         raise CaptureError(
             f"input '{spec.name}' has the size of the batch ({counts[0]}) in dimensions {axes}: which counts the "
             "records is not clear",
-            hint=f"say it: dynamic_shapes() returns {{'{spec.name}': {{{axes[0]}: '{BATCH}'}}}}; or yield a second "
+            hint=f"declare it: dynamic_shapes() returns {{'{spec.name}': {{{axes[0]}: '{BATCH}'}}}}; or yield a second "
             "example of another batch size",
         )
     return axes[0] if axes else None
@@ -245,6 +245,6 @@ def _no_common_batch(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor
     )
     return CaptureError(
         f"the inputs agree on no number of records ({listing}){more}",
-        hint="the first dimension of every input is the batch; where it is another, dynamic_shapes() says so: "
+        hint="the first dimension of every input is the batch; where it is another, dynamic_shapes() declares it: "
         f"{{'h': {{1: '{BATCH}'}}}}",
     )

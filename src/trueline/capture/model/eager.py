@@ -77,14 +77,14 @@ class EagerSession:
         if len(outputs) != len(self.signature.outputs):
             raise CaptureError(
                 f"the model returned {len(outputs)} tensors, and {len(self.signature.outputs)} on its example",
-                hint="a bundle has the same outputs for every request: return all of them always, and a flag that says "
-                "which hold",
+                hint="a bundle has the same outputs for every request: return all of them always, and a flag for "
+                "those that are valid",
             )
         return to_arrays(self.signature, outputs, cast=tensors.casts(self._settings))
 
 
 def _checksums(module: torch.nn.Module) -> dict[str, int]:
-    """Of every parameter and buffer that lies in one piece in this machine's memory."""
+    """Of every dense parameter and buffer in this machine's memory."""
     named = chain(module.named_parameters(), module.named_buffers())
     plain = {name: value.detach().resolve_conj().contiguous() for name, value in named if _is_plain(value)}
     return {name: zlib.crc32(value.reshape(-1).view(torch.uint8).numpy().data) for name, value in plain.items()}

@@ -168,7 +168,7 @@ def _check_alike(first: _Flattened, other: _Flattened, number: int) -> None:
     fixed = [leaf for leaf in other.leaves if not isinstance(leaf, Slot)]
     if fixed != [leaf for leaf in first.leaves if not isinstance(leaf, Slot)]:
         raise CaptureError(
-            f"example {number} is called with {fixed} beside its tensors, the first otherwise",
+            f"example {number} is called with {fixed} beside its tensors, the first with other values",
             hint="what is no tensor is part of the program: capture a bundle for each value",
         )
 

@@ -35,7 +35,7 @@ class Attempt:
     probes: int = 0
     max_abs_error: float = 0.0
     how: str = ""
-    """The way it was made, where a format knows several."""
+    """The way it was made, where a format has several."""
     submodule: str = ""
     """The first submodule whose output a program that disagrees does not have: its name and class."""
     defined: str = ""

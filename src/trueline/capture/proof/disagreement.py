@@ -1,7 +1,7 @@
 """Explains a disagreement: the smallest input that shows it, and the first submodule whose output the program lacks.
 
     eager      forward hooks note what each call of a submodule returned, in the order in which the calls end
-    program    every node of a graph names the submodules it stands in: its value is noted for each of them
+    program    every node of a graph names the submodules it is in: its value is noted for each of them
 
 Calls end from the inside outwards, so the first one that no value of the program agrees with is the innermost. A
 submodule without a node (an identity, or an unused one) does not count against the program, and one with several
@@ -119,12 +119,12 @@ class Shrunk:
 def shrink(program: Session, eager: Session, probe: Probe, *, questions: int = QUESTIONS) -> Shrunk | None:
     """Shrinks `probe` greedily: sizes towards 1, then values towards zeros. None when the two agree on it (a
     disagreement that does not come back)."""
-    asked = 0
+    runs = 0
 
     def differs(inputs: Inputs) -> str:
-        nonlocal asked
-        asked += 1
-        if asked > questions:
+        nonlocal runs
+        runs += 1
+        if runs > questions:
             return ""
         try:
             program.signature.check(inputs)
@@ -266,7 +266,7 @@ def first_difference(calls: Sequence[Call], values: Values) -> str | None:
 
 
 class _NotingInterpreter(torch.fx.Interpreter):
-    """Runs a graph and keeps the value of every node, by the submodules in which the node stands."""
+    """Runs a graph and keeps the value of every node, by the submodules of the node."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)

@@ -186,7 +186,7 @@ _ENDLESS = ("mode.",)
 class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises ValueError where an operator that would crash or never return gets a value that is not finite.
 
-    Eager control flow (`torch.cond`, `while_loop`, `scan`) compiles itself. Under a mode that does not stand aside for
+    Eager control flow (`torch.cond`, `while_loop`, `scan`) compiles itself. Under a mode that stays on for
     that, Dynamo marks torch's own frames as not to be compiled, for good: each later call then fails, with any values.
     """
 

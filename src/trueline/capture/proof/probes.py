@@ -54,7 +54,7 @@ def make_probes(
 ) -> tuple[Probe, ...]:
     """Probes from `example`, a batch by name; `sizes` (of the batch, or by symbol) are tried before the usual ones.
 
-    `signature` says what is free; without it, the first dimension of every input. The example itself comes first and
+    `signature` names what is free; without it, the first dimension of every input. The example itself comes first and
     last: a model that then answers it differently has a hidden state. Probes that are `covered` elsewhere are left out.
     """
     maker = _Maker(example, signature or _batch_only(example), np.random.default_rng(seed))
@@ -154,7 +154,7 @@ Change = Callable[[Array], Array]
 
 
 class _Maker:
-    """Makes probes of one example. Names say the sizes of all symbols, and what was done to the values."""
+    """Makes probes of one example. Names contain the sizes of all symbols, and the change of the values."""
 
     def __init__(self, example: Mapping[str, Array], signature: Signature, random: np.random.Generator) -> None:
         self.example = example

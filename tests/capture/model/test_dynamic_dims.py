@@ -103,7 +103,7 @@ def test_a_declared_batch_is_taken_before_the_first_dimension() -> None:
 def test_inputs_that_agree_on_no_number_of_records_are_refused_with_their_shapes() -> None:
     with pytest.raises(CaptureError, match=r"agree on no number of records \(x: \[5, 2\], y: \[4, 2\]\)") as refused:
         shapes(Stacked(), torch.randn(5, 2), torch.randn(4, 2))
-    assert "dynamic_shapes() says so" in refused.value.hint
+    assert "dynamic_shapes() declares it" in refused.value.hint
 
 
 class Stacked(nn.Module):
