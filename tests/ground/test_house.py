@@ -95,3 +95,11 @@ def test_serving_reaches_fewer_than_twenty_modules_of_runtime() -> None:
             todo.append(other)
     assert len([name for name in reached if name.startswith("trueline.runtime.")]) < 20
     assert not [name for name in reached if name.startswith(("trueline.capture", "trueline.train"))]
+
+
+def test_the_folders_of_the_tests_are_those_of_the_source() -> None:
+    """`ground` tests what holds for all packages, `line` several verbs after each other."""
+    tests = house.ROOT / "tests"
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path("ground"), Path("line")}
+    odd = [str(folder) for folder in folders if not (house.ROOT / "src/trueline" / folder / "__init__.py").is_file()]
+    assert not odd, f"no package of src/trueline: {odd}"
