@@ -38,6 +38,8 @@ PARTICIPLES = frozenset(
 )
 """Those that do not end in -ed."""
 VERBS_IN_ED = frozenset({"embed", "exceed", "feed", "need", "seed", "shed", "speed"})
+METHODS_OF_FUTURES = frozenset({"done", "cancelled"})
+"""asyncio's names, which a class that stands in for a future has to have."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _size_of(module: Module, node: ast.AST) -> Iterator[str]:
 
 
 def _is_protocol(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).partition("[")[0].rpartition(".")[2] == "Protocol" for base in node.bases)
+    return any(ast.unparse(base).partition("[")[0] in ("Protocol", "typing.Protocol") for base in node.bases)
 
 
 def _names(root: Path, modules: Mapping[str, Module], unused: frozenset[str]) -> Iterator[str]:
@@ -180,7 +182,7 @@ def _names(root: Path, modules: Mapping[str, Module], unused: frozenset[str]) ->
         for node in ast.walk(module.tree):
             where = f"{module.path}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if is_participle(node.name) and not _is_property(node):
+                if is_participle(node.name) and node.name not in METHODS_OF_FUTURES and not _is_property(node):
                     yield f"{where}: {node.name} is a participle; a function is named by what it does"
             elif not isinstance(node, ast.ClassDef):
                 continue

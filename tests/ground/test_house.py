@@ -41,6 +41,9 @@ def test_a_tree_within_the_rules_has_no_breach(tmp_path: Path) -> None:
         "__init__.py": "",
         "a.py": "from pkg import b\n\n\ndef encode(value: int) -> int:\n    return value\n",
         "b.py": "class Taken:\n    @property\n    def closed(self) -> bool:\n        return True\n",
+        "c.py": "import asyncio\n\n\nclass Wide(asyncio.Protocol):\n"
+        + "".join(f"    def m{i}(self): ...\n" for i in range(5))
+        + "    def done(self): ...\n",
     }
     assert breaches(tmp_path, files) == []
 
