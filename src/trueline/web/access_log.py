@@ -156,7 +156,6 @@ class AccessLogMiddleware:
         self._log.enter(AccessEntry(at, self._face, method, path, status, ms, len(request.body), size, named))
 
     def refuse(self, path: str, status: int, message: str) -> Response:
-        """The response to a request that could not be received."""
         refusal = self._app.refuse(path, status, message)
         size = len(refusal.body)
         self._log.enter(AccessEntry(round(time.time(), 6), self._face, "-", path, refusal.status, 0.0, 0, size, None))

@@ -134,7 +134,6 @@ class AuthMiddleware:
         self._app, self._keys, self._kind, self._render = app, keys, kind, render
 
     def answer(self, request: Request) -> Answer:
-        """The response of the app, or a refusal."""
         if is_open(request.path):
             return self._app.answer(request)
         path, kind = request.path, self._kind
@@ -152,5 +151,4 @@ class AuthMiddleware:
         return self._app.answer(request)
 
     def refuse(self, path: str, status: int, message: str) -> Response:
-        """The response to a request that could not be received."""
         return self._app.refuse(path, status, message)

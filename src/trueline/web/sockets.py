@@ -88,16 +88,13 @@ class Certificates:
 
 def parse_certificates(certificate: str | None, private_key: str | None, client_ca: str | None) -> Certificates | None:
     """None without TLS. Raises UsageError for a key or an authority without a certificate."""
-    if certificate is None:
-        for flag, value in (("--private-key", private_key), ("--client-ca", client_ca)):
-            if value is not None:
-                raise UsageError(f"{flag} {value} is given without --certificate", hint="name the server's own too")
-        return None
-    return Certificates(
-        certificate=Path(certificate),
-        private_key=None if private_key is None else Path(private_key),
-        client_ca=None if client_ca is None else Path(client_ca),
-    )
+    if certificate is not None:
+        key, authority = (None if path is None else Path(path) for path in (private_key, client_ca))
+        return Certificates(certificate=Path(certificate), private_key=key, client_ca=authority)
+    for flag, value in (("--private-key", private_key), ("--client-ca", client_ca)):
+        if value is not None:
+            raise UsageError(f"{flag} {value} is given without --certificate", hint="name the server's own too")
+    return None
 
 
 def make_ssl_context(given: Certificates) -> ssl.SSLContext:

@@ -130,7 +130,6 @@ class InferFastPath:
         self._handle_uncached = handle_uncached
 
     def try_answer(self, request: Request) -> Response | InlineFuture | None:
-        """The answer that the uncached path would give, byte for byte; None: the uncached path has to give it."""
         head, models = request.head, self._models
         known = None if head is None else head.app_data
         if type(known) is not InferHead or known.changes != models.changes:
