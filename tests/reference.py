@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trueline.cli import app, config_file
+from trueline.cli import app
 from trueline.recipe.settings import TrainingSettings
 from trueline.settings import declared_settings
 
@@ -68,10 +68,10 @@ def page() -> str:
     lines += ["", "## Options", ""]
     for path in app.known_tables():
         command = command_of(path)
-        config_file.name_variables(command, path)
+        app.name_variables(command, path)
         lines += [f"### trueline {' '.join(path)}", "", "| flag | `[" + ".".join(path) + "]` | environment | meaning |"]
         lines += ["|---|---|---|---|"]
-        for key, option in config_file.flags_of(command).items():
+        for key, option in app.flags_of(command).items():
             flags = ", ".join(f"`{flag}`" for flag in [*option.opts, *option.secondary_opts])
             text = (option.help or "").replace("|", "\\|")
             lines.append(f"| {flags} | `{key}` | `{option.envvar}` | {text} |")

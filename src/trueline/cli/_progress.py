@@ -1,7 +1,7 @@
-"""Shows events as progress: bars on a terminal, else a line for each tenth. On stderr by default.
+"""Shows events as progress: bars on a terminal, else a line for each tenth.
 
-Formats events in words where it has some, leaves out those that only matter when something is wrong (`--debug` shows
-them), and renders any other event as one line.
+Events in _WORDS are formatted by it, those in _MINOR appear only with --debug, and any other event is rendered as one
+line.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ _MINOR = {
     "checkpoint.saved", "job.finished", "job.stopping", "capture.started", "program.emitted",
     "program.unfollowed",
 }  # fmt: skip
-"""Events that only matter when something is wrong."""
 WINDOW_NS = 5_000_000_000
 """Records a second are the mean over this time."""
 
@@ -114,9 +113,7 @@ class Sparse:
 
 def read_count(name: str, fields: Mapping[str, Field]) -> tuple[str, int, int | None] | None:
     """Label, count and end of an event that counts."""
-    if name not in _COUNTS:
-        return None
-    label, done_key, total_key = _COUNTS[name]
+    label, done_key, total_key = _COUNTS.get(name, ("", "", ""))
     done, total = fields.get(done_key), fields.get(total_key)
     if not isinstance(done, int):
         return None
@@ -169,15 +166,13 @@ class StepPace:
         if self._epochs and isinstance(step, int) and isinstance(total, int) and total:
             more["epoch"] = f"{step * self._epochs // total + 1}/{self._epochs}"
         if isinstance(at, int) and isinstance(records, int):
-            more["records_per_s"] = self._rate(at, records)
-        return {**fields, **{key: value for key, value in more.items() if value is not None}}
-
-    def _rate(self, at: int, records: int) -> float | None:
-        self._marks.append((at, records))
-        while at - self._marks[0][0] > WINDOW_NS:
-            self._marks.popleft()
-        seconds = (at - self._marks[0][0]) / 1e9
-        return round(sum(count for _, count in self._marks) / seconds * (1 - 1 / len(self._marks))) if seconds else None
+            self._marks.append((at, records))
+            while at - self._marks[0][0] > WINDOW_NS:
+                self._marks.popleft()
+            if seconds := (at - self._marks[0][0]) / 1e9:
+                counted = sum(count for _, count in self._marks) * (1 - 1 / len(self._marks))
+                more["records_per_s"] = round(counted / seconds)
+        return fields | more
 
 
 @contextlib.contextmanager
@@ -187,7 +182,7 @@ def progress(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[N
     if quiet:
         yield
     elif stream.isatty():
-        with _Bars(stream) as bars, events.listening(bars.hear):
+        with contextlib.closing(_Bars(stream)) as bars, events.listening(bars.hear):
             yield
     else:
         with events.listening(Lines(stream).hear):
@@ -225,22 +220,18 @@ class _Bars:
     """One bar for each count; other events scroll by above them."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._tasks: dict[str, TaskID] = {}
-        self._pace = StepPace()
-
-    def __enter__(self) -> _Bars:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress: Progress = Progress(
-            *columns, TextColumn("{task.fields[detail]}"), console=Console(file=self._stream), transient=True
+            *columns, TextColumn("{task.fields[detail]}"), console=Console(file=stream), transient=True
         )
+        self._tasks: dict[str, TaskID] = {}
+        self._pace = StepPace()
         self._progress.start()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._clear()
         self._progress.stop()
 

@@ -1,4 +1,7 @@
-"""The command `trueline`: finds the verb, fills its options, runs it, and turns errors into exit codes."""
+"""The command `trueline`: finds the verb, fills its options, runs it, and turns errors into exit codes.
+
+A flag overrides its environment variable, which overrides trueline.toml, which overrides the built-in default.
+"""
 
 import contextlib
 import importlib
@@ -6,12 +9,13 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 
-from trueline.cli import config_file
 from trueline.cli._progress import DEBUG
-from trueline.errors import TruelineError, closest
+from trueline.errors import TruelineError, UsageError, closest
 from trueline.version import __version__
 
 EXIT_CODES = {
@@ -71,8 +75,8 @@ class _Verbs(click.Group):
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and command is not None and not isinstance(command, click.Group):
             path = (*ctx.command_path.split()[1:], name)
-            config_file.name_variables(command, path)
-            ctx.default_map = {name: config_file.defaults(command, path, known_tables())}
+            name_variables(command, path)
+            ctx.default_map = {name: read_defaults(command, path)}
         return name, command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -92,6 +96,64 @@ def known_tables() -> list[tuple[str, ...]]:
     """The path of every verb: `("train",)`, `("bundle", "verify")`."""
     top = [(name,) for group in VERBS.values() for name, folder in group.items() if folder]
     return top + [(group, name) for group, (_, names, _) in GROUPS.items() for name in names]
+
+
+def flags_of(command: click.Command) -> dict[str, click.Option]:
+    """The options of `command` by their names in trueline.toml: `max_delay` for --max-delay."""
+    options = [param for param in command.params if isinstance(param, click.Option) and param.opts]
+    return {max(option.opts, key=len).lstrip("-").replace("-", "_"): option for option in options}
+
+
+def name_variables(command: click.Command, path: Sequence[str]) -> None:
+    """Gives each option its environment variable: TRUELINE_SERVE_MAX_DELAY."""
+    for name, option in flags_of(command).items():
+        if option.envvar is None:
+            option.envvar = "_".join(["TRUELINE", *path, name]).upper().replace("-", "_")
+
+
+def read_defaults(command: click.Command, path: Sequence[str]) -> dict[str, Any]:
+    """The values for `command` at `path` in the nearest trueline.toml from the working directory upwards, by parameter.
+
+    Raises UsageError that names the file, the key and the nearest one that exists.
+    """
+    folders = (Path.cwd(), *Path.cwd().parents)
+    file = next((place for folder in folders if (place := folder / "trueline.toml").is_file()), None)
+    if file is None:
+        return {}
+    options = flags_of(command)
+    values = {}
+    for key, value in _read_tables(file).get(tuple(path), {}).items():
+        option = options.get(key.replace("-", "_"))
+        if option is None:
+            raise _unknown_key(file, f"[{'.'.join(path)}] has no option '{key}'", closest(key, options))
+        assert option.name is not None
+        values[option.name] = value
+    return values
+
+
+def _read_tables(file: Path) -> dict[tuple[str, ...], Mapping[str, Any]]:
+    import tomllib
+
+    try:
+        content = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}", hint="correct it, or move it away") from error
+    tables: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for name, value in content.items():
+        for sub, table in value.items() if name in GROUPS and isinstance(value, dict) else [("", value)]:
+            path = (name, sub) if sub else (name,)
+            dotted = ".".join(path)
+            if path not in known_tables():
+                near = closest(dotted, [".".join(known) for known in known_tables()])
+                raise _unknown_key(file, f"'{dotted}' is no command", near)
+            if not isinstance(table, dict):
+                raise UsageError(f"{file}: '{dotted}' is no table", hint=f"write [{dotted}]")
+            tables[path] = table
+    return tables
+
+
+def _unknown_key(file: Path, what: str, near: str | None) -> UsageError:
+    return UsageError(f"{file}: {what}", hint=f"did you mean '{near}'?" if near else "")
 
 
 @click.group(

@@ -11,7 +11,7 @@ import click
 import pytest
 
 import reference
-from trueline.cli import app, config_file
+from trueline.cli import app
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def test_no_two_options_share_a_variable_and_each_has_one():
     names = []
     for path in app.known_tables():
         command = reference.command_of(path)
-        config_file.name_variables(command, path)
-        names += [str(option.envvar) for option in config_file.flags_of(command).values()]
+        app.name_variables(command, path)
+        names += [str(option.envvar) for option in app.flags_of(command).values()]
     assert len(names) == len(set(names))
     assert all(name.startswith("TRUELINE_") for name in names)
 
