@@ -83,12 +83,11 @@ def evaluate(
         sums = pool.run(work, workers=job.workers, report=lambda done: events.emit(ADVANCED, done=done, total=count))
     means = _mean(sums, max(count, 1))
     metrics = {name: means.get(f"metric {name}", 0.0) for name in (job.recipe.metrics() if job.recipe.metrics else {})}
-    return _summarize(job, count, means.get("loss", 0.0), metrics)
+    return Evaluation(records=count, loss=means.get("loss", 0.0), metrics=metrics, checkpoint=_name_of(job))
 
 
-def _summarize(job: BatchJob, records: int, loss: float, metrics: dict[str, float]) -> Evaluation:
-    name = split_location(job.source)[1] if job.source else ""
-    return Evaluation(records=records, loss=loss, metrics=metrics, checkpoint=name)
+def _name_of(job: BatchJob) -> str:
+    return split_location(job.source)[1] if job.source else ""
 
 
 def _mean(chunks: Sequence[Mapping[str, float]], count: int) -> dict[str, float]:
@@ -125,7 +124,7 @@ def _evaluate_each(job: BatchJob, out: str | Path) -> Evaluation:
     sums = parts.sum_columns(out)
     means = {name: total / max(plan.num_records, 1) for name, total in sums.items() if name != "record"}
     loss = means.pop("loss", 0.0)
-    return _summarize(job, plan.num_records, loss, means)
+    return Evaluation(records=plan.num_records, loss=loss, metrics=means, checkpoint=_name_of(job))
 
 
 def open_part_worker(work: Work) -> tuple[int, Compute]:
@@ -148,10 +147,8 @@ def _open_values(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
             batch = source.read(np.arange(start, stop, dtype=np.int64))
             records = devices.place_batch(batch, devices.of_model(model))
             outputs = call_model(model, records.inputs)
-            return {
-                name: _value_each(name, function, outputs, records.labels, stop - start)
-                for name, function in functions.items()
-            }
+            count = stop - start
+            return {name: _value_each(name, each, outputs, records.labels, count) for name, each in functions.items()}
 
     return source.num_records, answer
 

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from trueline import errors, events
-from trueline.batch.chunks import MAX_TRIES, Chunk, Chunks
+from trueline.batch.chunks import MAX_TRIES, Chunks
 from trueline.engine.contract import ProcessSpec, Seen, parse_ref
 from trueline.engine.local.client import start_agent
 from trueline.engine.open import open_engine
@@ -73,16 +73,12 @@ Compute = Callable[[int, int], Reply]
 
 
 class ChunkOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A line to a worker."""
-
     start: int
     stop: int
     careful: bool
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A line from a worker."""
-
     op: str
     ref: str = ""
     records: int = 0
@@ -172,23 +168,16 @@ class ChunkScheduler:
         except Exception as error:  # noqa: BLE001  `run` raises it
             self._end(error)
 
-    def _end(self, error: Exception | None = None) -> None:
-        if self.ended.done():
-            return
-        if error is None:
-            self.ended.set_result(None)
-        else:
+    def _end(self, error: Exception) -> None:
+        if not self.ended.done():
             self.ended.set_exception(error)
 
     def _spec(self, slot: int, incarnation: int) -> ProcessSpec:
         return ProcessSpec(
-            role="pool",
-            slot=slot,
-            incarnation=incarnation,
-            entry="trueline.batch.worker:main",
+            role="pool", slot=slot, incarnation=incarnation, entry="trueline.batch.worker:main",
             log=str(self.scratch / f"{slot}.{incarnation}.log"),
             env={FOLDER: str(self.scratch), "TRUELINE_REF": f"pool-{slot}.{incarnation}"},
-        )
+        )  # fmt: skip
 
     # Connections of workers.
 
@@ -244,8 +233,8 @@ class ChunkScheduler:
         self.replies[chunk.index] = reply
         self.records_done += chunk.stop - chunk.start
         self.report(self.records_done)
-        if self.chunks.finished:
-            self._end()
+        if self.chunks.finished and not self.ended.done():
+            self.ended.set_result(None)
 
     def _fail_chunk(self, ref: str, message: WorkerMessage) -> None:
         chunk = self.chunks.take_back(ref)
@@ -270,16 +259,13 @@ class ChunkScheduler:
                 raise errors.TrainError(f"workers end before they are ready: {seen.reason}", hint=log)
         chunk = self.chunks.take_back(seen.ref)
         if chunk is not None and self.chunks.tries[chunk.index] >= MAX_TRIES:
-            raise self._blame(seen, chunk)
+            record = self.trying.get(seen.ref)
+            which = f"one of the records {chunk.start} to {chunk.stop - 1}" if record is None else f"record {record}"
+            raise errors.DataError(
+                f"{which} of dataset('{self.work.mode}') ends every process that works on it: {seen.reason}",
+                hint="look at this record, and at the memory that it takes",
+            )
         await self.engine.add([self._spec(slot, incarnation + 1)])
-
-    def _blame(self, seen: Seen, chunk: Chunk) -> errors.DataError:
-        record = self.trying.get(seen.ref)
-        which = f"record {record}" if record is not None else f"one of the records {chunk.start} to {chunk.stop - 1}"
-        return errors.DataError(
-            f"{which} of dataset('{self.work.mode}') ends every process that works on it: {seen.reason}",
-            hint="look at this record, and at the memory that it takes",
-        )
 
     async def _tick(self) -> None:
         while True:

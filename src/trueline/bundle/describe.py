@@ -28,12 +28,8 @@ def describe(bundle: Bundle) -> str:
 
 def to_json(bundle: Bundle) -> dict[str, Any]:
     """The same as values that JSON can hold."""
-    return {
-        "path": str(bundle.path),
-        "manifest": msgspec.to_builtins(bundle.manifest),
-        "evidence": [msgspec.to_builtins(one) for one in bundle.evidence()],
-        "lineage": bundle.lineage(),
-    }
+    manifest, evidence = msgspec.to_builtins((bundle.manifest, list(bundle.evidence())))
+    return {"path": str(bundle.path), "manifest": manifest, "evidence": evidence, "lineage": bundle.lineage()}
 
 
 def dim_text(name: str, dim: Dim) -> str:
@@ -58,12 +54,10 @@ def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     signature = bundle.signature
     rows: list[tuple[str, ...]] = [("input", *_spec_row(spec)) for spec in signature.inputs]
     rows += [("output", *_spec_row(spec)) for spec in signature.outputs]
-    rows += [
-        ("state", f"{left} of an answer is {given} of the next request") for given, left in signature.state.items()
-    ]
-    rows += [("random", "equal requests get different answers; they were compared as draws of one distribution")] * (
-        signature.random
-    )
+    for given, left in signature.state.items():
+        rows.append(("state", f"{left} of an answer is {given} of the next request"))
+    if signature.random:
+        rows.append(("random", "equal requests get different answers; they were compared as draws of one distribution"))
     free = {symbol for spec in signature.inputs for symbol in spec.shape if isinstance(symbol, str)}
     rows += [("proven", dim_text(name, dim)) for name, dim in signature.dims.items() if name in free]
     rows += [("padded", f"{name} may be padded at its end, hidden by a mask") for name in signature.padded]

@@ -122,7 +122,11 @@ def open_folder(folder: Path) -> Bundle:
     for name, entry in manifest.files.items():
         if name not in found:
             raise BundleError(f"{folder / name} is missing from the bundle", hint=schema.AGAIN)
-        _check_file(folder / name, entry)
+        path, size = folder / name, (folder / name).stat().st_size
+        if size != entry.size:
+            raise BundleError(f"{path} has {size} bytes, sealed were {entry.size}: it is torn", hint=schema.AGAIN)
+        if files.sha256_file(path) != entry.sha256:
+            raise BundleError(f"{path} was changed after it was sealed: its SHA-256 does not match", hint=schema.AGAIN)
     return Bundle(path=folder, manifest=manifest)
 
 
@@ -151,14 +155,6 @@ def _walk(folder: Path) -> set[str]:
     return found - {schema.MANIFEST}
 
 
-def _check_file(path: Path, entry: schema.FileEntry) -> None:
-    size = path.stat().st_size
-    if size != entry.size:
-        raise BundleError(f"{path} has {size} bytes, sealed were {entry.size}: it is torn", hint=schema.AGAIN)
-    if files.sha256_file(path) != entry.sha256:
-        raise BundleError(f"{path} was changed after it was sealed: its SHA-256 does not match", hint=schema.AGAIN)
-
-
 def unpack(file: Path, folder: Path) -> Path:
     """Unpacks the packed bundle `file` as `folder`, atomically. Raises BundleError, StorageError."""
     file = Path(file)
@@ -184,7 +180,13 @@ def unpack_once(file: Path, cache: Path) -> Path:
 
 
 def _extract(archive: zipfile.ZipFile, partial: Path, file: Path) -> None:
-    text = _manifest_bytes(archive, file)
+    try:
+        with archive.open(schema.MANIFEST) as member:
+            text = member.read(schema.MANIFEST_BYTES + 1)
+    except (KeyError, RuntimeError) as error:
+        raise BundleError(f"{file} is no packed bundle: it has no readable {schema.MANIFEST}") from error
+    if len(text) > schema.MANIFEST_BYTES:
+        raise BundleError(f"{file}:{schema.MANIFEST} has more than {schema.MANIFEST_BYTES} bytes")
     manifest = schema.decode(text, f"{file}:{schema.MANIFEST}")
     if sum(entry.size for entry in manifest.files.values()) > MAX_BYTES:
         raise BundleError(f"{file} would unpack to more than {MAX_BYTES} bytes")
@@ -196,17 +198,6 @@ def _extract(archive: zipfile.ZipFile, partial: Path, file: Path) -> None:
         with archive.open(name) as source, target.open("xb") as sink:
             if _copy(source, sink, entry.size) != entry.size or source.read(1):
                 raise BundleError(f"{file}:{name} does not have the {entry.size} bytes that were sealed: it is torn")
-
-
-def _manifest_bytes(archive: zipfile.ZipFile, file: Path) -> bytes:
-    try:
-        with archive.open(schema.MANIFEST) as member:
-            text = member.read(schema.MANIFEST_BYTES + 1)
-    except (KeyError, RuntimeError) as error:
-        raise BundleError(f"{file} is no packed bundle: it has no readable {schema.MANIFEST}") from error
-    if len(text) > schema.MANIFEST_BYTES:
-        raise BundleError(f"{file}:{schema.MANIFEST} has more than {schema.MANIFEST_BYTES} bytes")
-    return text
 
 
 def _check_members(archive: zipfile.ZipFile, expected: set[str], file: Path) -> None:

@@ -50,10 +50,7 @@ def make_signature(digest: str, key: Path) -> str:
 
 
 def sign(path: Path, digest: str, key: Path) -> Path:
-    """Signs the bundle or archive at `path` with its `digest`; returns the signature's file.
-
-    Raises UsageError, StorageError.
-    """
+    """Signs the bundle or archive at `path`; returns the signature's file. Raises UsageError, StorageError."""
     place = place_of(path)
     files.write_atomic(place, make_signature(digest, key).encode())
     return place

@@ -140,9 +140,8 @@ def _add_version(
     tags = _tags(bundle) | ({} if signature is None else {store.SIGNATURE_TAG: signature.strip()})
     logged = client.create_logged_model(experiment, bundle.name, run_id, tags, model_type="trueline")
     with tempfile.TemporaryDirectory(prefix="trueline-model-") as folder:
-        flavor.describe_model(
-            bundle, Path(folder), model_id=logged.model_id, run_id=run_id, where=logged.artifact_location
-        )
+        where = logged.artifact_location
+        flavor.describe_model(bundle, Path(folder), model_id=logged.model_id, run_id=run_id, where=where)
         client.log_model_artifacts(logged.model_id, folder)
     client.log_model_artifacts(logged.model_id, str(bundle.path), store.BUNDLE_FOLDER)
     client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)

@@ -85,11 +85,7 @@ def resolve(uri: str, *, tracking_uri: str | None = None) -> Resolved:
             hint="register the bundle again, and find out how the store was changed",
         )
     return Resolved(
-        path=path,
-        name=version.name,
-        version=version.version,
-        digest=version.digest,
-        signature=version.signature,
+        path=path, name=version.name, version=version.version, digest=version.digest, signature=version.signature
     )
 
 
@@ -108,25 +104,19 @@ def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
             hint=f"did you mean '{near}'?" if near else "`trueline register BUNDLE` adds one",
         ) from error
     quoted = name.replace("'", "\\'")
-    found = [
-        to_version(client.get_model_version(name, one.version))
-        for one in client.search_model_versions(f"name='{quoted}'")
-    ]
-    return sorted(found, key=lambda one: one.version, reverse=True)
+    numbers = (one.version for one in client.search_model_versions(f"name='{quoted}'"))
+    found = (to_version(client.get_model_version(name, number)) for number in numbers)
+    return sorted(found, key=lambda version: version.version, reverse=True)
 
 
 def to_version(found: Any) -> ModelVersion:
     """Trueline's from MLflow's."""
-    created = datetime.fromtimestamp(found.creation_timestamp / 1000, UTC)
+    created = datetime.fromtimestamp(found.creation_timestamp // 1000, UTC).isoformat()
     return ModelVersion(
-        name=found.name,
-        version=int(found.version),
-        digest=found.tags.get(store.DIGEST_TAG, ""),
-        aliases=tuple(found.aliases),
-        created=created.replace(microsecond=0).isoformat(),
-        run_id=found.run_id or "",
+        name=found.name, version=int(found.version), digest=found.tags.get(store.DIGEST_TAG, ""),
+        aliases=tuple(found.aliases), created=created, run_id=found.run_id or "",
         signature=found.tags.get(store.SIGNATURE_TAG, ""),
-    )
+    )  # fmt: skip
 
 
 def _pick(found: list[ModelVersion], alias: str | None, number: str | None) -> ModelVersion:

@@ -33,22 +33,16 @@ def describe_model(bundle: Bundle, folder: Path, *, model_id: str, run_id: str, 
     # the proven range, which MLflow's schema cannot express.
     model = Model(artifact_path=where, run_id=run_id, model_uuid=model_id, model_id=model_id)
     model.add_flavor(
-        "python_function",
-        loader_module=__name__,
-        data=store.BUNDLE_FOLDER,
-        python_version=platform.python_version(),
-        env={"virtualenv": _PYTHON_ENV},
-    )
+        "python_function", loader_module=__name__, data=store.BUNDLE_FOLDER,
+        python_version=platform.python_version(), env={"virtualenv": _PYTHON_ENV},
+    )  # fmt: skip
     model.add_flavor(
-        "trueline",
-        trueline_version=__version__,
-        bundle=store.BUNDLE_FOLDER,
-        digest=bundle.digest,
+        "trueline", trueline_version=__version__, bundle=store.BUNDLE_FOLDER, digest=bundle.digest,
         signature={
             way: [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs]
             for way, specs in (("inputs", bundle.signature.inputs), ("outputs", bundle.signature.outputs))
         },
-    )
+    )  # fmt: skip
     model.save(str(folder / "MLmodel"))
     (folder / _REQUIREMENTS).write_text(f"trueline=={__version__}\n")
     (folder / _PYTHON_ENV).write_text(

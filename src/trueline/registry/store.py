@@ -98,14 +98,13 @@ def link_of(job_dir: Path, tracking_uri: str) -> dict[str, Any]:
 @contextmanager
 def _silence(*names: str) -> Iterator[None]:
     """Hides the messages of the loggers `names` below ERROR while the block runs."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 

@@ -50,26 +50,17 @@ class TorchServe:
 def extend(core: Core) -> TorchServe:
     """TorchServe's interfaces for a server. Raises UsageError for a workflow store that is no folder."""
     settings, loop = core.settings, asyncio.get_running_loop()
+    store = core.store
+    if settings.workflow_store is not None:
+        if not Path(settings.workflow_store).is_dir():
+            raise UsageError(f"the workflow store {settings.workflow_store} is no folder")
+        store = Store(Path(settings.workflow_store), name_in_store)
     workflows = Workflows(
-        core.fleet,
-        loop,
-        lambda work: in_thread(loop, work),
-        core.sources.find_allowed,
-        store=_workflow_store(settings.workflow_store, core.store),
-        state=core.state,
-        handlers=core.handlers,
-    )
+        core.fleet, loop, lambda work: in_thread(loop, work), core.sources.find_allowed, store=store,
+        state=core.state, handlers=core.handlers,
+    )  # fmt: skip
     strict = settings.torchserve_strict
     management = Management(
         core.fleet, core.store, core.sources.find_allowed, loop, core.keys, workflows, strict=strict
     )
     return TorchServe(management, workflows, core.keys, strict=strict)
-
-
-def _workflow_store(folder: str | None, store: Store | None) -> Store | None:
-    """Where workflows are stored: with the models, unless another folder is named. Raises UsageError."""
-    if folder is None:
-        return store
-    if not Path(folder).is_dir():
-        raise UsageError(f"the workflow store {folder} is no folder")
-    return Store(Path(folder), name_in_store)

@@ -56,16 +56,9 @@ class Management:
     """The App of the management port."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        store: Store | None,
-        find: Find,
-        loop: asyncio.AbstractEventLoop,
-        keys: Keys | None = None,
-        workflows: Workflows | None = None,
-        *,
-        strict: bool = False,
-    ) -> None:
+        self, fleet: Fleet, store: Store | None, find: Find, loop: asyncio.AbstractEventLoop,
+        keys: Keys | None = None, workflows: Workflows | None = None, *, strict: bool = False,
+    ) -> None:  # fmt: skip
         """`find` locates a source that the operator allows; /token renews `keys`; `strict`: TorchServe's status codes
         also where Trueline's are more precise.
         """

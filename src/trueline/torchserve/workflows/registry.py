@@ -60,16 +60,10 @@ class Workflows:
     """The workflows of a server. Call its methods on the event loop."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        loop: asyncio.AbstractEventLoop,
-        in_thread: InThread,
-        find: Callable[[str], Awaitable[ResolvedSource]],
-        *,
-        store: Store | None = None,
-        state: Path | None = None,
+        self, fleet: Fleet, loop: asyncio.AbstractEventLoop, in_thread: InThread,
+        find: Callable[[str], Awaitable[ResolvedSource]], *, store: Store | None = None, state: Path | None = None,
         handlers: Limits | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`find` locates a model's archive by its URL, `store` holds the workflows' archives, `state` is the file of
         the desired state. `handlers` limits the processes that run archives' code; None: none runs.
         """
