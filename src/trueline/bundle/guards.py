@@ -20,20 +20,13 @@ MAX_CHARS = 1000
 """A longer rule is an error: no useful guard of torch.export is that long."""
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-}
-_COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
+}  # fmt: skip
+_COMPARISONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-}
+}  # fmt: skip
 _MIN_MAX: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 
@@ -103,8 +96,8 @@ def _term(node: ast.expr, rule: str) -> Term:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             apply, a, b = _ARITHMETIC[type(op)], _term(left, rule), _term(right, rule)
             return lambda sizes: apply(a(sizes), b(sizes))
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARED:
-            test, a, b = _COMPARED[type(op)], _term(left, rule), _term(right, rule)
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+            test, a, b = _COMPARISONS[type(op)], _term(left, rule), _term(right, rule)
             return lambda sizes: test(a(sizes), b(sizes))
         case ast.BoolOp(op=op, values=values):
             parts, decide = [_term(value, rule) for value in values], all if isinstance(op, ast.And) else any

@@ -79,16 +79,10 @@ def _manifest(contents: Contents, folder: Path) -> BundleManifest:
         if path.is_file()
     }
     return BundleManifest(
-        schema=schema.SCHEMA,
-        name=contents.name,
-        created=clock.utc_now(),
-        signature=contents.signature,
-        programs=tuple(entry for entry, _ in contents.programs),
-        serve=contents.serve,
-        golden=tuple(golden.case for golden in contents.golden),
-        files=table,
-        lineage=contents.summary,
-    )
+        schema=schema.SCHEMA, name=contents.name, created=clock.utc_now(), signature=contents.signature,
+        programs=tuple(entry for entry, _ in contents.programs), serve=contents.serve,
+        golden=tuple(golden.case for golden in contents.golden), files=table, lineage=contents.summary,
+    )  # fmt: skip
 
 
 def pack(folder: Path, out: Path, *, overwrite: bool = False) -> Path:

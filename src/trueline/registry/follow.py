@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -281,9 +281,8 @@ def _pump(follower: _Follower) -> str:
         follower.read()
         now = time.monotonic()
         alive_at = now if _alive(follower.job_dir) else alive_at
-        status = follower.curves.end
-        if not status and now > alive_at + GONE_S:
-            status = follower.curves.former or "KILLED"
+        killed = (follower.curves.former or "KILLED") if now > alive_at + GONE_S else ""
+        status = follower.curves.end or killed
         if status or now >= flushed + FLUSH_S:
             flushed = now
             follower.flush()
@@ -298,11 +297,9 @@ def _pump(follower: _Follower) -> str:
 def _alive(job_dir: Path) -> bool:
     """Whether the job's launcher or master runs on this machine."""
     for name in ("launcher.json", "master.json"):
-        try:
+        with suppress(OSError, ValueError, KeyError):
             os.kill(json.loads((job_dir / name).read_bytes())["pid"], 0)
-        except (OSError, ValueError, KeyError):
-            continue
-        return True
+            return True
     return False
 
 

@@ -161,8 +161,7 @@ def _flag(value: str) -> bool:
 def _address(port: str) -> Callable[[str], dict[str, Any]]:
     def read(value: str) -> dict[str, Any]:
         try:
-            found = urlsplit(value)
-            number = found.port
+            found, number = urlsplit(value), urlsplit(value).port
         except ValueError as error:
             raise ValueError(f"expected an address as http://127.0.0.1:8080 ({error})") from error
         if found.scheme not in ("http", "https") or not found.hostname:
@@ -173,18 +172,14 @@ def _address(port: str) -> Callable[[str], dict[str, Any]]:
     return read
 
 
-def _port(name: str) -> Callable[[str], dict[str, Any]]:
-    def read(value: str) -> dict[str, Any]:
-        number = _number(value)
-        if number > 65535:
-            raise ValueError("expected a port of at most 65535")
-        return {name: number}
-
-    return read
+def _port(value: str) -> int:
+    if _number(value) > 65535:
+        raise ValueError("expected a port of at most 65535")
+    return _number(value)
 
 
-def _text(name: str) -> Callable[[str], dict[str, Any]]:
-    return lambda value: {name: value}
+def _set(name: str, parse: Callable[[str], Any] = str) -> Callable[[str], dict[str, Any]]:
+    return lambda value: {name: parse(value)}
 
 
 def _for_all(name: str, parse: Callable[[str], Any]) -> Callable[[str], dict[str, Any]]:
@@ -229,13 +224,13 @@ _TRANSLATED: dict[str, Callable[[str], dict[str, Any]]] = {
     "inference_address": _address("port"),
     "management_address": _address("management_port"),
     "metrics_address": _address("metrics_port"),
-    "grpc_inference_address": _text("host"),
-    "grpc_management_address": _text("host"),
-    "grpc_inference_port": _port("grpc_port"),
-    "grpc_management_port": _port("grpc_management_port"),
-    "load_models": lambda value: {"load": "" if value.lower() == "none" else value},
-    "model_store": _text("model_store"),
-    "workflow_store": _text("workflow_store"),
+    "grpc_inference_address": _set("host"),
+    "grpc_management_address": _set("host"),
+    "grpc_inference_port": _set("grpc_port", _port),
+    "grpc_management_port": _set("grpc_management_port", _port),
+    "load_models": _set("load", lambda value: "" if value.lower() == "none" else value),
+    "model_store": _set("model_store"),
+    "workflow_store": _set("workflow_store"),
     "models": _models,
     "service_envelope": _for_all("serviceEnvelope", _envelope),
     "decode_input_request": _for_all("decodeInputRequest", _flag),
@@ -243,14 +238,14 @@ _TRANSLATED: dict[str, Callable[[str], dict[str, Any]]] = {
     "default_response_timeout": _for_all("responseTimeout", _number),
     "default_startup_timeout": _for_all("startupTimeout", _number),
     "job_queue_size": _for_all("jobQueueSize", _number),
-    "cors_allowed_origin": _text("cors_origin"),
-    "cors_allowed_methods": _text("cors_methods"),
-    "cors_allowed_headers": _text("cors_headers"),
+    "cors_allowed_origin": _set("cors_origin"),
+    "cors_allowed_methods": _set("cors_methods"),
+    "cors_allowed_headers": _set("cors_headers"),
     "model_snapshot": _snapshot,
-    "max_request_size": lambda value: {"max_body_bytes": _number(value)},
-    "disable_token_authorization": lambda value: {"key_file": None if _flag(value) else "key_file.json"},
+    "max_request_size": _set("max_body_bytes", _number),
+    "disable_token_authorization": _set("key_file", lambda value: None if _flag(value) else "key_file.json"),
     "keystore": _keystore,
-    "certificate_file": _text("certificate"),
-    "private_key_file": _text("private_key"),
+    "certificate_file": _set("certificate"),
+    "private_key_file": _set("private_key"),
 }
 """Keys that have an effect."""

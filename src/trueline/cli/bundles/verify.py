@@ -33,12 +33,8 @@ def command(bundle: str, checkpoint: str | None, seed: int | None, **options: An
     """
     from trueline.capture.verify import FRESH_SEED, verify
 
-    verified = verify(
-        Path(bundle),
-        checkpoint=checkpoint_path(checkpoint) if checkpoint else None,
-        seed=FRESH_SEED if seed is None else seed,
-        **options,
-    )
+    source = checkpoint_path(checkpoint) if checkpoint else None
+    verified = verify(Path(bundle), checkpoint=source, seed=FRESH_SEED if seed is None else seed, **options)
     lines = [
         f"{one.format}: holds ({one.golden} golden records, {one.probes} probes, max error {one.max_abs_error:.2g})"
         if one.holds

@@ -43,13 +43,10 @@ def command(uris: tuple[str, ...], format: str, samples: int, pictures: str | No
     found = records.inspect(list(uris), format=format, samples=samples)
     rows = [{name: _format_value(value) for name, value in row.items()} for row in found.samples.to_pylist()]
     facts = {
-        "records": found.records,
-        "units": found.units,
-        "largest_unit": found.largest_unit,
-        "columns": {field.name: str(field.type) for field in found.schema},
-        "fingerprint": found.fingerprint,
+        "records": found.records, "units": found.units, "largest_unit": found.largest_unit,
+        "columns": {field.name: str(field.type) for field in found.schema}, "fingerprint": found.fingerprint,
         "samples": rows,
-    }
+    }  # fmt: skip
     text = _format_text(found, rows)
     if pictures is not None:
         drawn = contact_sheet.draw(found.samples, pictures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -33,6 +34,10 @@ trueline chaos digits/recipe.py --seed 17 --every 40 --kills 1
 """
 _storm = section("The storm")
 TOOLS = ("unshare", "ip", "ss", "mount")
+SINGLE = ("worker", "two")
+"""Deaths of workers while master and agent live, as at the named points."""
+PEERS = ("torchrun", "torchft", "dlrover")
+PEER_KILLS, PEER_STEPS = 4, 3600
 
 
 @verb("chaos", examples=_EXAMPLES)
@@ -88,13 +93,11 @@ def command(recipe: str, what: str, points: str, kills: int, seed: int | None, p
         shutil.rmtree(home, ignore_errors=True)
     others = compare_peers() if peers else {}
     text = "\n".join([format_summary(found, facts), *peer_rows(facts, others)])
-    return Output(
-        text, {"seed": seed, **facts, **({"peers": others} if peers else {})}, 1 if facts["violations"] else 0
-    )
+    compared = {"peers": others} if peers else {}
+    return Output(text, {"seed": seed, **facts, **compared}, 1 if facts["violations"] else 0)
 
 
-def report(line: str) -> None:
-    click.echo(line, err=True)
+report = functools.partial(click.echo, err=True)
 
 
 def choose_kinds(what: str) -> tuple[tuple[str, ...], str]:
@@ -173,10 +176,6 @@ def summarize(found: list[Storm]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SINGLE = ("worker", "two")
-"""Deaths of workers while master and agent live, as at the named points."""
-
-
 def quantiles(ordered: list[float]) -> dict[str, float | None]:
     last = len(ordered) - 1
     places = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
@@ -206,26 +205,20 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
-PEERS = ("torchrun", "torchft", "dlrover")
-PEER_KILLS, PEER_STEPS = 4, 3600
-
-
 def compare_peers() -> dict[str, Any]:
     """The counting model under kills of workers in other systems, by name; a string if it could not run."""
     driver = Path(__file__).parents[4] / "bench" / "peers" / "drive.py"
     if not driver.exists():
         return dict.fromkeys(PEERS, "bench/peers is missing: run this in a checkout of the repository")
-    return {name: _run_peer(driver, name) for name in PEERS}
-
-
-def _run_peer(driver: Path, name: str) -> Any:
-    report(f"{name}: {PEER_KILLS} kills")
     env = {**os.environ, "PYTHONPATH": str(driver.parents[1])}
-    command = [sys.executable, str(driver), name, str(PEER_KILLS), str(PEER_STEPS)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return json.loads(done.stdout.splitlines()[-1])
+    found = {}
+    for name in PEERS:
+        report(f"{name}: {PEER_KILLS} kills")
+        command = [sys.executable, str(driver), name, str(PEER_KILLS), str(PEER_STEPS)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        failure = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        found[name] = failure if done.returncode else json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def peer_rows(facts: dict[str, Any], others: dict[str, Any]) -> list[str]:

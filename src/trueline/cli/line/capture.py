@@ -88,19 +88,11 @@ def command(recipe: str, checkpoint: str | None, targets: str | None, any_format
 
     places = targets.split(",") if targets is not None else []
     formats = (*given.pop("formats"), *formats_for(places)) or (FORMATS if any_format else None)
-    how = {
-        "formats": formats,
-        "one_is_enough": any_format,
-        "opset": opset_for(places),
-        "overwrite": given.pop("overwrite"),
-    }
+    how = {"formats": formats, "one_is_enough": any_format, "opset": opset_for(places),
+           "overwrite": given.pop("overwrite")}  # fmt: skip
     captured = (_capture_file if is_program(recipe) else _capture_recipe)(recipe, checkpoint, given, how)
-    facts = {
-        "path": str(captured.path),
-        "digest": captured.digest,
-        "serve": captured.serve,
-        "programs": [one.as_record() | ({"line": one.line} if one.line else {}) for one in captured.programs],
-    }
+    programs = [one.as_record() | ({"line": one.line} if one.line else {}) for one in captured.programs]
+    facts = {"path": str(captured.path), "digest": captured.digest, "serve": captured.serve, "programs": programs}
     lines = [*(one.summary for one in captured.programs), f"serve: {captured.serve}", f"bundle: {captured.path}"]
     return Output("\n".join(lines), facts)
 

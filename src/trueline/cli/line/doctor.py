@@ -40,14 +40,9 @@ def command(recipe: str, checkpoint: str | None, dynamic: tuple[str, ...], **giv
     from trueline.doctor import report
     from trueline.doctor.api import doctor
 
-    findings = doctor(
-        recipe,
-        checkpoint_path(checkpoint) if checkpoint else None,
-        dynamic=_parse_dims(dynamic),
-        apply=given["apply"],
-        html=given["html"],
-        onnx=not given["no_onnx"],
-    )
+    source = checkpoint_path(checkpoint) if checkpoint else None
+    varying, onnx = _parse_dims(dynamic), not given["no_onnx"]
+    findings = doctor(recipe, source, dynamic=varying, apply=given["apply"], html=given["html"], onnx=onnx)
     return Output(report.text(findings, diffs=not given["no_diffs"]), findings.facts())
 
 

@@ -33,13 +33,7 @@ trueline register digits.bundle --alias challenger --job runs/digits-1
 @click.option("--metric", "metrics", multiple=True, metavar="NAME=VALUE", help="A metric of the run; repeatable.")
 @tracking_option
 def command(
-    bundle: str,
-    name: str | None,
-    alias: str,
-    job: str | None,
-    params: tuple[str, ...],
-    metrics: tuple[str, ...],
-    tracking_uri: str | None,
+    bundle: str, job: str | None, params: tuple[str, ...], metrics: tuple[str, ...], alias: str, **store: str | None
 ) -> Output:
     """Make a bundle the next version of a model in MLflow.
 
@@ -50,7 +44,7 @@ def command(
     from trueline.registry import register
 
     facts = run_facts(Path(job) if job else None, parse_pairs(params, "--param"), parse_pairs(metrics, "--metric"))
-    version = register(bundle, name=name, alias=alias or None, tracking_uri=tracking_uri, run=facts)
+    version = register(bundle, alias=alias or None, run=facts, **store)
     aliases = f" ({', '.join(version.aliases)})" if version.aliases else ""
     return Output(f"{version.uri}{aliases}", {**dataclasses.asdict(version), "uri": version.uri})
 

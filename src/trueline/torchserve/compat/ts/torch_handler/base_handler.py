@@ -24,24 +24,20 @@ class BaseHandler:
         self.model: Any = None
         self.mapping: dict[str, str] | None = None
         self.device: torch.device = torch.device("cpu")
-        self.map_location = "cpu"
-        self.initialized = False
+        self.map_location, self.initialized = "cpu", False
         self.context: Any = None
         self.manifest: dict[str, Any] = {}
         self.model_yaml_config: dict[str, Any] = {}
         self.model_pt_path: str | None = None
-        self.explain = False
-        self.target = 0
+        self.explain, self.target = False, 0
 
     def initialize(self, context: Any) -> None:
         """Loads the model and its labels. Raises RuntimeError for a file in another form."""
-        self.context = context
-        self.manifest = context.manifest
+        self.context, self.manifest = context, context.manifest
         self.model_yaml_config = context.model_yaml_config
         properties = context.system_properties
         if properties["gpu_id"] is not None and torch.cuda.is_available():
-            self.map_location = "cuda"
-            self.device = torch.device(f"cuda:{properties['gpu_id']}")
+            self.map_location, self.device = "cuda", torch.device(f"cuda:{properties['gpu_id']}")
         model_dir = properties["model_dir"]
         model = self.manifest["model"]
         serialized, model_file = model.get("serializedFile"), model.get("modelFile")
@@ -115,12 +111,10 @@ class BaseHandler:
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """The batch as a tensor."""
         return torch.as_tensor(data, device=self.device)
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs."""
         with torch.inference_mode():
             return self.model(data.to(self.device), *args, **kwargs)
 
@@ -130,7 +124,6 @@ class BaseHandler:
         return data.tolist()
 
     def handle(self, data: Any, context: Any) -> Any:
-        """Answers one batch."""
         began = time.perf_counter()
         self.context = context
         if self._is_describe():

@@ -21,7 +21,6 @@ class ImageClassifier(VisionHandler):
         return self.topk
 
     def postprocess(self, data: Any) -> Any:
-        """One {label: probability} for each image."""
         likely = torch.softmax(data, dim=1)
         values, classes = torch.topk(likely, min(self.topk, likely.shape[1]), dim=1)
         return map_class_to_label(values.tolist(), self.mapping, classes.tolist())

@@ -13,7 +13,6 @@ class ImageSegmenter(VisionHandler):
     image_processing = staticmethod(imagenet)
 
     def postprocess(self, data: Any) -> Any:
-        """Rows of [class, probability] pairs for each image."""
         values = torch.softmax(data["out"] if isinstance(data, dict) else data, dim=1)
         best = torch.max(values, dim=1)
         return torch.stack([best.indices.to(best.values.dtype), best.values], dim=3).tolist()

@@ -24,7 +24,6 @@ class ObjectDetector(VisionHandler):
         return found[1] if isinstance(found, tuple) else found
 
     def postprocess(self, data: Any) -> Any:
-        """The objects of each image."""
         answers = []
         for row in data:
             kept = row["scores"] >= self.threshold

@@ -35,11 +35,9 @@ class TextClassifier(TextHandler):
         return [*tokens, *(" ".join(tokens[at : at + n]) for n in runs for at in range(len(tokens) - n + 1))]
 
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the one bag."""
         return super().inference(data, torch.as_tensor([0], device=self.device))
 
     def postprocess(self, data: Any) -> Any:
-        """{label: probability}."""
         return map_class_to_label(torch.softmax(data, dim=1).tolist(), self.mapping)
 
     def get_insights(self, tensor_data: Any, text: Any, target: Any = 0) -> Any:

@@ -42,8 +42,7 @@ def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
         found = json.load(file)
     if not isinstance(found, dict):
         raise ValueError("index_to_name.json is to be an object of labels by class number")
-    names = found.get("object_type_names")
-    if isinstance(names, list):
+    if isinstance(names := found.get("object_type_names"), list):
         return {str(number): str(name) for number, name in enumerate(names)}
     labels: dict[str, str] = {}
     for key, value in found.items():
@@ -55,10 +54,9 @@ def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
 
 
 def map_class_to_label(
-    probs: list[Sequence[Any]],
-    mapping: dict[str, str] | None = None,
+    probs: list[Sequence[Any]], mapping: dict[str, str] | None = None,
     lbl_classes: Iterable[Sequence[Any]] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """One {label: probability} for each row; without a mapping the class number is the label."""
     if not isinstance(probs, list):
         raise TypeError("probabilities are to be a list of rows; call tolist() before")
