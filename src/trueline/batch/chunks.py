@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 MAX_TRIES = 3
 """A chunk that failed or killed its process that many times fails everywhere."""
 SLOW, STUCK = 3.0, 10.0
-"""Multiples of the slowest finished chunk: when an idle worker gets a chunk too, and when its worker is given up."""
+"""Multiples of the slowest finished chunk: when an idle worker gets a chunk too, and when its worker is replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

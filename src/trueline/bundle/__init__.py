@@ -8,19 +8,6 @@ from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.bundle.write import Contents, pack, seal
 
 __all__ = [
-    "Bundle",
-    "BundleManifest",
-    "Contents",
-    "Dim",
-    "Evidence",
-    "Golden",
-    "Guard",
-    "ProgramEntry",
-    "Signature",
-    "Summary",
-    "TensorSpec",
-    "open_bundle",
-    "pack",
-    "seal",
-    "unpack",
-]
+    "Bundle", "BundleManifest", "Contents", "Dim", "Evidence", "Golden", "Guard", "ProgramEntry", "Signature",
+    "Summary", "TensorSpec", "open_bundle", "pack", "seal", "unpack",
+]  # fmt: skip

@@ -164,7 +164,7 @@ class Management:
             case "POST", []:
                 return _register_workflow(workflows, query | _parameters(request))
             case "GET", []:
-                registered = workflows.desired()
+                registered = workflows.desired_workflows()
                 page, names = responses.page(sorted(registered), query)
                 page["workflows"] = [{"workflowName": n, "workflowUrl": registered[n].source} for n in names]
                 return reply(200, pretty(page))

@@ -23,24 +23,13 @@ from trueline.web.auth import Forbidden, Unauthorized
 from trueline.web.messages import Response
 
 _TYPES = {
-    401: "InvalidKeyException",
-    403: "InvalidModelVersionException",
-    404: "ResourceNotFoundException",
-    405: "MethodNotAllowedException",
-    408: "RequestTimeoutException",
-    409: "ConflictStatusException",
-    429: "ServiceUnavailableException",
-    500: "InternalServerException",
-    503: "ServiceUnavailableException",
-    507: "InternalServerException",
-    504: "RequestTimeoutException",
-}
-_SCORING = {
-    404: "RESOURCE_DOES_NOT_EXIST",
-    429: "REQUEST_LIMIT_EXCEEDED",
-    503: "TEMPORARILY_UNAVAILABLE",
-    504: "TEMPORARILY_UNAVAILABLE",
-}
+    401: "InvalidKeyException", 403: "InvalidModelVersionException", 404: "ResourceNotFoundException",
+    405: "MethodNotAllowedException", 408: "RequestTimeoutException", 409: "ConflictStatusException",
+    429: "ServiceUnavailableException", 500: "InternalServerException", 503: "ServiceUnavailableException",
+    504: "RequestTimeoutException", 507: "InternalServerException",
+}  # fmt: skip
+_SCORING = {404: "RESOURCE_DOES_NOT_EXIST", 429: "REQUEST_LIMIT_EXCEEDED", 503: "TEMPORARILY_UNAVAILABLE",
+            504: "TEMPORARILY_UNAVAILABLE"}  # fmt: skip
 PAGE = 100
 NO_KEY = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 

@@ -4,6 +4,7 @@ Each is verified, or unpacked as a server does it, before it is signed. No code 
 """
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from trueline import events
@@ -32,10 +33,7 @@ def _digest_of(path: Path) -> str:
     if not workflow and not archive.is_archive(path):
         return open_bundle(path).digest
     if not workflow:
-        with tempfile.TemporaryDirectory(prefix="trueline-sign-") as folder:
-            try:
-                return archive.unpack(path, Path(folder)).digest
-            except HoldsWorkflow:
-                pass  # a tar.gz shows only inside which one it is
+        with tempfile.TemporaryDirectory(prefix="trueline-sign-") as folder, suppress(HoldsWorkflow):
+            return archive.unpack(path, Path(folder)).digest  # a tar.gz shows only inside which one it is
     with tempfile.TemporaryDirectory(prefix="trueline-sign-") as folder:
         return war.unpack(path, Path(folder)).digest

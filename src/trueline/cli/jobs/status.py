@@ -40,10 +40,8 @@ def format_status(facts: dict[str, Any], now: float) -> str:
 
     live = facts["live"] or {}
     why = f" ({facts['why']})" if facts["why"] else ""
-    lines = [
-        f"{facts['name']}: {facts['state']}{why}, began {format_age(now - facts['started'])} ago",
-        _where(facts, live),
-    ]
+    began = format_age(now - facts["started"])
+    lines = [f"{facts['name']}: {facts['state']}{why}, began {began} ago", _where(facts, live)]
     if facts["state"] == "running" and not live:
         lines.append("the master does not answer; training continues without it, and the launcher restarts it")
     if facts["state"] == "running" and facts["page"]:
@@ -51,8 +49,7 @@ def format_status(facts: dict[str, Any], now: float) -> str:
     lines += [_evaluation(label, live[key]) for key, label in _EVALUATIONS.items() if live.get(key)]
     lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in live.get("quarantined", ())]
     lines += map(format_set_aside, live.get("set_aside", ()))
-    members = live.get("members")
-    if members:
+    if members := live.get("members"):
         head = ("WORKER", "STEPS", "DOES", "FOR", "RECORDS/S")
         lines.append(format_table([head, *(_member(member) for member in members)]))
     if live.get("pending"):

@@ -93,7 +93,7 @@ class Workflows:
         """Whether a desired workflow failed to load."""
         return bool(self._missing)
 
-    def desired(self) -> dict[str, DesiredWorkflow]:
+    def desired_workflows(self) -> dict[str, DesiredWorkflow]:
         """Workflows that are served or failed to load, as in the state file."""
         served = {name: one.registered for name, one in self._served.items()}
         return served | {name: registered for name, (registered, _) in self._missing.items()}
@@ -227,7 +227,7 @@ class Workflows:
         before, missing = self._served.get(name), self._missing.pop(name, None)
         self._exchange(before, new)
         try:
-            self._keeper.keep(self.desired())
+            self._keeper.keep(self.desired_workflows())
         except TruelineError:
             self._exchange(new, before)
             if missing is not None:
@@ -246,11 +246,11 @@ class Workflows:
 
     async def unregister(self, name: str) -> None:
         """Ends a workflow and its nodes after their last requests. Raises UnknownWorkflow."""
-        if name not in self.desired() and not self.busy(name):
+        if name not in self.desired_workflows() and not self.busy(name):
             raise UnknownWorkflow(name)
         async with self._locks.setdefault(name, asyncio.Lock()):
             found = self._served.get(name)
-            if name not in self.desired():
+            if name not in self.desired_workflows():
                 raise UnknownWorkflow(name)
             self._replace(name, None)
             if found is not None:
@@ -261,7 +261,7 @@ class Workflows:
         """Registers the workflows of the file; returns a line for each that fails, which stays desired."""
         failures = []
         for name, entry in state.workflows.items():
-            with self._keeper.following(name, self.desired):
+            with self._keeper.following(name, self.desired_workflows):
                 try:
                     await self.bring(name, entry)
                 except TruelineError as error:
@@ -273,12 +273,12 @@ class Workflows:
     async def follow(self, state: DesiredState) -> bool:
         """Brings the server to the file's workflows; failures become events. False: call it again."""
         settled = True
-        for name in {**state.workflows, **self.desired()}:
-            want, have = state.workflows.get(name), self.desired().get(name)
+        for name in {**state.workflows, **self.desired_workflows()}:
+            want, have = state.workflows.get(name), self.desired_workflows().get(name)
             if self.busy(name):
                 settled = False  # the operation may make the two equal
             elif want != have:
-                with self._keeper.following(name, self.desired):
+                with self._keeper.following(name, self.desired_workflows):
                     try:
                         await (self.unregister(name) if want is None else self.bring(name, want))
                     except TruelineError as error:
