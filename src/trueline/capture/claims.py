@@ -37,11 +37,8 @@ FAR = 64
 
 
 def settle(eager: EagerSession, exported: Exported) -> Exported:
-    """The claims cut to the sizes that the eager model answers, found by halving.
-
-    A table of 64 positions ends a length at 64, which no guard contains. The batch is left as it is: a model that
-    cannot answer some batch size is refused by the proof.
-    """
+    """The claims cut to the sizes that the eager model answers, found by halving: a table of 64 positions ends a length
+    at 64, which no guard contains. The batch is not cut: the proof refuses a model that cannot answer a batch size."""
     claims = list(exported.claims)
     for symbol in claims[0].symbols:
         if symbol != BATCH:

@@ -122,8 +122,7 @@ def verify(
 def _oracle(
     bundle: Bundle, against: str | Path | Recipe | None, checkpoint: Location | None
 ) -> tuple[Session, Mapping[str, Any], list[str]]:
-    """The session with the right answers, an example, and the reasons why it is weaker than the oracle of the
-    capture."""
+    """The oracle, an example, and the reasons why it is weaker than the oracle of the capture."""
     if against is None:
         notes = ["no recipe was given: beside the golden records, programs are compared with each other only"]
         return open_program(bundle), bundle.golden()[-1 if len(bundle.golden()) < 3 else 2].inputs, notes

@@ -219,8 +219,7 @@ def current_line(*, within: str = "") -> SourceLine | None:
 
 
 def writing_line(module: torch.nn.Module, names: Sequence[str]) -> SourceLine | None:
-    """The first line of the user's class that writes one of the parameters or buffers `names`, outside of
-    `__init__`."""
+    """The first line of the user's class, outside of `__init__`, that writes a parameter or buffer of `names`."""
     for name in names:
         owner, _, last = name.rpartition(".")
         writing = re.compile(rf"\.{re.escape(last)}\b(\.data)?(\.\w+_\(|\[.*\]\s*=|\s*[-+*/]?=(?!=))")

@@ -163,11 +163,9 @@ def find_cause(eager: EagerSession, reason: str) -> Unsteady:
 
 
 def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
-    """Whether the model keeps values of its inputs in its attributes; a table that is made for a size does no harm.
-
-    A second input is given to the model as it was before its first call, and again after a first input of the same
-    sizes: the answer has to be the same.
-    """
+    """Whether the model keeps values of its inputs in its attributes; a table that is made for a size does no harm. The
+    model as before its first call gets an input, and the same after another of these sizes: the answers have to
+    agree."""
     for first, second in _pairs(observations):
         names = eager.recall.find_changed()
         if not names:

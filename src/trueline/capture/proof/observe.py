@@ -153,7 +153,7 @@ def seen_signature(inputs: Signature, observations: Sequence[Observation]) -> Si
     states = {spec.name for spec in inputs.outputs if spec.role == "state"}
     dims, outputs = dict(inputs.dims), []
     for name, first in answered[0][1].items():
-        shapes = [(inputs.sizes(given), found[name].shape) for given, found in answered if name in found]
+        shapes = [(inputs.sizes(given), answer[name].shape) for given, answer in answered if name in answer]
         if len(shapes) != len(answered) or len({len(shape) for _, shape in shapes}) != 1:
             raise CaptureError(
                 f"output '{name}' is not always there, or not always of {first.ndim} dimensions",
@@ -167,9 +167,9 @@ def seen_signature(inputs: Signature, observations: Sequence[Observation]) -> Si
 def _spec(name: str, first: Array, shapes: Seen, dims: dict[str, Dim]) -> TensorSpec:
     shape: list[int | str] = []
     for axis, size in enumerate(first.shape):
-        found = [(symbols, other[axis]) for symbols, other in shapes]
-        same = next((symbol for symbol in found[0][0] if all(at[symbol] == other for at, other in found)), None)
-        if all(other == size for _, other in found) and len(found) > 1:
+        sizes = [(symbols, other[axis]) for symbols, other in shapes]
+        same = next((symbol for symbol in sizes[0][0] if all(at[symbol] == other for at, other in sizes)), None)
+        if all(other == size for _, other in sizes) and len(sizes) > 1:
             shape.append(size)
         elif same is not None:
             shape.append(same)

@@ -65,7 +65,7 @@ def make_probes(
     valued = [probe for probe in valued if not covered(probe)]
     last = [] if covered(again) else [again]
     room = limit - 1 - len(more) - len(valued) - len(last)
-    sized = list(maker.resize({symbol: tuple(found) for symbol, found in wanted.items()}, max(room, 6)))
+    sized = list(maker.resize({symbol: tuple(borders) for symbol, borders in wanted.items()}, max(room, 6)))
     probes = [given, *sized, *more, *valued]
     return (*probes[: limit - len(last)], *last)
 
@@ -94,18 +94,18 @@ def counting(sizes: Mapping[str, int]) -> str:
 
 def resize(example: Mapping[str, Array], signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
     """`example` with the `sizes` by symbol: cut, or started again from the beginning; other symbols as they are."""
-    found = dict(example)
+    resized = dict(example)
     for spec in signature.inputs:
         for axis, symbol in enumerate(spec.shape):
             size = sizes.get(symbol) if isinstance(symbol, str) else None
-            have = found[spec.name].shape[axis]
+            have = resized[spec.name].shape[axis]
             if size is not None and size != have:
-                found[spec.name] = np.take(found[spec.name], np.arange(size) % have, axis=axis)
+                resized[spec.name] = np.take(resized[spec.name], np.arange(size) % have, axis=axis)
     for name, (symbol, short) in _measures(example, signature).items():
         if symbol in sizes:
-            most = min(max(sizes[symbol] - short, 0), int(found[name].max(initial=0)))
-            found[name] = np.asarray(np.minimum(found[name], np.asarray(most, found[name].dtype)))
-    return found
+            most = min(max(sizes[symbol] - short, 0), int(resized[name].max(initial=0)))
+            resized[name] = np.asarray(np.minimum(resized[name], np.asarray(most, resized[name].dtype)))
+    return resized
 
 
 def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, tuple[str, int]]:
@@ -117,7 +117,7 @@ def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, t
     """
     base = signature.sizes(example)
     batch = counting(base) if base else ""
-    found: dict[str, tuple[str, int]] = {}
+    measures: dict[str, tuple[str, int]] = {}
     for spec in signature.inputs:
         numbers = example[spec.name]
         if spec.role == "state" or numbers.dtype.kind not in "iu" or not numbers.size:
@@ -131,8 +131,8 @@ def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, t
         if holding:
             nearest = min(holding, key=base.__getitem__)
             index = not for_each or (numbers.min() == 0 and base[nearest] > most)
-            found[spec.name] = (nearest, int(index))
-    return found
+            measures[spec.name] = (nearest, int(index))
+    return measures
 
 
 def fit(signature: Signature, base: Mapping[str, int], wanted: Mapping[str, int]) -> dict[str, int] | None:

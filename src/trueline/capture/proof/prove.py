@@ -102,7 +102,7 @@ def disagreement(program: Session, probe: Probe, expected: Mapping[str, Array]) 
 
 def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
     probe = seen.probe
-    found: compare.Comparison | None = None
+    comparison: compare.Comparison | None = None
     try:
         program.signature.check(probe.inputs)
     except RequestError as refused:
@@ -111,8 +111,8 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         if seen.outputs is None:
             verdict, reason = "unanswered", f"the eager model {seen.error}"
         else:
-            found = _run_guarded(probe, lambda: _compare(program, seen, level))
-            verdict, reason = ("agrees" if found.agrees else "disagrees"), found.reason
+            comparison = _run_guarded(probe, lambda: _compare(program, seen, level))
+            verdict, reason = ("agrees" if comparison.agrees else "disagrees"), comparison.reason
     dtypes = dict.fromkeys(array.dtype for array in (seen.outputs or {}).values())
     tolerances = ", ".join(f"{dtype}: {compare.TOLERANCES.get(dtype, 'equal')}" for dtype in dtypes)
     return Evidence(
@@ -124,9 +124,9 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         shapes={name: tuple(array.shape) for name, array in probe.inputs.items()},
         verdict=verdict,  # type: ignore[arg-type]
         reason=reason,
-        max_abs_error=found.max_abs_error if found else None,
-        max_rel_error=found.max_rel_error if found else None,
-        tolerance=(found.how or tolerances) if found else "",
+        max_abs_error=comparison.max_abs_error if comparison else None,
+        max_rel_error=comparison.max_rel_error if comparison else None,
+        tolerance=(comparison.how or tolerances) if comparison else "",
         versions=versions(),
     )
 
@@ -146,16 +146,18 @@ def _compare(program: Session, seen: Observation, level: float) -> compare.Compa
         return _compare_once(program, seen.probe, seen.outputs or {})
     with fixed_seed():
         answers = draws.sample(program, seen.probe.inputs, len(next(iter(seen.draws.values()))))
-    found = draws.compare_seeded(seen.draws, answers, level=level)
-    misfit = _misfit(program, seen.probe, {name: array[0] for name, array in answers.items()}) if found.agrees else ""
-    return compare.refusal(misfit) if misfit else found
+    comparison = draws.compare_seeded(seen.draws, answers, level=level)
+    misfit = (
+        _misfit(program, seen.probe, {name: array[0] for name, array in answers.items()}) if comparison.agrees else ""
+    )
+    return compare.refusal(misfit) if misfit else comparison
 
 
 def _compare_once(program: Session, probe: Probe, expected: Mapping[str, Array]) -> compare.Comparison:
     answer = program.run(probe.inputs)
-    found = compare.compare(expected, answer)
-    misfit = _misfit(program, probe, answer) if found.agrees else ""
-    return compare.refusal(misfit) if misfit else found
+    comparison = compare.compare(expected, answer)
+    misfit = _misfit(program, probe, answer) if comparison.agrees else ""
+    return compare.refusal(misfit) if misfit else comparison
 
 
 def _misfit(program: Session, probe: Probe, answer: Mapping[str, Array]) -> str:
