@@ -70,6 +70,17 @@ def test_reading_leaves_the_generators_where_they_were_once_it_is_known_to_draw(
     assert drawn() == before
 
 
+def test_an_error_of_the_device_is_passed_on_and_not_blamed_on_records_that_draw() -> None:
+    lost = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    def place(batch: Batch) -> Batch:
+        raise lost
+
+    with pytest.raises(torch.AcceleratorError) as raised:
+        read(SeededReader(Drawing(), 5, place), 3, 7)  # type: ignore[arg-type]
+    assert raised.value is lost
+
+
 def test_a_source_that_draws_nothing_is_read_as_it_is() -> None:
     source = Drawing(draws=False)
     reader = SeededReader(source, 5)  # type: ignore[arg-type]

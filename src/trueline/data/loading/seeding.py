@@ -121,12 +121,13 @@ class SeededReader:
                 seed_all(self._seed, epoch, int(index))
                 records.append(self._source.read(self._records(np.array([index], dtype=np.int64), epoch)))
         try:
-            return self._place(join_batches(records))
+            batch = join_batches(records)
         except (RuntimeError, KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"records {indices[:8].tolist()} were read one by one and do not make a batch: {error}",
                 hint="reading draws random numbers, so each record is read alone; give all records equal shapes",
             ) from error
+        return self._place(batch)  # a lost device is no fault of the records
 
     def prefetch(self, indices: Indices, *, epoch: int) -> None:
         """Starts reading for a later `read` of exactly these, if the source can."""
