@@ -151,7 +151,9 @@ def test_a_value_of_the_wrong_kind_or_name_is_refused_in_words(tmp_path: Path, l
     assert words in refused(write(tmp_path, WHOLE + line)).message
 
 
-@pytest.mark.parametrize("line", ["clip_norm = 1", "ema = 0", "seeds = 'a.csv'", "_clip = 0.5", "threshold = 0.5"])
+@pytest.mark.parametrize(
+    "line", ["clip_norm = 1", "clip_norm = 1e30", "ema = 0", "seeds = 'a.csv'", "_clip = 0.5", "threshold = 0.5"]
+)
 def test_values_that_are_right_or_the_users_own_are_left_alone(tmp_path: Path, line: str) -> None:
     assert load_recipe(write(tmp_path, WHOLE + line)).name
 

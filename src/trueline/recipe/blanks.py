@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import re
 import sys
 import traceback
@@ -244,7 +245,7 @@ def _wrong_value(expected: DeclaredSetting, value: Any) -> Iterator[Problem]:
             yield Problem(f"{text}, expected one of {', '.join(setting.choices)}")
     elif isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         yield Problem(f"{text}, expected a {'whole ' if kind is int else ''}number of {setting.bounds}")
-    elif not setting.allows(value) or abs(value) >= 2**63:
+    elif not setting.allows(value) or abs(value) >= (2**63 if kind is int else math.inf):
         yield Problem(f"{text}, expected a number of {setting.bounds}")
 
 
