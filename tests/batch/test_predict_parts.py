@@ -92,7 +92,7 @@ def test_parts_go_as_json_lines_and_into_a_store(trained: Path, tmp_path: Path) 
 
 
 def test_an_ending_that_says_nothing_is_refused(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"answers\.csv has no ending that says how to write it"):
+    with pytest.raises(UsageError, match=r"answers\.csv has no ending that selects a format"):
         predict(MEASURED, trained, tmp_path / "answers.csv")
 
 

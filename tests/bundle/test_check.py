@@ -63,7 +63,7 @@ def test_what_was_let_through_is_remembered_up_to_a_bound() -> None:
     check = Check(Signature(inputs=(X,), outputs=(X,), dims={"batch": Dim(), "length": Dim()}))
     for size in range(1, 1000):
         check({"x": np.zeros((1, size), np.float32)})
-        assert len(check._let_through) <= 256
+        assert len(check._passed) <= 256
 
 
 def takes(signature: Signature, inputs: dict[str, Any]) -> bool:
@@ -165,7 +165,7 @@ def test_what_fits_is_let_through_without_the_signatures_words_and_then_remember
     check = Check(signature)
     for batch, length in ((1, 2), (3, 4), (3, 4), (2, 100)):
         check({"x": np.zeros((batch, length), np.float32), "f": np.zeros((3, length), np.int64)})
-    assert len(check._let_through) == 3
+    assert len(check._passed) == 3
 
 
 def test_a_datatype_is_named_as_the_protocol_does_and_else_as_numpy_does() -> None:

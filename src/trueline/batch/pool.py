@@ -36,7 +36,7 @@ from trueline.train.launch.launcher import libraries_of
 SOCKET, WORK, FOLDER = "pool", "work.json", "TRUELINE_POOL"
 PRELOAD = ("trueline.batch.worker", "trueline.batch.evaluate", "trueline.batch.predict")
 PATIENCE_S = 60.0
-"""A worker is not given up as hung before its chunk has taken so long."""
+"""A worker's chunk takes at least this long before the worker counts as hung."""
 TICK_S = 0.2
 Reply = dict[str, Any]
 

@@ -73,7 +73,7 @@ def predict(
     out = Path(out)
     if out.suffix not in FILES:
         raise UsageError(
-            f"{out} has no ending that says how to write it",
+            f"{out} has no ending that selects a format",
             hint="use .parquet or .jsonl, or a folder (end it with /) for parts",
         )
     if job.workers == 1:

@@ -96,9 +96,10 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         sizes: dict[str, tuple[int, str]] = {}
         for spec in self.inputs:
             self._check_one(spec, inputs[spec.name], sizes)
+        found = {symbol: size for symbol, (size, _) in sizes.items()}
         for guard in self.guards:
-            if not guard.holds({symbol: size for symbol, (size, _) in sizes.items()}):
-                have = ", ".join(f"{symbol} = {sizes[symbol][0]}" for symbol in guard.symbols)
+            if not guard.holds(found):
+                have = ", ".join(f"{symbol} = {found[symbol]}" for symbol in guard.symbols)
                 raise RequestError(f"the sizes {have} are outside the proven range: it needs {guard.text}")
 
     def allows(self, sizes: Mapping[str, int]) -> bool:
@@ -169,15 +170,14 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 self._check_rows(spec, inputs[spec.name])
 
     def _check_rows(self, spec: TensorSpec, array: Array) -> None:
-        if array.shape[-1] and array[..., 0].all():  # the usual mask, in one look
+        if array.shape[-1] and array[..., 0].all():  # the usual mask, quickly
             return
         shown = (array if spec.rows == "some" else array[..., :1]).any(axis=-1)
         if not shown.all():
             row = list(map(int, np.argwhere(~shown)[0]))
             raise RequestError(
                 f"input '{spec.name}' hides row {row}: this program was proven only where {spec.needs}",
-                hint="leave the row out, or pad after its values; `trueline bundle inspect` shows what "
-                "other programs need",
+                hint="leave the row out, or pad after its values; `trueline bundle inspect` has other programs' needs",
             )
 
     def _check_symbol(self, name: str, axis: int, size: int, symbol: str, sizes: dict[str, tuple[int, str]]) -> None:
@@ -198,36 +198,35 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Check:
-    """`signature.check` for inputs that come again and again.
+    """`signature.check` for repeated inputs.
 
-    Datatypes and shapes that were let through once are let through again; masks are looked at each time. What is new is
-    held against a table first, a few microseconds for all inputs; whatever that does not let through, the signature has
-    the words for.
+    Datatypes and shapes that have passed are cached; masks are checked each time. New ones are compared with a table
+    first, in a few microseconds for all inputs; if they do not fit, `signature.check` raises the error.
     """
 
-    __slots__ = ("_guards", "_let_through", "_looks", "_signature", "_table")
+    __slots__ = ("_guards", "_has_masks", "_passed", "_signature", "_table")
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
-        self._looks = bool(signature.rows)
-        self._let_through: set[object] = set()
+        self._has_masks = bool(signature.rows)
+        self._passed: set[object] = set()
         self._table = [_plan_check(signature, spec) for spec in signature.inputs]
         self._guards = signature.guards
 
     def __call__(self, inputs: Mapping[str, Array]) -> None:
         """Raises RequestError that names input, value and expectation."""
-        asked = tuple([(name, array.dtype, array.shape) for name, array in inputs.items()])
-        if asked not in self._let_through:
+        form = tuple([(name, array.dtype, array.shape) for name, array in inputs.items()])
+        if form not in self._passed:
             if not self._fits(inputs):
                 self._signature.check(inputs)
-            if len(self._let_through) >= _MANY:
-                self._let_through = set()
-            self._let_through.add(asked)
-        if self._looks:
+            if len(self._passed) >= _MANY:
+                self._passed = set()
+            self._passed.add(form)
+        if self._has_masks:
             self._signature.check_rows(inputs)
 
     def _fits(self, inputs: Mapping[str, Array]) -> bool:
-        """Whether names, datatypes and sizes are inside the range. A doubt is no: the signature then decides."""
+        """Whether names, datatypes and sizes are inside the range. If False, the signature decides."""
         if len(inputs) != len(self._table):
             return False
         sizes: dict[str, int] = {}

@@ -39,7 +39,7 @@ Work = Coroutine[Any, Any, Response]
 _OF_ARCHIVES = frozenset(
     {"handler", "initial_workers", "batch_size", "max_batch_delay", "response_timeout", "startup_timeout"}
 )
-"""Parameters of a registration that say how an archive's handler is run."""
+"""Parameters of a registration for an archive's handler."""
 
 
 class _NegativeWorkers(RequestError):
@@ -294,8 +294,9 @@ class Management:
         for one in versions:
             facts = describe_version(one)
             if one.handler is not None and one.state == "ready" and one.policy.lanes:
-                ask = HandlerRequest(request_id="describe", parts=[], headers={"describe": "True", "explain": "False"})
-                answer = await one.handler.handle(ask, alone=True, loose=True)
+                headers = {"describe": "True", "explain": "False"}
+                request = HandlerRequest(request_id="describe", parts=[], headers=headers)
+                answer = await one.handler.handle(request, alone=True, loose=True)
                 body = answer.body if answer.pieces is None else await answer.pieces.whole()
                 facts["customizedMetadata"] = _decode(body)
             descriptions.append(facts)

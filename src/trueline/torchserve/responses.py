@@ -101,7 +101,7 @@ def _translate(found: RequestError, *, strict: bool) -> tuple[int, str, str | No
 def server_fault(path: str, error: Exception) -> Response:
     """The response to a request on which the server itself failed; the log has the reason."""
     events.emit("request.failed", path=path[:200], why=traceback.format_exception(error)[-1].strip())
-    return refusal(500, "the server failed on this request; its log says why", kind="InternalServerException")
+    return refusal(500, "the server failed on this request; its log has the reason", kind="InternalServerException")
 
 
 def describe_version(version: Servable) -> dict[str, Any]:

@@ -76,8 +76,8 @@ class TorchServeRoutes:
         if self._workflows is None:
             raise UnknownWorkflow(name)
         found = self._workflows.find(name)
-        ask = messages.decode_request(request, explain=False)
-        return self._dispatch.respond(request.path, found.predict(ask, strict=self._strict), _encode_workflow)
+        decoded = messages.decode_request(request, explain=False)
+        return self._dispatch.respond(request.path, found.predict(decoded, strict=self._strict), _encode_workflow)
 
     def _invoke(self, request: Request) -> Answer:
         """SageMaker's route, and MLflow's: the query names the model, unless there is only one."""

@@ -59,24 +59,24 @@ class Workflow:
     place: WorkDir
     _running: set[asyncio.Task[HandlerAnswer]] = field(default_factory=set)
 
-    def predict(self, ask: HandlerRequest, *, strict: bool = False) -> asyncio.Task[HandlerAnswer]:
+    def predict(self, request: HandlerRequest, *, strict: bool = False) -> asyncio.Task[HandlerAnswer]:
         """The answer of the last nodes; cancel the task to withdraw the request everywhere.
 
         The task raises NodeFailed, Overloaded, and HandlerFailed of 4xx where a handler rejects its input; with
         `strict` that is NodeFailed too, as in TorchServe.
         """
-        task = asyncio.get_running_loop().create_task(self._run(ask, strict=strict))
+        task = asyncio.get_running_loop().create_task(self._run(request, strict=strict))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _run(self, ask: HandlerRequest, *, strict: bool) -> HandlerAnswer:
+    async def _run(self, request: HandlerRequest, *, strict: bool) -> HandlerAnswer:
         tasks: dict[str, asyncio.Task[HandlerAnswer]] = {}
 
         async def run(node: Node) -> HandlerAnswer:
             answers = [(parent, await tasks[parent]) for parent in node.parents]
-            parts = _join_inputs(answers) if answers else ask.parts
-            return await self._run_node(node, parts, ask.headers, strict=strict)
+            parts = _join_inputs(answers) if answers else request.parts
+            return await self._run_node(node, parts, request.headers, strict=strict)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -91,10 +91,10 @@ class Workflow:
     ) -> HandlerAnswer:
         """Raises NodeFailed, Overloaded, HandlerFailed of 4xx."""
         for attempt in range(1, node.attempts + 1):
-            ask = HandlerRequest(request_id=str(uuid.uuid4()), parts=parts, headers=headers)
+            request = HandlerRequest(request_id=str(uuid.uuid4()), parts=parts, headers=headers)
             try:
                 async with asyncio.timeout(node.timeout_s):
-                    answer = await self.versions[node.name].handle(ask)
+                    answer = await self.versions[node.name].handle(request)
                     whole = None if answer.pieces is None else await answer.pieces.whole()
                     return answer if whole is None else replace(answer, body=whole, pieces=None)
             except Overloaded:

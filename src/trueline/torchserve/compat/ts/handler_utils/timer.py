@@ -7,7 +7,7 @@ from typing import Any
 
 
 def timed(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Reports `ts_handler_NAME` in ms when model-config.yaml says `handler: {profile: true}`."""
+    """Reports `ts_handler_NAME` in ms if model-config.yaml has `handler: {profile: true}`."""
 
     @functools.wraps(func)
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
