@@ -99,7 +99,7 @@ def check(settings: Any, *, unchecked: Collection[str] = ()) -> None:
     """Raises UsageError for a value of `settings` that is out of its range, with the value and the range."""
     for one in declared_settings(settings.__class__):
         value = getattr(settings, one.name)
-        if value is None or value == one.default or one.name in unchecked:
+        if value == one.default or (value is None and not one.setting.choices) or one.name in unchecked:
             continue
         if one.setting.choices and value not in one.setting.choices:
             expected = f"one of {join_names(one.setting.choices)}"
