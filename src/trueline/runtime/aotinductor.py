@@ -1,8 +1,8 @@
 """AOTInductor: machine code compiled ahead of time, which libtorch runs without Python.
 
-A package holds a shared library, and opening it runs its code on this machine: it is opened only by who says
-that its maker is trusted (`native=True`), and never chosen to serve. It drops an exported program's guards:
-the Session enforces the proven range, and the package's own input check is switched on beside it.
+A package holds a shared library, and opening it runs its code: only callers that trust its maker open it
+(`native=True`), and it is never chosen to serve. It drops an exported program's guards: the Session enforces the proven
+range, and the package's own input check is on as well.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class AotiSession:
             ) from error
         self.signature = signature
         self._check = Check(signature)
-        # A second thread would wait inside for the package's only runner, and keep the lock of the interpreter, which
-        # the first one needs to hand its outputs over.
+        # a second thread would wait for the package's only runner with the GIL, which the first one needs to return
         self._alone = threading.Lock()
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:

@@ -1,8 +1,7 @@
-"""Which inputs an answer hangs on: integrated gradients of the torch.export program, by Captum (extra `explain`).
+"""Which inputs an answer depends on: integrated gradients of the torch.export program, by Captum (extra `explain`).
 
-Source: Sundararajan, Taly, Yan, Axiomatic Attribution for Deep Networks, ICML 2017; captum.attr.IntegratedGradients.
-The attributions of an answer add up to its difference from the answer to zeros; by how much they miss that is told
-beside them (`convergence_delta`).
+The attributions of an answer add up to its difference from the answer to zeros, up to `convergence_delta`. Source:
+Sundararajan, Taly, Yan, Axiomatic Attribution for Deep Networks, ICML 2017; captum.attr.IntegratedGradients.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ STEPS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """Why one output is what it is."""
+    """What each input adds to one output."""
 
     output: str
     target: int | None
@@ -42,7 +41,7 @@ class Attribution:
 
 
 class Explainer:
-    """Explains answers of one program; holds it in torch."""
+    """Explains answers of one torch program."""
 
     def __init__(self, path: Path, signature: Signature) -> None:
         """Opens the torch.export program at `path`. Raises BundleError, UsageError without Captum."""
@@ -64,11 +63,9 @@ class Explainer:
         self._method: Any = IntegratedGradients(self._forward)
 
     def explain(self, inputs: Mapping[str, Array], target: int | None = None) -> Attribution:
-        """Explains the first float output on `inputs`, all records for the same `target`, an index along its last
-        dimension; without one, the largest of the first record.
-
-        Raises RequestError for inputs outside the signature, or a target that the output does not have.
-        """
+        """Explains the first float output on `inputs`, for all records at the same `target`, an index along its last
+        dimension; by default the largest of the first record. Raises RequestError for inputs outside the signature and
+        targets outside the output."""
         self.signature.check(inputs)
         given = to_tensors(self.signature, inputs)
         with torch.no_grad():
@@ -94,7 +91,7 @@ class Explainer:
         )
 
     def _forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """Captum hands the explained inputs first."""
+        """Captum passes the explained inputs first."""
         explained, rest = iter(given[: len(self._explained)]), iter(given[len(self._explained) :])
         ordered = [next(explained) if i in self._explained else next(rest) for i in range(len(self.signature.inputs))]
         return self._ask(ordered)

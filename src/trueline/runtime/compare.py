@@ -1,11 +1,10 @@
 """Do two answers agree? Pure numpy, with the reason in words.
 
-A number agrees when |found - expected| <= atol + rtol * scale, where scale is the largest |expected| in
-the same record: rounding errors of a matrix product grow with its terms, not with their sum, so an
-element near zero beside large ones may differ by more than its own size. Infinities and NaN have to stand
-at the same places. Integers and booleans are equal or not. Where a float output has a last dimension of
-two or more, the index of its largest element (the decision) is compared too, unless two candidates lie
-within the tolerance of each other.
+A number agrees when |actual - expected| <= atol + rtol * scale, where scale is the largest |expected| in the same
+record: rounding errors of a matrix product grow with its terms, not with their sum. Infinities and NaN have to be at
+the same places. Integers and booleans are equal or not. Where a float output has a last dimension of two or more, the
+index of its largest element (the decision) is compared too, unless two candidates are within the tolerance of each
+other.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ TOLERANCES: dict[np.dtype[np.generic], Tolerance] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Verdict over all outputs.
-
-    `reason` names the first output that disagrees, and is empty when all agree.
-    """
+    """Verdict over all outputs. `reason` names the first that disagrees; it is empty when all agree."""
 
     agrees: bool
     reason: str
@@ -57,7 +53,7 @@ class Comparison:
     """Relative to the scale of each record."""
     decisions_changed: int
     how: str = ""
-    """What was asked, where it was not the tolerance of the dtypes."""
+    """The test, where it was not the tolerance of the dtypes."""
 
 
 def compare(

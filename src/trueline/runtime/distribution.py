@@ -1,11 +1,10 @@
-"""Do two random programs answer alike? Many answers of each to one request, compared as samples.
+"""Do two random programs have the same distribution? Many answers of each to one request, compared as samples.
 
-Answers that are the same from the same seeds need no test. Else each element is compared, and beside these some sums
-of elements with random signs, which show draws that hang together otherwise (one number for the whole batch instead of
-one for each record): in mean and in spread (mean distance from the median) by Welch's two-sample t-test; an output of
-few different integers in how often each comes. The level is the chance that one comparison of two programs that are
-alike says otherwise: it is shared out among all tests (Bonferroni). Differences within the tolerance of `compare` count
-for nothing. torch-free.
+Answers that are the same from the same seeds need no test. Otherwise each element is compared in mean and in spread
+(mean distance from the median) by Welch's two-sample t-test, and so are some sums of elements with random signs, which
+show other correlations (one draw for the batch instead of one for each record). Of an output of few different integers,
+their frequencies are compared. The level is the chance that two equal programs fail, shared among all tests
+(Bonferroni). Differences within the tolerance of `compare` do not count. torch-free.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ if TYPE_CHECKING:
 DRAWS = 100
 """Answers of each program to one request."""
 LEVEL = 1e-4
-"""Chance that a program which is right is refused, over all probes."""
+"""Chance that a correct program is refused, over all probes."""
 REPLAY_LEVEL = 1e-6
-"""The same when golden examples are replayed: a server that starts every day should not doubt its model."""
+"""The same for golden records: a server that starts every day must not refuse its model by chance."""
 GOLDEN_BYTES = 32 * 2**20
 ELEMENTS = 256
-"""Elements of an output that are looked at, spread at random."""
+"""Elements of an output that are compared, chosen at random."""
 SUMS = 8
 PROBES = 16
-"""Probes of a model that draws random numbers: each costs many answers."""
+"""For a model that draws random numbers: each probe needs many answers."""
 SAME_SEEDS = "from the same seeds the same answers"
-"""How the evidence begins of draws that were compared one by one."""
+"""Begins the evidence of draws that were compared one by one."""
 CLASSES = 32
-"""An output of integers with at most so many different values is compared value by value."""
+"""An output of integers with at most this many different values is compared by their frequencies."""
 
 
 def sample(session: Session, inputs: Mapping[str, Array], count: int = DRAWS) -> dict[str, Array]:
@@ -52,10 +51,8 @@ def sample(session: Session, inputs: Mapping[str, Array], count: int = DRAWS) ->
 
 
 def compare_draws(expected: Mapping[str, Array], found: Mapping[str, Array], *, level: float = LEVEL) -> Comparison:
-    """Whether two stacks of answers come from one distribution, as far as means and spreads show.
-
-    `max_abs_error` is the largest difference of two means. Raises nothing: what cannot be compared disagrees.
-    """
+    """Whether two stacks of answers come from one distribution, by means and spreads. Outputs that cannot be compared
+    disagree. `max_abs_error` is the largest difference of two means."""
     if list(expected) != list(found):
         return compare.refusal(f"the outputs are {list(found)}, expected {list(expected)}")
     worst, reason, tests = 0.0, "", []
@@ -82,9 +79,7 @@ def compare_draws(expected: Mapping[str, Array], found: Mapping[str, Array], *, 
 
 
 def compare_seeded(expected: Mapping[str, Array], found: Mapping[str, Array], *, level: float = LEVEL) -> Comparison:
-    """As `compare_draws`, of stacks that were drawn from the same seed: where each answer is that of the other within
-    the tolerance of `compare`, there is nothing left to chance.
-    """
+    """As `compare_draws`, for stacks from the same seed: agrees where each answer is the other's within tolerance."""
     count = len(next(iter(expected.values())))
     same = compare.compare(expected, found)
     if same.agrees:
@@ -93,12 +88,12 @@ def compare_seeded(expected: Mapping[str, Array], found: Mapping[str, Array], *,
 
 
 def golden_draws(answer: Mapping[str, Array]) -> int:
-    """How many answers like this one a golden example holds."""
+    """The number of answers like this one in a golden record."""
     return max(10, min(DRAWS, GOLDEN_BYTES // max(sum(array.nbytes for array in answer.values()), 1)))
 
 
 def tolerance_text(count: int, level: float) -> str:
-    """What `compare_draws` was asked, for the evidence."""
+    """The test of `compare_draws`, for the evidence."""
     return f"statistical: {count} draws of each, means and spreads by Welch's t-test, {level:g} false alarms in all"
 
 
@@ -112,7 +107,7 @@ def _nonfinite_reason(name: str, want: Array, got: Array) -> str:
 
 
 def _looked_at(want: Array, got: Array) -> tuple[Floats, Floats]:
-    """Both as [draws, tests] of numbers: elements and sums of them, or how often each integer comes."""
+    """Both as [draws, tests]: elements and sums of them, or an indicator for each integer."""
     random = np.random.default_rng(0)
     flat = [one.reshape(len(one), -1) for one in (want, got)]
     chosen = random.permutation(flat[0].shape[1])[:ELEMENTS]
@@ -127,8 +122,8 @@ def _looked_at(want: Array, got: Array) -> tuple[Floats, Floats]:
 
 
 def _one_hot(one: Array, classes: Array) -> Floats:
-    found: Floats = (one[:, :, None] == classes).reshape(len(one), -1).astype(np.float64)
-    return found
+    indicators: Floats = (one[:, :, None] == classes).reshape(len(one), -1).astype(np.float64)
+    return indicators
 
 
 def _tolerance_of(want: Array, one: Floats) -> float:
@@ -141,7 +136,7 @@ def _distances(one: Floats) -> Floats:
 
 
 def _p_values(one: Floats, other: Floats, bound: float) -> Floats:
-    """Welch's test of the means of each column; 1 where they are as near as `bound`, 0 where nothing varies."""
+    """Welch's test of the means of each column; 1 where they are within `bound`, 0 where nothing varies."""
     from scipy import stats
 
     means, deviations = [x.mean(0) for x in (one, other)], [x.std(0, ddof=1) for x in (one, other)]

@@ -1,14 +1,14 @@
-"""A program as text that a person reads: what `trueline bundle inspect --graph` prints. Nothing is run.
+"""A program as text: what `trueline bundle inspect --graph` prints. Nothing is run.
 
-                  code                                            ssa
-onnx, openvino    one call a line, as in Python                   ONNX's own textual form
-torch_export      the graph as Python, with the shape of values   the graph as torch.fx writes it
-offload           what runs where, and the whole as torch_export  the same
-torchscript       the program's source                            TorchScript's graph, calls of its own put in
-aotinductor       nothing: it is machine code                     nothing
+                  code                                             ssa
+onnx, openvino    one call a line, as in Python                    ONNX's own textual form
+torch_export      the graph as Python, with the shape of values    the graph as torch.fx writes it
+offload           the parts, and the whole as torch_export         the same
+torchscript       the program's source                             TorchScript's graph, with its own calls inlined
+aotinductor       nothing: it is machine code                      nothing
 
-In SSA form (static single assignment) every value has one name and is assigned once. Behind each value stands the line
-of the user's file that it came from, but for TorchScript, whose records of lines hold paths and are not kept.
+In SSA form (static single assignment) every value is assigned once. Each value is followed by the user's line that it
+comes from, except in TorchScript, whose records of lines hold paths and are removed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ _ASSIGNED = re.compile(r'\s*(?:\[[^\]]*\]\s*)?"?([^\s":,=]+)"?[^=]* = ')
 
 Form = Literal["code", "ssa"]
 OWN: dict[str, Form] = {"onnx": "ssa", "openvino": "ssa"}
-"""The form that a format has of its own, where it is not code."""
+"""A format's own form, where it is not code."""
 
 
 def text(format: str, path: Path, form: Form | None = None) -> str:
-    """The program file `path` in words; in the format's own form when none is named.
-
-    Raises BundleError, and UsageError for machine code.
-    """
+    """The text of the program file `path`, by default in the format's own form. Raises BundleError, and UsageError for
+    machine code."""
     ssa = (form or OWN.get(format, "code")) == "ssa"
     if format in ("onnx", "openvino"):
         return _onnx(path, ssa=ssa)
@@ -72,7 +70,7 @@ def _onnx(path: Path, *, ssa: bool) -> str:
     model = onnx.load(str(path), load_external_data=False)
     if not ssa:
         return onnx_code(model)
-    for tensor in model.graph.initializer:  # their names, types and shapes are wanted, not their numbers
+    for tensor in model.graph.initializer:  # only their names, types and shapes are printed
         tensor.ClearField("raw_data")
         tensor.data_location = onnx.TensorProto.EXTERNAL
     graphs = [model.graph, *(a.g for node in model.graph.node for a in node.attribute if a.HasField("g"))]
@@ -82,14 +80,14 @@ def _onnx(path: Path, *, ssa: bool) -> str:
 
 
 def _with_places(text: str, places: Mapping[str, str]) -> str:
-    """`text` with the user's line behind each line that assigns a value whose place is known."""
+    """`text` with the user's line behind each assignment of a value whose line is known."""
 
-    def with_place(line: str) -> str:
-        found = _ASSIGNED.match(line)
-        place = places.get(found[1]) if found else None
-        return f"{line}  # {place}" if place else line
-
-    return "\n".join(map(with_place, text.splitlines())) + "\n"
+    lines = []
+    for line in text.splitlines():
+        match = _ASSIGNED.match(line)
+        place = places.get(match[1]) if match else None
+        lines.append(f"{line}  # {place}" if place else line)
+    return "\n".join(lines) + "\n"
 
 
 def _offload(path: Path, *, ssa: bool) -> str:
@@ -118,7 +116,7 @@ def _export(path: Path, *, ssa: bool) -> str:
 
 
 def _assignments(module: GraphModule, name: str) -> Iterator[str]:
-    """Each value of `module` and then of the graphs in it, those of cond, while_loop and scan."""
+    """Each value of `module`, then of the graphs of its cond, while_loop and scan."""
     from torch.fx import GraphModule
 
     yield f"graph {name}:"

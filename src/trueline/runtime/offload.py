@@ -1,11 +1,11 @@
-"""Partial offload: the largest parts of a program that ONNX Runtime takes run there, the rest stays in torch.
+"""Partial offload: the largest parts of a program that ONNX Runtime has operators for run there, the rest in torch.
 
-    model.offload.json     the plan: which nodes of the program each part stands for, what goes in and comes out
-    model.offload.pt2      the whole program, as torch.export has it
+    model.offload.json     the plan: the nodes of the program that each part replaces, its inputs and outputs
+    model.offload.pt2      the whole program in torch.export's format
     model.offload-0.onnx   a part
 
-ONNXIFI's idea. Opening runs no code: the program is checked as every .pt2 is, the parts are ONNX, and the plan is
-plain data. One Session stands in front, so the whole is asked, guarded and proven as any other program.
+The idea is ONNXIFI's. Opening runs no code: the program is checked as every .pt2 is, the parts are ONNX, and the plan
+is plain data. One Session covers the whole, which is guarded and proven as any other program.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OffloadedPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class KeptOperator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An operator that stayed in torch, and what the other runtime said to it."""
+    """An operator that stays in torch, and why the other runtime refused it."""
 
     operator: str
     why: str
@@ -112,7 +112,8 @@ class OffloadSession:
         torch_weights.share(module, settings)
         pieces = {}
         for number, part in enumerate(plan.parts):
-            module.add_module(f"part_{number}", OnnxPart(path.parent / part.file, part, _of_part(settings, number)))
+            place = settings.place and settings.place.part(f"part-{number}")
+            module.add_module(f"part_{number}", OnnxPart(path.parent / part.file, part, replace(settings, place=place)))
             pieces[f"part_{number}"] = (part.nodes, part.inputs, part.outputs)
         try:
             self._module = subprogram.woven(module, pieces)
@@ -134,14 +135,9 @@ class OffloadSession:
         return to_arrays(self.signature, tuple(found))
 
 
-def _of_part(settings: SessionSettings, number: int) -> SessionSettings:
-    place = settings.place
-    return settings if place is None else replace(settings, place=place.part(f"part-{number}"))
-
-
 @final
 class OnnxPart(torch.nn.Module):
-    """A part as torch sees it: tensors in, tensors out, no copies but where a tensor is not contiguous."""
+    """A part as a torch module. Only tensors that are not contiguous are copied."""
 
     def __init__(self, path: Path, part: OffloadedPart, settings: SessionSettings) -> None:
         super().__init__()

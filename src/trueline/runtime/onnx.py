@@ -1,12 +1,11 @@
-"""ONNX: emitted by torch.onnx from the exported program, run by ONNX Runtime. Opening imports no torch.
+"""ONNX programs, run by ONNX Runtime. Opening imports no torch.
 
-ONNX drops an exported program's guards, so the Session enforces the proven range itself. Spinning is off:
-in a server, threads that wait by spinning take the processor from the requests beside them.
+ONNX drops an exported program's guards, so the Session enforces the proven range itself. Spinning is off: threads that
+spin take the processor from other requests.
 
-ONNX Runtime rewrites a graph when it opens it, and packs weights for the processor: a copy for each process, also of
-weights in a file of their own. Processes that share them open what the first of them had it write: the graph as it was
-rewritten, and every weight as it was packed, in a file that is mapped. Source of the settings: ONNX Runtime's
-`onnxruntime_session_options_config_keys.h`.
+When it opens a program, ONNX Runtime rewrites the graph and packs the weights for the processor, a copy for each
+process. Processes that share weights open the rewritten graph and the packed weights that the first of them wrote, in a
+mapped file. Source of the settings: ONNX Runtime's `onnxruntime_session_options_config_keys.h`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ BAD_INPUT = (
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _UNLIKELY = 0xA5
-"""Written over outputs before a first run, to see that it writes them."""
+"""Fills the outputs before a test run, which has to overwrite it."""
 _MADE = "model.onnx"
 _TO_SHARE = {
     "session.optimized_model_external_initializers_file_name": "model.onnx.data",
@@ -67,7 +66,7 @@ class OnnxSession:
         _check_interface(self._session, signature, path)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs by name. Raises RequestError for what the signature or the program's own checks refuse."""
+        """Outputs by name. Raises RequestError for inputs that the signature or the program's own checks refuse."""
         self._check(inputs)
         feeds = {name: array if array.flags.c_contiguous else array.copy() for name, array in inputs.items()}
         try:
@@ -79,23 +78,25 @@ class OnnxSession:
         return dict(zip(self._names, found, strict=True))
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None] | None:
-        """A run over these very arrays: it reads `inputs` as they are then, and leaves its answer in `outputs`.
+        """A function that runs the program on these arrays: it reads `inputs` and writes `outputs`.
 
-        None where that cannot be had: `run` is then the only way. What `bind` gives is tried on the values in `inputs`
-        first. It raises whatever the runtime raises, for values that are refused and for outputs of another shape;
-        `run` has the words for it. The arrays are the caller's to guard: one run at a time.
+        None where that is impossible, or a test run on the values in `inputs` differs from `run`. The function raises
+        what the runtime raises, for refused values and outputs of another shape; `run` has the message. The caller
+        guards the arrays: one run at a time.
         """
         signature = self.signature
         names = {spec.name for spec in signature.inputs}
         arrays = [*inputs.values(), *outputs.values()]
         if self._session.get_providers() != [_CPU] or signature.random or signature.rows:
-            return None  # on another device they would be copied; drawn numbers cannot be compared; masks are looked at
+            return None  # other devices copy the arrays; random outputs cannot be compared; masks are read
         if not names.isdisjoint(self._names) or outputs.keys() != set(self._names):
-            return None  # an output that is an input stays where the input lies
+            return None  # an output that is an input keeps the input's memory
         if any(not array.size or not array.flags.c_contiguous for array in arrays):
             return None
         expected = self.run(inputs)
-        if any(not _alike(array, outputs[name]) for name, array in expected.items()):
+        if any(
+            (array.dtype, array.shape) != (outputs[name].dtype, outputs[name].shape) for name, array in expected.items()
+        ):
             return None
         binding, session = self._session.io_binding(), self._session
         kept = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays]
@@ -114,10 +115,6 @@ class OnnxSession:
         return run if same else None
 
 
-def _alike(one: Array, other: Array) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape
-
-
 def _bits(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -128,10 +125,12 @@ def open_model(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSe
     providers = _providers(settings)
     onnxruntime.disable_telemetry_events()
     try:
-        session = _open_shared(path, settings) or _open(path, _options(settings.threads), providers)
+        session = _open_shared(path, settings) or onnxruntime.InferenceSession(
+            str(path), _options(settings.threads), providers=providers
+        )
     except Exception as error:
         raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {first_line(error)}") from error
-    if settings.cuda is not None and _CUDA not in session.get_providers():  # it falls back without a word
+    if settings.cuda is not None and _CUDA not in session.get_providers():  # it falls back silently
         raise UsageError(
             f"ONNX Runtime cannot use the device '{settings.device}' and would run on the CPU",
             hint="check the CUDA libraries that this onnxruntime needs, or leave the device out",
@@ -142,12 +141,8 @@ def open_model(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSe
 _Providers = Sequence[str | tuple[str, dict[str, int]]]
 
 
-def _open(path: Path, options: onnxruntime.SessionOptions, providers: _Providers) -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(str(path), options, providers=providers)
-
-
 def _open_shared(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSession | None:
-    """The program as it is shared; None where it is not to be, or is too small, or cannot be, which an event says."""
+    """The program with shared weights; None if it is not to share, is too small, or cannot (with an event)."""
     num_bytes = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
     if settings.place is None or settings.cuda is not None or num_bytes < shared_weights.WORTH_BYTES:
         return None
@@ -157,16 +152,16 @@ def _open_shared(path: Path, settings: SessionSettings) -> onnxruntime.Inference
         options.optimized_model_filepath = str(folder / _MADE)
         for key, value in _TO_SHARE.items():
             options.add_session_config_entry(key, value)
-        _open(path, options, [_CPU])
+        onnxruntime.InferenceSession(str(path), options, providers=[_CPU])
 
     place = settings.place.part(f"onnxruntime-{onnxruntime.__version__}")
     options = _options(settings.threads)
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # whoever made it did that
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is optimized already
     with contextlib.ExitStack() as failing:
         try:
             hold = shared_weights.hold(place, make, program_bytes=num_bytes)
             failing.callback(hold.release)
-            session = _open(hold.path / _MADE, options, [_CPU])
+            session = onnxruntime.InferenceSession(str(hold.path / _MADE), options, providers=[_CPU])
         except Exception as error:  # noqa: BLE001 - whatever it is, the program itself is still to be open_model
             events.emit("weights.private", why=first_line(error))
             return None

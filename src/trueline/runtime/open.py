@@ -1,10 +1,11 @@
-"""Opens programs as Sessions, and replays the golden examples of a bundle on them."""
+"""Opens programs as Sessions, and replays the golden records of a bundle on them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotProven, UsageError, join_names
@@ -29,57 +30,38 @@ def open_session(
     precision: str = "",
     place: SharedDir | None = None,
 ) -> Session:
-    """Opens the program file `path` in `format`. `threads` is for intra-op parallelism, 0 lets the runtime choose;
-    `device`, `precision` and `place` are those of `settings.SessionSettings`. A program is proven on the CPU in the
-    precision that it holds: with other settings, `replay` the golden examples before it answers anybody. Opening runs
-    no code of the file; machine code is opened only with `native`, by who trusts its maker.
+    """Opens the program file `path` in `format`, with the fields of `SessionSettings`. A program is proven on the CPU
+    in its own precision: with other settings, `replay` the golden records before serving. Opening runs no code of the
+    file; machine code is opened only with `native`, for callers that trust its maker.
 
-    Raises BundleError when the file is not such a program, UsageError for a format that nobody here runs,
-    for machine code without `native`, for a setting that the runtime does not know or a device that is not here, and
-    for a runtime that is not installed.
+    Raises BundleError for a file that is no such program, UsageError for an unknown format, machine code without
+    `native`, a setting or device that the runtime does not have, and a runtime that is not installed.
     """
     settings = SessionSettings(threads=threads, device=device, precision=precision, place=place)
     if format not in FORMATS:
         raise UsageError(f"no runtime here runs format '{format}' (there are: {join_names(FORMATS)})")
-    if not Path(path).is_file():
+    path = Path(path)
+    if not path.is_file():
         raise BundleError(f"there is no program at {path}")
     if format in NATIVE and not native:
         raise UsageError(
             f"{path} is machine code, and opening it runs it",
             hint="open another program of the bundle; if you trust who made it, open it with native=True",
         )
-    return _session_class(format)(Path(path), signature, settings=settings)
+    module, _, name = _SESSIONS[format].partition(":")
+    session: Session = getattr(import_module(f"trueline.runtime.{module}"), name)(path, signature, settings=settings)
+    return session
 
 
-class _Opens(Protocol):
-    def __call__(self, path: Path, signature: Signature, *, settings: SessionSettings = ...) -> Session: ...
-
-
-def _session_class(format: str) -> _Opens:
-    """Imported only where it runs."""
-    if format == "onnx":
-        from trueline.runtime.onnx import OnnxSession
-
-        return OnnxSession
-    if format == "openvino":
-        from trueline.runtime.openvino import OpenVinoSession
-
-        return OpenVinoSession
-    if format == "offload":
-        from trueline.runtime.offload import OffloadSession
-
-        return OffloadSession
-    if format == "torch_export":
-        from trueline.runtime.torch_export import ExportSession
-
-        return ExportSession
-    if format == "torchscript":
-        from trueline.runtime.torchscript import TorchScriptSession
-
-        return TorchScriptSession
-    from trueline.runtime.aotinductor import AotiSession
-
-    return AotiSession
+_SESSIONS = {
+    "onnx": "onnx:OnnxSession",
+    "openvino": "openvino:OpenVinoSession",
+    "offload": "offload:OffloadSession",
+    "torch_export": "torch_export:ExportSession",
+    "torchscript": "torchscript:TorchScriptSession",
+    "aotinductor": "aotinductor:AotiSession",
+}
+"""Format -> module and class, imported when it is opened."""
 
 
 def open_program(
@@ -92,9 +74,9 @@ def open_program(
     precision: str = "",
     shared: Path | None = None,
 ) -> Session:
-    """Opens a bundle's program, the one to serve unless `format` says otherwise; the rest is `open_session`'s.
+    """Opens a bundle's program, by default the one to serve; the rest is `open_session`'s.
 
-    Processes that open it with one folder `shared` have its weights in memory once, as far as its runtime can.
+    Processes that open it with one folder `shared` have its weights in memory once, where its runtime can share them.
     """
     entry, path, signature = bundle.program(format), bundle.program_path(format), bundle.signature_of(format)
     return open_session(
@@ -110,29 +92,29 @@ def open_program(
 
 
 def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
-    """Asks `session` the bundle's golden examples on this machine; returns the comparison for each case.
+    """Runs the bundle's golden records on this machine; returns the comparison for each case.
 
-    Raises NotProven that names the first case whose answer is not the eager model's, or says that there is none.
+    Raises NotProven with the first case whose answer is not the eager model's, or when there is no case.
     """
-    found = {}
+    comparisons = {}
     for golden in bundle.golden():
-        one = found[golden.case] = _compare_golden(session, golden, random=bundle.signature.random)
-        if not one.agrees:
+        comparison = comparisons[golden.case] = _compare_golden(session, golden, random=bundle.signature.random)
+        if not comparison.agrees:
             raise NotProven(
                 f"{session.format} program of bundle '{bundle.name}' fails golden example '{golden.case}' "
-                f"here: {one.reason}",
+                f"here: {comparison.reason}",
                 hint="this machine or its runtime computes otherwise than the one that proved the bundle: "
                 "compare `trueline bundle inspect` with the versions installed here",
             )
-    if not found:
+    if not comparisons:
         raise NotProven(
             f"bundle '{bundle.name}' has no golden example: its {session.format} program is not proven here"
         )
-    return found
+    return comparisons
 
 
 def _compare_golden(session: Session, golden: Golden, *, random: bool) -> Comparison:
-    """One case; of a random model its many answers against as many here."""
+    """One case; a random model has many answers, compared with as many here."""
     from trueline.runtime import distribution
     from trueline.runtime.compare import compare
 

@@ -1,7 +1,7 @@
-"""OpenVINO: runs the ONNX program on Intel's runtime. Opening imports no torch.
+"""OpenVINO: the ONNX program on Intel's runtime, an extra. Opening imports no torch.
 
-OpenVINO is an extra. Like ONNX Runtime it knows nothing of the proven range, so the Session enforces it.
-Precision is float32 unless it is asked for: by itself OpenVINO computes in bfloat16 where the processor can.
+It does not know the proven range, so the Session enforces it. Precision is float32 unless the settings name another:
+OpenVINO's own default is bfloat16 where the processor has it.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def _device(core: Any, settings: SessionSettings) -> str:
 
 
 def _precision(core: Any, device: str, settings: SessionSettings) -> str:
-    """OpenVINO's word for it. Raises UsageError for one that the device would silently replace."""
+    """OpenVINO's name of the precision. Raises UsageError for one that the device would silently replace."""
     can = [str(one).lower() for one in core.get_property(device, "OPTIMIZATION_CAPABILITIES")]
     known = [name for name in PRECISIONS if name == "fp32" or name in can]
-    otherwise = f"this {device} computes in what is named; OpenVINO would take another precision without a word"
+    otherwise = f"this {device} has only those; OpenVINO would silently compute in another precision"
     return PRECISIONS[settings.precise(f"OpenVINO on {device}", known, otherwise=otherwise) or "fp32"]
 
 

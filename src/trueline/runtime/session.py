@@ -1,9 +1,8 @@
-"""One small interface for every way to run a captured program.
+"""One interface for every way to run a captured program.
 
-A Session takes named numpy arrays and returns named numpy arrays. It checks its inputs against the
-signature that was proven (a program outside its proven range may answer wrongly without a word; see
-docs/concepts/proof.md), and may be called from several threads at once. Opening one runs no code from the
-bundle. `eager` is the oracle that the others are proven against.
+A Session takes and returns named numpy arrays. It checks its inputs against the proven signature (outside its proven
+range a program may answer wrongly, without an error; see docs/concepts/proof.md) and is thread-safe. Opening one runs
+no code from the bundle. `eager` is the oracle that the others are proven against.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 Format = Literal["onnx", "openvino", "offload", "torch_export", "torchscript", "aotinductor"]
 
 FORMATS: tuple[Format, ...] = get_args(Format)
-"""In the order in which they are chosen to serve. `openvino` is the ONNX program, proven in OpenVINO; `offload` is run
-by torch, and by ONNX Runtime where that can."""
+"""In the order in which they are chosen to serve. `openvino` is the ONNX program, proven in OpenVINO; `offload` runs in
+torch, with parts in ONNX Runtime."""
 USUAL: tuple[Format, ...] = ("onnx", "torch_export")
-"""What a capture makes of a model when it is not told otherwise: each of them that can be proven."""
+"""What a capture makes by default: each of them that can be proven."""
 STAND_IN: tuple[Format, ...] = ("torchscript",)
-"""And what it makes where it can prove none of these."""
+"""What it makes where it can prove none of these."""
 NATIVE: tuple[Format, ...] = ("aotinductor",)
 """Machine code: opening one runs it. Never chosen to serve."""
 TARGETS: dict[str, tuple[Format, ...]] = {
@@ -51,7 +50,7 @@ def formats_for(targets: Iterable[str]) -> tuple[Format, ...]:
     """
     wanted: set[Format] = set()
     for target in targets:
-        name = target.partition("@")[0]  # what is behind it, `opsets.opset_for` reads
+        name = target.partition("@")[0]  # `opsets.opset_for` reads the release behind it
         if name not in TARGETS:
             near = closest(name, TARGETS)
             raise UsageError(
@@ -78,11 +77,9 @@ class Session(Protocol):
 
 @runtime_checkable
 class Bindable(Protocol):
-    """A Session whose program can be bound to arrays, for one caller who runs it on them again and again."""
+    """A Session whose program can be bound to arrays, for repeated runs of one caller."""
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None] | None:
-        """A run from `inputs`, as they are then, into `outputs`; None where `run` is the only way.
-
-        What the run raises, `Session.run` has the words for.
-        """
+        """A function that runs from `inputs` into `outputs`; None where only `run` works. It raises the runtime's
+        errors; `Session.run` has the messages."""
         ...

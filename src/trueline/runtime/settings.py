@@ -1,7 +1,7 @@
-"""How a Session is to run: threads, device, precision. A setting that a runtime does not know is refused.
+"""How a Session runs: threads, device, precision. Imports no torch.
 
-Each runtime says what it knows; nothing is ignored, because a server that was told `bf16` and computes in fp32, or was
-told a GPU and computes beside it, is slow or wrong without a word. Imports no torch.
+A runtime refuses a setting that it does not have and ignores none: a server that silently computes in fp32 instead of
+bf16, or on the CPU instead of the GPU, is slow or wrong without an error.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _CUDA = re.compile(r"cuda(:(\d+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """What the caller asks for; 0 and "" leave it to the runtime."""
+    """0 and "" leave a setting to the runtime."""
 
     threads: int = 0
     """For the operators of one run."""
     device: str = ""
     """`cpu`, `cuda`, `cuda:1`, or a name that the runtime has for its devices."""
     precision: str = ""
-    """`fp32`, `bf16` or `fp16`: in what the program computes. What goes in and comes out keeps its dtype."""
+    """`fp32`, `bf16` or `fp16`: in what the program computes. Inputs and outputs keep their dtypes."""
     place: SharedDir | None = None
-    """Where processes that run this program lay what they share of it; None: each has a copy of its own. A runtime that
-    cannot share has its own copy, too."""
+    """Where the processes that run this program share its weights; None: each has its own copy, as in runtimes that
+    cannot share."""
 
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise UsageError(f"threads is {self.threads}; expected 0 (the runtime chooses) or more")
 
     def precise(self, runtime: str, known: Sequence[str], *, otherwise: str) -> str:
-        """The precision if `runtime` knows it. Raises UsageError that says what else to do."""
+        """The precision if `runtime` has it. Raises UsageError with `otherwise` as the hint."""
         if self.precision and self.precision not in known:
             has = f"knows: {join_names(known)}" if known else "knows none: it computes as the program says"
             raise UsageError(f"{runtime} has no precision '{self.precision}' ({has})", hint=otherwise)
@@ -51,9 +51,9 @@ class SessionSettings:
 
     @property
     def cuda(self) -> int | None:
-        """The number of the CUDA device that is asked for; None when it is another device."""
-        found = _CUDA.fullmatch(self.device)
-        return None if found is None else int(found[2] or 0)
+        """The number of the CUDA device; None for another device."""
+        match = _CUDA.fullmatch(self.device)
+        return None if match is None else int(match[2] or 0)
 
 
 DEFAULTS = SessionSettings()

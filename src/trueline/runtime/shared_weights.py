@@ -1,12 +1,11 @@
-"""What several processes that run one program have in memory once: its weights, mapped from a file of all of them.
+"""Weights that several processes of one program have in memory once, mapped from a file.
 
-    FOLDER/lock          hold by who looks, makes or clears away
-    FOLDER/KEY/          what a program was made into; whole, for it is renamed into place
-    FOLDER/KEY/users     locked, shared, by each that has it mapped
+    FOLDER/lock          locked while a process looks, writes or clears
+    FOLDER/KEY/          the mapped files of a program; complete, because it is renamed into place
+    FOLDER/KEY/users     locked, shared, by each process that maps them
 
-Locks are flock(2)'s: the kernel lets go of those of a process that dies, so nothing is left that nobody has, and
-whoever looks next clears it away. The folder is the caller's own: what lies there is trusted as this process is. Knows
-no runtime; `onnx` and `torch_weights` say what is laid there.
+The kernel releases the locks (flock(2)) of a process that dies, and the next process to look clears what is unused. The
+folder belongs to the caller and its contents are trusted. `onnx` and `torch_weights` write the files.
 """
 
 from __future__ import annotations
@@ -24,36 +23,34 @@ from trueline import files
 from trueline.errors import StorageError
 
 WORTH_BYTES = 2**20
-"""Weights of less than this are each process's own: looking and locking costs more than they do."""
+"""Smaller weights are not shared: looking and locking would cost more."""
 ROOM = 3
-"""So many times the program's own bytes have to be free: weights lie there as they are and packed for the processor."""
+"""Free space needed, in sizes of the program: weights are stored as they are and packed for the processor."""
 _LOCK = "lock"
 _USERS = "users"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDir:
-    """Where what belongs to one program is to lie."""
+    """Where the shared files of one program are."""
 
     folder: Path
     key: str
-    """Names the program's bytes and what was made of them: who has the same key has the same."""
+    """Names the program's bytes and what was made of them: equal keys, equal files."""
 
     def part(self, name: str) -> SharedDir:
-        """The place of a part of the program, or of what a runtime makes of it."""
+        """For a part of the program, or for what a runtime makes of it."""
         return replace(self, key=f"{self.key}.{name}")
 
 
 class Hold:
-    """What lies at a place, for as long as this is hold."""
+    """Keeps the shared files until it is released."""
 
     def __init__(self, path: Path, users: int, folder: Path) -> None:
-        self.path = path
-        self._users = users
-        self._folder = folder
+        self.path, self._users, self._folder = path, users, folder
 
     def release(self) -> None:
-        """Lets go. What nobody holds any more is cleared away, at once if nobody else is looking."""
+        """Releases the files. Unused ones are cleared, at once if no other process is looking."""
         users, self._users = self._users, -1
         if users < 0:
             return
@@ -61,14 +58,14 @@ class Hold:
         try:
             with _alone(self._folder, wait=False):
                 _clear(self._folder, keep="")
-        except OSError:  # another looks, and clears; or the folder is gone with its owner
+        except OSError:  # another process looks, and clears; or the folder is gone with its owner
             return
 
 
 def hold(place: SharedDir, make: Callable[[Path], None], *, program_bytes: int) -> Hold:
-    """What lies at `place`; if there is nothing, what `make` writes into the empty folder that it is given.
+    """The files at `place`; where there are none, `make` writes them into the empty folder that it gets.
 
-    Raises StorageError when there is no room, and what `make` raises; nothing is then left.
+    Raises StorageError when there is no room, and what `make` raises; nothing is left behind then.
     """
     folder, path = place.folder, place.folder / place.key
     try:
@@ -85,7 +82,7 @@ def hold(place: SharedDir, make: Callable[[Path], None], *, program_bytes: int) 
 
 def _make(path: Path, make: Callable[[Path], None], program_bytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
-    if free < ROOM * program_bytes:  # a runtime that runs into a full disk may write less and say nothing
+    if free < ROOM * program_bytes:  # a runtime may write less on a full disk, without an error
         raise StorageError(
             f"{path.parent} has {free / 2**20:.0f} MiB free, and weights that processes share may need "
             f"{ROOM * program_bytes / 2**20:.0f} MiB there",
@@ -102,7 +99,7 @@ def _make(path: Path, make: Callable[[Path], None], program_bytes: int) -> None:
 
 @contextmanager
 def _alone(folder: Path, *, wait: bool) -> Iterator[None]:
-    """While no other process looks, makes or clears. Raises BlockingIOError when one does and this is not to wait."""
+    """Excludes other processes in the block. Raises BlockingIOError when one is busy and `wait` is false."""
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -112,7 +109,7 @@ def _alone(folder: Path, *, wait: bool) -> Iterator[None]:
 
 
 def _clear(folder: Path, *, keep: str) -> None:
-    """Removes what nobody holds, and what makers that died left. Call it alone."""
+    """Removes unused files, and what processes that died while writing left. Call it within `_alone`."""
     for entry in folder.iterdir():
         if entry.is_dir() and entry.name != keep and not _is_held(entry):
             shutil.rmtree(entry, ignore_errors=True)

@@ -1,13 +1,13 @@
-"""A piece of an exported program as an exported program of its own.
+"""A part of an exported program as a program of its own.
 
-What the piece needs of sizes (a `sym_size` and arithmetic on it) is worked out inside it once more, so that only
-tensors cross its border. The symbols of the whole keep their names and ranges in the piece.
+Sizes that the part needs (a `sym_size` and arithmetic on it) are computed again inside it, so that only tensors cross
+its border. The symbols of the whole keep their names and ranges.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subprogram:
-    """A piece with the names that its inputs and outputs have in the whole."""
+    """A part, with the names that its inputs and outputs have in the whole."""
 
     program: torch.export.ExportedProgram
     inputs: tuple[str, ...]
@@ -40,25 +40,23 @@ class Subprogram:
 
 
 def is_operator(node: Node) -> bool:
-    """Whether `node` computes a tensor (or several) that is used, and not a size or a check of sizes."""
+    """Whether `node` computes a tensor or several that are used, and not a size or a check of sizes."""
     value = node.meta.get("val")
-    several = isinstance(value, (tuple, list)) and all(isinstance(one, torch.Tensor) for one in value)
-    return (
-        node.op == "call_function"
-        and bool(node.users)
-        and (isinstance(value, torch.Tensor) or (several and bool(value)))
-    )
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    computes = bool(values) and all(isinstance(one, torch.Tensor) for one in values)
+    return node.op == "call_function" and bool(node.users) and computes
 
 
 def name_of(node: Node) -> str:
-    """What a value is called in every copy of its graph: a copied placeholder may get another name, and no target."""
+    """A value's name in every copy of its graph: a copied placeholder may get another name, but keeps its target."""
     return str(node.target) if node.op == "placeholder" else node.name
 
 
 def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Subprogram:
-    """The piece that computes `nodes`, operators of `program.graph`.
+    """The part that computes `nodes`, operators of `program.graph`.
 
-    Raises CaptureError for a piece that nobody asks for anything, or whose border cuts what no array can carry.
+    Raises CaptureError for a part without inputs or without used outputs, or whose border cuts a value that is no
+    array.
     """
     chosen = set(nodes)
     inside = chosen | _size_nodes(chosen)
@@ -74,12 +72,13 @@ def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Subprog
     for node in (*given, *answers):
         _check_border(node)
     if not given or not answers:
-        raise CaptureError("the piece is a constant, or nobody asks for it")
+        raise CaptureError("the part is a constant, or its outputs are unused")
     graph = _copy_graph(program.graph, inside, (*lifted, *given), answers)
     specs = [weights[node.name] for node in lifted]
     state = {spec.target: program.state_dict[spec.target] for spec in specs if spec.target in program.state_dict}
     constants = {spec.target: program.constants[spec.target] for spec in specs if spec.target in program.constants}
-    found = torch.export.ExportedProgram(
+    held = {**state, **constants}.values()
+    part = torch.export.ExportedProgram(
         root=GraphModule(program.graph_module, graph),
         graph=graph,
         graph_signature=_signature(specs, given, answers),
@@ -89,15 +88,15 @@ def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Subprog
         constants=constants,
     )
     return Subprogram(
-        program=found,
+        program=part,
         inputs=tuple(name_of(node) for node in given),
         outputs=tuple(name_of(node) for node in answers),
-        weight_bytes=_bytes({**state, **constants}.values()),
+        weight_bytes=sum(w.numel() * w.element_size() for w in held if isinstance(w, torch.Tensor)),
     )
 
 
 def _size_nodes(chosen: Collection[Node]) -> set[Node]:
-    """Sizes and sub-graphs that `chosen` need: cheap, and copied into every piece that needs them."""
+    """Sizes and sub-graphs that `chosen` need: cheap, and copied into every part that needs them."""
     found: set[Node] = set()
     waiting = [node for one in chosen for node in one.all_input_nodes]
     while waiting:
@@ -141,7 +140,7 @@ def _signature(weights: Iterable[InputSpec], given: Iterable[Node], answers: Ite
 
 
 def _call_graph(given: Collection[Node], answers: Collection[Node]) -> list[Any]:
-    """The form of the call, as torch wants it: a tuple in, a tuple out."""
+    """The form of the call for torch: a tuple in, a tuple out."""
     from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 
     signature = ModuleCallSignature(
@@ -153,17 +152,13 @@ def _call_graph(given: Collection[Node], answers: Collection[Node]) -> list[Any]
     return [ModuleCallEntry(fqn="", signature=signature)]
 
 
-def _bytes(weights: Iterable[Any]) -> int:
-    return sum(one.numel() * one.element_size() for one in weights if isinstance(one, torch.Tensor))
-
-
 def woven(
     module: GraphModule, pieces: Mapping[str, tuple[Collection[str], tuple[str, ...], tuple[str, ...]]]
 ) -> GraphModule:
-    """`module` with each of its submodules named in `pieces` called in place of the nodes that it stands for.
+    """`module` with a call of each submodule in `pieces` in place of its nodes.
 
-    `pieces` gives for each submodule the names of those nodes, of its inputs and of its outputs. Raises
-    ValueError when they do not fit the graph.
+    `pieces` gives for each submodule the names of these nodes, its inputs and its outputs. Raises ValueError when they
+    do not fit the graph.
     """
     nodes = {name_of(node): node for node in module.graph.nodes}
     owner = {name: piece for piece, (inside, _, _) in pieces.items() for name in inside}
@@ -180,15 +175,11 @@ def woven(
                 one = len(answers) == 1
                 new[name] = called if one else graph.call_function(operator.getitem, (called, at))
         else:
-            new[item] = graph.node_copy(nodes[item], _lookup(new))
+            new[item] = graph.node_copy(nodes[item], lambda node: new[name_of(node)])
     graph.lint()
     found = GraphModule(module, graph)
     found.delete_all_unused_submodules()
     return found
-
-
-def _lookup(new: Mapping[str, Any]) -> Callable[[Node], Any]:
-    return lambda node: new[name_of(node)]
 
 
 def _order(
@@ -196,7 +187,7 @@ def _order(
     owner: Mapping[str, str],
     pieces: Mapping[str, tuple[Collection[str], tuple[str, ...], tuple[str, ...]]],
 ) -> list[str]:
-    """Nodes and pieces so that each comes after what it needs; what only pieces used is left out."""
+    """Nodes and pieces in an order in which each follows what it needs, without what only pieces used."""
     from graphlib import CycleError, TopologicalSorter
 
     needs: dict[str, list[str]] = {}

@@ -29,10 +29,8 @@ def to_tensors(
 
 
 def to_arrays(signature: Signature, found: tuple[torch.Tensor, ...], *, cast: bool = False) -> dict[str, Array]:
-    """Names the outputs. They are copied: a module may go on writing into a buffer that it returned.
-
-    `cast`: under autocast an output comes in the precision that was computed in, and goes out in the signature's.
-    """
+    """Names the outputs. They are copied: a module may later write into a buffer that it returned. `cast` converts
+    outputs of autocast back to the signature's dtypes."""
     named = zip(signature.outputs, found, strict=True)
     if cast:  # numpy has no bfloat16
         plain = ((spec, tensor.double() if tensor.is_floating_point() else tensor) for spec, tensor in named)
@@ -41,12 +39,12 @@ def to_arrays(signature: Signature, found: tuple[torch.Tensor, ...], *, cast: bo
 
 
 def casts(settings: SessionSettings) -> bool:
-    """Whether outputs come in another dtype than the program's own."""
+    """Whether outputs have another dtype than the program's own."""
     return settings.precision in AUTOCAST
 
 
 def device(settings: SessionSettings) -> torch.device:
-    """The device that is asked for; threads are set for the whole process. Raises UsageError when it is not here."""
+    """The device of `settings`; sets its threads for the whole process. Raises UsageError for one that is not here."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     if settings.device in ("", "cpu"):
@@ -63,7 +61,7 @@ def device(settings: SessionSettings) -> torch.device:
 
 
 def autocast(settings: SessionSettings, where: torch.device) -> contextlib.AbstractContextManager[object]:
-    """What a call is made under: torch's autocast for bf16 and fp16. Raises UsageError for another precision."""
+    """The context of a call: torch's autocast for bf16 and fp16. Raises UsageError for another precision."""
     found = settings.precise("torch", PRECISIONS, otherwise="fp32 is what was proven; bf16 and fp16 are autocast")
     return torch.autocast(where.type, AUTOCAST[found]) if found in AUTOCAST else contextlib.nullcontext()
 

@@ -1,11 +1,9 @@
-"""The inside of a torch.export archive: what may be there, so that opening one runs no code. Knows no
-torch.
+"""What a torch.export archive may contain, so that opening it runs no code. Imports no torch.
 
-torch 2.13 writes the example inputs with `torch.save` (a pickle), stores tensor subclasses and script
-objects as pickles, and on loading evaluates shape expressions with sympy (which uses `eval`), compiles
-guards from source, looks operators up by dotted name and imports modules that a tree spec names. `clean`
-takes out what is not needed to run; `check` refuses, before torch reads a byte, whatever is not a plain
-graph over aten operators. The allowed forms are those of `torch/_export/serde/schema.py` 8.x.
+torch 2.13 writes example inputs, tensor subclasses and script objects as pickles. On loading it evaluates shape
+expressions with sympy (which uses `eval`), compiles guards from source, looks operators up by dotted name and imports
+modules that a tree spec names. `clean` removes what a run does not need; `check` refuses, before torch reads a byte,
+everything but a plain graph over aten operators. The allowed forms are those of `torch/_export/serde/schema.py` 8.x.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any, BinaryIO
 from trueline.errors import BundleError
 
 SOURCE_LINE = re.compile(r"[\w-]+\.py:\d+")
-"""What a bundle says of the origin of a value: `layers.py:13`, and no folder."""
+"""Origin of a value in a bundle: `layers.py:13`, without a folder."""
 _JSON = re.compile(r"models/model\.json|data/(weights/model_weights|constants/model_constants)_config\.json")
 _RAW = re.compile(
     r"data/weights/weight_\d+|data/constants/tensor_\d+|archive_(format|version)|byteorder"

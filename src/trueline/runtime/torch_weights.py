@@ -1,8 +1,7 @@
 """The weights of a module that torch runs, mapped from one file by every process that runs it.
 
-torch computes with weights as they lie, so a mapped tensor costs a run nothing. Each process loads the module first and
-then lets go of its own copy, tensor by tensor, where the file has the same bytes: what is mapped is what was loaded.
-Pages are mapped private (`torch.from_file`), so that a program that writes into a buffer writes into a copy of its own.
+Each process loads the module first and then replaces its own copy, tensor by tensor, where the file has the same bytes.
+Pages are mapped private (`torch.from_file`): a program that writes into a buffer writes into its own copy.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _WORTH_BYTES = 2**16
 
 
 def share(module: torch.nn.Module, settings: SessionSettings) -> None:
-    """Maps the weights of `module` from `settings.place`, for as long as it lives; on the CPU, and where one is named.
+    """Maps the weights of `module` from `settings.place`, if it is set, as long as the module lives; on the CPU only.
 
-    Without room there, each process keeps its own copy, and the event `weights.private` says so.
+    Without room there, each process keeps its own copy, and emits the event `weights.private`.
     """
     place = settings.place
     found = list(_storages(module).items())
@@ -54,13 +53,16 @@ def share(module: torch.nn.Module, settings: SessionSettings) -> None:
         if torch.equal(raw, file[at : at + len(raw)]):
             mapped += len(raw)
             for tensor in tensors:
-                _move(tensor, file, at)
+                start = at // tensor.element_size() + tensor.storage_offset()
+                empty = torch.empty(0, dtype=tensor.dtype)
+                with torch.no_grad():
+                    tensor.data = empty.set_(file.untyped_storage(), start, tensor.size(), tensor.stride())
         at += len(raw) + -len(raw) % _ALIGNED
     events.emit("weights.shared", mapped_bytes=mapped, own_bytes=num_bytes - mapped)
 
 
 def _storages(module: torch.nn.Module) -> dict[int, tuple[torch.Tensor, list[torch.Tensor]]]:
-    """By address, in the order of the module: the bytes of a storage, and the tensors that lie in it."""
+    """By address, in the order of the module: the bytes of a storage, and its tensors."""
     found: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
     for tensor in _tensors(module):
         if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type != "cpu":
@@ -77,11 +79,3 @@ def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
     for part in module.modules():  # constants of an exported program are plain attributes
         yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))
-
-
-def _move(tensor: torch.Tensor, file: torch.Tensor, at: int) -> None:
-    start = at // tensor.element_size() + tensor.storage_offset()
-    with torch.no_grad():
-        tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
-            file.untyped_storage(), start, tensor.size(), tensor.stride()
-        )

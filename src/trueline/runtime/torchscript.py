@@ -1,7 +1,7 @@
 """TorchScript: a program that keeps Python's control flow and that libtorch runs without Python.
 
-torch marks it as deprecated; it is the last rung of the ladder, for models that nothing else can hold and for
-C++ programs. It knows nothing of ranges: the Session enforces what was proven.
+torch has deprecated it; it is the last rung of the ladder, for models that no graph can represent and for C++ programs.
+It has no ranges: the Session enforces the proven one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE = "programs/model.ts"
 
 @contextlib.contextmanager
 def ignore_deprecation() -> Iterator[None]:
-    """torch warns at every call of torch.jit; the bundle's notes say it once, to whom it concerns."""
+    """Silences torch's warning at every call of torch.jit; the bundle's notes say it once."""
     with warnings.catch_warnings():
         # A tracer warning is no signal: see docs/concepts/proof.md.
         warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
@@ -37,7 +37,7 @@ def ignore_deprecation() -> Iterator[None]:
 
 
 def open_module(path: Path, device: torch.device | str = "cpu") -> Any:
-    """The torch.jit.ScriptModule, after a look that it does nothing but compute. Raises BundleError."""
+    """The torch.jit.ScriptModule, after a check that it only computes. Raises BundleError."""
     torchscript_archive.check(path)
     try:
         with ignore_deprecation():
@@ -84,7 +84,7 @@ class TorchScriptSession:
 
 
 def first(error: Exception) -> str:
-    """What a TorchScript error says, in one line: it stands last, below the program's own call stack."""
+    """A TorchScript error in one line: the last one, below the program's own call stack."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = next(
         (line for line in reversed(lines) if line.partition(":")[0].endswith("Error")), lines[0] if lines else ""

@@ -1,11 +1,9 @@
-"""The inside of a TorchScript archive: what may be there, so that opening one runs no code but the model's
-arithmetic. Knows no torch.
+"""What a TorchScript archive may contain, so that opening it runs only the model's arithmetic. Imports no torch.
 
-libtorch reads the archive itself: its unpickler can name tensors, containers and the archive's own classes,
-and imports nothing. What is left is the program's text (`code/**.py`), which could name an operator that
-touches the machine: `aten::save` writes a file, `aten::from_file` maps one. `check` refuses, before torch
-reads a byte, every member, name in a pickle, and operator that a model has no use for; `clean` takes out
-the debug records, which hold paths of the machine that made them.
+libtorch's unpickler can name tensors, containers and the archive's own classes, and imports nothing. The program's text
+(`code/**.py`) could name an operator that reaches the machine: `aten::save` writes a file, `aten::from_file` maps one.
+`check` refuses, before torch reads a byte, every member, name in a pickle, and operator that a model does not need;
+`clean` removes the debug records, which hold paths of the machine that wrote them.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _CODE = re.compile(r"code/[\w/.]+\.py")
 _PICKLE = re.compile(r"(data|constants)\.pkl")
 _RAW = re.compile(r"(data|constants)/\d+|version|byteorder|\.(data|format)/?\w*|\.storage_alignment|\.format_version")
 _SPARE = re.compile(r".*\.debug_pkl|traced_inputs(/\d+|\.pkl)")
-"""What no run needs: places in source files, and the inputs of a trace."""
+"""Not needed to run: places in source files, and the inputs of a trace."""
 _GLOBAL = re.compile(
     r"__torch__(\.(?!torch\.classes\b)\w+)* \w+|torch\._utils _rebuild_(tensor_v2|parameter)"
     r"|collections OrderedDict|torch \w+Storage|torch device"
