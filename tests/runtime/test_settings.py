@@ -17,8 +17,7 @@ from trueline.capture.onnx import emit
 from trueline.errors import UsageError
 from trueline.runtime import openvino
 from trueline.runtime.open import open_session
-from trueline.runtime.session import Session
-from trueline.runtime.settings import SessionSettings
+from trueline.runtime.session import Session, SessionSettings
 from worlds.models import Mlp
 
 pytestmark = pytest.mark.slow  # exports programs

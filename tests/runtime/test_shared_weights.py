@@ -23,7 +23,7 @@ from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import StorageError
 from trueline.runtime import shared_weights
 from trueline.runtime.onnx import OnnxSession
-from trueline.runtime.settings import SessionSettings
+from trueline.runtime.session import SessionSettings
 from trueline.runtime.shared_weights import SharedDir, hold
 from trueline.runtime.torch_weights import share
 

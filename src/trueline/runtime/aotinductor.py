@@ -18,7 +18,7 @@ import torch
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, TruelineError, first_line
 from trueline.runtime import tensors
-from trueline.runtime.settings import DEFAULTS, SessionSettings
+from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:

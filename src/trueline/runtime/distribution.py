@@ -1,10 +1,9 @@
 """Do two random programs have the same distribution? Many answers of each to one request, compared as samples.
 
-Answers that are the same from the same seeds need no test. Otherwise each element is compared in mean and in spread
-(mean distance from the median) by Welch's two-sample t-test, and so are some sums of elements with random signs, which
-show other correlations (one draw for the batch instead of one for each record). Of an output of few different integers,
-their frequencies are compared. The level is the chance that two equal programs fail, shared among all tests
-(Bonferroni). Differences within the tolerance of `compare` do not count. torch-free.
+Unless equal seeds give equal answers, elements, and sums of them with random signs (which show other correlations), are
+compared in mean and spread (mean distance from the median) by Welch's t-test; integers of few values by their
+frequencies. The level is the chance that two equal programs fail, shared among all tests (Bonferroni). Differences
+within the tolerance of `compare` do not count. torch-free.
 """
 
 from __future__ import annotations

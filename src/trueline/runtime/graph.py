@@ -42,21 +42,15 @@ def text(format: str, path: Path, form: Form | None = None) -> str:
     """The text of the program file `path`, by default in the format's own form. Raises BundleError, and UsageError for
     machine code."""
     ssa = (form or OWN.get(format, "code")) == "ssa"
-    if format in ("onnx", "openvino"):
-        return _onnx(path, ssa=ssa)
-    if format == "torch_export":
-        return _export(path, ssa=ssa)
-    if format == "offload":
-        return _offload(path, ssa=ssa)
-    if format == "torchscript":
-        return _torchscript(path, ssa=ssa)
+    if format in _WRITERS:
+        return _WRITERS[format](path, ssa)
     raise UsageError(
         f"a program in format '{format}' is machine code and cannot be read",
         hint="ask for another program of the bundle with --format",
     )
 
 
-def _torchscript(path: Path, *, ssa: bool) -> str:
+def _torchscript(path: Path, ssa: bool) -> str:
     from trueline.runtime import torchscript_archive
 
     if not ssa:
@@ -66,7 +60,7 @@ def _torchscript(path: Path, *, ssa: bool) -> str:
     return str(torchscript.open_module(path).inlined_graph)
 
 
-def _onnx(path: Path, *, ssa: bool) -> str:
+def _onnx(path: Path, ssa: bool) -> str:
     model = onnx.load(str(path), load_external_data=False)
     if not ssa:
         return onnx_code(model)
@@ -90,7 +84,7 @@ def _with_places(text: str, places: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _offload(path: Path, *, ssa: bool) -> str:
+def _offload(path: Path, ssa: bool) -> str:
     from trueline.runtime import offload
 
     plan = offload.read(path)
@@ -99,10 +93,10 @@ def _offload(path: Path, *, ssa: bool) -> str:
         f"#     in place of {', '.join(part.nodes)}\n"
         for part in plan.parts
     )
-    return f"# {plan}\n{parts}{_export(path.parent / plan.program, ssa=ssa)}"
+    return f"# {plan}\n{parts}{_export(path.parent / plan.program, ssa)}"
 
 
-def _export(path: Path, *, ssa: bool) -> str:
+def _export(path: Path, ssa: bool) -> str:
     from trueline.runtime import torch_export
 
     program = torch_export.load(path)
@@ -113,6 +107,15 @@ def _export(path: Path, *, ssa: bool) -> str:
         code = code.replace(_NO_TRACE, "")
         code = _with_places(code, {node.name: _place(node) for node in program.graph.nodes})
     return f"{code}\n# {program.graph_signature}\n# ranges: {program.range_constraints}\n"
+
+
+_WRITERS = {
+    "onnx": _onnx,
+    "openvino": _onnx,
+    "torch_export": _export,
+    "offload": _offload,
+    "torchscript": _torchscript,
+}
 
 
 def _assignments(module: GraphModule, name: str) -> Iterator[str]:

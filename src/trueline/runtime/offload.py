@@ -4,8 +4,7 @@
     model.offload.pt2      the whole program in torch.export's format
     model.offload-0.onnx   a part
 
-The idea is ONNXIFI's. Opening runs no code: the program is checked as every .pt2 is, the parts are ONNX, and the plan
-is plain data. One Session covers the whole, which is guarded and proven as any other program.
+The idea is ONNXIFI's. Opening runs no code, and one Session covers the whole, proven as any other program.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError, first_line
 from trueline.runtime import onnx, subprogram, tensors, torch_export, torch_weights
-from trueline.runtime.settings import DEFAULTS, SessionSettings
+from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:

@@ -1,11 +1,9 @@
 """ONNX programs, run by ONNX Runtime. Opening imports no torch.
 
-ONNX drops an exported program's guards, so the Session enforces the proven range itself. Spinning is off: threads that
-spin take the processor from other requests.
-
-When it opens a program, ONNX Runtime rewrites the graph and packs the weights for the processor, a copy for each
-process. Processes that share weights open the rewritten graph and the packed weights that the first of them wrote, in a
-mapped file. Source of the settings: ONNX Runtime's `onnxruntime_session_options_config_keys.h`.
+ONNX drops an exported program's guards, so the Session enforces the proven range itself. Threads do not spin: that
+would take the processor from other requests. Processes that share weights open the graph that the first of them had
+rewritten and the weights that it had packed, in a mapped file. Source of the settings:
+`onnxruntime_session_options_config_keys.h`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from trueline import events
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError, UsageError, first_line, join_names
 from trueline.runtime import shared_weights
-from trueline.runtime.settings import DEFAULTS, SessionSettings
+from trueline.runtime.session import DEFAULTS, SessionSettings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

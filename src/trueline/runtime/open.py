@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotProven, UsageError, join_names
-from trueline.runtime.session import FORMATS, NATIVE, Session
-from trueline.runtime.settings import SessionSettings
+from trueline.runtime.session import FORMATS, NATIVE, Session, SessionSettings
 from trueline.runtime.shared_weights import SharedDir
 
 if TYPE_CHECKING:

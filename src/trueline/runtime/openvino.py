@@ -15,7 +15,7 @@ import numpy as np
 
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError, UsageError, join_names
-from trueline.runtime.settings import DEFAULTS, SessionSettings
+from trueline.runtime.session import DEFAULTS, SessionSettings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

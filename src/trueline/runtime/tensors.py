@@ -11,7 +11,7 @@ import torch
 
 from trueline.bundle.signature import Signature
 from trueline.errors import UsageError, first_line
-from trueline.runtime.settings import SessionSettings
+from trueline.runtime.session import SessionSettings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError
 from trueline.runtime import tensors, torch_export_archive, torch_weights
-from trueline.runtime.settings import DEFAULTS, SessionSettings
+from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import one_line, to_arrays, to_tensors
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """What a torch.export archive may contain, so that opening it runs no code. Imports no torch.
 
-torch 2.13 writes example inputs, tensor subclasses and script objects as pickles. On loading it evaluates shape
-expressions with sympy (which uses `eval`), compiles guards from source, looks operators up by dotted name and imports
-modules that a tree spec names. `clean` removes what a run does not need; `check` refuses, before torch reads a byte,
-everything but a plain graph over aten operators. The allowed forms are those of `torch/_export/serde/schema.py` 8.x.
+On loading, torch 2.13 unpickles example inputs, tensor subclasses and script objects, evaluates shape expressions
+(sympy uses `eval`), compiles guards from source, looks operators up by dotted name and imports modules that a tree spec
+names. `check` refuses, before torch reads a byte, everything but a plain graph over aten operators, in the forms of
+`torch/_export/serde/schema.py` 8.x; `clean` removes what a run does not need.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from trueline import events
 from trueline.errors import StorageError
 from trueline.runtime import shared_weights as shared
-from trueline.runtime.settings import SessionSettings
+from trueline.runtime.session import SessionSettings
 
 _FILE = "weights"
 _ALIGNED = 64

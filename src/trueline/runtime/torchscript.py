@@ -17,7 +17,7 @@ import torch
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError
 from trueline.runtime import tensors, torch_weights, torchscript_archive
-from trueline.runtime.settings import DEFAULTS, SessionSettings
+from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:

@@ -1,9 +1,8 @@
 """What a TorchScript archive may contain, so that opening it runs only the model's arithmetic. Imports no torch.
 
-libtorch's unpickler can name tensors, containers and the archive's own classes, and imports nothing. The program's text
-(`code/**.py`) could name an operator that reaches the machine: `aten::save` writes a file, `aten::from_file` maps one.
-`check` refuses, before torch reads a byte, every member, name in a pickle, and operator that a model does not need;
-`clean` removes the debug records, which hold paths of the machine that wrote them.
+libtorch's unpickler imports nothing, but the program's text (`code/**.py`) could name an operator that reaches the
+machine: `aten::save` writes a file, `aten::from_file` maps one. `check` refuses, before torch reads a byte, every
+member, name in a pickle, and operator that a model does not need; `clean` removes the debug records, which hold paths.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trueline.capture.export.buffer_writes import may_write_buffers
+from trueline.capture.export.operators import may_write_buffers
 from trueline.capture.export.tracing import tracing
 
 

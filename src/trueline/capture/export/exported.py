@@ -1,4 +1,4 @@
-"""What an export gives: a program and the signatures that it claims, or the reason why there is none."""
+"""The result of an export: a program and the signatures that it claims."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Exported:
     claims: tuple[Signature, ...]
     """From the widest to the strictest; `signature` is one of them."""
     boundaries: Mapping[str, tuple[int, ...]]
-    """Sizes of each symbol at which a guard or a range changes its answer: worth probing, on both sides."""
+    """Sizes of each symbol on both sides of a guard or range, to be probed."""
     weight_bytes: int
     how: str = ""
-    """What there is to say of how the model was traced."""
+    """How the model was traced, if not as it is."""
     opset: int | None = None
-    """Of its ONNX program; None leaves it to the exporter."""
+    """Of its ONNX program; None: the exporter's."""
 
 
 class Fixed(CaptureError):

@@ -51,45 +51,60 @@ class Exporters:
 
 def retrace(error: CaptureError, module: torch.nn.Module, calling: Calling, exporters: Exporters) -> Exported | None:
     """The program of the first way of tracing that works, after torch.export raised `error`; None when none does."""
-    flat, message = TensorModule(module, calling), error.message
+    flat, message, whole = TensorModule(module, calling), error.message, exporters.whole
+    exported = None
     if isinstance(error, Fixed) and size_lengths.may_help(module):
-        try:
-            with size_lengths.keep_lengths_free(module):
-                return _report(exporters.whole(flat), "lengths stay functions of a size")
-        except CaptureError:
-            pass  # the caller raises what torch.export said of the model as it is
+        with size_lengths.keep_lengths_free(module):
+            exported = _attempt("lengths", "lengths stay functions of a size", lambda: whole(flat))
     if calling.signature.state:
-        return None
-    exported = _decide_branches(flat, exporters) if parameter_branches.may_help(message) else None
-    if exported is None and nonzero_loops.may_help(module, message):
-        exported = _all_places(flat, calling, exporters)
+        return exported
+    if exported is None and parameter_branches.may_help(message):
+        how = "what its parameters and buffers decide is decided"
+        exported = _attempt("choices", how, lambda: _decide_branches(flat, exporters))
+    loops = exported is None and nonzero_loops.may_help(module, message)
+    if loops and nonzero_loops.leave_places_out(flat, _small_calls(calling)):
+        how = "a loop over places that values choose has a step for each place"
+        with nonzero_loops.trace_all_places(flat):
+            exported = _attempt("places", how, lambda: whole(flat))
     if exported is None and below_python.may_help(module, message):
-        exported = _below_python(flat, calling, exporters)
+        how = "traced below Python, as the operators that it calls"
+        exported = _attempt("operators", how, lambda: whole(_trace_operators(flat, calling)))
     if exported is None and all(spec.shape[:1] == (BATCH,) for spec in calling.signature.inputs):
-        exported = _by_records(flat, calling, exporters)
+        with size_lengths.keep_lengths_free(module):
+            exported = _attempt("records", BY_RECORDS, lambda: _map_records(flat, calling, exporters))
+    return exported
+
+
+def _attempt(by: str, how: str, export: Callable[[], Exported | None]) -> Exported | None:
+    """What `export` returns; None when it raises, because what torch.export said of the model as it is counts."""
+    try:
+        exported = export()
+    except Exception as error:  # noqa: BLE001 - whatever the tracer raises
+        why = error.message if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+        events.emit("program.unfollowed", by=by, why=why)
+        return None
+    if exported is not None:
+        events.emit("program.retraced", how=how)
     return exported
 
 
 def _decide_branches(flat: TensorModule, exporters: Exporters) -> Exported | None:
-    reads = parameter_branches.ParameterReads(flat)
-    try:
-        with reads:
-            exported = exporters.whole(flat)
-    except CaptureError as error:
-        _report_failure("choices", error.message)
-        return None
-    return _report(exported, "what its parameters and buffers decide is decided") if reads.reads else None
+    with parameter_branches.ParameterReads(flat) as reads:
+        exported = exporters.whole(flat)
+    return exported if reads.reads else None
 
 
-def _all_places(flat: TensorModule, calling: Calling, exporters: Exporters) -> Exported | None:
-    if not nonzero_loops.leave_places_out(flat, _small_calls(calling)):
-        return None
-    try:
-        with nonzero_loops.trace_all_places(flat):
-            return _report(exporters.whole(flat), "a loop over places that values choose has a step for each place")
-    except CaptureError as error:
-        _report_failure("places", error.message)
-        return None
+def _trace_operators(flat: TensorModule, calling: Calling) -> torch.nn.Module:
+    with tracing():
+        return below_python.trace_operators(flat, calling)
+
+
+def _map_records(flat: TensorModule, calling: Calling, exporters: Exporters) -> Exported | None:
+    """A program that maps over records, if it answers the example, and one record more, as the model does."""
+    mapped = per_record.MappedRecords(exporters.single(per_record.SingleRecord(flat), calling))
+    if not _draws(mapped.program) and not all(_agree(mapped, flat, calling, more) for more in (0, 1)):
+        return None  # torch.export's message says more than the prover would
+    return replace(exporters.whole(mapped), how=BY_RECORDS)
 
 
 def _small_calls(calling: Calling) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -100,38 +115,6 @@ def _small_calls(calling: Calling) -> Iterator[tuple[torch.Tensor, ...]]:
         tensors = tuple(resize_tensor(tensor, size) for tensor, size in zip(calling.example, sizes, strict=True))
         yield tensors
         yield tuple(torch.zeros_like(tensor) for tensor in tensors)
-
-
-def _below_python(flat: TensorModule, calling: Calling, exporters: Exporters) -> Exported | None:
-    try:
-        with tracing():
-            operators = below_python.trace_operators(flat, calling)
-        return _report(exporters.whole(operators), "traced below Python, as the operators that it calls")
-    except Exception as error:  # noqa: BLE001 - whatever the tracer raises: what torch.export said of the model counts
-        _report_failure("operators", f"{type(error).__name__}: {error}")
-        return None
-
-
-def _by_records(flat: TensorModule, calling: Calling, exporters: Exporters) -> Exported | None:
-    """A program that maps over records, if it answers the example, and one record more, as the model does."""
-    try:
-        with size_lengths.keep_lengths_free(flat.module):
-            mapped = per_record.MappedRecords(exporters.single(per_record.SingleRecord(flat), calling))
-        if not _draws(mapped.program) and not all(_agree(mapped, flat, calling, more) for more in (0, 1)):
-            return None  # torch.export's message says more than the prover would
-        return _report(replace(exporters.whole(mapped), how=BY_RECORDS), BY_RECORDS)
-    except Exception as error:  # noqa: BLE001 - whatever the exporter raises: what it said of the whole is what counts
-        _report_failure("records", f"{type(error).__name__}: {error}")
-        return None
-
-
-def _report(exported: Exported, how: str) -> Exported:
-    events.emit("program.retraced", how=how)
-    return exported
-
-
-def _report_failure(by: str, why: str) -> None:
-    events.emit("program.unfollowed", by=by, why=why)
 
 
 def _draws(program: GraphModule) -> bool:
@@ -170,7 +153,7 @@ def export_in_units(error: Fixed, export: Callable[[Steps], Exported]) -> Export
         if error.symbol == BATCH or error.symbol in steps or step < 2:
             return None
         steps[error.symbol] = step
-        exported, next_error = _attempt(export, steps)
+        exported, next_error = _export_steps(export, steps)
         if exported is None and next_error is None:
             return None
         error = next_error or error
@@ -179,7 +162,7 @@ def export_in_units(error: Fixed, export: Callable[[Steps], Exported]) -> Export
         middle = low
         while middle * middle < low * high:
             middle *= 2
-        smaller, _ = _attempt(export, {symbol: min(step, middle) for symbol, step in steps.items()})
+        smaller, _ = _export_steps(export, {symbol: min(step, middle) for symbol, step in steps.items()})
         if smaller is None:
             low = middle
         else:
@@ -195,7 +178,7 @@ def largest_unit(size: int) -> int:
     return step
 
 
-def _attempt(export: Callable[[Steps], Exported], steps: Steps) -> tuple[Exported | None, Fixed | None]:
+def _export_steps(export: Callable[[Steps], Exported], steps: Steps) -> tuple[Exported | None, Fixed | None]:
     try:
         return export(steps), None
     except Fixed as error:

@@ -1,12 +1,11 @@
 """From the guards that torch.export found to what a signature claims: ranges, divisibility, and relations in words.
 
-The exporter writes dozens of guards, most of them implied by others, and many that are assumptions of its own: it
-takes 0 and 1 for special in every expression, so `length // 2 != 1` refuses a length that the program answers well.
-Guards are neither necessary nor sufficient; values decide. So there are several claims, from the widest (no
-assumptions, no single sizes left out) to the strictest (all that was found), and the prover takes the first that holds.
-
-What a set of guards leaves is found by trying sizes: all up to 256, powers of two, and both sides of every number
-that stands in a guard. A guard that excludes none of them which another does not is left out. Pure.
+The exporter writes dozens of guards, most implied by others, and many that are its own assumptions: it treats 0 and 1
+as special in every expression. Values decide, so there are several claims, from the widest (no assumptions, no excluded
+sizes) to the strictest (all guards), and the prover takes the first that holds. What a set of guards leaves is found by
+trying sizes. A guard with fractions (`trunc(0.6 * length) == 3`) becomes the excluded sizes or the range around the
+example, in whole numbers, so that every reader of a bundle decides alike: narrower than the guard where it has holes,
+never wider. Pure.
 """
 
 from __future__ import annotations
@@ -15,19 +14,42 @@ import ast
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from trueline.bundle.guards import Guard, read
 from trueline.bundle.signature import Dim
-from trueline.capture.export import float_guards
 
 DENSE = 256
 TUPLES = 1000
 """Combinations of sizes on which guards between several symbols are compared."""
+TRIED = 20_000
+"""Sizes that a guard with fractions is tried with, one by one; above them powers of two."""
+FAR = tuple(2**power for power in range(15, 31))
+HOLES = 8
+"""At most this many sizes are excluded one by one."""
+SEVERAL = (*range(1, 33), *(2**power for power in range(6, 17)))
+"""Sizes that a guard between several symbols is tried with."""
+
+_NAMES = {
+    "__builtins__": {},
+    "math": math,
+    "torch": SimpleNamespace(
+        sym_float=float, sym_int=int, sym_max=max, sym_min=min, sym_ite=lambda b, t, f: t if b else f
+    ),
+    "max": max,
+    "min": min,
+    "round": round,
+    "abs": abs,
+    "int": int,
+    "float": float,
+}
+_FUNCTIONS = frozenset(_NAMES) - {"__builtins__"}
+Test = Callable[..., bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +76,8 @@ class ExportedGuards:
     names: Mapping[str, str]
     """The exporter's names of symbols -> the signature's."""
     units: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """The exporter's name of a number of units -> the symbol of the signature that counts so many of them in one."""
+    """The exporter's name of a number of units -> the signature's symbol, and its size in one unit."""
     example: Mapping[str, int] = field(default_factory=dict)
-    """The sizes that were exported with, by the signature's names."""
 
 
 def claims(found: ExportedGuards, *, batch: str) -> tuple[Claim, ...]:
@@ -82,15 +103,12 @@ def _widen(symbol: str, dim: Dim, guards: Sequence[Guard], firm: Sequence[Guard]
 
 
 def _read(code: str, found: ExportedGuards) -> list[tuple[Guard, bool]]:
-    """The guard in whole numbers, as one or several, and whether it is an assumption; none where it does not speak of
-    sizes.
-
-    Raises ValueError for one that speaks of sizes and cannot be said.
-    """
+    """The guard in whole numbers, as one or several, and whether it is an assumption; none where it is not about sizes.
+    Raises ValueError for one about sizes that cannot be expressed."""
     whole = translate(code, found)
     if whole is not None or not found.example:
-        return [] if whole is None else [(whole, _is_assumption(whole))]
-    reader = _Reader(found, float_guards.KNOWN)
+        return [] if whole is None else [(whole, _assumes(ast.parse(whole.rule, mode="eval").body))]
+    reader = _Reader(found, _FUNCTIONS)
     try:
         tree = reader.visit(ast.parse(code, mode="eval").body)
     except (SyntaxError, ValueError, KeyError):
@@ -99,20 +117,19 @@ def _read(code: str, found: ExportedGuards) -> list[tuple[Guard, bool]]:
     if not reader.symbols or (assumed and len(reader.symbols) > 1):
         return []
     steps = {symbol: dim.multiple_of for symbol, dim in found.spans.items()}
-    return [(guard, assumed) for guard in float_guards.in_whole_numbers(tree, reader.symbols, found.example, steps)]
+    return [(guard, assumed) for guard in in_whole_numbers(tree, reader.symbols, found.example, steps)]
 
 
 def translate(code: str, found: ExportedGuards) -> Guard | None:
-    """The guard `L['x'][0].size()[1] % 4 == 0` in the signature's symbols.
-
-    None when it does not speak of sizes in integer arithmetic (strides, devices): values decide then.
-    """
+    """The guard `L['x'][0].size()[1] % 4 == 0` in the signature's symbols; None when it is not integer arithmetic on
+    sizes (strides, devices): values decide then."""
     reader = _Reader(found)
     try:
         tree = reader.visit(ast.parse(code, mode="eval").body)
         rule = ast.unparse(tree)
         symbols = tuple(reader.symbols)
-        guard = Guard(text=_worded(rule, symbols), rule=rule, symbols=symbols)
+        text = re.sub(r"\bd(\d+)\b", lambda match: symbols[int(match[1])], rule)
+        guard = Guard(text=text, rule=rule, symbols=symbols)
         guard.holds(dict.fromkeys(symbols, 4))
     except (SyntaxError, ValueError, KeyError):
         return None
@@ -152,27 +169,13 @@ class _Reader(ast.NodeTransformer):
         return ast.Name(f"d{self.symbols.index(place)}", ast.Load())
 
 
-def _worded(rule: str, symbols: Sequence[str]) -> str:
-    return re.sub(r"\bd(\d+)\b", lambda found: symbols[int(found[1])], rule)
-
-
-def _compare(guard: Guard) -> ast.Compare | None:
-    tree = ast.parse(guard.rule, mode="eval").body
-    return tree if isinstance(tree, ast.Compare) and len(tree.ops) == 1 else None
-
-
 def _comparison(guard: Guard) -> ast.cmpop | None:
-    tree = _compare(guard)
-    return tree.ops[0] if tree else None
-
-
-def _is_assumption(guard: Guard) -> bool:
-    """`expression != 0`, `!= 1`, `> 1`, `>= 2`: the exporter takes 0 and 1 for special everywhere."""
-    tree = _compare(guard)
-    return tree is not None and _assumes(tree)
+    tree = ast.parse(guard.rule, mode="eval").body
+    return tree.ops[0] if isinstance(tree, ast.Compare) and len(tree.ops) == 1 else None
 
 
 def _assumes(tree: ast.expr) -> bool:
+    """`expression != 0`, `!= 1`, `> 1`, `>= 2`: the exporter treats 0 and 1 as special everywhere."""
     match tree:
         case ast.Compare(ops=[ast.NotEq() | ast.Gt()], comparators=[ast.Constant(value=0 | 1)]):
             return True
@@ -187,7 +190,10 @@ def _assumes(tree: ast.expr) -> bool:
 
 def _reduce(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
     """The same in as few words as the sizes that are tried can tell apart."""
-    unique = sorted(dict.fromkeys(guards), key=_plainness)
+    # equalities first: they imply most of the rest
+    unique = sorted(
+        dict.fromkeys(guards), key=lambda one: (not isinstance(_comparison(one), ast.Eq), len(one.rule), one.rule)
+    )
     dims: dict[str, Dim] = {}
     kept: list[Guard] = []
     for symbol, span in spans.items():
@@ -206,11 +212,6 @@ def _reduce(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
         if cut.any():
             kept.append(guard)
     return Claim(dims=dims, guards=tuple(kept))
-
-
-def _plainness(guard: Guard) -> tuple[bool, int, str]:
-    """Equalities first: they imply most of the rest."""
-    return not isinstance(_comparison(guard), ast.Eq), len(guard.rule), guard.rule
 
 
 def _reduce_one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, list[Guard]]:
@@ -306,3 +307,85 @@ def borders(made: Sequence[Claim]) -> dict[str, tuple[int, ...]]:
 def _alone(claim: Claim, symbol: str, size: int) -> bool:
     guards = (guard for guard in claim.guards if guard.symbols == (symbol,))
     return claim.dims[symbol].allows(size) and all(guard.holds({symbol: size}) for guard in guards)
+
+
+# ---- guards with fractions
+
+
+def in_whole_numbers(
+    tree: ast.expr, symbols: Sequence[str], example: Mapping[str, int], steps: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Guard, ...]:
+    """What the condition `tree` on d0, d1, ... leaves of the sizes of `symbols`; it holds for `example`. A symbol in
+    `steps` is tried in multiples of that number. Raises ValueError for a condition that cannot be computed, or holds
+    nowhere around the example."""
+    test = _compile_test(tree, len(symbols))
+    if not test(*(example[symbol] for symbol in symbols)):
+        raise ValueError(f"{ast.unparse(tree)} does not hold for the example")
+    each = [steps.get(symbol, 1) for symbol in symbols]
+    if len(symbols) == 1:
+        return _guards_of_one(test, symbols[0], example, each[0])
+    if isinstance(tree, ast.Compare) and isinstance(tree.ops[0], ast.NotEq):
+        return ()  # two sizes that the exporter takes for different, where they differ in the example: values decide
+    return _guards_of_several(test, symbols, example, each)
+
+
+def _compile_test(tree: ast.expr, count: int) -> Test:
+    names = ", ".join(f"d{i}" for i in range(count))
+    function = ast.parse(f"lambda {names}: 0", mode="eval")
+    assert isinstance(function.body, ast.Lambda)
+    function.body.body = tree
+    code = compile(ast.fix_missing_locations(function), "<guard>", "eval")
+    computed: Any = eval(code, dict(_NAMES))  # torch's own words, of the model that is being exported
+
+    def holds(*sizes: int) -> bool:
+        try:
+            return bool(computed(*sizes))
+        except (ArithmeticError, ValueError):
+            return False
+
+    computed(*[4] * count)  # what is no arithmetic raises here
+    return holds
+
+
+def _guards_of_one(test: Test, symbol: str, example: Mapping[str, int], step: int) -> tuple[Guard, ...]:
+    here = example[symbol]
+    tried = [*range(step, max(TRIED, 2 * here) + 1, step), *(step * size for size in FAR if step * size > 2 * here)]
+    holds = [test(size) for size in tried]
+    out = [size for size, fine in zip(tried, holds, strict=True) if not fine]
+    if len(out) <= HOLES:
+        return tuple(_guard(symbol, "!=", size) for size in out)
+    low = max((size for size in out if size < here), default=0) + 1
+    above = min((size for size in out if size > here), default=None)
+    if above is None:
+        return (_guard(symbol, ">=", low),)
+    high = max(size for size, fine in zip(tried, holds, strict=True) if fine and size < above)
+    return (*((_guard(symbol, ">=", low),) if low > 1 else ()), _guard(symbol, "<=", high))
+
+
+def _guard(symbol: str, operator: str, size: int) -> Guard:
+    return Guard(text=f"{symbol} {operator} {size}", rule=f"d0 {operator} {size}", symbols=(symbol,))
+
+
+def _guards_of_several(
+    test: Test, symbols: Sequence[str], example: Mapping[str, int], steps: Sequence[int]
+) -> tuple[Guard, ...]:
+    """The box around the example within which it always holds, up to one bound for all symbols and then down as far as
+    can be; none where it holds wherever it was tried."""
+    few = SEVERAL if len(symbols) == 2 else tuple(size for size in SEVERAL if size < 9 or size in (32, 1024, 65536))
+    sizes = [tuple(step * size for size in few) for step in steps]
+    out = [given for given in itertools.product(*sizes) if not test(*given)]
+    here = [example[symbol] for symbol in symbols]
+
+    def clear(lows: Sequence[int], high: float) -> bool:
+        return not any(all(low <= size <= high for low, size in zip(lows, given, strict=True)) for given in out)
+
+    bounds = sorted({size for each in sizes for size in each if size >= max(here)}, reverse=True)
+    high = next((bound for bound in (math.inf, *bounds) if clear(here, bound)), 0.0)
+    lows = list(here)
+    for at, each in enumerate(sizes):
+        lower = (size for size in each if size < here[at])
+        lows[at] = next((size for size in lower if clear([*lows[:at], size, *lows[at + 1 :]], high)), here[at])
+    if not high or high in lows:
+        raise ValueError("it leaves sizes out in more than one direction")
+    found = [_guard(symbol, ">=", low) for symbol, low, step in zip(symbols, lows, steps, strict=True) if low > step]
+    return (*found, *(_guard(symbol, "<=", int(high)) for symbol in symbols if high != math.inf))

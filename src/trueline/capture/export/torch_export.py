@@ -1,8 +1,8 @@
 """torch.export: the program that the other formats are made from, and a format of its own.
 
-The exported program knows for which sizes it holds (`range_constraints` and its guards); they go into the
-signature and are enforced there, for every format. What the exporter assumes (it treats 0 and 1 as special)
-is no finding: `claims` holds signatures from the widest to the strictest, for the prover to choose from.
+The sizes for which the program holds (`range_constraints` and guards) go into the signature, which enforces them for
+every format. Since the exporter assumes much (it treats 0 and 1 as special), `claims` holds signatures from the widest
+to the strictest, for the prover to choose from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.capture.export import buffer_writes, custom_ops, fallbacks, guard_ranges
+from trueline.capture.export import fallbacks, guard_ranges, operators
 from trueline.capture.export.exported import STATE_HINT, Exported, Fixed
 from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
@@ -38,11 +38,8 @@ _CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic b
 
 
 def export(module: torch.nn.Module, calling: Calling) -> Exported:
-    """Exports `module` with its free dimensions, some of them in multiples where the model takes no others, or traced
-    otherwise (`retraced`) where torch.export does not follow it.
-
-    Raises CaptureError that names the user's line, where one is.
-    """
+    """Exports `module` with its free dimensions, in multiples or by another way of tracing (`fallbacks`) where
+    torch.export fails on it as it is. Raises CaptureError, with the user's line where it is known."""
     flat = TensorModule(module, calling)
     try:
         return _export(flat, calling, {})
@@ -66,8 +63,8 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     try:
         with tracing(), watch_specialization() as fixed:
             program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
-            mutated = _written_buffers(program)
-            program = custom_ops.as_aten(program)
+            mutated = operators.written_buffers(program)
+            program = operators.as_aten(program)
     except Exception as error:
         _refuse_constant(error, calling, fixed)
         place = code_paths.users_line(error)
@@ -83,16 +80,8 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     return _describe(program, calling, fixed)
 
 
-def _written_buffers(program: torch.export.ExportedProgram) -> Mapping[str, str]:
-    """The buffers that `program` writes. They are listed only once the graph is functional, which takes its time."""
-    if not buffer_writes.may_write_buffers(program):
-        return {}
-    found: Mapping[str, str] = program.run_decompositions({}).graph_signature.buffers_to_mutate
-    return found
-
-
 def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:
-    """What torch.export makes of `flat` for one record, in functional form. Raises what it raises."""
+    """The functional program of `flat` for one record. Raises what torch.export raises."""
     axes = [[axis for axis in one if axis] for one in _free_axes(calling)]
     tensors = [resize_tensor(tensor, {0: 1}) for tensor in calling.example]
     example = tuple(_at_least_two(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
@@ -109,7 +98,7 @@ def _free_axes(calling: Calling) -> list[list[int]]:
 
 
 def _dynamic(calling: Calling, axes: Sequence[Sequence[int]], steps: Mapping[str, int]) -> tuple[dict[int, Any], ...]:
-    """What torch.export is told of the free axes of each input."""
+    """The dynamic shapes of each input for torch.export."""
     units = {symbol: torch.export.Dim(f"units_of_{_bare(symbol)}") for symbol in steps}
     free: list[dict[int, Any]] = [dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in axes]
     for spec, one in zip(calling.presumed.inputs, free, strict=True):
@@ -121,17 +110,16 @@ def _dynamic(calling: Calling, axes: Sequence[Sequence[int]], steps: Mapping[str
 
 
 def _at_least_two(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-    """At least 2 of what is free: a dimension of size 1 would be taken for a constant."""
+    """`tensor` with free sizes of at least 2: torch makes a constant of a size of 1."""
     return resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
 
 
 def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, code_paths.SourceLine]) -> None:
-    """Raises CaptureError with the input's own name when torch says that a free dimension became a constant."""
-    found = _CONSTANT.search(str(error))
-    if found is None:
-        return
-    index, axis, size = map(int, found.groups())
-    raise _fixed_error(calling.presumed.inputs[index], axis, size, fixed) from error
+    """Raises CaptureError with the input's name if torch's `error` is that a free dimension became a constant."""
+    match = _CONSTANT.search(str(error))
+    if match is not None:
+        index, axis, size = map(int, match.groups())
+        raise _fixed_error(calling.presumed.inputs[index], axis, size, fixed) from error
 
 
 def _fixed_error(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_paths.SourceLine]) -> Fixed:
@@ -139,10 +127,8 @@ def _fixed_error(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, cod
     what = "batches" if symbol == BATCH else f"a '{symbol}'"
     why = f"the model works for {what} of {size} only (dimension {axis} of input '{spec.name}')"
     act = "leave that dimension out of dynamic_shapes(), or write the model without the number"
-    place = fixed.get(size)
-    if place is None:
-        return Fixed(why, hint=act, symbol=symbol, size=size)
-    return Fixed(f"{why}: {act}", hint=f"{place}", symbol=symbol, size=size)
+    message, hint = (f"{why}: {act}", f"{fixed[size]}") if size in fixed else (why, act)
+    return Fixed(message, hint=hint, symbol=symbol, size=size)
 
 
 def _describe(
@@ -156,7 +142,9 @@ def _describe(
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
     )
     made = _claims(program, shapes, symbols, calling)
-    least = _first_sizes(calling, inputs)
+    # symbols of what grows, and the size each begins at: torch traces no empty dimension, but the proof probes it
+    sizes = {(spec.name, axis): size for spec in inputs for axis, size in enumerate(spec.shape)}
+    least = {str(sizes[place]): start for place, start in calling.free.grows.items()}
     dims = dict.fromkeys(made[0].dims, Dim())
     outputs = []
     for spec, name in zip(calling.signature.outputs, program.graph_signature.user_outputs, strict=True):
@@ -204,14 +192,8 @@ def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_p
     }
 
 
-def _first_sizes(calling: Calling, inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """The symbols of what grows, and how small each begins. torch traces no dimension that is empty; the proof asks."""
-    sizes = {(spec.name, axis): size for spec in inputs for axis, size in enumerate(spec.shape)}
-    return {str(sizes[place]): start for place, start in calling.free.grows.items()}
-
-
 def _start_at(dim: Dim, start: int | None) -> Dim:
-    """`dim` from `start`, where nothing but the exporter's habit of taking 0 and 1 for special speaks for more."""
+    """`dim` from `start`, unless the exporter has a reason for more than its assumption that 0 and 1 are special."""
     return dim if start is None or dim.min > 1 else msgspec.structs.replace(dim, min=min(start, dim.min))
 
 
@@ -245,18 +227,18 @@ def _claims(
         return guard_ranges.claims(read, batch=BATCH)
     except ValueError as error:
         raise CaptureError(
-            f"the exported program holds under a condition between sizes that cannot be said: {error}",
+            f"the exported program holds under a condition between sizes that cannot be expressed: {error}",
             hint="compute sizes in whole numbers (//) in the model",
         ) from error
 
 
 def _bare(name: str) -> str:
-    """`name` as an identifier that no symbol of torch has."""
+    """`name` as an identifier that torch does not use."""
     return "ours_" + "".join(c if c.isalnum() else "_" for c in name)
 
 
 def _span(span: Any) -> Dim | None:
-    """What torch says of a symbol. sympy says infinity as int_oo or oo."""
+    """torch's range of a symbol. sympy's infinity is int_oo or oo."""
     if span is None:
         return None
     lower, upper = (int(bound) if str(bound).isdigit() else None for bound in (span.lower, span.upper))
@@ -283,7 +265,7 @@ def _output(spec: TensorSpec, shape: Any, symbols: Mapping[str, str], dims: dict
 
 
 def emit(exported: Exported, folder: Path) -> Path:
-    """Writes `folder/programs/model.pt2`, free of pickles, paths and stack traces; returns its path."""
+    """Writes `folder/programs/model.pt2`, without pickles, paths and stack traces; returns its path."""
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     save(exported.program, path)
@@ -291,7 +273,7 @@ def emit(exported: Exported, folder: Path) -> Path:
 
 
 def save(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Writes `path`, free of pickles, paths and stack traces. Raises CaptureError, StorageError."""
+    """Writes `path`, without pickles, paths and stack traces. Raises CaptureError, StorageError."""
     example, program._example_inputs = program.example_inputs, None
     try:
         raw = io.BytesIO()  # not a file: torch's writer aborts the process when the disk is full
@@ -299,7 +281,7 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
             torch.export.save(program, raw)
         torch_export_archive.clean(raw, path, code_paths.brief)
     except BundleError as error:
-        place = custom_ops.line_of(program, error.message)
+        place = operators.line_of(program, error.message)
         raise CaptureError(
             f"the exported program cannot go into a bundle: {error.message}", hint=f"{place}" if place else ""
         ) from error
@@ -313,7 +295,7 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
 
 @final
 class LoadedProgram:
-    """An exported program that is still in memory: asked which claim holds, before anything is written."""
+    """An exported program in memory, to find the claim that holds before anything is written."""
 
     format = "torch_export"
 

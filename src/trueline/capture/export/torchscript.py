@@ -1,12 +1,11 @@
 """Emits TorchScript: by trace, by script, or by a mix of both for each submodule.
 
-    trace    records one call; wrong as soon as the code goes more than one way
-    script   compiles the code; keeps every way, but knows only a part of Python
-    mix      a module whose own code branches is scripted, what it calls and cannot be scripted is traced, and
-             the other way round, down the tree
+    trace    records one call; wrong as soon as the code branches
+    script   compiles the code with all branches, but only a part of Python
+    mix      a submodule whose own code branches is scripted, and those that cannot be scripted are traced
 
-Which of them is right is not decided here: the caller proves each in turn and takes the first that holds.
-Python is left at the door: nested inputs and outputs become flat tensors in the order of the signature.
+The caller proves each in turn and takes the first that holds. Nested inputs and outputs become flat tensors in the
+order of the signature.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 def emit(
     module: torch.nn.Module, calling: Calling, folder: Path, way: Way, *, frozen: list[SourceLine] | None = None
 ) -> tuple[Path, str]:
-    """Writes `folder/programs/model.ts` made in the given way; returns its path and how it was made.
+    """Writes `folder/programs/model.ts`; returns its path and which submodules were scripted and traced.
 
-    `frozen` gets the lines at which a trace freezes what a size decides. `how` counts what was scripted and what was
-    traced. Raises CaptureError with the user's line, where one is known, when the model cannot be had in this way.
+    Appends to `frozen` the lines at which a trace freezes what a size decides. Raises CaptureError, with the user's
+    line where it is known, when the model cannot be emitted in this way.
     """
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with ignore_deprecation(), quiet(), torch.no_grad(), _noting_frozen([] if frozen is None else frozen):
+        with ignore_deprecation(), quiet(), torch.no_grad(), _note_frozen([] if frozen is None else frozen):
             made, how = _make(module, calling, way)
             raw = io.BytesIO(made.save_to_buffer())
-    except CaptureError:
-        raise
     except Exception as error:
+        if isinstance(error, CaptureError):
+            raise
         place = code_paths.users_line(error)
         raise CaptureError(
             f"TorchScript by {way} cannot hold the model: {first(error)}", hint=f"{place}" if place else ""
@@ -73,23 +72,24 @@ def emit(
 
 
 @contextmanager
-def _noting_frozen(places: list[SourceLine]) -> Iterator[None]:
-    """Adds to `places` the lines at which a trace made in the block freezes what a size decides, as torch warns."""
+def _note_frozen(places: list[SourceLine]) -> Iterator[None]:
+    """Appends to `places` the lines for which torch warns that a trace freezes what a size decides."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", torch.jit._trace.TracerWarning)
         yield
-    told = [one for one in caught if issubclass(one.category, torch.jit._trace.TracerWarning)]
     places += dict.fromkeys(
-        SourceLine(file=one.filename, line=one.lineno) for one in told if code_paths.is_users(one.filename)
+        SourceLine(file=one.filename, line=one.lineno)
+        for one in caught
+        if issubclass(one.category, torch.jit._trace.TracerWarning) and code_paths.is_users(one.filename)
     )
 
 
 def _make(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str]:
-    example = tuple(
-        resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in _batch_axes(spec)})
-        for spec, tensor in zip(calling.signature.inputs, calling.example, strict=True)
-    )
     if way == "trace":
+        example = tuple(
+            resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in _batch_axes(spec)})
+            for spec, tensor in zip(calling.signature.inputs, calling.example, strict=True)
+        )
         traced = torch.jit.trace(TensorModule(module, calling).eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         return torch.jit.freeze(traced), "by trace"
     if way == "script":
@@ -101,17 +101,15 @@ def _make(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str
 
 
 def _batch_axes(spec: TensorSpec) -> list[int]:
-    """The dimension that counts the records: with one record it would be taken for a constant."""
+    """The dimension that counts the records: a trace makes a constant of a size of 1."""
     free = [axis for axis, size in enumerate(spec.shape) if isinstance(size, str)]
     return free if spec.role == "state" else [axis for axis in free if spec.shape[axis] == BATCH]
 
 
 def _flatten(scripted: Any, module: torch.nn.Module, calling: Calling) -> Any:
-    """`scripted` behind a door of flat tensors: the call and the way to each output are written as text."""
-    door = type(
-        "Program", (_FlatProgram,), {"__module__": "trueline"}
-    )  # a class anew: torch.jit shares types of one class
-    outer = torch.jit.script(door(scripted))
+    """`scripted` with flat tensors in and out: the call and the way to each output are written as text."""
+    # a new class each time: torch.jit shares the types of one class
+    outer = torch.jit.script(type("Program", (_FlatProgram,), {"__module__": "trueline"})(scripted))
     outer.define(_forward_text(module, calling))
     return torch.jit.freeze(outer.eval())
 
@@ -138,7 +136,7 @@ def _forward_text(module: torch.nn.Module, calling: Calling) -> str:
 
 
 def _unwrap(i: int, way: Sequence[Any]) -> list[str]:
-    """Lines that set y`i` to the tensor at `way`. A name a step: TorchScript knows one type for each name."""
+    """Lines that set y`i` to the tensor at `way`, one name a step: TorchScript has one type for each name."""
     lines = [f"    y{i}_0 = found"]
     for step, key in enumerate(way, 1):
         lines += [f"    y{i}_{step} = y{i}_{step - 1}{_access(key)}", f"    assert y{i}_{step} is not None"]
@@ -152,7 +150,7 @@ def _access(key: Any) -> str:
 
 
 class _Name(str):
-    """A variable's name in the door, in the place of a tensor."""
+    """A variable's name, in place of a tensor."""
 
     __slots__ = ()
 
@@ -177,7 +175,7 @@ def _literal(value: Any) -> str:
 
 
 class _Mixer:
-    """Scripts what branches, traces what cannot be scripted. Modules are copied where a part is exchanged."""
+    """Scripts submodules that branch, traces those that cannot be scripted. Modules with replaced parts are copied."""
 
     def __init__(self, module: torch.nn.Module, calling: Calling) -> None:
         self._calls = _record_calls(module, calling)
@@ -185,12 +183,11 @@ class _Mixer:
         self._done: dict[str, list[str]] = {"scripted": [], "traced": []}
 
     def how(self) -> str:
-        """What was done, for the record."""
-        told = [f"{what}: {', '.join(names)}" for what, names in self._done.items() if names]
-        return "by a mix (" + "; ".join(told) + ")"
+        done = [f"{what}: {', '.join(names)}" for what, names in self._done.items() if names]
+        return "by a mix (" + "; ".join(done) + ")"
 
     def mix(self, module: torch.nn.Module) -> Any:
-        """`module` as a ScriptModule. Raises what torch.jit raises for the part that cannot be had."""
+        """`module` as a ScriptModule. Raises what torch.jit raises for a part."""
         whole = self.script(module)
         if whole is not None:
             return whole
@@ -201,11 +198,10 @@ class _Mixer:
                 if any(branches(part) for part in child.modules())
             }
             return self._trace(module, parts)
-        made = torch.jit.script(
-            _replace_parts(module, {name: self._part(part) for name, part in module.named_children()})
-        )
+        parts = {name: self._part(part) for name, part in module.named_children()}
+        scripted = torch.jit.script(_replace_parts(module, parts))
         self._note("scripted", module)
-        return made
+        return scripted
 
     def _part(self, module: torch.nn.Module) -> torch.nn.Module:
         if isinstance(module, _CONTAINERS):
@@ -214,10 +210,10 @@ class _Mixer:
         return found
 
     def script(self, module: torch.nn.Module) -> Any:
-        """`module` compiled, or None when the compiler cannot."""
+        """`module` compiled; None when the compiler cannot."""
         try:
             made = torch.jit.script(module)
-        except Exception:  # noqa: BLE001 - whatever the compiler says: the module is then traced, or taken apart
+        except Exception:  # noqa: BLE001 - whatever the compiler raises: the module is then traced, or taken apart
             return None
         self._note("scripted", module)
         return made

@@ -15,7 +15,7 @@ from trueline.capture.model.python_state import Recall
 from trueline.capture.model.signature import BATCH, Calling, as_trained, learn
 from trueline.errors import CaptureError
 from trueline.runtime import tensors
-from trueline.runtime.settings import DEFAULTS, SessionSettings
+from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
 

@@ -20,7 +20,7 @@ import torch
 from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
-from trueline.capture.export import custom_ops
+from trueline.capture.export import operators
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
@@ -135,7 +135,7 @@ def translate(
                 raise
             found = _export(pass_workarounds.rewrite(program), inputs, outputs, opset)
     except Exception as error:
-        place = custom_ops.line_of(program, _reason(error))
+        place = operators.line_of(program, _reason(error))
         raise CaptureError(
             f"torch.onnx cannot translate the model: {_reason(error)}", hint=f"{place}" if place else ""
         ) from error
@@ -246,4 +246,4 @@ def node_dtypes(path: Path, node: str) -> list[str]:
 
 def node_line(program: torch.export.ExportedProgram, node: str) -> SourceLine | None:
     """The user's line that `node` is from: the exporter names it after the graph's own node, with a prefix."""
-    return custom_ops.line_of(program, f"%{node.removeprefix('node_')} :")
+    return operators.line_of(program, f"%{node.removeprefix('node_')} :")

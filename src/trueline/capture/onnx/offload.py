@@ -1,10 +1,8 @@
-"""Finds which parts of a program ONNX Runtime takes, by trying, and writes them beside the program.
+"""Finds the parts of a program that ONNX Runtime can run, by trying, and writes them beside the program.
 
-    all kinds of operators ──exporter and ONNX Runtime──▶ refused? the one that is named, or halve until it is known
-    the others ──CapabilityBasedPartitioner──▶ largest parts without a cycle ──exporter──▶ .onnx, and the plan
-
-There is no list of operators: what the exporter translates and the runtime opens changes with their versions. A part
-of few operators is not worth its two crossings and stays in torch. What was refused, and why, stands in the plan.
+There is no list of operators: what the exporter translates and the runtime opens changes with their versions. Refused
+kinds are found by their name in the refusal, or by halving; of the others, CapabilityBasedPartitioner makes the largest
+parts without a cycle. The plan records what was refused, and why.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import onnx, subprogram
 from trueline.runtime.offload import FILE, VERSION, KeptOperator, OffloadedPart, OffloadPlan
-from trueline.runtime.settings import DEFAULTS
+from trueline.runtime.session import DEFAULTS
 from trueline.runtime.subprogram import Subprogram
 from trueline.runtime.torch_export import load
 
 LEAST = 3
-"""Operators of a part; each crossing costs about as much as a small operator."""
+"""Operators of a part; entering and leaving one costs about as much as a small operator each."""
 
 Kind = tuple[str, ...]
-"""An operator with the dtypes of what it is given: a runtime may have it for floats and not for integers."""
+"""An operator with the dtypes of its inputs: a runtime may have it for floats and not for integers."""
 
 
 def emit(exported: Exported, folder: Path) -> Path:
@@ -52,7 +50,7 @@ def emit(exported: Exported, folder: Path) -> Path:
         functional = exported.program.run_decompositions({})  # no writes in place: a part could not see them
     torch_export.save(functional, whole)
     program = load(whole)  # as it will be opened: the plan names its nodes
-    program.graph.eliminate_dead_code()  # a result of several that nobody reads would hold its operator back
+    program.graph.eliminate_dead_code()  # an unused result of several would keep its operator from a part
     operators = [node for node in program.graph.nodes if subprogram.is_operator(node)]
     kept = find_refused(program, operators)
     taken = [node for node in operators if _kind(_producer(node)) not in kept]
@@ -61,41 +59,32 @@ def emit(exported: Exported, folder: Path) -> Path:
     for nodes in _largest(program, taken):
         target = path.with_name(f"{path.stem}-{len(parts)}.onnx")
         try:
-            parts.append(_part(program, nodes, target, exported))
+            piece = _attempt(program, nodes, target, exported.symbols)
+            names = tuple(subprogram.name_of(node) for node in nodes)
+            parts.append(OffloadedPart(file=target.name, nodes=names, inputs=piece.inputs, outputs=piece.outputs))
         except (CaptureError, BundleError) as error:
             target.unlink(missing_ok=True)
             left.append(KeptOperator(operator=f"{len(nodes)} operators from '{nodes[0].name}' on", why=error.message))
-    told = [KeptOperator(operator=kind[0], why=why) for kind, why in kept.items()]
+    refused = [KeptOperator(operator=kind[0], why=why) for kind, why in kept.items()]
     if not parts:
-        why = "; ".join(f"{one.operator}: {one.why}" for one in (*told, *left)) or "it has too few operators"
+        why = "; ".join(f"{one.operator}: {one.why}" for one in (*refused, *left)) or "it has too few operators"
         raise CaptureError(f"ONNX Runtime takes no part of the model that is worth handing over ({why})")
     plan = OffloadPlan(
         version=VERSION,
         program=whole.name,
         runtime="onnxruntime",
         parts=tuple(parts),
-        kept=(*told, *left),
+        kept=(*refused, *left),
         operators=len(operators),
     )
     path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
-    events.emit("program.offloaded", parts=len(parts), operators=len(operators), kept=len(operators) - _size(parts))
-    return path
-
-
-def _size(parts: Iterable[OffloadedPart]) -> int:
-    return sum(len(part.nodes) for part in parts)
-
-
-def _part(
-    program: torch.export.ExportedProgram, nodes: Sequence[Node], path: Path, exported: Exported
-) -> OffloadedPart:
-    piece = _attempt(program, nodes, path, exported.symbols)
-    return OffloadedPart(
-        file=path.name,
-        nodes=tuple(subprogram.name_of(node) for node in nodes),
-        inputs=piece.inputs,
-        outputs=piece.outputs,
+    events.emit(
+        "program.offloaded",
+        parts=len(parts),
+        operators=len(operators),
+        kept=len(operators) - sum(len(part.nodes) for part in parts),
     )
+    return path
 
 
 def _attempt(
@@ -123,19 +112,16 @@ def find_refused(program: torch.export.ExportedProgram, operators: Sequence[Node
         why = _why_not(program, [node for kind in kinds for node in by_kind[kind]])
         if not why or len(kinds) == 1:
             return {kinds[0]: why} if why else {}
-        alone = {kind: _why_not(program, by_kind[kind]) for kind in kinds if _names(why, kind)}
-        if found := {kind: told for kind, told in alone.items() if told}:
+        # a refusal names the operator without its overload: aten.cdist
+        named = [kind for kind in kinds if re.search(rf"\b{re.escape(kind[0].rpartition('.')[0])}\b", why)]
+        alone = {kind: _why_not(program, by_kind[kind]) for kind in named}
+        if found := {kind: reason for kind, reason in alone.items() if reason}:
             rest = [kind for kind in kinds if kind not in found]
             return found | (search(rest) if rest else {})
         half = len(kinds) // 2
         return search(kinds[:half]) | search(kinds[half:])
 
     return search(list(by_kind)) if by_kind else {}
-
-
-def _names(why: str, kind: Kind) -> bool:
-    """Whether a refusal names the operator, without its overload: `aten.cdist`."""
-    return re.search(rf"\b{re.escape(kind[0].rpartition('.')[0])}\b", why) is not None
 
 
 def _why_not(program: torch.export.ExportedProgram, nodes: Sequence[Node]) -> str:

@@ -1,8 +1,7 @@
-"""Which set of operators an ONNX program is written in, by the release of ONNX Runtime that it is to run in.
+"""The opset of an ONNX program, by the release of ONNX Runtime that is to run it. Imports no torch.
 
-A release runs its own opset and all before it, and refuses a file of a later one. Sources: the compatibility table of
-ONNX Runtime (release, ONNX release) and ONNX's Versioning.md (ONNX release, opset, version of the file format). Imports
-no torch.
+A release runs its own opset and all earlier ones. Sources: the compatibility table of ONNX Runtime; ONNX's
+Versioning.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Operators on the order of values that torch.onnx does not translate: order statistics, running extremes, places.
 
-Each is written in ONNX operators as the exporter's own are, and is proven as any other program. Where torch leaves
-open which of several equal values it takes, what it takes on the CPU is the rule. Source: torch's documentation.
+Where torch leaves open which of several equal values it takes, the rule is what it takes on the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _number(value: int) -> Any:
 
 
 def _size(value: Any, dim: int) -> Any:
-    """[1]; `dim` is counted from the front, for of a value on the way no shape is known."""
+    """[1]; `dim` counts from the front: intermediate values have no known rank."""
     return op.Shape(value, start=dim, end=dim + 1)
 
 
@@ -50,13 +49,13 @@ def _infinite(like: Any) -> Any:
     return op.CastLike(op.Constant(value_float=float("inf")), like)
 
 
-def _squeeze(found: tuple[Any, Any], dim: int, keepdim: bool) -> tuple[Any, Any]:
-    value, index = found
-    return found if keepdim else (op.Squeeze(value, _number(dim)), op.Squeeze(index, _number(dim)))
+def _squeeze(results: tuple[Any, Any], dim: int, keepdim: bool) -> tuple[Any, Any]:
+    value, index = results
+    return results if keepdim else (op.Squeeze(value, _number(dim)), op.Squeeze(index, _number(dim)))
 
 
 def _nth(value: Any, dim: int, count: Any, *, floats: bool) -> tuple[Any, Any]:
-    """The `count`-th smallest ([1]) of a dimension, and where it lies; NaN comes after all numbers."""
+    """The `count`-th smallest ([1]) of a dimension, and its place; NaN comes after all numbers."""
     keys = op.Where(op.IsNaN(value), _infinite(value), value) if floats else value
     _, indices = op.TopK(keys, count, axis=dim, largest=0)
     index = op.Gather(indices, op.Sub(count, _number(1)), axis=dim)
@@ -70,7 +69,7 @@ def _kthvalue(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[
 
 
 def _middle(value: Any, dim: int, *, floats: bool) -> tuple[Any, Any]:
-    """The lower one of two in the middle; NaN, and where it first lies, if there is any."""
+    """The lower median, and its place; the first NaN if there is one."""
     count = op.Div(op.Add(_size(value, dim), _number(1)), _number(2))
     found, index = _nth(value, dim, count, floats=floats)
     if not floats:
@@ -92,7 +91,7 @@ def _median(self: Any) -> Any:
 
 
 def _nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
-    """The lower one in the middle of those that are not NaN; NaN where there is none."""
+    """The lower median of the numbers; NaN where there is none."""
     dim %= len(self.shape)
     if not _is_float(self):
         return _median_dim(self, dim, keepdim)
@@ -105,7 +104,7 @@ def _nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any
 
 
 def _mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
-    """The smallest of those that come most often, and where it comes last."""
+    """The smallest of the most frequent values, and its last place."""
     dim %= len(self.shape)
     equal = op.Equal(op.Unsqueeze(self, _number(dim + 1)), op.Unsqueeze(self, _number(dim)))
     times = op.ReduceSum(op.Cast(equal, to=ir.DataType.INT64), _number(dim + 1), keepdims=0)
@@ -117,7 +116,7 @@ def _mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
 
 
 def _running(extreme: Callable[[Any, Any], Any], value: Any, dim: int, size: object) -> Any:
-    """The extreme of all up to each place: of twice as many at every step; before the first is the first again."""
+    """The extreme of all values up to each place: of twice as many at every step."""
     places = _places(value, dim)
     for step in range((size - 1).bit_length() if isinstance(size, int) else MOST_DOUBLINGS):
         before = op.Max(op.Sub(places, op.Constant(value_int=2**step)), op.Constant(value_int=0))
@@ -125,18 +124,16 @@ def _running(extreme: Callable[[Any, Any], Any], value: Any, dim: int, size: obj
     return value
 
 
-def _or_nan(extreme: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """ONNX Runtime's passes over NaN."""
-    return lambda one, other: op.Where(op.IsNaN(one), one, op.Where(op.IsNaN(other), other, extreme(one, other)))
-
-
 def _cumulative(extreme: Callable[[Any, Any], Any]) -> Callable[..., tuple[Any, Any]]:
+    def extreme_or_nan(one: Any, other: Any) -> Any:
+        return op.Where(op.IsNaN(one), one, op.Where(op.IsNaN(other), other, extreme(one, other)))
+
     def translate(self: Any, dim: int) -> tuple[Any, Any]:
-        """The running extreme, and where it came last."""
+        """The running extreme, and its last place so far. ONNX Runtime's extremes ignore NaN."""
         rank, floats = len(self.shape), _is_float(self)
         dim %= rank
         size = self.shape[dim]
-        values = _running(_or_nan(extreme) if floats else extreme, self, dim, size)
+        values = _running(extreme_or_nan if floats else extreme, self, dim, size)
         here = op.Equal(self, values)
         here = op.Or(here, op.IsNaN(self)) if floats else here
         shape = op.Constant(value_ints=[-1 if axis == dim else 1 for axis in range(rank)])
@@ -155,18 +152,18 @@ def _search_positions(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    """How many of a row lie before each value: all are compared with all."""
+    """The number of values in a row before each value: all are compared with all."""
     row = sorted_sequence if sorter is None else op.GatherElements(sorted_sequence, sorter, axis=-1)
     row = row if len(sorted_sequence.shape) == 1 else op.Unsqueeze(row, _number(-2))
-    asked = op.Unsqueeze(self, _number(-1)) if len(self.shape) else self
-    not_before = op.Greater(row, asked) if right or side == "right" else op.GreaterOrEqual(row, asked)
-    before = op.Not(not_before)  # so all lie before NaN
+    values = op.Unsqueeze(self, _number(-1)) if len(self.shape) else self
+    not_before = op.Greater(row, values) if right or side == "right" else op.GreaterOrEqual(row, values)
+    before = op.Not(not_before)  # all numbers are before NaN
     kind = ir.DataType.INT32 if out_int32 else ir.DataType.INT64
     return op.ReduceSum(op.Cast(before, to=kind), _number(-1), keepdims=0)
 
 
 def _sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
-    """By TopK, which leaves equal values in their order; NaN is more than any number."""
+    """By TopK, which keeps equal values in their order; NaN comes after all numbers."""
     if not len(self.shape):
         return self, op.Constant(value_int=0)
     dim %= len(self.shape)
@@ -176,7 +173,7 @@ def _sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descen
         torn = op.IsNaN(self)
         keys = op.Where(torn, _infinite(self), self)
     _, index = op.TopK(keys, size, axis=dim, largest=largest)
-    if _is_float(self):  # what is infinite and what is no number were equal
+    if _is_float(self):  # infinity and NaN were equal
         torn = op.GatherElements(op.Cast(torn, to=ir.DataType.INT32), index, axis=dim)
         _, apart = op.TopK(torn, size, axis=dim, largest=largest)
         index = op.GatherElements(index, apart, axis=dim)
@@ -184,7 +181,7 @@ def _sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descen
 
 
 def _place_of(extreme: str) -> Callable[..., Any]:
-    """`ArgMax` or `ArgMin`, where NaN is more and less than any number; ONNX Runtime passes over it."""
+    """`ArgMax` or `ArgMin`, where the first NaN wins; ONNX Runtime ignores NaN."""
 
     def translate(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
         rank = len(self.shape)
@@ -206,7 +203,7 @@ def _place_of(extreme: str) -> Callable[..., Any]:
 
 
 def _extreme(reduced: str) -> Callable[..., Any]:
-    """Over `dim`, which the exporter wants to be said; torch means all where it is not."""
+    """Over all dimensions where `dim` is not given; the exporter requires it."""
 
     def translate(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
         axes = op.Constant(value_ints=list(dim)) if dim else None
@@ -215,33 +212,21 @@ def _extreme(reduced: str) -> Callable[..., Any]:
     return translate
 
 
-def _adaptive_max_pool(axes: int) -> Callable[..., tuple[Any, Any]]:
-    """Over `axes` dimensions."""
-
-    def translate(self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
-        """The largest of each part, and the first place in the plane where it lies; parts of a dimension may overlap,
-        and bin i of n goes from floor(i * size / n) up to ceil((i + 1) * size / n). One dimension after the other."""
-        rank = len(self.shape)
-        value, places = self, _plane(self, axes)
-        for at, bins in zip(range(rank - axes, rank), output_size, strict=True):
-            parts = [_largest_in(value, places, at, number, bins) for number in range(bins)]
-            value, places = (op.Concat(*each, axis=at) for each in zip(*parts, strict=True))
-        return value, places
-
-    return translate
-
-
-def _plane(value: Any, axes: int) -> Any:
-    """The place of each element among those of its last dimensions, of the shape of `value`."""
-    rank = len(value.shape)
-    sizes = op.Shape(value, start=rank - axes)
-    zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+def _adaptive_max_pool2d(self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
+    """The largest of each part, and its first place in the plane. Parts may overlap: bin i of n goes from
+    floor(i * size / n) up to ceil((i + 1) * size / n). One dimension after the other."""
+    rank = len(self.shape)
+    sizes, zero, one = op.Shape(self, start=rank - 2), op.Constant(value_int=0), op.Constant(value_int=1)
     numbers = op.Reshape(op.Range(zero, op.ReduceProd(sizes, keepdims=0), one), sizes)
-    return op.Expand(numbers, op.Shape(value))
+    value, places = self, op.Expand(numbers, op.Shape(self))
+    for at, bins in zip((rank - 2, rank - 1), output_size, strict=True):
+        parts = [_largest_in(value, places, at, number, bins) for number in range(bins)]
+        value, places = (op.Concat(*each, axis=at) for each in zip(*parts, strict=True))
+    return value, places
 
 
 def _largest_in(value: Any, places: Any, axis: int, number: int, bins: int) -> tuple[Any, Any]:
-    """The largest element of a part of a dimension, and the first of the places where it is; NaN is the largest."""
+    """The largest element of a part of a dimension, and its first place; NaN is the largest."""
     size, along = _size(places, axis), _number(axis)
     start = op.Div(op.Mul(size, _number(number)), _number(bins))
     end = op.Div(op.Add(op.Mul(size, _number(number + 1)), _number(bins - 1)), _number(bins))
@@ -269,6 +254,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.cummin.default: _cumulative(op.Min),
     _ATEN.searchsorted.Tensor: _search_positions,
     _ATEN.sort.stable: _sort_stable,
-    _ATEN.adaptive_max_pool2d.default: _adaptive_max_pool(2),
+    _ATEN.adaptive_max_pool2d.default: _adaptive_max_pool2d,
 }
 """Operator of an exported program -> what writes it in ONNX."""

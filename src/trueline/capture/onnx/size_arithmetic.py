@@ -1,9 +1,9 @@
 """torch.onnx computes fractions of sizes in single precision, where Python uses double: `floor(0.29 * length)`.
 
-A product that Python rounds to 28.999999999999996 is then 29, another size, at a few lengths that probes rarely meet.
-The exporter records for each node the traced call that it is made of; calls of Python's own operators (`operator.mul`,
-`math.floor`, `torch.sym_float`) are arithmetic on sizes. Their results become double, their constants are read from the
-call, and what enters tensors is a float as before.
+A product that Python rounds to 28.999999999999996 is then 29, at a few lengths that probes rarely meet. Nodes that the
+exporter made of calls of Python's own operators (`operator.mul`, `math.floor`, `torch.sym_float`) are arithmetic on
+sizes: their results become double, their constants are read from the call, and what enters tensors is a float as
+before.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """torch.onnx lists its translations, and reads their signatures, once a process and not once an export.
 
-For each export onnxscript parses the source of 500 functions to learn a domain's name, and torch.onnx evaluates their
-annotations: more than half the time of a small export. The list is kept while onnxscript's registry holds the same
-functions. Sources: onnxscript's `_framework_apis/torch_2_5.py::get_torchlib_ops`;
-`torch/onnx/_internal/exporter/_registration.py::OnnxDecompMeta`.
+onnxscript parses the source of 500 functions to learn a domain's name: with the signatures, more than half the time of
+a small export. The list is kept while onnxscript's registry holds the same functions. Sources:
+`torch_2_5.get_torchlib_ops` of onnxscript; `torch/onnx/_internal/exporter/_registration.py::OnnxDecompMeta`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Operators that torch.onnx does not translate, or so that ONNX Runtime cannot run them or computes them less exactly.
+"""Operators that torch.onnx does not translate, or translates to what ONNX Runtime cannot run or computes less exactly.
 
-Each is written in ONNX operators as the exporter's own are, and is handed to it beside them; what comes of it is proven
-as any other program. Sources: torch's documentation of the operator, and the ONNX operators' of opset 18.
+Each is written in ONNX operators as the exporter's own are, and proven like them. Sources: torch's documentation of the
+operator, and ONNX's of opset 18.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onnxscript.function_libs.torch_lib.ops import nn as resize
 from onnxscript.onnx_opset import opset18
 from torch.onnx._internal.exporter._torchlib.ops import hop
 
-from trueline.capture.onnx import division, numerics, order_statistics
+from trueline.capture.onnx import numerics, order_statistics
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
@@ -29,7 +29,7 @@ PATCH = Patch(
 
 _ATEN = torch.ops.aten
 op: Any = opset18
-"""Typed for tensors only; the exporter takes Python's numbers and lists too."""
+"""Typed for tensors only; the exporter accepts Python's numbers and lists too."""
 
 
 def _where(condition: Any, self: Any, other: Any) -> Any:
@@ -40,8 +40,8 @@ def _where(condition: Any, self: Any, other: Any) -> Any:
 
 
 def _instance_norm(input: Any, *rest: Any) -> Any:
-    """Centred before it is normalised. ONNX Runtime adds up the elements of a channel one after the other; what that
-    mean is off by is divided by the deviation, and where a channel is nearly constant that is a large number."""
+    """Centred first: ONNX Runtime sums a channel's elements one by one, and divides the mean's rounding error by the
+    deviation, which is large for a nearly constant channel."""
     use_input_stats = rest[4]
     if use_input_stats:
         axes = op.Constant(value_ints=list(range(2, len(input.shape))))
@@ -50,19 +50,10 @@ def _instance_norm(input: Any, *rest: Any) -> Any:
 
 
 def _rnn(activation: str) -> Callable[..., Any]:
-    """A layer of a plain RNN after the other, each as one operator."""
+    """The layers of a plain RNN, each as one operator."""
 
-    def translate(
-        input: Any,
-        hx: Any,
-        params: Sequence[Any],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
+    def translate(input: Any, hx: Any, params: Sequence[Any], has_biases: bool, num_layers: int, *rest: Any) -> Any:
+        _, _, bidirectional, batch_first = rest
         ways, each = (2 if bidirectional else 1), (4 if has_biases else 2)
         steps, left = (op.Transpose(input, perm=[1, 0, 2]) if batch_first else input), []
         for layer in range(num_layers):
@@ -89,10 +80,10 @@ def _rnn(activation: str) -> Callable[..., Any]:
 
 
 def _repeat_interleave(self: Any, repeats: Any, dim: int | None = None, *, output_size: Any = None) -> Any:
-    """Each element `repeats` times in place; the exporter's own repeats another dimension."""
+    """Each element `repeats` times in place; the exporter repeats another dimension where `repeats` is a size."""
+    rank = 1 if dim is None else len(self.shape)
     if dim is None:
         self, dim = op.Reshape(self, op.Constant(value_ints=[-1])), 0
-    rank = len(self.shape)
     at = dim % rank + 1
     times = op.Constant(value_ints=[repeats]) if isinstance(repeats, int) else op.Reshape(repeats, [-1])
     ones, others = op.Constant(value_ints=[1] * at), op.Constant(value_ints=[1] * (rank - at))
@@ -102,7 +93,7 @@ def _repeat_interleave(self: Any, repeats: Any, dim: int | None = None, *, outpu
 
 
 def _prod(inp: Any, dims: Sequence[int], *, output_dtype: int | None = None) -> Any:
-    """What a cumulative product is taken apart into."""
+    """A cumulative product decomposes into it."""
     if output_dtype is not None and output_dtype != inp.dtype:
         inp = op.Cast(inp, to=output_dtype)
     return op.ReduceProd(inp, op.Constant(value_ints=list(dims)), keepdims=0)
@@ -119,7 +110,7 @@ def _cdist(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
 
 
 def _adaptive_avg_pool2d(self: Any, output_size: Sequence[int]) -> Any:
-    """By a matrix of weights for each dimension, made where the program runs: the exporter's own is for one size."""
+    """By a matrix of weights for each dimension, computed at run time: the exporter's translation is for one size."""
     if all(size == 1 for size in output_size):
         return op.ReduceMean(self, [-2, -1], keepdims=1)
     rank = len(self.shape)
@@ -140,8 +131,8 @@ def _bins(size: Any, bins: int) -> Any:
 
 
 def _multinomial(self: Any, num_samples: Any, replacement: bool = False) -> Any:
-    """Without replacement the largest of the logarithms of the weights, each with a number of Gumbel's distribution
-    added: ONNX's own operator puts back what it has drawn, which the exporter does not say."""
+    """Without replacement: the largest logarithms of the weights plus Gumbel noise. ONNX's own operator draws with
+    replacement, and the exporter uses it anyway."""
     if replacement:
         return core.aten_multinomial(self, num_samples, replacement)
     noise = op.Neg(op.Log(op.Neg(op.Log(op.RandomUniformLike(self, low=1e-30, high=1.0)))))
@@ -151,13 +142,13 @@ def _multinomial(self: Any, num_samples: Any, replacement: bool = False) -> Any:
 
 
 def _map(body: Any, xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
-    """A loop in which a step leaves nothing for the next."""
+    """A scan without a carried value."""
     return hop.higher_order_scan(body, [], xs, pos_args)
 
 
 def _nearest(input: Any, output_size: INT64 | None = None, scale_factors: Sequence[float] | None = None) -> Any:
-    """To another size, each element the nearest: by the index that torch computes, floor(step * (old / new)) in floats.
-    ONNX Runtime divides by (new / old), and where an index is a whole number rounding decides otherwise."""
+    """By torch's index, floor(step * (old / new)) in floats. ONNX Runtime divides by (new / old), and where an index is
+    a whole number it is rounded to another one."""
     if scale_factors is not None and all(math.log2(factor).is_integer() for factor in scale_factors):
         return resize.aten_upsample_nearestnd_vec(input, output_size, scale_factors)  # exact either way
     axes, one = len(input.shape) - 2, op.Constant(value_int=1)
@@ -178,7 +169,6 @@ def _nearest(input: Any, output_size: INT64 | None = None, scale_factors: Sequen
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    **division.TRANSLATIONS,
     **numerics.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
     _ATEN.where.self: _where,

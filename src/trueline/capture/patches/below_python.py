@@ -1,7 +1,7 @@
 """A model that differentiates inside `forward`, or holds TorchScript, is traced as the operators that it calls.
 
-torch.export follows Python and fails on both. Below Python there are only operators, those of the backward pass and of
-TorchScript's interpreter included; make_fx records them in a graph, which torch.export then follows.
+torch.export follows Python and fails on both; make_fx records the operators, those of the backward pass and of
+TorchScript's interpreter included, in a graph that torch.export then follows.
 """
 
 from __future__ import annotations

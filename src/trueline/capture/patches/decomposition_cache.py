@@ -1,9 +1,8 @@
 """torch looks its operators up once a process, not once for every namespace: half the time of a small export.
 
-For each list of the operators that an export may keep whole, torch fetches 800 names from C++ and looks each one up,
-once per namespace. An operator stays where it was found, so this is repeated only when there are new names. And for the
-5,000 kernels that torch lays over these operators it defines functions whose annotations Python evaluates and nothing
-reads. Source: `torch/_export/utils.py::_materialize_cpp_cia_ops`, `torch/_ops.py::OperatorBase.py_impl`.
+This is repeated only when there are new names. And the 5,000 functions that torch defines as kernels over these
+operators get no annotations, which Python would evaluate and nothing reads. Source:
+`torch/_export/utils.py::_materialize_cpp_cia_ops`, `torch/_ops.py::OperatorBase.py_impl`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """torch.einsum of three operands or more makes numbers of their sizes while it looks for the cheapest order.
 
-Where opt_einsum is installed (many libraries bring it), torch asks it, and it calls `int` on every size: the program
-then holds for the example's sizes only. Here it gets the example's sizes as numbers, as the eager model does, and the
-order holds for all sizes. Source: torch.backends.opt_einsum; opt_einsum.contract_path(shapes=True).
+opt_einsum, where it is installed, calls `int` on every size. Here it gets the example's sizes as numbers; the order
+holds for all sizes. Source: torch.backends.opt_einsum; opt_einsum.contract_path(shapes=True).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A loop over the places where a mask holds, `for expert in hit.nonzero()`, is traced with a step for every place.
 
-The values decide how many places there are, and torch.export cannot follow a loop of that length. A mask of fixed
-length bounds it: each place gets a step, and a step that selects nothing adds nothing. The proof can only show that
+A mask of fixed length bounds the steps, and a step that selects nothing adds nothing. The proof can only show that
 where some call leaves a place out, so the patch is used only where every such loop leaves one out on some call.
 """
 

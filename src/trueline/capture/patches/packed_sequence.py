@@ -1,14 +1,9 @@
 """Packed sequences in an exported program: padded tensors, with the length of each sequence beside them.
 
-`pack_padded_sequence` returns a shape that depends on the lengths, which no exporter follows. In a trace, a packed
-sequence is the padded one with its lengths; LSTM, GRU and RNN run over all steps, and
-
-    outputs       are 0 beyond a sequence's end
-    last state    is taken at its end; an LSTM's cell keeps its value from there on: forget gate 1, input gate 0
-    backward      runs over the sequence reversed within its length
-
-A packed sequence that is padded without `total_length` has a length that values choose, and is refused. Source:
-torch.nn.utils.rnn's documentation.
+The shape of a packed sequence depends on the lengths, which no exporter follows. In a trace LSTM, GRU and RNN run over
+all steps; outputs are 0 beyond a sequence's end, and the last state is taken there (an LSTM's cell keeps its value:
+forget gate 1, input gate 0). Backward runs over the sequence reversed within its length. `pad_packed_sequence` without
+`total_length` has a length that values choose, and is refused.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """A model whose code loops over the records of a batch, as a program for any batch.
 
-`for row in x` and lists with one entry for each record make a constant of the batch. Such a model is traced for a
-single record, and the program maps the trace over the batch. Whether records depend on each other is left to the proof,
-which probes many batch sizes. Source: torch's documentation of torch._higher_order_ops.map.
-
-What such a model counts in tensors of its own making (a mask of ones) follows from sizes alone. torch.export traces it
-all the same and stops where Python reads it as a number. For a single record these are plain tensors outside the trace,
-which enter it as constants where they meet traced ones. Random numbers and whatever has a symbolic size are traced.
+`for row in x` makes a constant of the batch. Such a model is traced for a single record, and the program maps the trace
+over the batch (torch._higher_order_ops.map); the proof shows whether records depend on each other. What the model
+counts in tensors of its own making (a mask of ones) follows from sizes alone: in the trace these are plain tensors,
+which enter it as constants where they meet traced ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """LSTM, GRU and RNN layers stay one operator of an exported program.
 
-torch.export keeps them whole, but runs their decomposition, a Python loop over the steps, to learn the shapes of their
-outputs, and the length becomes a constant. Here the shapes follow from those of the inputs. Source: torch.nn.LSTM's
-documentation ("Outputs").
+torch.export runs their decomposition, a Python loop over the steps, to learn the shapes of their outputs, and the
+length becomes a constant. Here the shapes follow from those of the inputs.
 """
 
 from __future__ import annotations

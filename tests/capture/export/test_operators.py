@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trueline.capture.export import custom_ops, torch_export
+from trueline.capture.export import operators, torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.capture.proof.probes import make_probes
@@ -59,8 +59,8 @@ def eager() -> EagerSession:
 def test_an_operator_with_an_equivalent_is_proven_as_every_graph_program(
     eager: EagerSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {"trueline_tests::grouped": custom_ops.EQUIVALENTS["transformers::grouped_mm_fallback"]}
-    monkeypatch.setattr(custom_ops, "EQUIVALENTS", known)
+    known = {"trueline_tests::grouped": operators.EQUIVALENTS["transformers::grouped_mm_fallback"]}
+    monkeypatch.setattr(operators, "EQUIVALENTS", known)
     exported = torch_export.export(eager.module, eager.calling)
     for format, emit in (("onnx", onnx_emit.emit), ("torch_export", torch_export.emit)):
         session = open_session(format, emit(exported, tmp_path / format), exported.signature)
@@ -82,7 +82,7 @@ def test_an_operator_without_one_is_refused_with_the_line_that_calls_it(
 def test_rows_beyond_the_last_group_are_zero_and_an_empty_group_takes_none() -> None:
     x, weight = torch.randn(5, 4), torch.randn(3, 4, 2)
     offs = torch.tensor([2, 2, 4])
-    found = custom_ops.EQUIVALENTS["transformers::grouped_mm_fallback"](x, weight, offs)
+    found = operators.EQUIVALENTS["transformers::grouped_mm_fallback"](x, weight, offs)
     torch.testing.assert_close(found, grouped(x, weight, offs))
     assert (found[4] == 0).all()
 

@@ -1,0 +1,131 @@
+"""The operators of an exported program: custom ones as aten operators, lines that call them, buffers that they
+write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import SourceLine
+
+
+def _grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Rows [S, K] sorted by group, each times the weight [G, K, N] of its own; `offs` [G] says where groups end.
+
+    How many rows a group has the values decide, and no graph program has such a loop: each group's product is taken of
+    all rows, and one is kept, which is G times the work. What lies beyond the last group is 0, as in the original.
+    """
+    at = torch.arange(input.shape[0], device=input.device)
+    found = input.new_zeros(input.shape[0], weight.shape[2])
+    start = torch.zeros_like(offs[0])
+    for group in range(weight.shape[0]):
+        inside = (at >= start) & (at < offs[group])
+        found = torch.where(inside[:, None], input @ weight[group], found)
+        start = offs[group]
+    return found
+
+
+EQUIVALENTS: dict[str, Callable[..., Any]] = {"transformers::grouped_mm_fallback": _grouped_mm}
+"""Name of an operator -> the same in aten operators."""
+
+
+def as_aten(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """`program` with equivalents in place of operators that have one, and without torch's wrappers of operators (an
+    autocast, the levels of a vmap); itself where it has neither."""
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    called = {node.target: None for graph in graphs for node in graph.nodes if node.op == "call_function"}
+    custom = [one for one in called if isinstance(one, torch._ops.OpOverload) and one._schema.name in EQUIVALENTS]
+    wrapped = torch.ops.higher_order.wrap_with_autocast in called or any(
+        getattr(one, "__module__", "") == "torch._functorch.predispatch" for one in called
+    )
+    table = {one: EQUIVALENTS[one._schema.name] for one in custom}
+    return program.run_decompositions(table) if table or wrapped else program
+
+
+_NODE = re.compile(r"%(\w+) :")
+_OPERATOR = re.compile(r"torch\.ops\.(\w+\.\w+\.\w+)")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def line_of(program: torch.export.ExportedProgram, said: str) -> SourceLine | None:
+    """The user's line that called the node, or else the operator, that the message `said` names."""
+    nodes = list(program.graph.nodes)
+    names, operators = set(_NODE.findall(said)[:1]), set(_OPERATOR.findall(said)[:1])
+    found = [node for node in nodes if node.name in names] or [node for node in nodes if str(node.target) in operators]
+    for node in found:
+        frames = [(file, int(line)) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "")]
+        places = [SourceLine(file=file, line=line) for file, line in frames if code_paths.is_users(file)]
+        if places:
+            return places[-1]
+    return None
+
+
+_QUIET = frozenset({"training", "use_input_stats"})
+"""Arguments that say whether a normalization renews its running statistics."""
+
+
+def written_buffers(program: torch.export.ExportedProgram) -> Mapping[str, str]:
+    """The buffers that `program` writes. torch lists them only for a functional graph, which takes as long as a
+    trace."""
+    if not may_write_buffers(program):
+        return {}
+    found: Mapping[str, str] = program.run_decompositions({}).graph_signature.buffers_to_mutate
+    return found
+
+
+def may_write_buffers(program: torch.export.ExportedProgram) -> bool:
+    """Whether `program` may write into a buffer, an input or a constant: false if each operator that writes does so
+    into a tensor that the graph made.
+
+    An operator's schema says what it writes and of what its output is a view. Composite and custom operators, and a
+    normalization that keeps statistics, may do more. Source: torch's aten/src/ATen/native/README.md, "Annotations".
+    """
+    return any(node.op == "call_function" and _may_write(node) for node in program.graph.nodes)
+
+
+def _may_write(node: torch.fx.Node) -> bool:
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload):
+        # arithmetic on sizes, getitem; what torch calls a higher-order operator holds graphs of its own
+        return isinstance(operator, torch._ops.OperatorBase)
+    if operator.namespace not in ("aten", "prims", "_c10d_functional"):
+        return True
+    given = _arguments(node)
+    if "running_mean" in given:
+        said = next((given[name] for name in _QUIET if name in given), True)
+        return said is not False and given["running_mean"] is not None
+    written = [name for name, alias in _aliases(operator).items() if alias.is_write]
+    return not all(_is_new(given.get(name)) for name in written)
+
+
+def _is_new(value: Any) -> bool:
+    """Whether a tensor has memory of its own, made by the graph."""
+    if isinstance(value, list | tuple):
+        return all(_is_new(one) for one in value)
+    if not isinstance(value, torch.fx.Node):
+        return value is None
+    operator = value.target
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    if operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        return False  # it may return an input itself, as `contiguous` does, which the schema does not say
+    given = _arguments(value)
+    return all(_is_new(given.get(name)) for name in _aliases(operator))
+
+
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a call by the names of the schema, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return given | dict(zip((argument.name for argument in schema), node.args, strict=False)) | dict(node.kwargs)
+
+
+def _aliases(operator: torch._ops.OpOverload) -> dict[str, Any]:
+    """The arguments that the operator writes, or of which its answer may be a view."""
+    return {one.name: one.alias_info for one in operator._schema.arguments if one.alias_info is not None}
