@@ -242,11 +242,11 @@ def full(*_: Any, **__: Any) -> Any:
 def test_a_disk_that_is_full_while_emitting_or_sealing_is_said_and_nothing_is_left(
     out: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, format: str
 ) -> None:
-    with monkeypatch.context() as apply_patches:
+    with monkeypatch.context() as patched:
         if owner is zipfile.ZipFile:
-            apply_patches.setattr("trueline.runtime.torch_export_archive.zipfile.ZipFile.writestr", full)
+            patched.setattr("trueline.runtime.torch_export_archive.zipfile.ZipFile.writestr", full)
         else:
-            apply_patches.setattr(owner, name, full)
+            patched.setattr(owner, name, full)
         with pytest.raises(StorageError, match="no room left"):
             capture(recipe(Mlp), None, out, formats=[format])
     assert not out.exists()
@@ -254,8 +254,8 @@ def test_a_disk_that_is_full_while_emitting_or_sealing_is_said_and_nothing_is_le
 
 def test_a_full_disk_does_not_take_the_bundle_that_was_there(captured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_bundle(captured).digest
-    with monkeypatch.context() as apply_patches:
-        apply_patches.setattr(os, "fsync", full)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
         with pytest.raises(StorageError, match="no room left"):
             capture(recipe(Mlp), None, captured, formats=["torch_export"], overwrite=True)
     assert open_bundle(captured).digest == before

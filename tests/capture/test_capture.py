@@ -294,8 +294,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as apply_patches:
-        apply_patches.setattr(os, "fsync", full)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
         with pytest.raises(StorageError, match="no room left"):
             capture(recipe(Mlp), None, tmp_path / "b", formats=["torch_export"])
     assert list(tmp_path.iterdir()) == []

@@ -81,7 +81,7 @@ def _device(core: Any, settings: SessionSettings) -> str:
         raise UsageError(f"OpenVINO has no device '{settings.device}' here (has: {join_names(has)})")
     if settings.threads and wanted != "CPU":
         raise UsageError(
-            f"threads is a setting of OpenVINO's CPU device, and '{wanted}' is asked for", hint="leave the threads out"
+            f"threads is a setting of OpenVINO's CPU device, not of '{wanted}'", hint="leave the threads out"
         )
     return wanted
 

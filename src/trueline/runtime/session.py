@@ -123,7 +123,7 @@ class SessionSettings:
         """Raises UsageError for a device other than the CPU."""
         if self.device not in ("", "cpu"):
             raise UsageError(
-                f"{runtime} runs on the CPU, and was asked for the device '{self.device}'",
+                f"{runtime} runs on the CPU, not on the device '{self.device}'",
                 hint="leave the device out, or open another program of the bundle",
             )
 
