@@ -5,8 +5,6 @@ idempotent; an incarnation ends with exactly one EXITED or LOST; with `list` a r
 log of a dead process stays readable. An engine's reports are hints: the master's lease decides who is alive.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
@@ -88,14 +86,11 @@ class Engine(Protocol):
 
     async def kill(self, ref: str, *, grace_s: float = 0.0) -> None:
         """SIGTERM, then SIGKILL after `grace_s`; SIGKILL at once when it is 0. An unknown ref is not an error."""
-        ...
 
     def watch(self) -> AsyncIterator[Seen]:
         """Yields the last report of every known process, then every change. Ends when the engine is gone."""
-        ...
 
     async def list(self) -> list[Seen]: ...
 
     async def capacity(self) -> int | None:
         """How many workers there is room for, including those that run; None: unknown."""
-        ...

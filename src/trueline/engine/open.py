@@ -1,8 +1,6 @@
 """Opens the engine at an address. The local one is all there is today; its address is the path of the agent's
 socket."""
 
-from __future__ import annotations
-
 from trueline.engine.contract import Engine
 from trueline.engine.local.client import LocalEngine
 

@@ -7,8 +7,6 @@ An aborted plane's pending sums are undefined and still report success, so the g
 the plane and checks that mark after a sum is over (docs/concepts/generation.md, "Planes").
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,7 +23,6 @@ class Sum(Protocol):
 
     def over(self) -> bool:
         """Whether the value is final: summed, or undefined after an abort. Raises RuntimeError if the sum failed."""
-        ...
 
 
 class Plane(Protocol):
@@ -33,11 +30,9 @@ class Plane(Protocol):
 
     def sum(self, value: torch.Tensor) -> Sum:
         """Begins the sum of `value` over the members, in place. Its memory must stay valid until the sum is over."""
-        ...
 
     def abort(self) -> None:
         """Ends all pending sums, here and so for the peers. Must not wait for a peer."""
-        ...
 
 
 Connect = Callable[[Store, int, int, timedelta], Plane]

@@ -5,8 +5,6 @@ then the vector beside the gradients. They are summed in the all-reduce of the g
 own. Of a step's several forwards (pieces) only the last backward is reduced.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@
 number of members. Each implementation passes `tests/conformance/gradient_exchange.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,11 +60,9 @@ class GradientExchange(Protocol):
 
     def attach(self, words: int) -> None:
         """Joins the process group that was just formed. `words`: how many `reduce` gets in this group."""
-        ...
 
     def add(self, piece: BackwardPiece) -> None:
         """Runs the backward of a piece that is not the last; nothing leaves this process."""
-        ...
 
     def reduce(
         self, piece: BackwardPiece | None, words: list[float], shares: Shares
@@ -76,11 +72,9 @@ class GradientExchange(Protocol):
         Returns the sums of `words` and of `beside`; gradients are summed in place.
         Raises RuntimeError when a peer fails.
         """
-        ...
 
     def detach(self) -> None:
         """Leaves the group: no later gradient reaches it."""
-        ...
 
 
 def is_collective(error: RuntimeError) -> bool:

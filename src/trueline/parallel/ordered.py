@@ -7,8 +7,6 @@ Floating-point addition is not associative, so each shard's gradient is a row, a
 Each rank sends rows / workers + 1 gradients' worth of data; an all-reduce sends about two. Rows lie in host memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

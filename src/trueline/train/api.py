@@ -4,8 +4,6 @@ A job is prepared, then launched in this process or in one of its own. Its folde
 settings, and the checkpoint to continue from if it is resumed.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Workers exchange data through host memory, so a job may have both kinds.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

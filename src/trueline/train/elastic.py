@@ -10,8 +10,6 @@ its group, receive the state of the member that is furthest ahead. The records o
 Protocol and failure cases: docs/concepts/generation.md.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Injected faults: a worker sends itself a signal at a named point of the protocol, at a logical step."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -11,8 +11,6 @@ The lock is an open-file-description lock (fcntl(2)): the kernel releases it whe
 and a query does not disturb the holder. A pid alone would belong to another process one day.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The settings of a job, in `JOB/job.json`: launcher, master and workers read the same file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ starts gRPC or a tensor operation: both break in a forked child. It speaks JSON 
 with a line for every known process and every later change, the other requests with one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

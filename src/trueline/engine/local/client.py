@@ -3,8 +3,6 @@
 Several clients may be connected. A restarted master finds running processes by `list`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -9,8 +9,6 @@ agent's socket, since either may be killed right after the fork. Pids are reused
 (proc(5), field 22 of /proc/PID/stat), and a pidfd that was opened before that comparison refers to it for good.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

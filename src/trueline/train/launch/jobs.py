@@ -3,8 +3,6 @@
 A running job's master answers; of a dead job the journal is read. No job needs this module to run. Torch-free.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """How a launch ends: by a signal, an error, or with its scripts. Each becomes an exception that leaves `LocalJob`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -6,8 +6,6 @@ only when the membership changes, so every call waits for one that is being rest
 `tests/conformance/link.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -51,28 +49,24 @@ class Membership(Protocol):
 
     def join(self, hello: pb.Hello) -> None:
         """Announces that this worker can train; views arrive from now on. `hello.ref` is filled in."""
-        ...
 
     def wait_view(self, after: int, timeout_s: float, *, cuts: int = -1) -> pb.View | None:
         """Returns the newest view if its generation is above `after`, or None after `timeout_s`.
 
         With `cuts`, the view also has to cut that generation: its members cannot complete a step any more.
         """
-        ...
 
     def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
         """Enters a view with `step` applied steps (-1: no state), and reports everything that is not reported yet.
 
         Returns when all members of the view have entered, or with `superseded` when a newer view replaces it.
         """
-        ...
 
     def finish(self, generation: int, step: int, certificates: Sequence[pb.Certificate]) -> pb.Plan:
         """Reports all certificates of the state again, since the worker that reported one may have died with it.
 
         Returns when all members have finished, or with `superseded` when a newer view has to be entered.
         """
-        ...
 
 
 class ProgressReporter(Protocol):
@@ -87,17 +81,14 @@ class ProgressReporter(Protocol):
 
     def report_step(self, generation: int, step: int, report: StepReport, certificate: pb.Certificate | None) -> None:
         """Reports a step without waiting. `step`: steps applied; `certificate`: of the epoch that it ends."""
-        ...
 
     def report_evaluation(self, evaluation: pb.Evaluation) -> None:
         """Reports an evaluation without waiting."""
-        ...
 
     def report_checkpoint(self, step: int, path: str, digest: str) -> None: ...
 
     def report_phase(self, phase: str) -> None:
         """Sets what this worker does from now on. The master sees it in the next heartbeat."""
-        ...
 
 
 class BlameReporter(Protocol):
@@ -105,24 +96,19 @@ class BlameReporter(Protocol):
 
     def suspect(self, step: int, record: int, why: str, where: str) -> None:
         """Casts one vote against `record`, which lies `where` (part, file and record in it)."""
-        ...
 
     def announce_trial(self, step: int, record: int, where: str) -> None:
         """Waits until the master knows that `record` is about to be tried; -1: the trial is over."""
-        ...
 
     def report_broken_group(self, generation: int, why: str) -> None:
         """Requests a new view: this worker cannot use the group of `generation`."""
-        ...
 
     def fail(self, what: str, detail: str) -> None:
         """Ends the job for every worker. `what`: code and message as `code|message`; `detail`: a hint."""
-        ...
 
 
 class Link(Membership, ProgressReporter, BlameReporter, Protocol):
     def leave(self) -> None:
         """Announces a departure; it takes effect between two steps."""
-        ...
 
     def close(self) -> None: ...

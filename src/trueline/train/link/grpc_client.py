@@ -3,8 +3,6 @@
 A worker that the master has given up is fenced: it ends at once, before it can touch a checkpoint or a peer.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

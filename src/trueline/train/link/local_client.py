@@ -1,7 +1,5 @@
 """The link of a process that trains alone (a notebook, a plain script): it has no master."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from trueline.train.link.contract import StepReport

@@ -11,8 +11,6 @@ The launcher decides whether there is a successor. A zygote that dies takes its 
 never serve one job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -5,8 +5,6 @@ after a step was applied, FORMED with the first of a generation, TRUNCATE when t
 cut may lose rows of steps: the workers hold the state and report them again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sqlite3

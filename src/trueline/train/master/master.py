@@ -4,8 +4,6 @@ RPCs (`server.py`), engine events and time become its events; its actions become
 workers, and orders to the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

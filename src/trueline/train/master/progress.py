@@ -4,8 +4,6 @@ Pure bookkeeping over workers' reports and the journal's rows. A step may be rep
 first report counts, and one with another digest is a fault. Torch-free.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Collection, Sequence

@@ -3,8 +3,6 @@
 None of these may end the job: a full disk only costs lines of the file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

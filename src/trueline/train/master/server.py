@@ -5,8 +5,6 @@ workers. Every call carries the job's secret. An unexpected exception ends the j
 take the gRPC error for a master that is away, and wait without end.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -5,8 +5,6 @@ added; else one less, and not again for ten minutes. Throughput is smoothed, and
 machine, the network or the data may have changed. `Scaling` changes in place.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 SETTLE_S = 10.0

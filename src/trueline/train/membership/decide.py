@@ -7,8 +7,6 @@ gRPC, processes, files or clocks: `master/master.py` is the shell. Model: torchf
 docs/concepts/generation.md. The state changes in place.
 """
 
-from __future__ import annotations
-
 from trueline.engine.contract import parse_ref
 from trueline.train.membership import events as h
 from trueline.train.membership.events import Action

@@ -3,8 +3,6 @@
 The shell (`master/master.py`) makes events out of calls, exits and time, and carries out the actions in their order.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from msgspec import Struct

@@ -1,7 +1,5 @@
 """Decides which workers are given up: exits, silence, stuck workers, slots that keep failing. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ first, where they cost least, and short at the end, where one slow worker would 
 `first_rows` and `commit` before it answers; `replay` reads them after a restart of the master.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field

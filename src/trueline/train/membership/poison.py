@@ -6,8 +6,6 @@ between, the next views are **careful**: each worker announces the record that i
 See docs/concepts/membership.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from trueline.train.membership.events import Action, FailJob, Log, Suspect

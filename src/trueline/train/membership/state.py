@@ -5,8 +5,6 @@ place for one worker; successive workers in it are its incarnations. The state c
 heartbeat of ten thousand members would be most of the master's work. No I/O, no clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

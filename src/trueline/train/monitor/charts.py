@@ -8,8 +8,6 @@ adjacent ones that take the least room in the picture and counts their deaths.
     slot 1  ━━━━━━━━✕  ──━━━━━━━━━━━━━━━▶        ✕ a death; ── started and not ready yet
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import deque

@@ -4,8 +4,6 @@ Bounded: adjacent points merge, lists keep their newest or most telling entries.
 that it cannot read, only becomes a line of the list: the page must never stop the job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -6,8 +6,6 @@ The token can only read: it is derived from the job's secret and is not the secr
 job. `python -m trueline.train.monitor.server JOB` shows the folder of any job, also of one that has ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import base64

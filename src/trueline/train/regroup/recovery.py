@@ -5,8 +5,6 @@ by the members that are behind while the steps continue. Until it has arrived th
 all-reduce with zeros and keep its results.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@
 A streamed state is of the step at which the group formed (`recovery.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

@@ -5,8 +5,6 @@ aside if it fails there too. If every record fails, the recipe is at fault and t
 the plan, with its random numbers; a source that draws its records may have one of them at several ids.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

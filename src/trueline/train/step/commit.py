@@ -4,8 +4,6 @@ A member that holds the state commits right after the all-reduce. An observer do
 the sums that it kept. Nothing changes before the comparison.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ While a worker waits for the sums of a step it reads the first batch of the next
 the membership changes meanwhile, that batch was read for nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 docs/concepts/generation.md, "A regroup", shows the sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

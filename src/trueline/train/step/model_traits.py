@@ -5,8 +5,6 @@ records are split among workers, so they are split into fixed shards. The module
 one forward is tried.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ step in half precision overflowed. Such a step is not applied: it is computed ag
 still count once.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ of adjacent steps are computed together because numpy's cost is per call. A **sh
 which normalization layers refuse. Without shards a member's share is one slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -5,8 +5,6 @@ running statistics; the gradient exchange sums them together. A piece with n of 
 with n/B, whatever the split.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

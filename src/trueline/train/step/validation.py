@@ -5,8 +5,6 @@ once, and none is padded. Whether an evaluation is due depends on the applied st
 together. After a regroup the current step's evaluation is repeated: some members may not have entered it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

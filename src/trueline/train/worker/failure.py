@@ -1,7 +1,5 @@
 """Exit codes of a worker, and the report of the error that ends it."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 

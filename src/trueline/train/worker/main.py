@@ -4,8 +4,6 @@ The agent forks it; it lives until the job ends. A script runs as `__main__` wit
 worker. On SIGTERM a worker leaves between two steps. An exception ends the job, because every worker would meet it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """A model's outputs for records, and the sums of the recipe's loss and metrics over them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
