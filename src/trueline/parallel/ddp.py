@@ -104,9 +104,16 @@ class DdpExchange:
             if not self._forwarded:  # the model ran in evaluation mode, or not as model(...): DDP has seen no forward
                 zeros = self._zeros(self._parameters)
                 roots.append((zeros, torch.ones_like(zeros)))
-        self._write(words)
+        if self._host_view is not None:
+            self._host_view[: len(words)] = words
+        else:
+            self._contribution[: len(words)] = torch.tensor(words)
         roots.append((self._replicated.words, self._contribution))
-        _backward([pair for pair in roots if pair[0].requires_grad])
+        # As torch.autograd.backward, without its comparison of shapes, which are equal here.
+        tensors, gradients = zip(*(pair for pair in roots if pair[0].requires_grad), strict=True)
+        Variable._execution_engine.run_backward(
+            tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
         gradient = self._replicated.words.grad
         assert gradient is not None
         self._replicated.words.grad, self._forwarded = None, False
@@ -123,8 +130,10 @@ class DdpExchange:
             outputs = self._run_ddp(*args, **kwargs)
             return outputs[0] if self._find_unused else outputs
         except RuntimeError as error:
+            if not is_collective(error) and "Expected to have finished reduction" in str(error):
+                raise unused_parameters(()) from error
             if not is_collective(error):
-                raise _explain(error) from error
+                raise
             self.broken = error
             return self._original(*args, **kwargs)
 
@@ -179,22 +188,3 @@ class DdpExchange:
             if summed is not gradients:
                 gradients.copy_(summed)
             promise.set_result(gradients)
-
-    def _write(self, words: list[float]) -> None:
-        """Writes the words into this member's contribution."""
-        if self._host_view is not None:
-            self._host_view[: len(words)] = words
-        else:
-            self._contribution[: len(words)] = torch.tensor(words)
-
-
-def _backward(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """torch.autograd.backward(tensors, gradients) without its comparison of shapes, which are equal here."""
-    tensors, gradients = zip(*roots, strict=True)
-    Variable._execution_engine.run_backward(
-        tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
-
-
-def _explain(error: RuntimeError) -> Exception:
-    return unused_parameters(()) if "Expected to have finished reduction" in str(error) else error

@@ -44,11 +44,7 @@ _formed: dict[str, ProcessGroupGloo] = {}
 """The group that `init_process_group` is about to take, by backend name: torch accepts no ready-made group."""
 
 
-def _hand_over(store: object, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    return _formed.pop(_BACKEND)
-
-
-dist.Backend.register_backend(_BACKEND, _hand_over, devices=["cpu"])
+dist.Backend.register_backend(_BACKEND, lambda *_: _formed.pop(_BACKEND), devices=["cpu"])
 
 
 def start_store() -> tuple[TCPStore, str]:
@@ -111,9 +107,7 @@ class GlooGroup:
             self.wait(pending)
             return
         try:
-            while not pending.over():
-                if self._broken:
-                    break
+            while not pending.over() and not self._broken:
                 time.sleep(_LOOK_S)
         except RuntimeError as error:
             raise dist.DistBackendError(f"the plane failed: {error}") from error
@@ -321,14 +315,10 @@ def _shut_socket(number: int, inode: str) -> bool:
         os.close(copy)
         return False
     with socket.socket(fileno=copy) as connection:
-        if not _is_peer(connection):
+        listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listening or connection.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         with contextlib.suppress(OSError):  # not connected, or shut already
             connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
-
-
-def _is_peer(connection: socket.socket) -> bool:
-    listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    return connection.family in (socket.AF_INET, socket.AF_INET6) and not listening

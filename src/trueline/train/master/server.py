@@ -42,8 +42,6 @@ BURST = 100_000
 PAGE_S, PAGE_SHARE = 1.0, 0.2
 """Delay of the page after a master's death, and the part of a processor that reading past events may take: the
 reconnections of that moment already take processor time from the steps of training."""
-
-
 CALL_ENDED = (grpc.aio.AbortError, grpc.aio.InternalError)
 """What ends only the call: it was refused, or its caller is gone, as fenced workers are."""
 Context = Any

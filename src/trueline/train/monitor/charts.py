@@ -10,8 +10,9 @@ adjacent ones that take the least room in the picture and counts their deaths.
 
 import itertools
 import math
+import operator
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from trueline.engine.contract import parse_ref
@@ -36,7 +37,7 @@ class Point(NamedTuple):
     records: int
     seconds: float
     """Since the step before; 0 for the first one of the job."""
-    phases_ms: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    phases_ms: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     workers: int = 0
     num: int = 1
     low: float = math.inf
@@ -47,11 +48,8 @@ def merge(a: Point, b: Point) -> Point:
     """`a` and the next point `b` as one point."""
     return Point(
         step=a.step, at=b.at, loss=a.loss + b.loss, records=a.records + b.records, seconds=a.seconds + b.seconds,
-        phases_ms=(
-            a.phases_ms[0] + b.phases_ms[0], a.phases_ms[1] + b.phases_ms[1],
-            a.phases_ms[2] + b.phases_ms[2], a.phases_ms[3] + b.phases_ms[3],
-        ),
-        workers=b.workers, num=a.num + b.num, low=min(a.low, b.low), high=max(a.high, b.high),
+        phases_ms=tuple(map(operator.add, a.phases_ms, b.phases_ms)), workers=b.workers,
+        num=a.num + b.num, low=min(a.low, b.low), high=max(a.high, b.high),
     )  # fmt: skip
 
 
@@ -64,31 +62,25 @@ class Series:
 
     def add(self, point: Point) -> None:
         """Adds the next step; one that is there already replaces it and all later ones: the job went back."""
-        if self.points and point.step < self.points[-1].step + self.points[-1].num:
-            self.rewind(point.step)
-        point = point._replace(low=point.loss, high=point.loss)
+        self.rewind(point.step)
+        self._append(point._replace(low=point.loss, high=point.loss))
+        if len(self.points) > self.capacity:
+            self.width *= 2
+            points, self.points = self.points, []
+            for earlier in points:
+                self._append(earlier)
+
+    def _append(self, point: Point) -> None:
         last = self.points[-1] if self.points else None
         if last is not None and last.step // self.width == point.step // self.width:
             self.points[-1] = merge(last, point)
         else:
             self.points.append(point)
-        if len(self.points) > self.capacity:
-            self._halve()
 
     def rewind(self, steps: int) -> None:
         """Drops the points from step `steps` on; one that straddles it goes whole."""
         while self.points and self.points[-1].step + self.points[-1].num > steps:
             self.points.pop()
-
-    def _halve(self) -> None:
-        self.width *= 2
-        merged: list[Point] = []
-        for point in self.points:
-            if merged and merged[-1].step // self.width == point.step // self.width:
-                merged[-1] = merge(merged[-1], point)
-            else:
-                merged.append(point)
-        self.points = merged
 
     def columns(self) -> dict[str, list[float | int | None]]:
         """By column: mean loss, records a second, milliseconds a step; None where the loss is not finite."""
@@ -197,14 +189,10 @@ class Lane:
             closed = self.spans[:-1]
             extents = [(b.end or b.start) - a.start for a, b in itertools.pairwise(closed)]
             at = extents.index(min(extents))
-            self.spans[at : at + 2] = [_merge(self.spans[at], self.spans[at + 1])]
-
-
-def _merge(a: Span, b: Span) -> Span:
-    return Span(
-        ref=b.ref, start=a.start, ready=a.ready if a.ready is not None else b.ready, end=b.end, how=b.how, why=b.why,
-        deaths=a.deaths + b.deaths,
-    )  # fmt: skip
+            a, b = self.spans[at : at + 2]
+            ready = b.ready if a.ready is None else a.ready
+            merged = replace(b, start=a.start, ready=ready, deaths=a.deaths + b.deaths)
+            self.spans[at : at + 2] = [merged]
 
 
 class Lanes:

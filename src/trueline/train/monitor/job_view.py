@@ -116,15 +116,11 @@ class JobView:
     def _on_step_applied(self, fields: Fields, at: float) -> None:
         when = self._time_of(fields, at)
         step, records, loss = int(_number(fields, "step")), int(_number(fields, "records")), _number(fields, "loss")
-        phases = (_number(fields, "data_ms"), _number(fields, "compute_ms"), _number(fields, "wait_ms"),
-                  _number(fields, "commit_ms"))  # fmt: skip
+        phases = tuple(_number(fields, f"{name}_ms") for name in PHASES)
         self.workers = int(_number(fields, "workers"))
         seconds = 0.0 if self._last_step_at is None else max(when - self._last_step_at, 0.0)
         self._last_step_at = when
-        self.series.add(
-            Point(step=step, at=when, loss=loss, records=records, seconds=seconds, phases_ms=phases,
-                  workers=self.workers)
-        )  # fmt: skip
+        self.series.add(Point(step, when, loss, records, seconds, phases, self.workers))
         self.recent.add(when, records)
         self.step, self.steps_applied, self.records = step + 1, self.steps_applied + 1, self.records + records
         self.total = int(_number(fields, "total")) or self.total

@@ -76,9 +76,6 @@ class JobCollector:
 
 def render(view: JobView, now: float) -> bytes:
     """The text that a scrape gets."""
-    from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import generate_latest
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(JobCollector(view, now))
-    return generate_latest(registry)
+    return generate_latest(JobCollector(view, now))

@@ -101,9 +101,9 @@ class Page:
         self._tasks = [asyncio.ensure_future(self._replay())]
         for choice in dict.fromkeys((port or self._last_port, self._last_port, 0)):
             try:
-                listener = _listener(choice)
-            except PortInUse as error:
-                say("page.failed", why=error.message)
+                listener = sockets.listen("127.0.0.1", choice)
+            except (PortInUse, UsageError) as error:
+                say("page.failed", why=f"the live page cannot have port {choice} and takes another: {error.message}")
                 continue
             await self._serve(listener)
             break
@@ -229,16 +229,6 @@ def load_facts(job_dir: Path) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in _FACTS}
 
 
-def _listener(port: int) -> socket.socket:
-    try:
-        return sockets.listen("127.0.0.1", port)
-    except (PortInUse, UsageError) as error:
-        raise PortInUse(
-            f"the live page cannot have port {port} and takes another: {error.message}",
-            hint="choose another --page-port",
-        ) from error
-
-
 class _App:
     """Answers GET and HEAD on the page's four paths to clients that have its token."""
 
@@ -251,9 +241,7 @@ class _App:
 
     def answer(self, request: Request) -> Response:
         """The response; 404, 405 and 401 in plain text."""
-        answers = {"/": self._show, "/state": self._state, "/events": self._stream, "/metrics": self._scrape}
-        answer = answers.get(request.path)
-        if answer is None:
+        if request.path not in ("/", "/state", "/events", "/metrics"):
             return self.refuse(request.path, 404, "this page has /, /state, /events and /metrics")
         if request.method not in ("GET", "HEAD"):
             return self._plain(405, "this page is read with GET", b"allow: GET, HEAD\r\n")
@@ -262,7 +250,18 @@ class _App:
         if not hmac.compare_digest(token, self._page.token.encode()):
             why = "the token is missing or wrong. The page's address, with its token, is in the job's master.json."
             return self._plain(401, why, b"www-authenticate: Bearer\r\n")
-        return answer()
+        match request.path:
+            case "/":
+                return Response(200, self._html, b"text/html; charset=utf-8", self._headers)
+            case "/state":
+                return Response(200, self._page.encode_state(), headers=self._headers)
+            case "/events":
+                pieces = self._page.stream()
+                return Response(200, b"", b"text/event-stream; charset=utf-8", self._headers, pieces=pieces)
+        if self._page.reading:  # incomplete counts would look like another job's
+            return self._plain(503, "the job's past is still being read")
+        content_type = prometheus.CONTENT_TYPE.encode()
+        return Response(200, prometheus.render(self._page.view, time.time()), content_type, self._headers)
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The response to a request that could not be received."""
@@ -270,21 +269,6 @@ class _App:
 
     def _plain(self, status: int, message: str, headers: bytes = b"") -> Response:
         return Response(status, f"{status}: {message}\n".encode(), _TEXT, self._headers + headers)
-
-    def _show(self) -> Response:
-        return Response(200, self._html, b"text/html; charset=utf-8", self._headers)
-
-    def _state(self) -> Response:
-        return Response(200, self._page.encode_state(), headers=self._headers)
-
-    def _stream(self) -> Response:
-        return Response(200, b"", b"text/event-stream; charset=utf-8", self._headers, pieces=self._page.stream())
-
-    def _scrape(self) -> Response:
-        if self._page.reading:  # incomplete counts would look like another job's
-            return self._plain(503, "the job's past is still being read")
-        content_type = prometheus.CONTENT_TYPE.encode()
-        return Response(200, prometheus.render(self._page.view, time.time()), content_type, self._headers)
 
 
 def _policy(html: bytes) -> str:

@@ -36,7 +36,8 @@ def broadcast(group: GlooGroup, state: dict[str, Any] | None, *, source: int) ->
     header, tensors = _pack(state) if state is not None else (b"", [])
     length = torch.tensor([len(header)], dtype=torch.int64)
     group.wait(dist.broadcast(length, source, async_op=True))
-    received = _broadcast_flat(group, _bytes_tensor(header) if state is not None else None, source, int(length.item()))
+    flat = torch.frombuffer(bytearray(header), dtype=torch.uint8) if state is not None else None
+    received = _broadcast_flat(group, flat, source, int(length.item()))
     skeleton, shapes = json.loads(bytes(received.numpy()))
     flat = torch.cat([_as_bytes(tensor) for tensor in tensors]) if tensors else None
     received = _broadcast_flat(group, flat, source, sum(_nbytes(dtype, shape) for dtype, shape in shapes))
@@ -173,10 +174,6 @@ def _unpack(skeleton: Any, shapes: list[list[Any]], flat: torch.Tensor) -> dict[
         at += size
     state: dict[str, Any] = tree.decode(skeleton, tensors)
     return state
-
-
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
