@@ -61,8 +61,7 @@ class DdpExchange:
         """[words + width] The words, then the vector beside the gradients."""
         self._host_view: npt.NDArray[np.float32] | None = None
         """The contribution's memory, if that is the host's."""
-        self._weight = torch.ones(())
-        """The gradient of a loss; rewritten in each step."""
+        self._weight = torch.ones(())  # the gradient of a loss; rewritten in each step
         self._inside = self._forwarded = False
         self._pending: list[tuple[Any, torch.Tensor, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         """Buckets being summed: the operation, the tensor it sums, the bucket, and the future that DDP waits for."""

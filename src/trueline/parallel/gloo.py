@@ -35,10 +35,8 @@ FORM_TIMEOUT_S = 2.0
 RUN_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 30.0
 """For a store's first connection to itself: long enough to outlast a short network failure."""
-_LOOK_S = 20e-6
-"""Between two checks of a plane's sum."""
-PLANE_TRIES = 5
-"""After this many planes in a row that did not form while gloo did, the job ends."""
+_LOOK_S = 20e-6  # between two checks of a plane's sum
+PLANE_TRIES = 5  # after this many planes in a row that did not form while gloo did, the job ends
 _BACKEND = "trueline_gloo"
 _formed: dict[str, ProcessGroupGloo] = {}
 """The group that `init_process_group` is about to take, by backend name: torch accepts no ready-made group."""
@@ -73,8 +71,7 @@ class GlooGroup:
         self._left_plane: Plane | None = None
         """The plane of the group that was left between two steps: a slower peer may still be reading from it."""
         self._plane_misses = 0
-        self._sums: list[Sum] = []
-        """The plane's sums that may be pending."""
+        self._sums: list[Sum] = []  # the plane's sums that may be pending
         self.generation = -1
         self.open = False
         self._broken = False
@@ -85,8 +82,7 @@ class GlooGroup:
         self._lock = threading.Lock()
         self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         """The group that is being formed, or why it was not."""
-        self._works: list[Any] = []
-        """Operations that may be pending."""
+        self._works: list[Any] = []  # operations that may be pending
         self._gloo: ProcessGroupGloo | None = None
         """The backend of torch's default group: called directly, it begins an operation in half the time."""
 

@@ -27,8 +27,7 @@ import msgspec
 from trueline import events, files
 from trueline.errors import UsageError
 
-_FLOCK = "hhqqi4x"
-"""struct flock: type, base, start, length, pid (0 for these locks)."""
+_FLOCK = "hhqqi4x"  # struct flock: type, base, start, length, pid (0 for these locks)
 _WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 Outcome = Literal["", "finished", "failed", "stopped"]
 _Record = TypeVar("_Record")
@@ -42,8 +41,7 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended: float = 0.0
     outcome: Outcome = ""
     why: str = ""
-    scratch: str = ""
-    """A folder that the processes of this launch name on their command lines."""
+    scratch: str = ""  # a folder that the processes of this launch name on their command lines
 
 
 class MasterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +49,7 @@ class MasterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str = ""
     pid: int = 0
-    page: str = ""
-    """URL of the live page, with its token; empty: there is none."""
+    page: str = ""  # URL of the live page, with its token; empty: there is none
 
 
 class JobDir:

@@ -38,8 +38,7 @@ class Agent:
     def __init__(self, path: str) -> None:
         self.seen: dict[str, Seen] = {}
         self.births = Path(f"{path}.born")
-        self.adopted: dict[str, int] = {}
-        """Pidfds of processes that a former agent forked."""
+        self.adopted: dict[str, int] = {}  # pidfds of processes that a former agent forked
         self.deadlines: dict[str, float] = {}
         self.watchers: set[socket.socket] = set()
         self.buffers: dict[socket.socket, bytes] = {}

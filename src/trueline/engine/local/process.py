@@ -67,8 +67,7 @@ def run_child(main: Callable[[], int | None]) -> NoReturn:
 class Birth(msgspec.Struct, frozen=True):
     ref: str
     pid: int
-    started: int
-    """Clock ticks since the machine's boot."""
+    started: int  # clock ticks since the machine's boot
 
 
 def read_start(pid: int) -> int | None:

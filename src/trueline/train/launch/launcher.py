@@ -46,8 +46,7 @@ PRELOAD = ("trueline.train.worker.main", "torch._dynamo", "torch.nn.parallel", "
 `torch._dynamo`, which takes about a second, when the first optimizer is made."""
 POLL_S = 0.25
 """How often the agent is checked; the end of the master's stream of events is handled at once."""
-EXIT_S = 0.1
-"""How long to wait for the master's exit code after its stream of events has ended."""
+EXIT_S = 0.1  # how long to wait for the master's exit code after its stream of events has ended
 MAX_RESTARTS = 10
 
 
@@ -63,8 +62,7 @@ class LocalJob:
         self.restarts = 0
         self._port = 0
         self._events: queue.Queue[pb.Events] = queue.Queue()
-        self._master_channel: grpc.Channel | None = None
-        """All masters of a launch have one port."""
+        self._master_channel: grpc.Channel | None = None  # all masters of a launch have one port
         self._closing = False
         self._page = ""
 

@@ -35,8 +35,7 @@ class MasterProcess:
         self.arguments, self.life, self.log = list(arguments), life, log
         self._zygote: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
-        self._lock = threading.Lock()
-        """The exit code is read from the pipe once."""
+        self._lock = threading.Lock()  # the exit code is read from the pipe once
 
     def start(self, *arguments: str) -> None:
         """Starts a master with the common arguments and these; the one before must have ended."""

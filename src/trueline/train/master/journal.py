@@ -21,8 +21,7 @@ from trueline.train.membership.state import Member, State
 Row = tuple[str, dict[str, Any]]
 REMEMBERED = 4096
 """Newest steps whose rows a restarted master reads; what it needs of earlier ones is in other rows."""
-_STEPS = ("COMMIT", "FORMED")
-"""Rows whose write to the disk is not awaited."""
+_STEPS = ("COMMIT", "FORMED")  # rows whose write to the disk is not awaited
 
 
 class Journal:

@@ -28,10 +28,8 @@ from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 
 TICK_S = 0.25
-CAPACITY_S = 30.0
-"""How long the engine's capacity is cached."""
-ENTRIES = {h.WORKER: "trueline.train.worker.main:main"}
-"""What a process of each role runs."""
+CAPACITY_S = 30.0  # how long the engine's capacity is cached
+ENTRIES = {h.WORKER: "trueline.train.worker.main:main"}  # what a process of each role runs
 _HINTS = {
     "train": "the workers' logs in the job's folder say more",
     "state_lost": "begin again, with more workers or with --checkpoint-every, so that a state survives",

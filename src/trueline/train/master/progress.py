@@ -47,8 +47,7 @@ class JobProgress:
         self.shard_records = 0
         self.blocks: tuple[int, ...] = ()
         """Records that lie together in the source, where the order is one of windows."""
-        self.logged = 0
-        """Steps in the log: the next step to be logged."""
+        self.logged = 0  # steps in the log: the next step to be logged
         self.loss = 0.0
         self.rates: tuple[int, tuple[float, ...]] = (-1, ())
         """Generation, and the records a second that each rank of it computes."""
@@ -57,8 +56,7 @@ class JobProgress:
         self.certificates: dict[int, dict[str, Any]] = {}
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.regroups: dict[int, dict[str, Any]] = {}
-        self._formed: set[int] = set()
-        """Generations of which a step is in the log."""
+        self._formed: set[int] = set()  # generations of which a step is in the log
         self.records_applied = 0
         """Records of all steps that were reported to this master, repeated steps included."""
         self.reading_s = self.steps_s = 0.0
@@ -274,8 +272,7 @@ class PlannedRecords:
     records: int
     digest: int
     whole: bool
-    out: tuple[int, ...] = ()
-    """The records among them that a certificate names as left out."""
+    out: tuple[int, ...] = ()  # the records among them that a certificate names as left out
 
 
 def plan_records(

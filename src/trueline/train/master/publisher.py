@@ -19,10 +19,8 @@ from trueline import events
 from trueline.events import Field
 from trueline.wire import train_pb2 as pb
 
-BUNDLE = 256
-"""Events in one message."""
-KEPT = 20_000
-"""Past events that a new follower gets."""
+BUNDLE = 256  # events in one message
+KEPT = 20_000  # past events that a new follower gets
 Hook = Callable[[str, dict[str, Field], float], None]
 """Called with name, fields and time (seconds since 1970) of each event."""
 NamedEvent = tuple[str, dict[str, Field]]

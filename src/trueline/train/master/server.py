@@ -44,8 +44,7 @@ PAGE_S, PAGE_SHARE = 1.0, 0.2
 reconnections of that moment already take processor time from the steps of training."""
 CALL_ENDED = (grpc.aio.AbortError, grpc.aio.InternalError)
 """What ends only the call: it was refused, or its caller is gone, as fenced workers are."""
-Context = Any
-"""grpc.aio.ServicerContext, whose stubs are generic to no use here."""
+Context = Any  # grpc.aio.ServicerContext, whose stubs are generic to no use here
 
 
 class MasterService(pb_grpc.MasterServicer):

@@ -7,11 +7,9 @@ machine, the network or the data may have changed. `Scaling` changes in place.
 
 from dataclasses import dataclass, field
 
-SETTLE_S = 10.0
-"""Length of a measurement, which restarts when the number of workers changes."""
+SETTLE_S = 10.0  # length of a measurement, which restarts when the number of workers changes
 FORGET_S = 600.0
-PAYS = 0.5
-"""A worker pays when it brings this part of the average worker."""
+PAYS = 0.5  # a worker pays when it brings this part of the average worker
 SMOOTH = 0.5
 
 
@@ -19,8 +17,7 @@ SMOOTH = 0.5
 class Bounds:
     low: int
     high: int
-    capacity: int | None = None
-    """Workers for which the engine has room; None: unknown."""
+    capacity: int | None = None  # workers for which the engine has room; None: unknown
 
     @property
     def top(self) -> int:

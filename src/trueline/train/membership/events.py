@@ -9,8 +9,7 @@ from msgspec import Struct
 
 from trueline.engine.contract import make_ref
 
-WORKER = "worker"
-"""The role of the processes that a view consists of: the only one so far."""
+WORKER = "worker"  # the role of the processes that a view consists of: the only one so far
 
 
 class Begin(Struct, frozen=True):
@@ -24,15 +23,13 @@ class Begin(Struct, frozen=True):
 class Ready(Struct, frozen=True):
     ref: str
     store: str
-    state: str = ""
-    """host:port where joiners fetch its state."""
+    state: str = ""  # host:port where joiners fetch its state
 
 
 class Death(Struct, frozen=True):
     ref: str
     why: str
-    clean: bool = False
-    """It has ended by itself, with exit code 0."""
+    clean: bool = False  # it has ended by itself, with exit code 0
     failed: bool = False
     """It has ended by itself, with another exit code or a crash; it was not killed."""
 

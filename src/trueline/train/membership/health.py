@@ -9,8 +9,7 @@ from trueline.train.membership.poison import accuse, note_deaths
 from trueline.train.membership.state import Failures, Member, MembershipPolicy, State, fill, form, join_refs
 
 BUSY = ("reading", "computing")
-FADE = 0.99
-"""Factor of `State.silence_s` at each tick (0.25 s): half is left after 17 s."""
+FADE = 0.99  # factor of `State.silence_s` at each tick (0.25 s): half is left after 17 s
 
 
 def lose_workers(state: State, deaths: Sequence[Death], now: float, policy: MembershipPolicy) -> list[Action]:

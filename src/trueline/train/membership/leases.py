@@ -17,15 +17,13 @@ from trueline.errors import UsageError
 
 Row = tuple[str, dict[str, Any]]
 
-PART = 3.0
-"""A lease is one part in this many of a worker's share of what is left."""
+PART = 3.0  # a lease is one part in this many of a worker's share of what is left
 LEAST_S = 0.1
 """Least seconds of work in a lease, where its worker's speed is known: a request is not free."""
 FIRST = 1024
 """The first lease of a worker measures its speed: one part in this many of the epoch, at most FIRST_MOST records."""
 FIRST_MOST = 4096
-_OLD = 0.7
-"""Weight of a worker's earlier speed when it is measured again."""
+_OLD = 0.7  # weight of a worker's earlier speed when it is measured again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +38,9 @@ class Lease:
 @dataclass(slots=True)
 class _HeldLease:
     worker: str
-    at: int
-    """Positions before it are committed."""
+    at: int  # positions before it are committed
     stop: int
-    since: float
-    """When the worker began with the position `at`."""
+    since: float  # when the worker began with the position `at`
     deadline: float
 
 
@@ -54,12 +50,9 @@ class Leases:
 
     epoch: int
     num_records: int
-    lease_s: float = 10.0
-    """A lease whose worker is silent for longer is taken back."""
-    most: int = 1 << 20
-    """Most records of a lease; a death costs those that are not committed."""
-    incarnation: int = 0
-    """Of the master that grants the leases; `replay` increments it."""
+    lease_s: float = 10.0  # a lease whose worker is silent for longer is taken back
+    most: int = 1 << 20  # most records of a lease; a death costs those that are not committed
+    incarnation: int = 0  # of the master that grants the leases; `replay` increments it
     rates: dict[str, float] = field(default_factory=dict)
     """Records a second of each worker, smoothed."""
     _free: list[tuple[int, int]] = field(default_factory=list)

@@ -17,18 +17,13 @@ Phase = Literal["gathering", "running", "finished", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipPolicy:
-    workers: int
-    """How many workers the job begins with; a dead one is replaced."""
-    min_workers: int = 1
-    """The job waits while it has fewer."""
-    gather_s: float = 30.0
-    """How long the first view waits for the other workers once one is ready."""
+    workers: int  # how many workers the job begins with; a dead one is replaced
+    min_workers: int = 1  # the job waits while it has fewer
+    gather_s: float = 30.0  # how long the first view waits for the other workers once one is ready
     lease_s: float = 3.0
     """A worker that is silent for longer is given up; `health.lease` extends it on a starved machine."""
-    start_s: float = 180.0
-    """A worker that is not ready this long after its start is given up."""
-    leave_s: float = 60.0
-    """A worker that still runs this long after a view without it is killed."""
+    start_s: float = 180.0  # a worker that is not ready this long after its start is given up
+    leave_s: float = 60.0  # a worker that still runs this long after a view without it is killed
     stuck_s: float = 10.0
     """A worker that computes for longer (and for ten usual steps) while all others wait is given up."""
     tick_s: float = 0.25
@@ -41,8 +36,7 @@ class MembershipPolicy:
     spell_s: float = 600.0
     """Time in which twice as many failures of one slot, after steps of its own, put it into quarantine if all others
     together have less than half as many."""
-    set_aside: int = 100
-    """Records that may be set aside; one more ends the job."""
+    set_aside: int = 100  # records that may be set aside; one more ends the job
 
     def delay_s(self, failures: int) -> float:
         """How long a slot stays empty after `failures` deaths in a row before its first step.
@@ -59,27 +53,22 @@ class Member:
     slot: int
     store: str
     """host:port of its rendezvous store; empty while a restarted master waits for it to reconnect."""
-    state: str = ""
-    """host:port where joiners fetch its state."""
+    state: str = ""  # host:port where joiners fetch its state
     seen_at: float
-    rank: int = -1
-    """-1: not in the view."""
+    rank: int = -1  # -1: not in the view
     entered: int | None = None
     """Steps it had applied when it entered the current generation; None: it has not entered, -1: it has no state."""
     rate: float = 0.0
     leaving: bool = False
-    joined: bool = False
-    """It is or was in a view."""
+    joined: bool = False  # it is or was in a view
     left_at: float | None = None
     """When all others had continued without it; it ends by itself after its last step."""
     steps: int = -1
     base: int | None = None
     """Steps that the job had when it first took part; it applied the later ones itself."""
     phase: str = ""
-    phase_s: float = 0.0
-    """How long it was in `phase` at its last heartbeat."""
-    trying: int = -1
-    """The record that it tries alone; -1: none."""
+    phase_s: float = 0.0  # how long it was in `phase` at its last heartbeat
+    trying: int = -1  # the record that it tries alone; -1: none
     trying_where: str = ""
 
     @property
@@ -97,16 +86,13 @@ class Failures:
     """Deaths of one slot in a row before its first step."""
 
     count: int
-    since_step: int
-    """Steps that the job had applied at the first of them."""
-    until: float
-    """When the slot may be filled again."""
+    since_step: int  # steps that the job had applied at the first of them
+    until: float  # when the slot may be filled again
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    workers: int
-    """Slots to fill: 0 to workers - 1."""
+    workers: int  # slots to fill: 0 to workers - 1
     phase: Phase = "gathering"
     generation: int = 0
     cut_below: int = 0
@@ -114,32 +100,26 @@ class State:
     careful: bool = False
     view: tuple[str, ...] = ()
     released: bool = False
-    finishing: bool = False
-    """A member has applied the last step."""
+    finishing: bool = False  # a member has applied the last step
     members: dict[str, Member] = field(default_factory=dict)
     pending: dict[str, float] = field(default_factory=dict)
     """Started and not ready yet: ref -> when it was started."""
-    awaited: set[str] = field(default_factory=set)
-    """Members of the view that have not entered it."""
+    awaited: set[str] = field(default_factory=set)  # members of the view that have not entered it
     unfinished: set[str] = field(default_factory=set)
     """Members of the view that have not applied the last step."""
-    incarnations: dict[int, int] = field(default_factory=dict)
-    """Next incarnation of each slot."""
+    incarnations: dict[int, int] = field(default_factory=dict)  # next incarnation of each slot
     failures: dict[int, Failures] = field(default_factory=dict)
     crashes: dict[int, list[float]] = field(default_factory=dict)
     """Slot -> times of recent failures of its own workers, after steps of their own."""
-    quarantined: dict[int, str] = field(default_factory=dict)
-    """Slots that stay empty, and why."""
+    quarantined: dict[int, str] = field(default_factory=dict)  # slots that stay empty, and why
     suspects: dict[int, dict[str, str]] = field(default_factory=dict)
     """Votes against records: record -> worker -> why."""
     set_aside: dict[int, str] = field(default_factory=dict)
     """Records that are left out of training, and why."""
     places: dict[int, str] = field(default_factory=dict)
     """Suspected and set-aside records -> part, file and record in it."""
-    committed: int = 0
-    """Steps known to be applied."""
-    died_at: int = -1
-    """Steps applied when a member last died in a group."""
+    committed: int = 0  # steps known to be applied
+    died_at: int = -1  # steps applied when a member last died in a group
     checkpoint: str = ""
     checkpoint_step: int = -1
     gathering_since: float | None = None
@@ -147,8 +127,7 @@ class State:
     """When empty slots may be filled; earlier when the survivors of a death have applied a step."""
     ticked_at: float | None = None
     stepped_at: float | None = None
-    usual_s: float = 0.0
-    """Time between two steps, smoothed."""
+    usual_s: float = 0.0  # time between two steps, smoothed
     silence_s: float = 0.0
     """The longest recent silence of a living member; older ones count for less."""
 

@@ -19,24 +19,20 @@ from trueline.engine.contract import parse_ref
 
 CAPACITY = 512
 PHASES = ("data", "compute", "wait", "commit")
-WINDOW_S = 10.0
-"""Over how long a rate is measured."""
+WINDOW_S = 10.0  # over how long a rate is measured
 End = Literal["", "died", "left", "finished", "stopped", "unseen"]
 MAX_SPANS = 24
-MAX_LANES = 200
-"""Lanes that the page shows; more are counted."""
+MAX_LANES = 200  # lanes that the page shows; more are counted
 
 
 class Point(NamedTuple):
     """One step, or several merged ones: sums, and the extremes of the loss. A tuple, since there are many."""
 
     step: int
-    at: float
-    """When the last of them was applied."""
+    at: float  # when the last of them was applied
     loss: float
     records: int
-    seconds: float
-    """Since the step before; 0 for the first one of the job."""
+    seconds: float  # since the step before; 0 for the first one of the job
     phases_ms: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     workers: int = 0
     num: int = 1
@@ -162,8 +158,7 @@ class Span:
     start: float
     ready: float | None = None
     end: float | None = None
-    how: End = ""
-    """How it ended; empty while it lives."""
+    how: End = ""  # how it ended; empty while it lives
     why: str = ""
     leaving: bool = False
     deaths: int = 0

@@ -19,8 +19,7 @@ from trueline.train.monitor.charts import PHASES, CumulativeHistogram, Lanes, Po
 Fields = Mapping[str, Field]
 MAX_EVENTS, MAX_REGROUPS, MAX_EVALUATIONS, MAX_KEPT = 80, 240, 400, 200
 _STILL_S = 1.0
-_CLEAN_EXIT = "exit code 0"
-"""How a worker ends that has left as planned."""
+_CLEAN_EXIT = "exit code 0"  # how a worker ends that has left as planned
 _SILENT = {"step.applied", "worker.running", "group.released", "epoch.certified", "checkpoint.saved", "evaluation.done"}
 """Frequent events, which the page shows elsewhere."""
 _BAD = {"worker.lost", "worker.killed", "worker.quarantined", "worker.fenced", "record.set_aside", "record.suspected",
@@ -62,15 +61,13 @@ class JobView:
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts
-        self.changes = 0
-        """Grows with every event."""
+        self.changes = 0  # grows with every event
         self.series, self.recent, self.lanes = Series(), Recent(), Lanes()
         self.phase, self.why, self.hint = "starting", "", ""
         self.started_at = self.last_at = 0.0
         self.step = self.steps_applied = self.records = self.total = self.generation = self.workers = 0
         self.loss: float | None = None
-        self.not_finite: int | None = None
-        """The first step whose loss was NaN or infinite."""
+        self.not_finite: int | None = None  # the first step whose loss was NaN or infinite
         self.shares: list[int] = []
         self.redone = self.checkpoints = self.num_regroups = 0
         self.phase_ms = dict.fromkeys(PHASES, 0.0)

@@ -40,8 +40,7 @@ INTERVAL_S = 1.0
 CLOSE_S = 1.0
 TAIL_BYTES = 1 << 16
 _TEXT = b"text/plain; charset=utf-8"
-SLICE_BYTES = 1 << 14
-"""Bytes of past events that are read at once, in a millisecond or two."""
+SLICE_BYTES = 1 << 14  # bytes of past events that are read at once, in a millisecond or two
 _HTML = Path(__file__).with_name("page.html")
 _STATE = b'<script type="application/json" id="state">'
 _FACTS = ("name", "recipe", "epochs", "global_batch", "workers", "min_workers", "seed", "bitwise", "precision",

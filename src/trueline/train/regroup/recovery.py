@@ -19,8 +19,7 @@ from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.replica import Reduced, Replica
 
-MOST_KEPT = 8
-"""Steps that an observer keeps before it makes the others wait for its state."""
+MOST_KEPT = 8  # steps that an observer keeps before it makes the others wait for its state
 
 
 class Recovery:
@@ -30,10 +29,8 @@ class Recovery:
         self._replica, self._group, self._faults = replica, group, faults
         self._offer = state_transfer.Offer()
         self.address = self._offer.address
-        self.has_state = False
-        """This worker has a state, of any step."""
-        self.observed = 0
-        """Steps that the group has applied while this worker observes."""
+        self.has_state = False  # this worker has a state, of any step
+        self.observed = 0  # steps that the group has applied while this worker observes
         self._fetch: state_transfer.Fetch | None = None
         self._kept: list[Reduced | list[float]] = []
 

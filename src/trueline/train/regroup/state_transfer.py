@@ -26,8 +26,7 @@ from trueline.parallel.gloo import GlooGroup
 CHUNK = 4 << 20
 STREAM_BYTES = 16 << 20
 """A larger state is streamed, so that the other members need not wait for it."""
-PATIENCE_S = 30.0
-"""How long a peer may be silent in the middle of a transfer."""
+PATIENCE_S = 30.0  # how long a peer may be silent in the middle of a transfer
 _LENGTH = struct.Struct("!Q")
 
 

@@ -22,8 +22,7 @@ from trueline.train.link.contract import Link
 from trueline.train.step.plan import Ints, JobPlan
 from trueline.train.step.replica import Replica
 
-CONTROLS = 3
-"""Other records, of this step and the next, that are tried when all suspects fail."""
+CONTROLS = 3  # other records, of this step and the next, that are tried when all suspects fail
 
 
 @dataclass(frozen=True, slots=True)

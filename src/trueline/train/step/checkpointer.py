@@ -31,8 +31,7 @@ from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.version import __version__
 
-NICENESS = 10
-"""Of the writing thread: where cores are scarce, training goes first."""
+NICENESS = 10  # of the writing thread: where cores are scarce, training goes first
 
 
 class Checkpointer:
@@ -47,8 +46,7 @@ class Checkpointer:
         self._writers: list[threading.Thread] = []
         self._failure: TruelineError | None = None
         self._saved: object = None
-        self._begun = 0
-        """Steps of the newest state that was copied."""
+        self._begun = 0  # steps of the newest state that was copied
 
     @classmethod
     def of(cls, settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> Checkpointer:

@@ -31,8 +31,7 @@ class StepReporter:
     group: WorkerGroup
     timer: StepTimer
     plan: JobPlan
-    redone: int = 0
-    """How often the current step was computed again after an overflow."""
+    redone: int = 0  # how often the current step was computed again after an overflow
     _last_ns: int = 0
     _regrouped: bool = False
     _reported_weights: tuple[float, ...] = ()

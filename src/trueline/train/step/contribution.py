@@ -37,14 +37,11 @@ class StepBatch:
 
 @dataclass(slots=True)
 class Contribution:
-    done: list[Ints] = field(default_factory=list)
-    """Records of the batches whose loss is known."""
+    done: list[Ints] = field(default_factory=list)  # records of the batches whose loss is known
     count: int = 0
-    digest: int = 0
-    """Of the batches that were handed to the loop."""
+    digest: int = 0  # of the batches that were handed to the loop
     loss_sum: float = 0.0
-    finite: bool = True
-    """Whether the losses can be summed over the workers."""
+    finite: bool = True  # whether the losses can be summed over the workers
 
     @property
     def records(self) -> Ints:
@@ -73,8 +70,7 @@ class StepReader:
     group: WorkerGroup
     timer: StepTimer
     seed: int
-    draws: bool
-    """Whether a forward draws random numbers, which are then seeded by the shard."""
+    draws: bool  # whether a forward draws random numbers, which are then seeded by the shard
     _known: tuple[int, int, tuple[float, ...]] = (-1, -1, ())
     """Generation, step and split of `_pieces`."""
     _pieces: list[ForwardPiece] = field(default_factory=list)

@@ -14,8 +14,7 @@ from trueline.train.link.contract import Link
 from trueline.train.step import load_balance
 from trueline.wire import train_pb2 as pb
 
-PATIENCE_S = 1.0
-"""After a failed collective, how long to wait for a new view before requesting one."""
+PATIENCE_S = 1.0  # after a failed collective, how long to wait for a new view before requesting one
 
 
 @dataclass(slots=True)
@@ -29,16 +28,11 @@ class WorkerGroup:
     split: load_balance.StepSplit = field(default_factory=load_balance.StepSplit)
     order: list[int] = field(default_factory=lambda: [0])
     """Ranks in the order of their shares: shifted by the view's rotation."""
-    ordered_weights: tuple[float, ...] = (1.0,)
-    """The weights of the split in that order."""
-    position: int = 0
-    """Of this worker in that order."""
-    rates: tuple[float, ...] = ()
-    """Records a second by rank, from the account of the last step."""
-    failure: str = ""
-    """Why the last collective failed."""
-    failed: bool = False
-    """A step failed, and no newer view has arrived yet."""
+    ordered_weights: tuple[float, ...] = (1.0,)  # the weights of the split in that order
+    position: int = 0  # of this worker in that order
+    rates: tuple[float, ...] = ()  # records a second by rank, from the account of the last step
+    failure: str = ""  # why the last collective failed
+    failed: bool = False  # a step failed, and no newer view has arrived yet
 
     @property
     def size(self) -> int:

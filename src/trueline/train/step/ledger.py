@@ -66,24 +66,15 @@ class StepAccount:
     A member that holds the state fills in all fields, an observer (still receiving the state) only `wishes`.
     """
 
-    count: int = 0
-    """Records in the gradients."""
-    digest: int = 0
-    """Of these records, modulo 2**24."""
-    generations: int = 0
-    """The generation modulo 4096, once for each holder."""
-    steps: int = 0
-    """The step modulo 4096, once for each holder."""
-    wishes: int = 0
-    """Members that want to regroup."""
-    holders: int = 0
-    """Members that hold the state."""
-    loss_sum: float = 0.0
-    """Mean loss times records."""
-    rates: Sequence[float] = ()
-    """Records a second, by rank."""
-    LOSS_WORD: ClassVar[int] = 8
-    """Index of `loss_sum` in `pack()`."""
+    count: int = 0  # records in the gradients
+    digest: int = 0  # of these records, modulo 2**24
+    generations: int = 0  # the generation modulo 4096, once for each holder
+    steps: int = 0  # the step modulo 4096, once for each holder
+    wishes: int = 0  # members that want to regroup
+    holders: int = 0  # members that hold the state
+    loss_sum: float = 0.0  # mean loss times records
+    rates: Sequence[float] = ()  # records a second, by rank
+    LOSS_WORD: ClassVar[int] = 8  # index of `loss_sum` in `pack()`
 
     @classmethod
     def of_holder(
@@ -145,10 +136,8 @@ class StepAccount:
 class LeftOut:
     """What was set aside of a step. `ids` and `of` differ if the source has an order of its own."""
 
-    ids: tuple[int, ...] = ()
-    """Ids in the plan."""
-    of: tuple[int, ...] = ()
-    """The records of the source at these ids."""
+    ids: tuple[int, ...] = ()  # ids in the plan
+    of: tuple[int, ...] = ()  # the records of the source at these ids
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,8 +145,7 @@ class Ledger:
     """What has been applied so far. Checkpoints and state transfers carry it with the parameters."""
 
     num_records: int
-    steps: int = 0
-    """Optimizer steps applied in the job."""
+    steps: int = 0  # optimizer steps applied in the job
     epoch_steps: int = 0
     epoch_records: int = 0
     epoch_digest: int = 0

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 
 DEAD_BAND = 0.10
 SLACK, STEADY, SETTLING = 0.02, 8, 8
-OVER_S = 1.0
-"""A rate averages about this many seconds, if they have more than a few steps."""
-SMOOTHING = 0.3
-"""Weight of the newest measurement if its step took `SMOOTHING * OVER_S` or longer."""
+OVER_S = 1.0  # a rate averages about this many seconds, if they have more than a few steps
+SMOOTHING = 0.3  # weight of the newest measurement if its step took `SMOOTHING * OVER_S` or longer
 FLOOR = 0.01
 """Least weight, as a fraction of the greatest: a slower member keeps a few records, so that it is measured again."""
 
@@ -53,19 +51,15 @@ class StepTimer:
     """Records a second from the start of reading to the end of the local backward, smoothed; 0: not measured."""
     last_ms: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Milliseconds of the last applied step: reading, computing, waiting, committing."""
-    _measured: int = 0
-    """Measurements in `rate`."""
+    _measured: int = 0  # measurements in `rate`
     _data_s: float = 0.0
     _compute_s: float = 0.0
-    _wait_s: float = 0.0
-    """Seconds of the current step."""
+    _wait_s: float = 0.0  # seconds of the current step
     _since: float = 0.0
-    _ahead_s: float = 0.0
-    """Spent in this step on reading the next step's batch."""
+    _ahead_s: float = 0.0  # spent in this step on reading the next step's batch
     _step_s: float = math.inf
     """Of the last step. A step longer than the one before is weighted like it: a member was stopped in it."""
-    _before_s: float = 0.0
-    """Spent in the step before on reading this step's batch."""
+    _before_s: float = 0.0  # spent in the step before on reading this step's batch
 
     def begin(self) -> None:
         self._data_s = self._compute_s = self._wait_s = 0.0
@@ -127,10 +121,8 @@ class StepSplit:
     """By rank: in which proportion the members share a step. Each group starts with a new one, so all members agree."""
 
     weights: tuple[float, ...] = (1.0,)
-    uneven: int = 0
-    """Steps in a row in which members waited for others longer than `SLACK`."""
-    settling: int = 0
-    """Steps left in which one uneven step is enough: the split was not measured."""
+    uneven: int = 0  # steps in a row in which members waited for others longer than `SLACK`
+    settling: int = 0  # steps left in which one uneven step is enough: the split was not measured
 
     def after_step(self, rates: Sequence[float], records: int) -> StepSplit:
         """The split of the next step, if the members of this one, of `records` records, measured `rates`.

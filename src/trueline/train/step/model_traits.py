@@ -24,10 +24,8 @@ TRY_S, TRIES = 0.1, 5
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    draws: bool
-    """A forward in training mode draws random numbers."""
-    neighbours: bool
-    """The result for a record depends on the records beside it."""
+    draws: bool  # a forward in training mode draws random numbers
+    neighbours: bool  # the result for a record depends on the records beside it
     rate: float = 0.0
     """Records a second that were read and computed when a forward was tried; 0: none was."""
 

@@ -13,10 +13,8 @@ from trueline.settings import check
 from trueline.train.settings import check_backend
 from trueline.train.step.plan import DRAWN, IN_ORDER
 
-SHARDS = 8
-"""Shards of a step, by default, for a model that needs them."""
-LEAST = 4
-"""Least number of records in such a shard."""
+SHARDS = 8  # shards of a step, by default, for a model that needs them
+LEAST = 4  # least number of records in such a shard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from trueline.train.step import ledger
 
 Ints = npt.NDArray[np.int64]
 _TOGETHER = 64
-WINDOW_BLOCKS = 8
-"""Least number of blocks in a window: fewer mix badly."""
+WINDOW_BLOCKS = 8  # least number of blocks in a window: fewer mix badly
 IN_ORDER = (0,)
 """In place of the blocks: records are taken in the order of the source. No real block is empty."""
 DRAWN = (-1,)
@@ -55,8 +54,7 @@ class ForwardPiece:
     """Records of one forward."""
 
     records: Ints
-    shard: int
-    """Number of the shard in the step; without shards the rank."""
+    shard: int  # number of the shard in the step; without shards the rank
     digest: int
 
 
@@ -66,12 +64,10 @@ class JobPlan:
     global_batch: int
     epochs: int
     seed: int
-    micro_batch: int = 0
-    """Most records of a shard; 0: no shards."""
+    micro_batch: int = 0  # most records of a shard; 0: no shards
     blocks: tuple[int, ...] = ()
     """Record counts of the source's blocks, for an order in windows; empty: a permutation of all records."""
-    set_aside: tuple[int, ...] = ()
-    """Records of the source that are in no step from now on."""
+    set_aside: tuple[int, ...] = ()  # records of the source that are in no step from now on
     drawn: Callable[[Ints, int], Ints] | None = None
     """Maps ids of an epoch to records of the source; None: they are equal."""
     epoch_steps: int = field(init=False)

@@ -5,10 +5,8 @@ from pathlib import Path
 
 from trueline.errors import TruelineError
 
-UNREACHABLE_EXIT = 75
-"""The network failed, for this process alone."""
-LOST_EXIT = 77
-"""The device or a reader of this process failed, and with it this process alone."""
+UNREACHABLE_EXIT = 75  # the network failed, for this process alone
+LOST_EXIT = 77  # the device or a reader of this process failed, and with it this process alone
 
 
 def describe(error: Exception, code: str) -> tuple[str, str, str]:

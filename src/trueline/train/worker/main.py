@@ -41,8 +41,7 @@ from trueline.train.step.validation import Rule, Validation
 from trueline.train.worker import failure
 from trueline.train.worker.measure import call_model, make_measure
 
-TRIED = 8
-"""Records in the trial forward before the first step."""
+TRIED = 8  # records in the trial forward before the first step
 
 
 def main() -> int:
