@@ -1,9 +1,7 @@
-"""Planes: sums of gradients on their devices, beside the gloo group of a generation.
+"""Planes: sums of a backward's buckets on their devices, by NCCL (`nccl.py`) or a user's own backend.
 
-    gloo      host memory, state transfer, votes: always there; a cut shuts its sockets (`gloo.py`)
-    a plane   the buckets of a backward, on their device: NCCL (`nccl.py`), or a user's own backend
-
-An aborted plane's pending sums are undefined and still report success, so the group marks itself cut before it aborts
+The gloo group of a generation (`gloo.py`) is always there beside it: for host memory, state transfer and votes. An
+aborted plane's pending sums are undefined and still report success, so the group marks itself cut before it aborts
 the plane and checks that mark after a sum is over (docs/concepts/generation.md, "Planes").
 """
 

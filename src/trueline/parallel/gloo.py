@@ -3,9 +3,8 @@
 gloo cannot abort a collective: a member that waits for a dead peer waits for the whole timeout. `cut` therefore shuts
 down the group's sockets, and every pending operation fails at once with a RuntimeError in the thread that waits.
 docs/concepts/generation.md, "Why gloo is cut through its sockets", lists the pitfalls; each of them once cost a stall.
-
-Only host memory is exchanged. Tensors on a device are copied by the caller, or summed by the job's plane
-(`backend.py`), which is formed, cut and left with the group. Linux only (/proc/self/fd).
+Only host memory is exchanged: tensors on a device are copied by the caller, or summed by the plane (`backend.py`), which
+is formed, cut and left with the group. Linux only (/proc/self/fd).
 """
 
 from __future__ import annotations
@@ -70,12 +69,10 @@ class GlooGroup:
         self._plane: Plane | None = None
         self._left_plane: Plane | None = None
         """The plane of the group that was left between two steps: a slower peer may still be reading from it."""
-        self._plane_misses = 0
+        self._misses = self._plane_misses = 0
         self._sums: list[Sum] = []  # the plane's sums that may be pending
         self.generation = -1
-        self.open = False
-        self._broken = False
-        self._misses = 0
+        self.open = self._broken = False
         self._cut_below = 0
         """Generations below this were cut, including those that had not formed yet."""
         self._before: set[str] = set()
@@ -251,7 +248,10 @@ def _connect_members(
 ) -> _Formed:
     """Connects the members; returns the gloo group, its part of the store, and the plane. Raises RuntimeError."""
     host, _, port = store.rpartition(":")
-    _check_open(host, int(port))
+    try:  # a TCPStore client would retry a refused connection, also when rank 0 is dead
+        socket.create_connection((host, int(port)), timeout=FORM_TIMEOUT_S).close()
+    except OSError as error:
+        raise RuntimeError(f"gloo: the rendezvous store at {store} is gone: {error}") from error
     client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
     named = PrefixStore(f"generation-{generation}", client)
     group = ProcessGroupGloo(named, rank, size, timeout=patience)
@@ -264,15 +264,6 @@ def _connect_members(
         raise
     except Exception as error:
         raise _PlaneError(f"{type(error).__name__}: {error}") from error
-
-
-def _check_open(host: str, port: int) -> None:
-    """Raises RuntimeError if rank 0 is dead: a TCPStore client would retry a refused connection."""
-    try:
-        with socket.create_connection((host, port), timeout=FORM_TIMEOUT_S):
-            return
-    except OSError as error:
-        raise RuntimeError(f"gloo: the rendezvous store at {host}:{port} is gone: {error}") from error
 
 
 def _drop_group(groups: list[Any], works: list[Any]) -> None:

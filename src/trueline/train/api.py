@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from trueline import events, files
-from trueline.checkpoint.checkpoint import best as best_checkpoint
-from trueline.checkpoint.checkpoint import steps as checkpoint_steps
+from trueline.checkpoint import checkpoint
 from trueline.errors import StorageError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe, locate_recipe
@@ -136,7 +135,7 @@ class TrainResult:
     @property
     def best(self) -> Location | None:
         """The checkpoint of the best evaluation; None without one, or if it was pruned."""
-        return best_checkpoint(split_location(self.checkpoint)[0]) if self.summary.facts.get("best") else None
+        return checkpoint.best(split_location(self.checkpoint)[0]) if self.summary.facts.get("best") else None
 
     @property
     def chosen(self) -> Location:
@@ -275,7 +274,7 @@ def _expect_room(checkpoints: str) -> None:
             where.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot write checkpoints to {where}: {error.strerror}", hint="name another") from error
-    there = checkpoint_steps(where)
+    there = checkpoint.steps(where)
     if there:
         raise UsageError(
             f"{checkpoints} holds checkpoints already, of step {there[-1]} and before",
@@ -302,8 +301,6 @@ def _next_free(name: str) -> Path:
 
 def _restore_checkpoint(folder: Path, job: JobSettings) -> None:
     """Enters the newest valid checkpoint in the journal; without one the job begins from its first step."""
-    from trueline.checkpoint import checkpoint
-
     where = job.checkpoints or JobDir(folder).checkpoints
     checkpoint.sweep(where)  # files of a dead writer; no process of the job is alive
     newest = checkpoint.latest(where)

@@ -265,7 +265,10 @@ class Elastic:
         try:
             mine = self._account(step, holds=holds)
             self._link.report_phase("waiting")
-            account = self._replica.reduce(piece, mine, Shares(self._shards(step), self._group.order))
+            group, shards = self._group, list[int]()
+            if self._plan.micro_batch:
+                shards = group.by_rank(self._plan.shard_counts(step, group.ordered_weights))
+            account = self._replica.reduce(piece, mine, Shares(shards, group.order))
         except RuntimeError as error:
             if not is_collective(error):
                 self.blame(error, self._contribution.records)
@@ -285,12 +288,6 @@ class Elastic:
             self._blame_loss(step)
             return False
         return self._commit.commit(account)
-
-    def _shards(self, step: int) -> list[int]:
-        """By rank: shards of `step`; empty without shards."""
-        if not self._plan.micro_batch:
-            return []
-        return self._group.by_rank(self._plan.shard_counts(step, self._group.ordered_weights))
 
     def _observe(self, account: StepAccount) -> None:
         """Keeps the sums of a step in which this worker had no state, and applies them once it has arrived."""

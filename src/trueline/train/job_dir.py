@@ -110,8 +110,10 @@ class JobDir:
         """None for a job that was never launched."""
         return _read(self._launch, LaunchRecord)
 
-    def write_secret(self) -> None:
-        """Makes the secret of a launch."""
+    def begin_launch(self) -> None:
+        """Makes the folder of the logs and the secret of a launch, which has no master yet."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._master.unlink(missing_ok=True)
         files.write_atomic(self._secret, secrets.token_urlsafe(32).encode(), mode=0o600)
 
     def read_secret(self) -> str:
@@ -127,9 +129,6 @@ class JobDir:
     def read_master(self) -> MasterRecord | None:
         """The master of the last launch; None before it listens."""
         return _read(self._master, MasterRecord)
-
-    def remove_master(self) -> None:
-        self._master.unlink(missing_ok=True)
 
     def record(self, name: str, /, **fields: events.Field) -> None:
         """Appends an event of the launcher, beside the master's. A full disk does not end the job."""

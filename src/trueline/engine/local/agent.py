@@ -56,16 +56,13 @@ class Agent:
             process.wake_at_end(self.life)
             self.selector.register(self.life, selectors.EVENT_READ)
         for birth in process.read_births(self.births):
-            self._adopt(birth)
-
-    def _adopt(self, birth: process.Birth) -> None:
-        handle = process.adopt_orphan(birth)
-        if handle is None:
-            self.seen[birth.ref] = describe_loss(birth.ref, birth.pid)
-            return
-        self.seen[birth.ref] = Seen(ref=birth.ref, kind=Kind.STARTED, pid=birth.pid)
-        self.adopted[birth.ref] = handle
-        self.selector.register(handle, selectors.EVENT_READ, birth.ref)
+            handle = process.adopt_orphan(birth)
+            if handle is None:
+                self.seen[birth.ref] = describe_loss(birth.ref, birth.pid)
+                continue
+            self.seen[birth.ref] = Seen(ref=birth.ref, kind=Kind.STARTED, pid=birth.pid)
+            self.adopted[birth.ref] = handle
+            self.selector.register(handle, selectors.EVENT_READ, birth.ref)
 
     def run(self) -> None:
         signal.set_wakeup_fd(self.waker.fileno())
@@ -223,9 +220,8 @@ def describe_exit(ref: str, pid: int, code: int) -> Seen:
 
 
 def describe_loss(ref: str, pid: int) -> Seen:
-    return Seen(
-        ref=ref, kind=Kind.LOST, pid=pid, reason="ended after its agent had died, so that its exit code is unknown"
-    )
+    reason = "ended after its agent had died, so that its exit code is unknown"
+    return Seen(ref=ref, kind=Kind.LOST, pid=pid, reason=reason)
 
 
 def _set_up_process(spec: ProcessSpec) -> None:

@@ -59,8 +59,7 @@ class LocalJob:
         self.settings: JobSettings = job_settings.load(job_dir)
         self.agent: subprocess.Popen[bytes] | None = None
         self.master: MasterProcess | None = None
-        self.restarts = 0
-        self._port = 0
+        self.restarts = self._port = 0
         self._events: queue.Queue[pb.Events] = queue.Queue()
         self._master_channel: grpc.Channel | None = None  # all masters of a launch have one port
         self._closing = False
@@ -77,9 +76,7 @@ class LocalJob:
             exits.push(lambda kind, error, trace: self._record_end(launch, error))
             job = self.settings
             self._emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
-            self.folder.logs.mkdir(parents=True, exist_ok=True)
-            self.folder.write_secret()
-            self.folder.remove_master()
+            self.folder.begin_launch()
             self.socket = self.scratch / "agent"
             self.life, self._life_end = os.pipe()
             self._sweep()

@@ -35,9 +35,6 @@ class StepReport(NamedTuple):
     commit_ms: float
     redone: int
 
-    def as_message(self) -> pb.Applied:
-        return pb.Applied(**self._asdict())
-
 
 class Membership(Protocol):
     """Enters the job, its views, and its end."""

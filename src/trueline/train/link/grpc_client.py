@@ -169,9 +169,10 @@ class MasterLink:
 
     def _gather_report(self, *, everything: bool) -> pb.Progress:
         overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
+        due = self._applied if everything or self.leads or overdue else ()
         return pb.Progress(
             ref=self.ref, generation=self._generation, step=self._step,
-            applied=[report.as_message() for report in self._applied] if everything or self.leads or overdue else [],
+            applied=[pb.Applied(**report._asdict()) for report in due],
             certificates=list(self._certificates), evaluations=list(self._evaluations),
             phase=self._phase, phase_s=time.monotonic() - self._since,
         )  # fmt: skip

@@ -15,10 +15,9 @@ class LocalLink:
     def __init__(self) -> None:
         self.ref = "worker-0.0"
         self.leads = True
-        self.save_from = 0
+        self.save_from = self._misses = 0
         self._store = ""
         self.view: pb.View | None = None
-        self._misses = 0
         self.steps: list[StepReport] = []
         self.evaluations: list[pb.Evaluation] = []
 

@@ -42,9 +42,7 @@ class JobProgress:
     """Replayed from the journal's rows by a restarted master."""
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
-        self.num_records = 0
-        self.total_steps = 0
-        self.shard_records = 0
+        self.num_records = self.total_steps = self.shard_records = 0
         self.blocks: tuple[int, ...] = ()
         """Records that lie together in the source, where the order is one of windows."""
         self.logged = 0  # steps in the log: the next step to be logged

@@ -39,15 +39,6 @@ def encode_fields(fields: dict[str, Field]) -> bytes:
     return json.dumps(fields).encode()
 
 
-def _open_log(path: Path) -> int:
-    """Opens the log to append at the beginning of a line: the writer before may have died within one."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    size = os.fstat(file).st_size
-    if size and os.pread(file, 1, size - 1) != b"\n":
-        os.write(file, b"\n")
-    return file
-
-
 class EventPublisher:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,7 +75,10 @@ class EventPublisher:
     def _write(self, lines: bytes) -> None:
         try:
             if self._file < 0:
-                self._file = _open_log(self.path)
+                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                size = os.fstat(self._file).st_size
+                if size and os.pread(self._file, 1, size - 1) != b"\n":  # the writer before died within a line
+                    os.write(self._file, b"\n")
             whole = os.write(self._file, lines) == len(lines)
         except OSError:
             whole = False

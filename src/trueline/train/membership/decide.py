@@ -68,7 +68,9 @@ def _apply_worker_event(
         case h.Saved():
             return _apply_checkpoint(state, event)
         case h.GroupBroken():
-            return _apply_broken_group(state, event)
+            if event.generation != state.generation:
+                return []
+            return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", forced=True)
 
 
 def scale_fault(workers: int, policy: MembershipPolicy) -> str:
@@ -198,13 +200,6 @@ def _apply_checkpoint(state: State, event: h.Saved) -> list[Action]:
         return []
     state.checkpoint, state.checkpoint_step = event.path, event.step
     return [h.Log("CKPT", {"step": event.step, "path": event.path, "digest": event.digest})]
-
-
-def _apply_broken_group(state: State, event: h.GroupBroken) -> list[Action]:
-    """Forms a new view. A master that came back may not know that the group was released."""
-    if event.generation != state.generation:
-        return []
-    return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", forced=True)
 
 
 def _scale(state: State, event: h.Scale, now: float, policy: MembershipPolicy) -> list[Action]:

@@ -91,12 +91,8 @@ def _quarantine(state: State, ref: str, why: str, policy: MembershipPolicy) -> l
     actions: list[Action] = [Log("QUARANTINE", {"slot": slot, "worker": ref, "why": why})]
     if state.target_workers < policy.min_workers:
         state.phase = "failed"
-        reasons = join_refs(list(state.quarantined.values()))
-        why = (
-            f"{state.target_workers} of {state.workers} slots are left, at least {policy.min_workers} are "
-            f"needed: {reasons}"
-        )
-        actions.append(FailJob("train", why))
+        left = f"{state.target_workers} of {state.workers} slots are left, at least {policy.min_workers} are needed"
+        actions.append(FailJob("train", f"{left}: {join_refs(list(state.quarantined.values()))}"))
     return actions
 
 

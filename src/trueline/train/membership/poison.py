@@ -23,11 +23,8 @@ def suspect(state: State, event: Suspect, policy: MembershipPolicy) -> list[Acti
     if state.phase == "failed" or (forming and not aside):
         return actions
     state.rotation += 1
-    what = (
-        f"{_describe_records(aside)} set aside"
-        if aside
-        else f"{_describe_records(event.records)} failed at {event.ref}"
-    )
+    failed = f"{_describe_records(event.records)} failed at {event.ref}"
+    what = f"{_describe_records(aside)} set aside" if aside else failed
     return actions + form(state, what, forced=True)
 
 
@@ -64,15 +61,10 @@ def note_deaths(state: State, died: Sequence[Member]) -> None:
 
 
 def _too_many(state: State, policy: MembershipPolicy) -> str:
-    reasons = [f"{_describe_record(state, record)} ({why})" for record, why in state.set_aside.items()]
-    return (
-        f"{len(reasons)} records failed wherever they went, {policy.set_aside} may be set aside: {join_refs(reasons)}"
-    )
-
-
-def _describe_record(state: State, record: int) -> str:
-    where = state.places.get(record)
-    return f"record {record}, {where}" if where else f"record {record}"
+    places = {record: f", {where}" for record, where in state.places.items() if where}
+    reasons = [f"record {record}{places.get(record, '')} ({why})" for record, why in state.set_aside.items()]
+    failed = f"{len(reasons)} records failed wherever they went"
+    return f"{failed}, {policy.set_aside} may be set aside: {join_refs(reasons)}"
 
 
 def _describe_records(records: Sequence[int]) -> str:

@@ -199,10 +199,8 @@ class Page:
     async def _push(self, pieces: StreamedBody) -> None:
         seen = -1
         while True:
-            changed, seen = self.view.changes != seen, self.view.changes
-            pieces.add(
-                b"data: " + self.encode_state() + b"\n\n" if changed or not self.view.ended else b": still here\n\n"
-            )
+            unchanged, seen = self.view.changes == seen and self.view.ended, self.view.changes
+            pieces.add(b": still here\n\n" if unchanged else b"data: " + self.encode_state() + b"\n\n")
             if self._closing.is_set():
                 pieces.end()
                 return

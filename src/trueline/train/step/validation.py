@@ -82,15 +82,6 @@ class Validation:
         size = min(BATCH, max(1, self.num_records // CHUNKS))
         return [(start, min(start + size, self.num_records)) for start in range(0, self.num_records, size)]
 
-    def sums(self, chunks: Sequence[tuple[int, int]], overtaken: Callable[[], bool]) -> list[float]:
-        """The sums over `chunks`, incomplete if the group is `overtaken` by a new view."""
-        totals = [0.0] * (1 + len(self.names))
-        for start, stop in chunks:
-            if overtaken():
-                break
-            totals = [total + value for total, value in zip(totals, self.measure(start, stop), strict=True)]
-        return totals
-
     def measure_all(self, group: WorkerGroup, replica: Replica | None) -> list[float]:
         """The sums of all members, measured with the averaged parameters if there are any.
 
@@ -101,7 +92,10 @@ class Validation:
             chunks = self.chunks()
             mine = chunks[slice(*permutation.split(len(chunks), group.ordered_weights)[group.position])]
             with replica.optimizer_step.use_averages():
-                totals = self.sums(mine, group.is_overtaken)
+                for start, stop in mine:
+                    if group.is_overtaken():
+                        break
+                    totals = [total + value for total, value in zip(totals, self.measure(start, stop), strict=True)]
             if group.is_overtaken():  # the group is not cut yet, so incomplete sums could still be reduced
                 raise RuntimeError("ProcessGroup: a newer view")
         row = torch.tensor(totals, dtype=torch.float64)

@@ -57,7 +57,7 @@ def _run_recipe(settings: JobSettings, job_dir: Path) -> int:
     job: Elastic | None = None
     try:
         recipe = load_recipe(settings.recipe)
-        check_digest(recipe, settings)
+        check_digest(recipe.digest, "recipe", settings.recipe, settings)
         job = build(recipe, settings, job_dir)
         _leave_on_sigterm(job.leave)
         train(recipe, job, Options.of(settings))
@@ -84,11 +84,11 @@ def _leave_on_sigterm(leave: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def check_digest(recipe: Recipe, settings: JobSettings) -> None:
-    if recipe.digest != settings.recipe_digest:
+def check_digest(digest: str, kind: str, name: str, settings: JobSettings) -> None:
+    if digest != settings.recipe_digest:
         raise CheckpointError(
-            f"the recipe {settings.recipe} was changed since the job began",
-            hint="start a new job with the changed recipe, or restore the old one",
+            f"the {kind} {name} was changed since the job began",
+            hint=f"start a new job with the changed {kind}, or restore the old one",
         )
 
 
@@ -190,11 +190,7 @@ def _run_script(settings: JobSettings, job_dir: Path) -> int:
 def run_script(settings: JobSettings) -> None:
     """Runs the script as `__main__`, with its arguments and its folder on the path. Raises what it raises."""
     script, *arguments = settings.script
-    if files.sha256_file(Path(script)) != settings.recipe_digest:
-        raise CheckpointError(
-            f"the script {script} was changed since the job began",
-            hint="start a new job with the changed script, or restore the old one",
-        )
+    check_digest(files.sha256_file(Path(script)), "script", script, settings)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
