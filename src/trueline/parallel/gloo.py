@@ -3,8 +3,8 @@
 gloo cannot abort a collective: a member that waits for a dead peer waits for the whole timeout. `cut` therefore shuts
 down the group's sockets, and every pending operation fails at once with a RuntimeError in the thread that waits.
 docs/concepts/generation.md, "Why gloo is cut through its sockets", lists the pitfalls; each of them once cost a stall.
-Only host memory is exchanged: tensors on a device are copied by the caller, or summed by the plane (`backend.py`), which
-is formed, cut and left with the group. Linux only (/proc/self/fd).
+Only host memory is exchanged: tensors on a device are copied by the caller, or summed by the plane (`backend.py`),
+which is formed, cut and left with the group. Linux only (/proc/self/fd).
 """
 
 from __future__ import annotations
