@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import HashStore
 from trueline.checkpoint import checkpoint
 from trueline.errors import TrainError, UsageError
 from trueline.parallel import backend as plane
-from trueline.parallel import nccl
 from trueline.parallel.gloo import PLANE_TRIES, GlooGroup, start_store
 from trueline.recipe.load import load_recipe
 from trueline.train.api import train
@@ -257,12 +256,12 @@ def hardware(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: threading.Lock())
-    for name in nccl._QUIET:
+    for name in plane._QUIET:
         monkeypatch.setenv(name, "")
 
 
 def nccl_plane(rank=0, size=1, store=None, patience_s=DEADLINE_S):
-    return nccl.NcclPlane(store or HashStore(), rank, size, timedelta(seconds=patience_s), device=CPU)
+    return plane.NcclPlane(store or HashStore(), rank, size, timedelta(seconds=patience_s), device=CPU)
 
 
 def test_an_nccl_plane_is_there_when_a_first_sum_is_over_and_is_aborted_once(hardware):
@@ -298,7 +297,7 @@ def test_members_that_do_not_come_together_in_time_are_given_up(hardware, monkey
 
 def test_two_workers_of_one_device_are_told_so_before_nccl_is_asked(hardware):
     store = HashStore()
-    store.set("device-1", f"{nccl.socket.gethostname()} {CPU}")
+    store.set("device-1", f"{plane.socket.gethostname()} {CPU}")
     with pytest.raises(TrainError, match="workers 0 and 1 share cpu") as raised:
         nccl_plane(size=2, store=store)
     assert "devices" in raised.value.hint

@@ -39,11 +39,11 @@ class JobRecord:
     name: str
     state: State
     why: str
-    step: int
-    total: int
-    workers: int
-    loss: float | None
-    checkpoint: int
+    step: int = 0
+    total: int = 0
+    workers: int = 0
+    loss: float | None = None
+    checkpoint: int = 0
     started: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,19 +69,14 @@ def _folders(runs: Path) -> list[Path]:
 
 def list_jobs(runs: Path = RUNS) -> list[JobRecord]:
     """The jobs under `runs`, the one that changed last at the end."""
-    return [_read_or_damaged(folder) for folder in _folders(runs)]
-
-
-def _read_or_damaged(folder: Path) -> JobRecord:
-    """A folder that cannot be read does not hide the other jobs."""
-    try:
-        return read_job(folder)
-    except UsageError as error:
-        at = JobDir(folder).settings.stat().st_mtime
-        return JobRecord(
-            folder=folder, name=folder.name, state="damaged", why=error.message, step=0, total=0, workers=0, loss=None,
-            checkpoint=0, started=at,
-        )  # fmt: skip
+    jobs = []
+    for folder in _folders(runs):
+        try:
+            jobs.append(read_job(folder))
+        except UsageError as error:  # it does not hide the other jobs
+            at, why = JobDir(folder).settings.stat().st_mtime, error.message
+            jobs.append(JobRecord(folder=folder, name=folder.name, state="damaged", why=why, started=at))
+    return jobs
 
 
 def read_job(folder: Path) -> JobRecord:

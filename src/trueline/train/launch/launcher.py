@@ -193,18 +193,14 @@ class LocalJob:
             raise failure(f"the job failed: {fields['why']}", hint=fields.get("hint", ""))
         events.emit(event.name, **{key: value for key, value in fields.items() if key != "summary"})
         if event.name == "view.published" and not self._page:
-            self._announce_page()
+            master = self.folder.read_master()
+            self._page = "" if master is None else master.page
+            if self._page:  # not for JOB/events.jsonl: it holds a token, and that file is public
+                events.emit("page.opened", url=self._page)
         if event.name == "job.stopping":
             raise shutdown.make_stopped_error(fields["why"], self.job_dir)
         summary: dict[str, Any] | None = json.loads(fields["summary"]) if event.name == "job.finished" else None
         return summary
-
-    def _announce_page(self) -> None:
-        """Emits the page's URL, but not to JOB/events.jsonl: it holds a token, and that file is public."""
-        master = self.folder.read_master()
-        self._page = "" if master is None else master.page
-        if self._page:
-            events.emit("page.opened", url=self._page)
 
     def _follow(self) -> None:
         """Collects the events of every master in order."""

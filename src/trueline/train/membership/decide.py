@@ -66,7 +66,10 @@ def _apply_worker_event(
         case h.Suspect():
             return suspect(state, event, policy)
         case h.Saved():
-            return _apply_checkpoint(state, event)
+            if event.step < state.checkpoint_step <= state.committed:
+                return []  # a former rank 0 writes late: the newest checkpoint stays
+            state.checkpoint, state.checkpoint_step = event.path, event.step
+            return [h.Log("CKPT", {"step": event.step, "path": event.path, "digest": event.digest})]
         case h.GroupBroken():
             if event.generation != state.generation:
                 return []
@@ -192,14 +195,6 @@ def _apply_finish(state: State, member: Member, event: h.Finished) -> list[Actio
         return []
     state.phase = "finished"
     return [h.Finish()]
-
-
-def _apply_checkpoint(state: State, event: h.Saved) -> list[Action]:
-    """Keeps the newest checkpoint; one that a former rank 0 writes late does not replace it."""
-    if event.step < state.checkpoint_step <= state.committed:
-        return []
-    state.checkpoint, state.checkpoint_step = event.path, event.step
-    return [h.Log("CKPT", {"step": event.step, "path": event.path, "digest": event.digest})]
 
 
 def _scale(state: State, event: h.Scale, now: float, policy: MembershipPolicy) -> list[Action]:

@@ -221,19 +221,14 @@ class Lanes:
             span.leaving = True
             self._leaving += 1
 
-    def record_death(self, ref: str, at: float, why: str) -> bool:
-        """Returns whether this death is new."""
+    def end(self, ref: str, at: float, how: End, why: str) -> bool:
+        """Ends a life; returns whether that is new."""
         span = self._living(ref)
         if span is None:
             return False
-        self._close(span, at, "died", why)
-        span.deaths += 1
+        self._close(span, at, how, why)
+        span.deaths += how == "died"
         return True
-
-    def record_departure(self, ref: str, at: float) -> None:
-        span = self._living(ref)
-        if span is not None:
-            self._close(span, at, "left", "left as planned")
 
     def apply_view(self, at: float) -> None:
         """Ends the lives of workers that were leaving."""

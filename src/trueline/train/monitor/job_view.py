@@ -189,8 +189,8 @@ class JobView:
     def _on_worker_lost(self, fields: Fields, at: float) -> None:
         why, ref = str(fields.get("why", "")), str(fields["worker"])
         if why == _CLEAN_EXIT:
-            self.lanes.record_departure(ref, at)
-        elif self.lanes.record_death(ref, at, why):
+            self.lanes.end(ref, at, "left", "left as planned")
+        elif self.lanes.end(ref, at, "died", why):
             self.deaths[kind_of(why)] += 1
 
     _on_worker_killed = _on_worker_lost
