@@ -99,7 +99,9 @@ class DdpExchange:
             zeros = self._zeros(() if self._find_unused else self._parameters)
             roots = [(zeros, torch.ones_like(zeros))]
         else:
-            roots = [(piece.scaled, self._weight_as_gradient(piece.scaled, piece.weight))]
+            loss, weight = piece.scaled, self._weight
+            same = loss.shape == weight.shape and loss.dtype == weight.dtype and loss.device == weight.device
+            roots = [(loss, weight.fill_(piece.weight) if same else torch.full_like(loss, piece.weight))]
             if not self._forwarded:  # the model ran in evaluation mode, or not as model(...): DDP has seen no forward
                 zeros = self._zeros(self._parameters)
                 roots.append((zeros, torch.ones_like(zeros)))
@@ -143,13 +145,6 @@ class DdpExchange:
             return self._ddp(*args, **kwargs)
         finally:
             self._inside = False
-
-    def _weight_as_gradient(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """`weight` as the gradient of `loss`."""
-        reused = self._weight
-        if loss.shape == reused.shape and loss.dtype == reused.dtype and loss.device == reused.device:
-            return reused.fill_(weight)
-        return torch.full_like(loss, weight)
 
     def _zeros(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """Runs DDP's forward for a member without records: gradients of zeros for `parameters`."""

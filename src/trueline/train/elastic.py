@@ -4,10 +4,8 @@
     for batch in job:
         job.step(loss(model(batch.inputs), batch.labels))
 
-A worker alternates between two phases. **Step**: forward, backward with a StepAccount in the same all-reduce,
-comparison with the plan, optimizer. **Regroup**, when a peer died or a new view was agreed: enter the new view, form
-its group, receive the state of the member that is furthest ahead. The records of a failed step are handed out again.
-Protocol and failure cases: docs/concepts/generation.md.
+A worker takes steps, and regroups when a peer died or a new view was agreed; the records of a failed step are handed
+out again. Protocol and failure cases: docs/concepts/generation.md.
 """
 
 import functools

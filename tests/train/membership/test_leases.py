@@ -312,7 +312,7 @@ def test_the_leases_that_a_master_finds_are_whole():
         ("LEASES", {"epoch": 1, "incarnation": 0, "num_records": 100}), done(0, 5, of=0), done(20, 60), done(0, 10),
     ]  # fmt: skip
     expected = Leases(epoch=1, num_records=100, lease_s=10.0, incarnation=1)
-    expected._free, expected._committed = [(10, 20), (60, 100)], 50
+    expected._free, expected.committed = [(10, 20), (60, 100)], 50
     assert replay(rows, epoch=1, num_records=100) == expected
     assert replay([], epoch=1, num_records=100) == Leases(epoch=1, num_records=100, lease_s=10.0)
     whole = replay([done(0, 100)], epoch=1, num_records=100)

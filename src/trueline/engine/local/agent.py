@@ -140,15 +140,7 @@ class Agent:
         self._publish(Seen(ref=spec.ref, kind=Kind.STARTED, pid=pid))
 
     def _run_process(self, spec: ProcessSpec) -> int | None:
-        """Runs the child process; returns its exit code."""
-        self._close_inherited()
-        process.record_birth(self.births, spec.ref, os.getpid())
-        _set_up_process(spec)
-        module, _, function = spec.entry.partition(":")
-        code: int | None = getattr(importlib.import_module(module), function)()
-        return code
-
-    def _close_inherited(self) -> None:
+        """Runs the child process, without what is the agent's; returns its exit code."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -157,6 +149,11 @@ class Agent:
             connection.close()
         for handle in self.adopted.values():
             os.close(handle)
+        process.record_birth(self.births, spec.ref, os.getpid())
+        _set_up_process(spec)
+        module, _, function = spec.entry.partition(":")
+        code: int | None = getattr(importlib.import_module(module), function)()
+        return code
 
     def _kill(self, ref: str, grace_s: float) -> None:
         seen = self.seen.get(ref)

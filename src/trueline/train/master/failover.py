@@ -1,8 +1,7 @@
 """Failover of the master: one that dies has a successor within milliseconds.
 
-A fresh interpreter takes most of a second of processor time to become a master, at the cost of the steps of training.
-So a separate process, the zygote, imports what a master needs and forks masters on request. It has one thread and never
-starts gRPC, which would break in a forked child.
+A fresh interpreter would take most of a second of processor time from the steps of training. So the zygote imports what
+a master needs and forks masters on request. It has one thread and no gRPC, which would break in a forked child.
 
     launcher ── "start" ──▶ zygote ──fork──▶ master
              ◀── exit code ──        ◀─wait──

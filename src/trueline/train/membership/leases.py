@@ -1,11 +1,10 @@
 """Ranges of an epoch, leased to workers of different speed, so that each record is committed exactly once. Pure.
 
-A lease is a range of positions and a token; tokens grow, also over a restart of the master, and none comes twice. A
-commit names its token, so a worker that lost its lease while it slept is refused (Gray and Cheriton, "Leases", 1989;
-fencing). The rest of a lost lease is free again; committed parts stay committed. Sizes are guided: a lease is the
-worker's share, by measured speed, of a part of what is left (Polychronopoulos and Kuck, 1987), so leases are long at
-first, where they cost least, and short at the end, where one slow worker would delay all. The caller writes the rows of
-`first_rows` and `commit` before it answers; `replay` reads them after a restart of the master.
+A commit names the token of its lease, which none had before, also over restarts of the master: a worker that lost its
+lease while it slept is refused (Gray and Cheriton, "Leases", 1989). Sizes are guided: a lease is the worker's share, by
+measured speed, of a part of what is left (Polychronopoulos and Kuck, 1987): long at first, where it costs least, short
+at the end, where one slow worker would delay all. The caller writes the rows of `first_rows` and `commit` before it
+answers; `replay` reads them after a restart of the master.
 """
 
 from bisect import insort
@@ -53,12 +52,12 @@ class Leases:
     lease_s: float = 10.0  # a lease whose worker is silent for longer is taken back
     most: int = 1 << 20  # most records of a lease; a death costs those that are not committed
     incarnation: int = 0  # of the master that grants the leases; `replay` increments it
+    committed: int = 0  # records that are done
     rates: dict[str, float] = field(default_factory=dict)
     """Records a second of each worker, smoothed."""
     _free: list[tuple[int, int]] = field(default_factory=list)
     _held: dict[int, _HeldLease] = field(default_factory=dict)
     _count: int = 0
-    _committed: int = 0
 
     def __post_init__(self) -> None:
         if self.num_records < 1:
@@ -66,13 +65,8 @@ class Leases:
         self._free = [(0, self.num_records)]
 
     @property
-    def committed(self) -> int:
-        """Records that are done."""
-        return self._committed
-
-    @property
     def finished(self) -> bool:
-        return self._committed == self.num_records
+        return self.committed == self.num_records
 
     def first_rows(self) -> list[Row]:
         """The rows to write before the first lease is granted."""
@@ -120,7 +114,7 @@ class Leases:
             before = self.rates.get(held.worker)
             self.rates[held.worker] = rate if before is None else _OLD * before + (1 - _OLD) * rate
         rows: list[Row] = [("DONE", {"epoch": self.epoch, "start": held.at, "stop": upto})] if count else []
-        self._committed += count
+        self.committed += count
         held.at, held.since, held.deadline = upto, now, now + self.lease_s
         if upto == held.stop:
             del self._held[token]
@@ -184,5 +178,5 @@ def replay(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float 
     if at < num_records:
         free.append((at, num_records))
     leases._free = free
-    leases._committed = num_records - sum(stop - start for start, stop in free)
+    leases.committed = num_records - sum(stop - start for start, stop in free)
     return leases

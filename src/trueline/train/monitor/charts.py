@@ -1,8 +1,7 @@
 """What the live page draws of a job, of bounded size and pure: times are arguments, in seconds since 1970.
 
-**Series**: steps as curves. Adjacent points merge as the job gets longer, so their size stays that of 512 steps.
-**Lanes**: workers over time, one lane for each slot, one span for each life in it. A lane of many lives merges the two
-adjacent ones that take the least room in the picture and counts their deaths.
+**Series**: steps as curves, whose adjacent points merge as the job gets longer. **Lanes**: workers over time, a lane
+for each slot, a span for each life in it. Of many lives the two adjacent ones that take the least room merge.
 
     slot 0  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━▶        a life: started ─▶ ready ─▶ ended (died, left, finished)
     slot 1  ━━━━━━━━✕  ──━━━━━━━━━━━━━━━▶        ✕ a death; ── started and not ready yet

@@ -2,8 +2,8 @@
 
     master ──add_event──▶ Page ──▶ JobView ──▶ /, /state, /events (pushed once a second and at the end), /metrics
 
-The token can only read: it is derived from the job's secret and is not the secret. A page that fails does not stop the
-job. `python -m trueline.train.monitor.server JOB` shows the folder of any job, also of one that has ended.
+The token is derived from the job's secret, and can only read. A page that fails does not stop the job.
+`python -m trueline.train.monitor.server JOB` shows the folder of any job, also of one that has ended.
 """
 
 import argparse

@@ -1,11 +1,10 @@
 """How fast each member computes, and how large its share of a step is.
 
-Each member sends its records a second in the account of every step. All members see the same rates after the same step
-and derive the same weights, without a message. A member with rate 0 has no share: it is still receiving the state.
-
-The weights change at once when a rate differs by more than `DEAD_BAND`, and when another split would have saved more
-than `SLACK` for `STEADY` steps in a row and for a second; while rates come from the trial forward, for one step in the
-first `SETTLING`. A short disturbance changes nothing: new batch sizes waste what was read ahead, and compiled models.
+Each member sends its records a second in the account of every step, so all derive the same weights from the same rates.
+A member with rate 0 has no share: it is still receiving the state. The weights change at once when a rate differs by
+more than `DEAD_BAND`, and when another split would have saved more than `SLACK` for `STEADY` steps in a row and for a
+second; while rates come from the trial forward, for one step in the first `SETTLING`. A short disturbance changes
+nothing: new batch sizes waste what was read ahead, and compiled models.
 """
 
 from __future__ import annotations
