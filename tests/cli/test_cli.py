@@ -378,6 +378,14 @@ def test_on_a_terminal_there_is_a_bar_and_events_scroll_by_above_it() -> None:
     assert "200/200" in text
 
 
+def test_a_bar_takes_the_terminal_only_when_something_is_counted() -> None:
+    stream = Screen(tty=True)
+    with progress(stream=stream):
+        events.emit("bundle.sealed", path="x.bundle")
+    assert "\x1b[?25l" not in stream.getvalue()  # hides the cursor
+    assert "\x1b[?25l" in replay(Screen(tty=True))
+
+
 def test_counts_without_an_end_or_without_numbers_do_no_harm() -> None:
     assert read_count("step.applied", {"step": 5}) == ("training", 6, None)
     assert read_count("step.applied", {}) is None

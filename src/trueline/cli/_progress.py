@@ -229,7 +229,6 @@ class _Bars:
         )
         self._tasks: dict[str, TaskID] = {}
         self._pace = StepPace()
-        self._progress.start()
 
     def close(self) -> None:
         self._clear()
@@ -248,6 +247,7 @@ class _Bars:
             return
         label, done, total = count
         if label not in self._tasks:
+            self._progress.start()  # not before: two displays on one terminal erase each other
             self._tasks[label] = self._progress.add_task(label, total=total, detail="")
         self._progress.update(self._tasks[label], completed=done, total=total, detail=detail(fields))
 
