@@ -141,15 +141,15 @@ def _entries_to_load(load: str, store: Store) -> list[Entry]:
     entries = store.entries()
     names = list(dict.fromkeys(entry.model for entry in entries))
     found: list[Entry] = []
-    for asked in names if load == "all" else [one.strip() for one in load.split(",") if one.strip()]:
-        alias, _, source = asked.rpartition("=")
+    for wish in names if load == "all" else [one.strip() for one in load.split(",") if one.strip()]:
+        alias, _, source = wish.rpartition("=")
         one = next((entry for entry in entries if entry.source == source), None)
         if one is not None:
             found.append(replace(one, model=check_name("model", alias)) if alias else one)
-        elif asked in names:
-            found += store.of(asked)
+        elif wish in names:
+            found += store.of(wish)
         else:
-            raise UsageError(f"the model store has no '{asked}' (it has: {join_names(names)})")
+            raise UsageError(f"the model store has no '{wish}' (it has: {join_names(names)})")
     return found
 
 

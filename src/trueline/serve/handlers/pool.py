@@ -111,10 +111,10 @@ class Pool:
         0 workers, sequences end when the waiting requests are answered.
         """
         self._given_up = 0
-        wanted = min(workers, MAX_WORKERS)
-        for slot in [one for one in self._slots if one.leaving][: max(0, wanted - self.num_workers)]:
+        count = min(workers, MAX_WORKERS)
+        for slot in [one for one in self._slots if one.leaving][: max(0, count - self.num_workers)]:
             slot.leaving = False
-        for _ in range(wanted - self.num_workers):
+        for _ in range(count - self.num_workers):
             self._add()
         staying = [slot for slot in self._slots if not slot.leaving]
         for slot in sorted(staying, key=lambda one: (self._kept_by(one), one.busy))[: max(0, len(staying) - workers)]:

@@ -19,9 +19,8 @@ import msgspec
 from trueline import events
 from trueline.errors import NotReady, RequestError, TruelineError
 from trueline.serve import host
-from trueline.serve.models import desired_state as wanted
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion
+from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion, Keeper
 from trueline.serve.models.loader import Loader, Refused, ResolvedSource, VersionOptions, public_reason
 from trueline.serve.models.servable import Servable
 from trueline.serve.models.split import Split
@@ -48,16 +47,16 @@ class Fleet:
         state: Path | None = None,
         loaders: Sequence[Loader[Any]] = (),
     ) -> None:
-        """`how`: the defaults of all versions; `in_thread` runs what blocks; `state`: the file of the wanted state;
+        """`how`: the defaults of all versions; `in_thread` runs what blocks; `state`: the state file;
         `loaders` come before the one for bundles.
         """
         self.models = models
         self.how = how or VersionOptions()
         self._loop, self._in_thread = loop, in_thread
-        self._keeper = wanted.Keeper(state, "models")
+        self._keeper = Keeper(state, "models")
         self._loaders = (*loaders, BundleLoader(self.how, loop, in_thread))
         self._locks: dict[str, asyncio.Lock] = {}
-        self._wanted: dict[Servable, DesiredVersion] = {}
+        self._desired: dict[Servable, DesiredVersion] = {}
         self._retiring: set[asyncio.Task[None]] = set()
 
     def lock(self, model: str) -> AbstractAsyncContextManager[None]:
@@ -96,12 +95,12 @@ class Fleet:
             events.emit("version.loading", model=model, version=version)
             began = time.perf_counter()
             try:
-                self._wanted[made] = await loader.load(made, found, how, digest)
+                self._desired[made] = await loader.load(made, found, how, digest)
                 made.load_s = time.perf_counter() - began
                 self.models.show(made)
                 self._keep()
             except BaseException as error:
-                self._wanted.pop(made, None)
+                self._desired.pop(made, None)
                 if made.handler is not None and made.state == "ready":
                     self._retire(made)
                 if fresh:
@@ -155,15 +154,15 @@ class Fleet:
         found = self.models.find(model, version)
         before = found.policy.lanes
         found.scale(workers)
-        kept = self._wanted.get(found)
+        kept = self._desired.get(found)
         try:
             if kept is not None:
-                self._wanted[found] = msgspec.structs.replace(kept, workers=found.policy.lanes)
+                self._desired[found] = msgspec.structs.replace(kept, workers=found.policy.lanes)
             self._keep()
         except TruelineError:
             found.scale(before)
             if kept is not None:
-                self._wanted[found] = kept
+                self._desired[found] = kept
             raise
         return found.policy.lanes
 
@@ -180,11 +179,11 @@ class Fleet:
                 raise _DefaultVersion(f"Cannot remove default version for model {model}")
             default, split = self.models.default(model), self.models.split(model)
             gone = [self.models.remove(model, name) for name in names]
-            kept = {one: self._wanted.pop(one) for one in gone if one in self._wanted}
+            kept = {one: self._desired.pop(one) for one in gone if one in self._desired}
             try:
                 self._keep()
             except TruelineError:
-                self._wanted.update(kept)
+                self._desired.update(kept)
                 for one in gone:
                     self.models.show(one)
                 self.models.restore(model, default, split)
@@ -194,7 +193,7 @@ class Fleet:
     def _retire(self, version: Servable) -> asyncio.Task[None]:
         async def work() -> None:
             await version.retire()
-            self._wanted.pop(version, None)
+            self._desired.pop(version, None)
             await self._in_thread(host.give_back)
             events.emit("version.retired", model=version.model, version=version.version)
 
@@ -215,7 +214,7 @@ class Fleet:
             split = self.models.split(model)
             versions = {}
             for name in self.models.versions(model):
-                kept = self._wanted.get(self.models.find(model, name))
+                kept = self._desired.get(self.models.find(model, name))
                 if kept is not None:
                     versions[name] = kept
             default = self.models.default(model)
@@ -231,13 +230,13 @@ class Fleet:
         """While the model is changed to what the state file says, the file is not written for it."""
         return self._keeper.following(model, lambda: self.desired_state().models)
 
-    def how_of(self, told: DesiredVersion) -> VersionOptions:
+    def how_of(self, desired: DesiredVersion) -> VersionOptions:
         return replace(
             self.how,
-            workers=told.workers,
-            max_batch=told.max_batch or self.how.max_batch,
-            max_delay_s=self.how.max_delay_s if told.max_delay_s is None else told.max_delay_s,
-            given=told.given | {"initial_workers": str(told.workers)},
+            workers=desired.workers,
+            max_batch=desired.max_batch or self.how.max_batch,
+            max_delay_s=self.how.max_delay_s if desired.max_delay_s is None else desired.max_delay_s,
+            given=desired.given | {"initial_workers": str(desired.workers)},
         )
 
     async def restore(self, state: DesiredState, find: Callable[[str], Awaitable[ResolvedSource]]) -> list[str]:
@@ -253,17 +252,17 @@ class Fleet:
     ) -> list[str]:
         missing: list[str] = []
         for version in sorted(model.versions, key=lambda version: version != model.default):
-            told = model.versions[version]
-            how = self.how_of(told)
+            desired = model.versions[version]
+            how = self.how_of(desired)
             try:
-                found = await find(told.source)
-                await self.load(found, name, version, source=told.source, how=how, digest=told.digest)
+                found = await find(desired.source)
+                await self.load(found, name, version, source=desired.source, how=how, digest=desired.digest)
             except TruelineError as error:
                 missing.append(f"{name} version {version}: {error.message}")
                 failed = self.models.add(name, version)
-                failed.source = told.source
+                failed.source = desired.source
                 failed.fail(error.message if isinstance(error, RequestError) else "its bundle is not available")
-                self._wanted[failed] = told
+                self._desired[failed] = desired
         if model.split:
             try:
                 self.set_split(name, model.split)

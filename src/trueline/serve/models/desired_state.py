@@ -85,9 +85,9 @@ def lock_file(path: Path) -> Iterator[None]:
         yield
 
 
-def write(path: Path, wanted: DesiredState) -> None:
+def write(path: Path, state: DesiredState) -> None:
     """Raises StorageError; the file is then unchanged."""
-    kept = {name: value for name, value in msgspec.structs.asdict(wanted).items() if name != "workflows" or value}
+    kept = {name: value for name, value in msgspec.structs.asdict(state).items() if name != "workflows" or value}
     files.write_atomic(path, msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
 
 

@@ -161,7 +161,7 @@ def load(bundle: Bundle, way: RuntimeOptions, *, max_batch: int, digest: str | N
     if digest is not None and digest != bundle.digest:
         raise BundleError(
             f"the registry names a bundle of digest {digest[:12]}, found is {bundle.digest[:12]}",
-            hint="the registered files were exchanged; register the bundle again",
+            hint="the registered files were replaced; register the bundle again",
         )
     entry = bundle.program(way.program or None)
     way = replace(way, program=entry.format)

@@ -152,8 +152,8 @@ def resolve(source: str, tracking_uri: str | None, *, signed: bool = False) -> R
             raise rebuild_error(reply["error"], reply)
         return ResolvedSource.from_registry(reply)
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        said = done.stderr.strip().splitlines()
-        last = f"; its last line: {said[-1]}" if said else ""
+        lines = done.stderr.strip().splitlines()
+        last = f"; its last line: {lines[-1]}" if lines else ""
         raise RegistryError(
             f"the registry's answer for {source} is not understood (exit code {done.returncode}){last}"
         ) from error

@@ -89,8 +89,8 @@ class StoreFollower:
                 self._shown[entry.model] = fleet.models.default(entry.model)
 
     def _followed_entries(self) -> list[Entry]:
-        asked = self._load.split(",")
-        return [entry for entry in self._store.entries() if self._load == "all" or entry.model in asked]
+        names = self._load.split(",")
+        return [entry for entry in self._store.entries() if self._load == "all" or entry.model in names]
 
     async def look(self) -> None:
         """Looks at the store once and follows it. Failures are events, and tried again at the next look."""
@@ -219,11 +219,11 @@ class Companion(Protocol):
 
     def names(self) -> Sequence[str]: ...
 
-    async def restore(self, wanted: DesiredState) -> list[str]:
-        """Loads what `wanted` names; returns messages for what could not be loaded."""
+    async def restore(self, state: DesiredState) -> list[str]:
+        """Loads what `state` names; returns messages for what could not be loaded."""
 
-    async def follow(self, wanted: DesiredState) -> bool:
-        """Serves what `wanted` says; False: try again."""
+    async def follow(self, state: DesiredState) -> bool:
+        """Serves what `state` says; False: try again."""
 
     async def close(self) -> None: ...
 

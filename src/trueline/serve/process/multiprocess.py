@@ -64,9 +64,9 @@ def _fix_ports(settings: ServeSettings) -> Iterator[ServeSettings]:
     with contextlib.ExitStack() as held:
         fixed: dict[str, Any] = {}
         for name in ("port", "management_port", "grpc_port", "grpc_management_port"):
-            wanted = getattr(settings, name)
-            if wanted is not None:
-                fixed[name] = _hold(settings, wanted, held)
+            port = getattr(settings, name)
+            if port is not None:
+                fixed[name] = _hold(settings, port, held)
         if settings.management_port is not None and settings.state is None:
             folder = Path(tempfile.mkdtemp(prefix="trueline-state-"))
             held.callback(shutil.rmtree, folder, ignore_errors=True)
