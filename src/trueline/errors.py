@@ -31,7 +31,7 @@ differently, not for every message.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class TruelineError(Exception):
@@ -161,6 +161,11 @@ def find_error_class(code: str, default: type[TruelineError] = TruelineError) ->
             return known
         classes += known.__subclasses__()
     return default
+
+
+def rebuild_error(code: str, record: Mapping[str, object]) -> TruelineError:
+    """The error that another process reported as `code`, with `message` and `hint` in `record`."""
+    return find_error_class(code)(str(record["message"]), hint=str(record.get("hint", "")))
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import IO, Any, Unpack
 
 from trueline import events
-from trueline.errors import TruelineError
-from trueline.serve import child_process, settings
+from trueline.errors import TruelineError, rebuild_error
+from trueline.serve import settings
 from trueline.serve.settings import ServeOptions, ServeSettings, to_arguments
 
 
@@ -57,7 +62,7 @@ class RunningServer:
 
     def stop(self, timeout_s: float = 35.0) -> int:
         """Drains and ends the process (kills it after `timeout_s`); returns its exit code. Harmless when repeated."""
-        return child_process.end(self._process, timeout_s)
+        return _end(self._process, timeout_s)
 
     def __enter__(self) -> RunningServer:
         return self
@@ -85,11 +90,11 @@ def start(
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
     try:
         assert process.stdout is not None
-        record = child_process.first_record(process.stdout, ready_timeout_s)
+        record = _first_record(process.stdout, ready_timeout_s)
         if record is None or record["event"] != "server.ready":
             raise _failure(record, process, ready_timeout_s)
     except BaseException:
-        child_process.end(process, 5.0)
+        _end(process, 5.0)
         raise
     names = {one.name for one in fields(RunningServer)} - {"pid", "_process"}
     known: dict[str, Any] = {name: record.get(name) for name in names}
@@ -98,9 +103,39 @@ def start(
 
 def _failure(record: dict[str, Any] | None, process: subprocess.Popen[bytes], timeout_s: float) -> TruelineError:
     if record is not None:
-        return child_process.rebuild_error(record["code"], record)
+        return rebuild_error(record["code"], record)
     if process.poll() is None:
         return TruelineError(f"the server was not ready within {timeout_s:g} s")
     return TruelineError(
         f"the server process ended with exit code {process.returncode} before it was ready; its log says why"
     )
+
+
+def _first_record(stdout: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
+    """None when the process ends or `timeout_s` passes before there is a line."""
+    line, until = b"", time.monotonic() + timeout_s
+    while not line.endswith(b"\n"):
+        left_s = until - time.monotonic()
+        if left_s <= 0 or not select.select([stdout], [], [], left_s)[0]:
+            return None
+        piece = os.read(stdout.fileno(), 65536)
+        if not piece:
+            return None
+        line += piece
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def _end(process: subprocess.Popen[bytes], timeout_s: float) -> int:
+    """Terminates the process, kills it after `timeout_s`, closes its pipes; returns its exit code."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    return process.returncode

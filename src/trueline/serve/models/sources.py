@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trueline import files
 from trueline.bundle import schema, signing
 from trueline.bundle.read import Bundle, open_folder, unpack
-from trueline.errors import BundleError, NotFound, RegistryError, RequestError, UsageError
-from trueline.serve.child_process import rebuild_error
+from trueline.errors import BundleError, NotFound, RegistryError, RequestError, UsageError, rebuild_error
 from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.settings import ServeSettings
 from trueline.storage.checkpoint_store import translate_errors

@@ -22,8 +22,7 @@ from typing import Any, Literal, Protocol
 
 from trueline import events
 from trueline.bundle import schema
-from trueline.errors import RegistryError, TruelineError
-from trueline.serve.child_process import rebuild_error
+from trueline.errors import RegistryError, TruelineError, rebuild_error
 from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion

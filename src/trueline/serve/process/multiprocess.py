@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline import events
-from trueline.errors import TruelineError
-from trueline.serve.child_process import rebuild_error
+from trueline.errors import TruelineError, rebuild_error
 from trueline.serve.handlers.workdir import WEIGHTS, WorkDir
 from trueline.serve.process.signals import Stop
 from trueline.serve.settings import ServeSettings, to_arguments
