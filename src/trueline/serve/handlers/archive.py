@@ -56,10 +56,9 @@ class Caps:
     ratio_from_bytes: int = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    model: str
-    version: str
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    model: str = msgspec.field(name="modelName")
+    version: str = msgspec.field(default="1.0", name="modelVersion")
     handler: str
     serialized_file: str = ""
     model_file: str = ""
@@ -303,19 +302,8 @@ def root(into: Path, manifest: str) -> Path:
     raise KeyError(manifest)
 
 
-class _Model(msgspec.Struct):
-    modelName: str
-    handler: str
-    modelVersion: str | int | float | None = None
-    serializedFile: str | None = None
-    modelFile: str | None = None
-    configFile: str | None = None
-    requirementsFile: str | None = None
-    envelope: str | None = None
-
-
-class _Manifest(msgspec.Struct):
-    model: _Model
+class _ManifestFile(msgspec.Struct):
+    model: Manifest
     runtime: str = "python"
 
 
@@ -326,22 +314,16 @@ def _manifest(text: bytes) -> Manifest:
         raw = msgspec.json.decode(text, type=dict[str, Any])
         if "workflow" in raw and "model" not in raw:
             raise HoldsWorkflow(_WORKFLOW.format(MANIFEST))
-        found = msgspec.json.decode(text, type=_Manifest)
+        if isinstance(model := raw.get("model"), dict):
+            raw["model"] = {key: value for key, value in model.items() if value is not None}
+            if type(number := model.get("modelVersion")) in (int, float):
+                raw["model"]["modelVersion"] = str(number)
+        found = msgspec.convert(raw, _ManifestFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ArchiveError(f"entry '{MANIFEST}' is no manifest of an archive: {error}") from error
     if found.runtime not in ("python", "python2", "python3"):
         raise ArchiveError(f"Invalid RuntimeType value: {found.runtime[:32]}", hint="python handlers are run here")
-    model = found.model
-    return Manifest(
-        model=model.modelName,
-        version="1.0" if model.modelVersion is None else str(model.modelVersion),
-        handler=model.handler,
-        serialized_file=model.serializedFile or "",
-        model_file=model.modelFile or "",
-        config_file=model.configFile or "",
-        requirements_file=model.requirementsFile or "",
-        envelope=model.envelope or "",
-    )
+    return found.model
 
 
 def read_yaml(folder: Path, name: str) -> dict[str, Any]:
