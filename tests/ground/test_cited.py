@@ -36,3 +36,11 @@ def test_ci_runs_every_file_that_the_promises_cite() -> None:
     assert len(cited) > 15
     for file in cited:
         assert not NOT_IN_CI.search(cited_file(file).read_text()), f"{file} is run by nothing that .ci/run calls"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "architecture").glob("*.md")), ids=lambda page: page.stem)
+def test_the_files_that_a_walk_passes_exist(page: Path) -> None:
+    named = re.findall(r"`([\w/]+\.py)`", page.read_text())
+    assert len(named) > 15
+    missing = [name for name in named if not (ROOT / "src" / "trueline" / name).is_file()]
+    assert not missing
