@@ -8,11 +8,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import msgspec
 import pytest
 
 from trueline.errors import RequestError, TooLarge
@@ -176,12 +177,12 @@ def test_a_configuration_that_cannot_be_followed_is_refused(config: dict[str, An
 
 
 def test_the_envelope_is_the_manifests_else_the_servers() -> None:
-    of_manifest = replace(MANIFEST, envelope="kserve")
+    of_manifest = msgspec.structs.replace(MANIFEST, envelope="kserve")
     assert plan.draw_up(of_manifest, {"serviceEnvelope": "body"}, {}).envelope == "kserve"
     assert plan.draw_up(MANIFEST, {"serviceEnvelope": "body"}, {}).envelope == "body"
     assert plan.draw_up(MANIFEST, {}, {}).envelope == ""
     with pytest.raises(ArchiveError, match="'soap', expected one of body, json, kserve, kservev2"):
-        plan.draw_up(replace(MANIFEST, envelope="soap"), {}, {})
+        plan.draw_up(msgspec.structs.replace(MANIFEST, envelope="soap"), {}, {})
 
 
 @dataclass
