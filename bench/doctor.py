@@ -16,8 +16,8 @@ from bench.zoo.dynamic import DYNAMIC, EXAMPLES
 
 from trueline.capture.model.eager import EagerSession
 from trueline.doctor.api import calls_of
-from trueline.doctor.diagnosis import Row
 from trueline.doctor.examine import prove_onnx
+from trueline.doctor.report import Row
 from trueline.doctor.survey import survey
 
 

@@ -25,8 +25,8 @@ from trueline.capture.model.signature import TensorModule, as_trained
 from trueline.capture.proof.determinism import RANDOM_HINT
 from trueline.capture.subject import Subject, with_state
 from trueline.doctor.api import calls_of
-from trueline.doctor.diagnosis import Row
 from trueline.doctor.patch import patch_module
+from trueline.doctor.report import Row
 from trueline.doctor.survey import survey
 from trueline.errors import TruelineError
 from trueline.runtime.open import open_session

@@ -2,9 +2,8 @@
 
     train ─▶ evaluate ─▶ capture ─▶ register ─▶ serve ─▶ compare
 
-Stands above the verbs and uses nothing of them that a user could not: they meet in the checkpoint, the bundle and
-the registry. The last stage asks the server for the whole held-out split over both of its faces and compares every
-answer with the eager model's.
+It uses the public verbs only, which exchange checkpoint, bundle and registry entry. The last stage sends the whole
+held-out split to the server over both of its protocols and compares every answer with the eager model's.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ if TYPE_CHECKING:
 
     from trueline.batch.evaluate import Evaluation
     from trueline.bundle.signature import Array
-    from trueline.capture.proof.attempt import Captured
     from trueline.recipe.contract import Recipe
-    from trueline.registry import ModelVersion
+    from trueline.registry import ModelVersion, RunFacts
     from trueline.serve.api import RunningServer
     from trueline.train.api import TrainResult
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 STAGES = ("train", "evaluate", "capture", "register", "serve", "compare")
 ROWS = 32
@@ -37,8 +35,8 @@ ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What the server said, against the eager model."""
+class ServerComparison:
+    """The server's answers, compared with the eager model's."""
 
     url: str
     ready_s: float
@@ -56,7 +54,7 @@ class Shipped:
     bundle: Path
     digest: str
     version: ModelVersion
-    served: Served
+    served: ServerComparison
     seconds: dict[str, float]
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,25 +100,32 @@ def ship(
     tracking_uri: str | None = None,
     drill: bool = True,
 ) -> Shipped:
-    """Takes `recipe` down the whole line and returns what each stage found.
+    """Runs the whole line for `recipe` and returns the result of each stage.
 
-    With `drill`, one worker is killed with SIGKILL a third of the way: a job that is to survive a death is made to,
-    before anybody depends on it. Stops at the first stage that does not hold and raises its error; what was made
-    until then stays, processes do not.
+    `drill` kills one worker with SIGKILL a third of the way, as a test that the job survives a death. Stops at the
+    first stage that fails and raises its error; files that were made until then stay, processes do not.
     """
+    from trueline.batch.evaluate import evaluate
+    from trueline.capture.api import capture
     from trueline.recipe.load import load_recipe
+    from trueline.registry import register
+    from trueline.serve.api import start
 
-    found = load_recipe(recipe)
-    clock = _Stages()
-    trained = clock.run("train", lambda: _train(found, recipe, workers, epochs, drill))
-    evaluation = clock.run("evaluate", lambda: _evaluate(found, trained))
-    bundle = Path(out) if out is not None else trained.job_dir / f"{found.name}.bundle"
-    captured = clock.run("capture", lambda: _capture(found, trained, bundle))
-    version = clock.run("register", lambda: _register(found, trained, evaluation, captured, name, alias, tracking_uri))
-    uri = f"models:/{version.name}@{alias}" if alias else version.uri
-    with clock.run("serve", lambda: _serve(uri, tracking_uri, trained.job_dir)) as server:
-        ready_s = clock.seconds["serve"]
-        served = clock.run("compare", lambda: _compare(found, trained, server, ready_s))
+    loaded = load_recipe(recipe)
+    stages = _Stages()
+    trained = stages.run("train", lambda: _train(loaded, recipe, workers, epochs, drill))
+    evaluation = stages.run("evaluate", lambda: evaluate(loaded, trained.chosen))
+    bundle = Path(out) if out is not None else trained.job_dir / f"{loaded.name}.bundle"
+    captured = stages.run("capture", lambda: capture(loaded, trained.chosen, bundle))
+    facts = _run_facts(loaded, trained, evaluation)
+    version = stages.run(
+        "register", lambda: register(captured.path, name=name, alias=alias, tracking_uri=tracking_uri, run=facts)
+    )
+    uri, log = f"models:/{version.name}@{alias}" if alias else version.uri, trained.job_dir / "logs" / "server.log"
+    with stages.run("serve", lambda: start(uri, tracking_uri=tracking_uri, log=log)) as server:
+        events.emit("server.started", url=server.url, model=server.model, version=server.version)
+        ready_s = stages.seconds["serve"]
+        served = stages.run("compare", lambda: _compare(loaded, trained, server, ready_s))
     return Shipped(
         trained=trained,
         evaluation=evaluation,
@@ -128,22 +133,22 @@ def ship(
         digest=captured.digest,
         version=version,
         served=served,
-        seconds=clock.seconds,
+        seconds=stages.seconds,
     )
 
 
 class _Stages:
-    """Announces each stage and takes its time."""
+    """Announces and times each stage."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def run(self, stage: str, work: Callable[[], Found]) -> Found:
+    def run(self, stage: str, work: Callable[[], Result]) -> Result:
         events.emit("stage.started", stage=stage, number=STAGES.index(stage) + 1, of=len(STAGES))
         began = time.monotonic()
-        found = work()
+        result = work()
         self.seconds[stage] = time.monotonic() - began
-        return found
+        return result
 
 
 def _train(recipe: Recipe, given: Any, workers: str | int, epochs: int | None, drill: bool) -> TrainResult:
@@ -166,32 +171,12 @@ def _train(recipe: Recipe, given: Any, workers: str | int, epochs: int | None, d
     return trained
 
 
-def _evaluate(recipe: Recipe, trained: TrainResult) -> Evaluation:
-    from trueline.batch.evaluate import evaluate
-
-    return evaluate(recipe, trained.chosen)
-
-
-def _capture(recipe: Recipe, trained: TrainResult, out: Path) -> Captured:
-    from trueline.capture.api import capture
-
-    return capture(recipe, trained.chosen, out)
-
-
-def _register(
-    recipe: Recipe,
-    trained: TrainResult,
-    evaluation: Evaluation,
-    captured: Captured,
-    name: str | None,
-    alias: str,
-    tracking_uri: str | None,
-) -> ModelVersion:
-    from trueline.registry import RunFacts, register
+def _run_facts(recipe: Recipe, trained: TrainResult, evaluation: Evaluation) -> RunFacts:
+    from trueline.registry import RunFacts
 
     facts = trained.summary.as_dict()
     gaps = [regroup["gap_ms"] for regroup in facts["regroups"]]
-    run = RunFacts(
+    return RunFacts(
         params={key: facts[key] for key in ("epochs", "global_batch", "steps", "records", "workers_started")},
         metrics={
             "loss": evaluation.loss,
@@ -202,18 +187,9 @@ def _register(
         tags={"job": trained.job_dir.name, "recipe": recipe.name},
         job_dir=trained.job_dir,
     )
-    return register(captured.path, name=name, alias=alias, tracking_uri=tracking_uri, run=run)
 
 
-def _serve(uri: str, tracking_uri: str | None, job_dir: Path) -> RunningServer:
-    from trueline.serve.api import start
-
-    server = start(uri, tracking_uri=tracking_uri, log=job_dir / "logs" / "server.log")
-    events.emit("server.started", url=server.url, model=server.model, version=server.version)
-    return server
-
-
-def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_s: float) -> Served:
+def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_s: float) -> ServerComparison:
     import httpx
     import numpy as np
 
@@ -237,12 +213,12 @@ def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_
                 if not found.agrees:
                     raise NotProven(
                         f"the server's answers to records {start} to {indices[-1]} differ: {found.reason}",
-                        hint="keep the bundle and the log for a report; nothing was put into service",
+                        hint="keep the bundle and the log for a report; the model is not in service",
                     )
             events.emit("comparison.advanced", done=start + len(indices), total=records.num_records)
     if not requests:
         raise RecipeError("dataset('evaluation') has no records to compare the server's answers on")
-    return Served(
+    return ServerComparison(
         url=server.url,
         ready_s=ready_s,
         records=records.num_records,
@@ -261,7 +237,7 @@ def _ask_inference_protocol(client: httpx.Client, model: str, eager: Any) -> dic
         {"name": name, "shape": list(array.shape), "datatype": specs[name].datatype, "data": array.ravel().tolist()}
         for name, array in eager.example.items()
     ]
-    answer = _posted(client, f"/v2/models/{model}/infer", {"inputs": inputs})
+    answer = _post(client, f"/v2/models/{model}/infer", {"inputs": inputs})
     dtypes = {spec.name: spec.dtype for spec in eager.signature.outputs}
     return {
         output["name"]: np.array(output["data"], dtype=dtypes[output["name"]]).reshape(output["shape"])
@@ -272,13 +248,13 @@ def _ask_inference_protocol(client: httpx.Client, model: str, eager: Any) -> dic
 def _ask_torchserve(client: httpx.Client, model: str, eager: Any) -> dict[str, Array]:
     import numpy as np
 
-    answer = _posted(client, f"/predictions/{model}", {name: array.tolist() for name, array in eager.example.items()})
+    answer = _post(client, f"/predictions/{model}", {name: array.tolist() for name, array in eager.example.items()})
     outputs = eager.signature.outputs
     named = {outputs[0].name: answer} if len(outputs) == 1 else answer
     return {spec.name: np.array(named[spec.name], dtype=spec.dtype) for spec in outputs}
 
 
-def _posted(client: httpx.Client, path: str, body: Any) -> Any:
+def _post(client: httpx.Client, path: str, body: Any) -> Any:
     answer = client.post(path, json=body)
     if answer.status_code != 200:
         raise TruelineError(f"the server answered {answer.status_code} to POST {path}: {answer.text[:300]}")

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from trueline import events, files
-from trueline.checkpoint import checkpoint, tensor_file, tree
+from trueline.checkpoint import checkpoint, tree
 from trueline.errors import CheckpointError, RecipeError, StorageError
 from worlds.recipes import small, untrained
 
@@ -209,10 +209,10 @@ def test_a_key_that_json_would_change_is_refused(key):
 
 
 def test_a_tensor_of_many_pieces_is_whole_and_each_lies_at_a_multiple_of_its_items_size(monkeypatch):
-    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 16)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 16)
     tensors = [torch.arange(7, dtype=torch.uint8), torch.arange(9.0), torch.ones(1, dtype=torch.bool),
                torch.arange(11, dtype=torch.float64), torch.arange(6.0).reshape(2, 3).T, torch.empty(0)]  # fmt: skip
-    data = b"".join(bytes(piece) for piece in tensor_file.pieces(tensors))
+    data = b"".join(bytes(piece) for piece in checkpoint.tensor_pieces(tensors))
     found = safetensors.torch.load(data)
     assert all(torch.equal(found[str(number)], value) for number, value in enumerate(tensors))
     length = int.from_bytes(data[:8], "little")

@@ -153,7 +153,7 @@ def test_what_dead_writers_left_in_a_store_goes_with_a_later_checkpoint(tmp_path
 
 
 def test_every_dtype_of_safetensors_and_every_shape_comes_back(folder):
-    from trueline.checkpoint.tensor_file import _NAMES
+    from trueline.checkpoint.checkpoint import _DTYPES as _NAMES
 
     state = {
         **{str(dtype): torch.ones(3, 2).to(dtype) for dtype in _NAMES},

@@ -18,11 +18,10 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.patches import size_lengths
 from trueline.cli.app import run
 from trueline.doctor.api import calls_of, doctor, read_progress
-from trueline.doctor.diagnosis import Cause, Diagnosis, Rewrite, Row
 from trueline.doctor.examine import ask_original, examine
 from trueline.doctor.patch import patch_module
 from trueline.doctor.recorded_calls import agree, answer_of
-from trueline.doctor.report import page, text
+from trueline.doctor.report import Cause, Diagnosis, Rewrite, Row, page, text
 from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
 from trueline.runtime import graph

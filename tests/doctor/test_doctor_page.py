@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trueline.doctor.diagnosis import Cause, Diagnosis, Rewrite, Row
-from trueline.doctor.report import page
+from trueline.doctor.report import Cause, Diagnosis, Rewrite, Row, page
 from worlds import browser
 
 REWRITE = Rewrite(

@@ -134,7 +134,7 @@ class Victim:
 
     def _end(self) -> None:
         assert self.launcher is not None
-        self._refresh_disk()
+        (self.home / "filler").unlink(missing_ok=True)
         if self.launcher.poll() is None:
             self.launcher.terminate()
             try:
@@ -142,9 +142,6 @@ class Victim:
             except subprocess.TimeoutExpired:
                 self.launcher.kill()
                 self.launcher.wait()
-
-    def _refresh_disk(self) -> None:
-        (self.home / "filler").unlink(missing_ok=True)
 
     def _read_events(self) -> None:
         """Reads the new lines of events.jsonl."""
@@ -291,7 +288,7 @@ class Victim:
             while True:
                 file.write(bytes(1 << 16))
         time.sleep(0.1 + strike.pick)  # the time that it is full
-        self._refresh_disk()
+        (self.home / "filler").unlink(missing_ok=True)
         return True
 
     def kills(self) -> Counter[str]:

@@ -79,18 +79,14 @@ def storm(options: StormPlan, home: Path, seed: int, usual: Calm) -> Storm:
     return done
 
 
-def pace(options: StormPlan, usual: Calm) -> StormPlan:
-    """With as many steps between strikes as make about three strikes a second."""
-    return options if options.every else replace(options, every=max(2, round(0.35 / max(usual.step_s, 1e-6))))
-
-
 def storms(
     options: StormPlan, *, kills: int, seed: int, home: Path, tell: Callable[[str], None]
 ) -> Iterator[tuple[StormPlan, Storm]]:
     """Storms with the seeds `seed`, `seed` + 1, ... until there were `kills` strikes in all. Jobs are in `home`."""
     with _disk(home, own="disk" in options.kinds) as ground:
         usual = calm(options, ground / "calm")
-        options, done = pace(options, usual), 0
+        about_three_a_second = max(2, round(0.35 / max(usual.step_s, 1e-6)))
+        options, done = replace(options, every=options.every or about_three_a_second), 0
         tell(f"undisturbed: {usual.steps} steps, {usual.step_s * 1e3:.1f} ms each; a strike each {options.every} steps")
         while done < kills:
             result = storm(options, ground / f"storm-{seed}", seed, usual)

@@ -24,7 +24,9 @@ COUNTER = "seen"
 
 UNFELT = ("master", "freeze", "clock", "network", "disk", "agent", "zygote", "zombie")
 """Strikes after which the group need not form again."""
+SHAKING = {*UNFELT, "both", "launcher", "all", "hang"} - {"clock"}
 SHAKEN_S = 3.0
+"""How long a job may be recovering from these strikes or a stopped worker: a lease, or the start of a process."""
 UNDER_WAY_NS = 100_000_000
 """A step that was in progress when the strike came may still be applied."""
 SLOW_MS = 8000.0
@@ -87,7 +89,8 @@ def judge(job_dir: Path, usual: Calm, struck: Sequence[tuple[str, int]], *, tole
     lost, repeated = count_applications(weights, facts["records"], job_settings.load(job_dir).epochs)
     if lost or repeated:
         wrong.append(f"the model has counted {lost} records too few and {repeated} too many")
-    loss = max((_relative(losses[step], value) for step, value in usual.losses.items() if step in losses), default=0.0)
+    pairs = [(losses[step], value) for step, value in usual.losses.items() if step in losses]
+    loss = max((abs(one - other) / max(1.0, abs(other)) for one, other in pairs), default=0.0)
     difference = distance(weights, usual.weights)
     if loss > max(tolerance, SINGLE):
         wrong.append(f"the loss curve differs by {loss:.2e} (relative) from the undisturbed run's")
@@ -147,10 +150,6 @@ def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
     return max(found)
 
 
-def _relative(one: float, other: float) -> float:
-    return abs(one - other) / max(1.0, abs(other))
-
-
 def gaps(log: Sequence[tuple[str, dict[str, Any]]], struck: Sequence[tuple[str, int]]) -> dict[str, list[float]]:
     """For each strike that made the group form again, the milliseconds until the first step after that.
 
@@ -166,16 +165,11 @@ def gaps(log: Sequence[tuple[str, dict[str, Any]]], struck: Sequence[tuple[str, 
     calm_ns = served_ns = 0
     for kind, at in struck:
         agentless, served_ns = at < served_ns, at + AGENTLESS_NS if kind in ("agent", "zombie") else served_ns
-        early, calm_ns = at < calm_ns, max(calm_ns, at + int(1e9 * SHAKEN_S) if shakes(kind) else 0)
+        shaken_ns = int(1e9 * SHAKEN_S) if kind in SHAKING or kind.endswith("(stop)") else 0
+        early, calm_ns = at < calm_ns, max(calm_ns, at + shaken_ns if shaken_ns else 0)
         later, since = next((step for step in regrouped if step[0] > at), (0, 0))
         felt = later and since < at + UNDER_WAY_NS  # else the worker had not joined yet
         gap_ms = (later - at) / 1e6
         if felt and kind not in UNFELT and not early and not (agentless and gap_ms > SLOW_MS):
             found.setdefault(kind, []).append(round(gap_ms, 1))
     return found
-
-
-def shakes(kind: str) -> bool:
-    """Whether the job may still be recovering from it when later strikes come, for as long as a lease or a start."""
-    shaking = {*UNFELT, "both", "launcher", "all", "hang"} - {"clock"}
-    return kind in shaking or kind.endswith("(stop)")

@@ -15,25 +15,33 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import safetensors
 import safetensors.torch
+import torch
 
 from trueline import clock, events, files
-from trueline.checkpoint import tensor_file, tree
+from trueline.checkpoint import tree
 from trueline.errors import CheckpointError, RecipeError
-from trueline.storage.checkpoint_store import CheckpointStore, Parts, open_checkpoint_store
+from trueline.storage.checkpoint_store import Parts, open_checkpoint_store
 from trueline.storage.location import Location, join_location, split_location
 
 if TYPE_CHECKING:
-    import torch
-
     from trueline.recipe.contract import Recipe
 
 SCHEMA = 1
 MANIFEST = "checkpoint.json"
+_place = partial(open_checkpoint_store, seal=MANIFEST)
 TENSORS = "state.safetensors"
+PIECE_BYTES = 8 << 20
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +85,10 @@ def write(
     return join_location(folder, name)
 
 
-def _place(folder: Location) -> CheckpointStore:
-    return open_checkpoint_store(folder, seal=MANIFEST)
-
-
 def _parts(step: int, state: dict[str, Any], facts: dict[str, Any], sealing: Callable[[], None]) -> Parts:
     skeleton, tensors = tree.encode(state)
     digest = hashlib.sha256()
-    yield TENSORS, _hash_pieces(tensor_file.pieces(tensors), digest)
+    yield TENSORS, _hash_pieces(tensor_pieces(tensors), digest)
     sealing()
     made = {"schema": SCHEMA, "created": clock.utc_now(), "step": step}
     text = json.dumps({**made, **facts, "files": {TENSORS: digest.hexdigest()}, "state": skeleton})
@@ -95,6 +99,45 @@ def _hash_pieces(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash) ->
     for piece in pieces:
         digest.update(piece)
         yield piece
+
+
+def tensor_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file that holds `tensors` under the names 0, 1, 2, ... Raises CheckpointError for a
+    dtype without a name.
+
+    The library's own writer copies every tensor and needs a local file. These pieces are views of the tensors' memory,
+    hashed and sent to a store while they are written, without the interpreter's lock and without more memory. Source:
+    the format section of safetensors' README.
+    """
+    # Large items first: each tensor then begins at a multiple of its item size.
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+    header, at = {}, 0
+    for i in order:
+        size = tensors[i].numel() * tensors[i].element_size()
+        dtype, shape = _name(tensors[i], i), list(tensors[i].shape)
+        header[str(i)] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for i in order:
+        yield from _views(tensors[i])
+
+
+def _name(tensor: torch.Tensor, i: int) -> str:
+    if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"tensor {i} of the state is {tensor.dtype} {tensor.layout}, which safetensors cannot hold",
+            hint=f"keep dense tensors of {', '.join(sorted(_DTYPES.values()))} in state_dict()",
+        )
+    return _DTYPES[tensor.dtype]
+
+
+def _views(tensor: torch.Tensor) -> Iterator[memoryview]:
+    if tensor.numel():
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(flat), PIECE_BYTES):
+            yield flat[start : start + PIECE_BYTES]
 
 
 def read_manifest(path: Location) -> dict[str, Any]:
@@ -250,8 +293,6 @@ def load_model(recipe: Recipe, checkpoint: Location | None) -> torch.nn.Module:
     Loads the moving average (`state["ema"]`) where the job kept one. Raises CheckpointError when the parameters are not
     those of this recipe's model, RecipeError when `model()` returns no model.
     """
-    import torch
-
     model: object = recipe.model()
     if not isinstance(model, torch.nn.Module):
         made = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"

@@ -14,7 +14,7 @@ import msgspec
 
 from trueline import events, files
 from trueline.doctor import report
-from trueline.doctor.diagnosis import Diagnosis
+from trueline.doctor.report import Diagnosis
 from trueline.errors import StorageError, UsageError
 
 if TYPE_CHECKING:

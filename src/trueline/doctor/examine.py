@@ -20,25 +20,8 @@ from torch.utils import _pytree as pytree
 from trueline.capture.export.tracing import watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
-from trueline.doctor.export import (
-    CONSTANT,
-    LEAST_SIZES,
-    NO_DIVISORS,
-    Axis,
-    Divisors,
-    Memory,
-    all_sizes,
-    copy_without_hooks,
-    evenest,
-    export_like_capture,
-    export_module,
-    export_with_divisors,
-    guess_divisors,
-    is_divisible,
-    make_state_explicit,
-    silence_exporters,
-    without_ranges,
-)
+from trueline.doctor import export
+from trueline.doctor.export import NO_DIVISORS, Divisors, Memory, export_module, silence_exporters
 from trueline.doctor.recorded_calls import (
     FlatModule,
     RecordedAnswer,
@@ -115,7 +98,7 @@ class Oracle:
 
 def ask_original(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> Oracle:
     """Makes each call to a copy of `module`, watching its way, and repeats the first one at the end."""
-    twin = copy_without_hooks(module)
+    twin = export.copy_without_hooks(module)
     before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     answers = [answer_of(twin, call, watch=True) for call in calls]
     reason, _ = agree(answers[0], answer_of(twin, calls[0]))
@@ -130,12 +113,12 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     multiples of powers of two; then it is compared on the calls that are.
     """
     free = free_dims(oracle.calls)
-    base = evenest(oracle.answered, free) if in_units else oracle.base
-    flat: torch.nn.Module = FlatModule(copy_without_hooks(module), base)
+    base = export.evenest(oracle.answered, free) if in_units else oracle.base
+    flat: torch.nn.Module = FlatModule(export.copy_without_hooks(module), base)
     tensors, memory, divisors = base.tensors, None, NO_DIVISORS
     if not oracle.forgetful:
         try:
-            held = make_state_explicit(copy_without_hooks(module), base)
+            held = export.make_state_explicit(export.copy_without_hooks(module), base)
         except Exception as error:  # noqa: BLE001 (blind except): a rewrite that cannot be called is no rewrite
             return _refusal(error, oracle, {})
         if isinstance(held, str):
@@ -147,21 +130,26 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     try:
         with watch_specialization() as fixed:
             if in_units and memory is None:
-                program, divisors = export_with_divisors(partial(export_module, flat, tensors), free, oracle.calls)
+                program, divisors = export.export_with_divisors(
+                    partial(export_module, flat, tensors), free, oracle.calls
+                )
             else:
-                program = export_like_capture(flat, tensors, all_sizes(free), oracle.answered)
+                program = export.export_like_capture(flat, tensors, export.all_sizes(free), oracle.answered)
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
         return _refusal(error, oracle, fixed)
-    guesses = [*guess_divisors(base, free, divisors)] if in_units else [divisors]
+    guesses = [*export.guess_divisors(base, free, divisors)] if in_units else [divisors]
     return _compare(program, oracle, memory, guesses)
 
 
 def _compare(
-    program: torch.export.ExportedProgram, oracle: Oracle, memory: Memory | None, guesses: Sequence[Divisors]
+    program: torch.export.ExportedProgram,
+    oracle: Oracle,
+    memory: Memory | None,
+    guesses: Sequence[Divisors],
 ) -> Finding:
     """The finding for the first of the guessed divisors with which the program is right, else for the last."""
     with torch.no_grad(), silence_exporters():
-        run: Callable[..., Any] = without_ranges(program).module(check_guards=False)
+        run: Callable[..., Any] = export.without_ranges(program).module(check_guards=False)
         writes = oracle.written and memory is None
         kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if writes else {}
         run = memory.thread_state(run) if memory is not None else run
@@ -206,9 +194,9 @@ def _compare_calls(run: Callable[..., Any], oracle: Oracle, divisors: Divisors =
     With `divisors` only calls of such sizes are compared, and two different sizes of each dimension have to be.
     """
     worst, compared = 0.0, 0
-    seen: dict[Axis, set[int]] = {place: set() for place in divisors}
+    seen: dict[export.Axis, set[int]] = {place: set() for place in divisors}
     for call, expected in oracle.answered_pairs:
-        if not is_divisible(call, divisors):
+        if not export.is_divisible(call, divisors):
             continue
         leaves, spec = pytree.tree_flatten((call.tensors, {}))
         flat = RecordedCall(tensors=call.tensors, leaves=tuple(... for _ in leaves), spec=spec)
@@ -218,7 +206,7 @@ def _compare_calls(run: Callable[..., Any], oracle: Oracle, divisors: Divisors =
         worst, compared = max(worst, error), compared + 1
         for number, axis in seen:
             seen[number, axis].add(call.tensors[number].shape[axis])
-    if any(len(sizes) < LEAST_SIZES for sizes in seen.values()):
+    if any(len(sizes) < export.LEAST_SIZES for sizes in seen.values()):
         return "it accepts a size in multiples only, and no other call had such a size", worst, compared
     return ("" if compared else "no call could be compared: the original raises on each"), worst, compared
 
@@ -227,7 +215,7 @@ def _refusal(error: Exception, oracle: Oracle, fixed: Mapping[int, SourceLine]) 
     """`fixed` are the lines that made constants of sizes; the error names the sizes that it is about."""
     place = code_paths.users_line(error)
     partings = oracle.partings()
-    sizes = [int(size) for size in CONSTANT.findall(str(error))]
+    sizes = [int(size) for size in export.CONSTANT.findall(str(error))]
     places = [place, *partings] if place is not None else [*partings]
     # torch names the dimensions in any order
     constant = tuple(sorted({fixed[size] for size in sizes if size in fixed}, key=lambda one: (one.file, one.line)))
@@ -241,7 +229,7 @@ def traces(module: torch.nn.Module, oracle: Oracle) -> bool:
     base = oracle.base
     with silence_exporters(), torch.no_grad():
         try:
-            flat = FlatModule(copy_without_hooks(module), base)
+            flat = FlatModule(export.copy_without_hooks(module), base)
             program = torch.jit.trace(flat, base.tensors, check_trace=False)  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 (blind except): torch's refusal is the answer
             return False
@@ -252,7 +240,7 @@ def scripts(module: torch.nn.Module, oracle: Oracle) -> bool:
     """Whether torch.jit.script gives a program that is right on every call."""
     with silence_exporters(), torch.no_grad():
         try:
-            program = torch.jit.script(copy_without_hooks(module))
+            program = torch.jit.script(export.copy_without_hooks(module))
         except Exception:  # noqa: BLE001 (blind except): torch's refusal is the answer
             return False
         return all(not agree(expected, answer_of(program, call))[0] for call, expected in oracle.answered_pairs)
@@ -261,6 +249,8 @@ def scripts(module: torch.nn.Module, oracle: Oracle) -> bool:
 def prove_onnx(finding: Finding, oracle: Oracle) -> str:
     """`proven`, or why the program has no ONNX form that is right: translated, run by ONNX Runtime, compared on every
     call. Raises nothing."""
+    import onnxruntime
+
     from trueline.capture.onnx import emit
 
     assert finding.program is not None
@@ -271,7 +261,10 @@ def prove_onnx(finding: Finding, oracle: Oracle) -> str:
     outputs = [f"output {i}" for i in range(len(signature.user_outputs))]
     try:
         with torch.no_grad(), silence_exporters(), contextlib.redirect_stderr(io.StringIO()):
-            session = _open_session(emit.translate(finding.program, inputs, outputs))
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 4
+            model = emit.translate(finding.program, inputs, outputs).model_proto.SerializeToString()
+            session = onnxruntime.InferenceSession(model, options)
     except CaptureError as error:
         return f"not translated: {error.message[:200]}"
     except Exception as error:  # noqa: BLE001 (blind except): a refusal of the exporter or the runtime is the answer
@@ -283,27 +276,16 @@ def prove_onnx(finding: Finding, oracle: Oracle) -> str:
 
     ask = run if finding.memory is None else finding.memory.thread_state(run)
     for call, expected in oracle.answered_pairs:
-        if is_divisible(call, finding.divisors):
-            reason, _ = agree(expected, _onnx_answer(ask, call))
-            if reason:
-                return f"refused: {reason}"
+        if not export.is_divisible(call, finding.divisors):
+            continue
+        try:
+            arrays = {f"output {index}": array for index, array in enumerate(ask(*call.tensors))}
+        except Exception as error:  # noqa: BLE001 (blind except): whatever the runtime raises is a disagreement
+            return f"refused: it raises {_first_line(error)}"
+        reason, _ = agree(expected, RecordedAnswer(arrays=arrays, error=""))
+        if reason:
+            return f"refused: {reason}"
     return "proven"
-
-
-def _open_session(made: Any) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(made.model_proto.SerializeToString(), options)
-
-
-def _onnx_answer(ask: Callable[..., Any], call: RecordedCall) -> RecordedAnswer:
-    try:
-        answer = ask(*call.tensors)
-    except Exception as error:  # noqa: BLE001 (blind except): whatever the runtime raises is a disagreement
-        return RecordedAnswer(arrays=None, error=_first_line(error))
-    return RecordedAnswer(arrays={f"output {index}": array for index, array in enumerate(answer)}, error="")
 
 
 def _first_line(error: BaseException) -> str:

@@ -98,12 +98,13 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
         return {}
     before = class_node(ast.parse(Path(file_of(owner)).read_text()), owner)
     same = {ast.dump(n) for n in before.body} if before is not None else set()
+    plain = {name for name, value in vars(owner).items() if isinstance(value, types.FunctionType)}  # no properties
     methods = [
         n
         for n in node.body
         if isinstance(n, ast.FunctionDef)
         and n.name != "__init__"
-        and (not n.decorator_list or _edit_affects(n, owner, same, changed))
+        and (not n.decorator_list or (n.name in plain and (ast.dump(n) not in same or {*loaded_names(n)} & changed)))
     ]
     free = _closure_values(owner)
     names = ", ".join(["__class__", *free])
@@ -115,12 +116,6 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
     exec(compile(ast.fix_missing_locations(code), name, "exec"), scope)
     made: dict[str, Any] = scope["__make"](owner, *free.values())
     return made
-
-
-def _edit_affects(method: ast.FunctionDef, owner: type, same: set[str], changed: set[str]) -> bool:
-    """Whether the edit is in a method with decorators, or in a function that it calls, and it is no property."""
-    edited = ast.dump(method) not in same or bool(set(loaded_names(method)) & changed)
-    return edited and isinstance(vars(owner).get(method.name), types.FunctionType)
 
 
 def _closure_values(owner: type) -> dict[str, Any]:

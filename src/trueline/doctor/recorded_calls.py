@@ -90,17 +90,13 @@ def answer_of(function: Callable[..., Any], call: RecordedCall, *, watch: bool =
                     answer = function(*args, **kwargs)
             else:
                 answer = function(*args, **kwargs)
-        return RecordedAnswer(arrays=_arrays_of(flat_answer(answer)), error="", way=way)
+        plain = (tensor.detach() for tensor in flat_answer(answer))
+        numpy = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in plain)  # which has none
+        arrays = {f"output {index}": np.array(tensor.numpy()) for index, tensor in enumerate(numpy)}
+        return RecordedAnswer(arrays=arrays, error="", way=way)
     except Exception as error:  # noqa: BLE001 (blind except): the user's forward on made-up values may raise anything
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return RecordedAnswer(arrays=None, error=f"{type(error).__name__}: {first}", way=way)
-
-
-def _arrays_of(tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
-    """Tensors by position, in dtypes that numpy has."""
-    plain = (tensor.detach() for tensor in tensors)
-    numbered = enumerate(tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in plain)
-    return {f"output {index}": np.array(tensor.numpy()) for index, tensor in numbered}
 
 
 def agree(expected: RecordedAnswer, answer: RecordedAnswer) -> tuple[str, float]:

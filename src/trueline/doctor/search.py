@@ -12,15 +12,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from trueline.capture.model.code_paths import SourceLine
 from trueline.doctor.examine import Finding, Oracle, examine
 from trueline.doctor.export import copy_without_hooks, silence_exporters
 from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patch_module
@@ -125,19 +125,14 @@ def _try_candidates(
             continue
         search.refuse(candidate, after.reason)
         if candidate.frees and search.in_units is None:
-            _try_in_units(search, candidate, done)
+            finding = examine(search.with_text(candidate.text), search.oracle, in_units=True)
+            if not finding.reason:  # kept for the end, with a smaller budget for the rest
+                search.in_units = Healed(text=candidate.text, steps=done, finding=finding, frees=True)
+                search.left = min(search.left, FEW)
         healed = _try_candidates(search, candidate.text, done, after, held)
         if healed is not None:
             return healed
     return None
-
-
-def _try_in_units(search: _Search, candidate: Candidate, done: tuple[str, ...]) -> None:
-    """Keeps the edit for the end if it is right where sizes are multiples, and shrinks the budget."""
-    finding = examine(search.with_text(candidate.text), search.oracle, in_units=True)
-    if not finding.reason:
-        search.in_units = Healed(text=candidate.text, steps=done, finding=finding, frees=True)
-        search.left = min(search.left, FEW)
 
 
 @contextlib.contextmanager
@@ -174,12 +169,10 @@ def _takes_both_ways(search: _Search, text: str, test: int, body: int) -> bool:
     return 0 < counts[body] < counts[test]
 
 
-def _agrees(
-    search: _Search,
-    module: torch.nn.Module,
-    candidate: Candidate,
-    pairs: Collection[tuple[RecordedCall, RecordedAnswer]],
-) -> bool:
+Pairs = Sequence[tuple[RecordedCall, RecordedAnswer]]
+
+
+def _agrees(search: _Search, module: torch.nn.Module, candidate: Candidate, pairs: Pairs) -> bool:
     for call, expected in pairs:
         reason, _ = agree(expected, answer_of(module, call))
         if reason:
@@ -190,7 +183,7 @@ def _agrees(
 
 def _agrees_in_order(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
     """Whether the eager rewrite answers as the original on every call."""
-    # without a state, calls that the original does not answer are skipped: they may loop for ever
+    # without a state, calls that the original does not answer are skipped: they may never end
     pairs = search.oracle.answered_pairs if search.oracle.forgetful else [*search.oracle.pairs]
     return _agrees(search, copy_without_hooks(module), candidate, pairs)  # a copy: its state stays as it is
 
@@ -217,9 +210,7 @@ def _propose(
         if scope is None or spot is None or spot.statement.lineno in done:
             continue
         done.add(spot.statement.lineno)
-        for candidate in candidates(scope, spot):
-            yield candidate, scope.seen
-        for candidate in _inside(scope, spot):
+        for candidate in chain(candidates(scope, spot), _inside(scope, spot)):
             yield candidate, scope.seen
 
 
@@ -245,8 +236,9 @@ def _lines_of(finding: Finding, search: _Search, text: str) -> list[int]:
             found.append(place.line)
         elif place.file.partition(MARK)[0] == search.file:
             # lines above it may have been edited, and other classes have lines that read the same
-            inside = node if _is_in_class(search, place) else None
-            span = range(inside.lineno, (inside.end_lineno or inside.lineno) + 1) if inside is not None else None
+            own = class_node(ast.parse(Path(search.file).read_text()), search.owner)
+            inside = place.file == search.file and own is not None and place.line in _lines(own)
+            span = _lines(node) if inside and node is not None else None
             found += _nearest(lines, place.source, place.line, span)
     remembers = not search.oracle.forgetful
     for statement in ast.walk(node) if node is not None and (remembers or not found) else ():
@@ -256,10 +248,8 @@ def _lines_of(finding: Finding, search: _Search, text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _is_in_class(search: _Search, place: SourceLine) -> bool:
-    """Whether `place` lies in the class, in the user's own file."""
-    own = class_node(ast.parse(Path(search.file).read_text()), search.owner) if place.file == search.file else None
-    return own is not None and own.lineno <= place.line <= (own.end_lineno or own.lineno)
+def _lines(node: ast.ClassDef | ast.FunctionDef) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _nearest(lines: list[str], source: str, number: int, within: range | None = None) -> list[int]:
@@ -282,7 +272,7 @@ def _scope_at(search: _Search, text: str, line: int, seen: Mapping[str, Any]) ->
 def function_at(tree: ast.Module, line: int) -> ast.FunctionDef | None:
     """The outermost function that holds `line`."""
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    return next((node for node in functions if node.lineno <= line <= (node.end_lineno or node.lineno)), None)
+    return next((node for node in functions if line in _lines(node)), None)
 
 
 def locals_of(module: torch.nn.Module, oracle: Oracle, file: str, function: ast.FunctionDef) -> dict[str, Any]:

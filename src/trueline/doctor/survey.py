@@ -1,4 +1,5 @@
-"""Each submodule with code of the user's own, innermost first: whether it can be captured, and the edit that heals it.
+"""Each submodule with code of the user's own, innermost first: whether it can be captured, the line and construct that
+block it, and the edit that heals it.
 
 The whole model answers its probes once, while the calls of each submodule are recorded; each submodule is then examined
 by itself on its calls. Rewrites of inner classes are in force while the outer ones are examined, so that a part that
@@ -7,6 +8,7 @@ only waits for another is distinguished from one that needs a rewrite itself.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import os
 import random
@@ -18,13 +20,16 @@ import torch
 
 from trueline import events
 from trueline.capture.model import code_paths
-from trueline.doctor.causes import cause_of, cause_of_rank_change
-from trueline.doctor.diagnosis import Cause, Rewrite, Row, Status
+from trueline.capture.model.code_paths import SourceLine
 from trueline.doctor.examine import Finding, Oracle, ask_original, examine, find_rank_change, scripts, traces
 from trueline.doctor.export import copy_without_hooks
-from trueline.doctor.patch import file_of, owner_of, patch_module
+from trueline.doctor.patch import class_node, file_of, owner_of, patch_module
 from trueline.doctor.recorded_calls import RecordedCall, alike, answer_of, recording
-from trueline.doctor.search import Healed, heal
+from trueline.doctor.report import Cause, Kind, Rewrite, Row, Status
+from trueline.doctor.rewrites.scope import Scope, Spot
+from trueline.doctor.rewrites.state import written_attribute
+from trueline.doctor.rewrites.tensors.numbers import free_size
+from trueline.doctor.search import Healed, function_at, heal, locals_of
 from trueline.errors import join_names
 
 MAX_CALLS = 32
@@ -121,17 +126,8 @@ def _spread(calls: list[RecordedCall]) -> list[RecordedCall]:
 
 def _row(path: str, module: torch.nn.Module, calls: list[RecordedCall], done: Survey) -> Row:
     if not calls:
-        return Row(
-            path=path,
-            class_name=type(module).__name__,
-            status="blocked",
-            traceable=False,
-            scriptable=False,
-            exportable=False,
-            cause=None,
-            rewrite=None,
-            why_not="no probe of the model reached it",
-        )
+        why = "no probe of the model reached it"
+        return Row(path=path, class_name=type(module).__name__, status="blocked", why_not=why)
     key = _key(module, calls)
     if key in done.known:
         return replace(done.known[key], path=path)
@@ -139,7 +135,8 @@ def _row(path: str, module: torch.nn.Module, calls: list[RecordedCall], done: Su
     finding = examine(module, part.oracle)
     ranks = find_rank_change(part.oracle) if path == WHOLE and not finding.reason else None
     if ranks is not None:
-        row = part.row("blocked", ranks, cause_of_rank_change(ranks), why=ranks.reason)
+        cause = _cause("size branch", ranks.places[0], ranks.reason) if ranks.places else None
+        row = part.row("blocked", ranks, cause, why=ranks.reason)
     elif finding.reason:
         row = _heal(part, finding, done)
     else:
@@ -159,7 +156,7 @@ def _key(module: torch.nn.Module, calls: list[RecordedCall]) -> object:
 
 def _heal(part: _Part, finding: Finding, done: Survey) -> Row:
     """The row of a part that cannot be exported, with a rewrite if one is proven."""
-    cause = cause_of(part.module, part.oracle, finding)
+    cause = _cause_of(part.module, part.oracle, finding)
     owner, after = owner_of(part.module), finding
     if done.texts:
         after = examine(patch_module(part.module, done.texts), part.oracle)
@@ -188,12 +185,15 @@ def _keep_rewrite(healed: Healed, part: _Part, done: Survey) -> Rewrite:
     before = done.texts.get(file) or Path(file).read_text()
     done.texts[file] = healed.text
     done.freed = done.freed or healed.frees
-    units = finding.divisors.values()
+    units, relative = finding.divisors.values(), Path(os.path.relpath(file, done.base)).as_posix()
+    name = Path(file).name if relative.startswith("..") else relative
+    old, new = before.splitlines(keepends=True), healed.text.splitlines(keepends=True)
+    lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", n=2)
     rewrite = Rewrite(
         class_name=owner.__name__,
         file=file,
         steps=(*healed.steps, *([f"for sizes that are multiples of {max(units)}"] if units else ())),
-        diff=_diff(before, healed.text, _relative(file, done.base)),
+        diff="".join(line if line.endswith("\n") else line + "\n" for line in lines),
         probes=finding.compared,
         max_abs_error=finding.max_abs_error,
         onnx=done.onnx(finding, part.oracle) if done.onnx is not None else "",
@@ -204,13 +204,114 @@ def _keep_rewrite(healed: Healed, part: _Part, done: Survey) -> Rewrite:
     return rewrite
 
 
-def _relative(file: str, base: Path) -> str:
-    relative = os.path.relpath(file, base)
-    return Path(file).name if relative.startswith("..") else Path(relative).as_posix()
+def _cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause:
+    """The first line of the user's code that explains `finding`, and why."""
+    for place in finding.places:
+        cause = _explain(place, module, oracle)
+        if cause is not None:
+            return cause
+    state = None if oracle.forgetful and not oracle.written else _state(module)
+    if state is not None:
+        return state
+    if finding.fixed:
+        place = finding.fixed[0]
+        return _cause("fixed size", place, f"it makes a constant of a size that varies: `{place.source}`")
+    if finding.places:
+        return _cause("exporter", finding.places[0], finding.reason)
+    owner = owner_of(module)
+    line = vars(owner)["forward"].__code__.co_firstlineno
+    return _cause("exporter", SourceLine(file=file_of(owner), line=line), finding.reason)
 
 
-def _diff(before: str, after: str, name: str) -> str:
-    """The edits as a unified diff of the user's file."""
-    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", n=2)
-    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
+def _cause(kind: Kind, place: SourceLine, words: str) -> Cause:
+    return Cause(kind=kind, file=place.file, line=place.line, source=place.source, words=words)
+
+
+def _explain(place: SourceLine, module: torch.nn.Module, oracle: Oracle) -> Cause | None:
+    try:
+        text = Path(place.file).read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    function = function_at(ast.parse(text), place.line)
+    if function is None:
+        return None
+    seen = locals_of(module, oracle, place.file, function)
+    scope = Scope(text=text, function=function, seen=seen)
+    spot = scope.spot(place.line)
+    found = _construct(scope, spot) if spot is not None else None
+    return None if found is None else _cause(found[0], place, found[1])
+
+
+def _construct(scope: Scope, spot: Spot) -> tuple[Kind, str] | None:
+    statement = spot.statement
+    tried = [one.statement.body[-1].end_lineno or 0 for one in spot.outer if isinstance(one.statement, ast.Try)]
+    if tried and statement.lineno <= tried[-1] and not isinstance(statement, ast.If | ast.While | ast.For):
+        return "value branch", f"it takes another way where values make this raise: `{ast.unparse(statement)}`"
+    if isinstance(statement, ast.If):
+        return _branch(scope, statement.test, "if")
+    if isinstance(statement, ast.While):
+        return "value loop", f"values decide how often the loop runs: `while {ast.unparse(statement.test)}`"
+    if isinstance(statement, ast.For):
+        source = ast.unparse(statement.iter)
+        if scope.depends_on(statement.iter) in ("size", "tensor"):
+            return "time loop", f"the loop takes as many steps as a size that varies: `{source}`"
+        return "value loop", f"values decide how often the loop runs: `{source}`"
+    if isinstance(statement, ast.Break | ast.Continue):
+        return "break", "values end the loop early"
+    if isinstance(statement, ast.Assert):
+        return _branch(scope, statement.test, "assert")
+    return _expression(scope, statement)
+
+
+def _branch(scope: Scope, test: ast.expr, word: str) -> tuple[Kind, str]:
+    text, dependence = ast.unparse(test), scope.depends_on(test)
+    if dependence == "size":
+        return "size branch", f"it branches on a size that varies: `{word} {text}`"
+    if dependence == "static":
+        return "value branch", f"it branches on something that changes from call to call: `{word} {text}`"
+    return "value branch", f"it branches on values: `{word} {text}`"
+
+
+def _expression(scope: Scope, statement: ast.stmt) -> tuple[Kind, str] | None:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.IfExp) and scope.depends_on(node.test) != "static":
+            return _branch(scope, node.test, "… if")
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("item", "tolist"):
+            return "item", f"it takes numbers out of a tensor: `{ast.unparse(node)}`"
+        if free_size(scope, node) is not None:
+            return "fixed size", f"it makes a number of a size that varies: `{ast.unparse(node)}`"
+        match node:
+            case ast.Call(func=ast.Name(id="int" | "float" | "bool"), args=[given, *_]):
+                if scope.depends_on(given) == "tensor":
+                    return "item", f"it takes a number out of a tensor: `{ast.unparse(node)}`"
+        if isinstance(node, ast.Call) and scope.depends_on(node) == "number":
+            return "item", f"it computes with a number that was taken out of a tensor: `{ast.unparse(node)}`"
+        match node:
+            case ast.Subscript(slice=ast.Name() | ast.Compare() as mask) if scope.depends_on(mask) == "tensor":
+                return "masked selection", f"values decide how much is selected: `{ast.unparse(node)}`"
+        if isinstance(node, ast.ListComp) and any(scope.depends_on(one.iter) != "static" for one in node.generators):
+            return "time loop", f"it takes as many steps as something that varies: `{ast.unparse(node)}`"
+    return ("state", _state_words(statement)) if written_attribute(statement) else None
+
+
+def _state_words(statement: ast.stmt) -> str:
+    return f"it keeps a state between calls: `{ast.unparse(statement)}`"
+
+
+def _state(module: torch.nn.Module) -> Cause | None:
+    """The first line of the module's own class, or of a submodule's, that writes into `self`."""
+    for part in module.modules():
+        if type(part).__module__.startswith("torch."):
+            continue
+        file = file_of(owner_of(part))
+        try:
+            node = class_node(ast.parse(Path(file).read_text()), owner_of(part))
+        except (OSError, SyntaxError):
+            continue
+        for statement in ast.walk(node) if node is not None else ():
+            if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
+                for one in ast.walk(statement):
+                    if isinstance(one, ast.stmt) and written_attribute(one):
+                        return _cause("state", SourceLine(file=file, line=one.lineno), _state_words(one))
+    return None

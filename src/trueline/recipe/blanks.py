@@ -142,7 +142,7 @@ def _check_value(blank: Blank, spelling: str, value: Any) -> Iterator[Problem]:
             hint = "write `loss = torch.nn.CrossEntropyLoss()`, an instance and not its class"
         yield Problem(f"{what} is {kind}, expected a function `{blank.form}`", hint)
     elif blank.name != "dataset" or not elasticdl.takes_records(value):
-        signature = _signature(value)
+        signature = elasticdl.signature_of(value)
         try:
             if signature is not None:
                 signature.bind(*blank.arguments)
@@ -161,14 +161,6 @@ def _is_module(value: Any) -> bool | None:
     return True if isinstance(value, torch.nn.Module) else None
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None for callables without a known signature (some that are written in C)."""
-    try:
-        return inspect.signature(function)
-    except (ValueError, TypeError):
-        return None
-
-
 def _convert(blank: Blank, spelling: str, value: Any) -> Any:
     """`value` in the form in which Trueline calls it: ElasticDL passes the labels first, Trueline last."""
     if blank.name == "loss" and _labels_first(value):
@@ -180,7 +172,7 @@ def _convert(blank: Blank, spelling: str, value: Any) -> Any:
 
 def _labels_first(function: Any) -> bool | None:
     """Whether the first two parameters are named so; None when their names do not tell."""
-    signature = _signature(function) if callable(function) else None
+    signature = elasticdl.signature_of(function) if callable(function) else None
     names = list(signature.parameters)[:2] if signature else []
     if len(names) == 2 and names[0] in _LABELS and names[1] not in _LABELS:
         return True

@@ -37,15 +37,19 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 def takes_records(function: object) -> bool:
     """Whether `function` has ElasticDL's form: three required arguments."""
-    if not callable(function) or isinstance(function, type):
-        return False
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):
-        return False
+    signature = signature_of(function) if callable(function) and not isinstance(function, type) else None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = [one for one in parameters if one.default is inspect.Parameter.empty]
-    return len(given) == 3 and all(one.kind in positional for one in given)
+    parameters = signature.parameters.values() if signature is not None else ()
+    required = [one for one in parameters if one.default is inspect.Parameter.empty]
+    return len(required) == 3 and all(one.kind in positional for one in required)
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None for callables without a known signature (some that are written in C)."""
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

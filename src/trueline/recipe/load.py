@@ -39,8 +39,7 @@ def load_recipe(source: object) -> Recipe:
         return source
     if isinstance(source, Path) or (isinstance(source, str) and _is_file_name(source)):
         return blanks.fill(_from_file(Path(source)))
-    where = source if isinstance(source, str) else ""
-    loaded = _import_object(source) if isinstance(source, str) else source
+    loaded, where = (_import_object(source), source) if isinstance(source, str) else (source, "")
     return loaded if isinstance(loaded, Recipe) else blanks.fill(_from_object(loaded, where))
 
 
@@ -111,7 +110,11 @@ def _run(path: Path, content: bytes, shown: str) -> ModuleType:
 def _importable(folder: Path) -> Iterator[None]:
     """Puts the recipe's folder first on the import path, for its helper modules, and afterwards last, before older
     recipes'. A function of an older recipe that imports a helper when it is called gets a newer recipe's namesake."""
-    _forget_namesakes(folder)
+    others = _recipe_folders() - {folder}
+    for helper in folder.glob("*.py"):  # two recipes may each have a `helpers.py`, and each has to import its own
+        known = getattr(sys.modules.get(helper.stem), "__file__", None)
+        if known and Path(known).parent in others:
+            del sys.modules[helper.stem]
     entry = str(folder)
     sys.path.insert(0, entry)
     try:
@@ -121,15 +124,6 @@ def _importable(folder: Path) -> Iterator[None]:
         if entry not in sys.path:
             older = [index for index, known in enumerate(sys.path) if Path(known) in _recipe_folders()]
             sys.path.insert(min(older, default=len(sys.path)), entry)
-
-
-def _forget_namesakes(folder: Path) -> None:
-    """Two recipes may each have a `helpers.py`: each has to import its own."""
-    others = _recipe_folders() - {folder}
-    for entry in folder.glob("*.py"):
-        known = getattr(sys.modules.get(entry.stem), "__file__", None)
-        if known and Path(known).parent in others:
-            del sys.modules[entry.stem]
 
 
 def _recipe_folders() -> set[Path]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from trueline.doctor.rewrites import state
-from trueline.doctor.rewrites.control import branches, effects, exceptions, while_loops
-from trueline.doctor.rewrites.loops import vectorize, worklist
+from trueline.doctor.rewrites.control import branches, effects, while_loops
+from trueline.doctor.rewrites.loops import vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
-from trueline.doctor.rewrites.tensors import chunks, expert_choice, masked_reduce, numbers, numpy_arrays
+from trueline.doctor.rewrites.tensors import masked_reduce, numbers, selections
 
 _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
-    exceptions.rewrites,
-    effects.rewrites,
-    numpy_arrays.rewrites,
+    effects.catch_by_branch,
+    effects.leave_out,
+    numbers.keep_arrays,
     numbers.keep_sizes,
-    expert_choice.rewrites,
-    worklist.rewrites,
+    selections.run_all_parts,
+    vectorize.scan_worklist,
     branches.rewrites,
-    chunks.rewrites,
+    selections.slice_pieces,
     masked_reduce.rewrites,
     numbers.keep_scalars,
     while_loops.rewrites,

@@ -62,7 +62,11 @@ def uses(spot: Spot, names: list[str]) -> Swaps | None:
             if other is not None:
                 swaps[id(node)] = other
                 known |= {id(inner) for inner in ast.walk(node)}
-            known |= _uses_like_a_tensor(node)
+            match node:  # these mean the same for a list and a tensor
+                case ast.Subscript(value=ast.Name() as used, slice=index) if not isinstance(index, ast.Slice):
+                    known.add(id(used))
+                case ast.For(iter=ast.Name() as used):
+                    known.add(id(used))
         if any(isinstance(node, ast.Name) and node.id == name and id(node) not in known for node in walk(spot.rest)):
             return None
     return swaps
@@ -79,13 +83,6 @@ def _tensor_use(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
     if text in (f"reversed({name})", f"{name}[::-1]", f"list(reversed({name}))"):
         return expression(f"{name}.flip(0)")
     return expression(f"{name}.shape[0]") if text == f"len({name})" else None
-
-
-def _uses_like_a_tensor(node: ast.AST) -> set[int]:
-    """Uses that mean the same for a list and a tensor: an element by its index, iteration."""
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and not isinstance(node.slice, ast.Slice):
-        return {id(node.value)}
-    return {id(node.iter)} if isinstance(node, ast.For) and isinstance(node.iter, ast.Name) else set()
 
 
 def begins(spot: Spot, name: str) -> list[ast.expr] | None:

@@ -66,22 +66,17 @@ class _Numbers(ast.NodeTransformer):
         match node:
             case ast.Call(func=ast.Attribute(value=tensor, attr="item"), args=[]):
                 return tensor
-            case ast.Call(func=ast.Attribute(attr="allclose" | "equal") as function, args=[_, *_]):
-                return _elementwise(function, node)
+            case ast.Call(func=ast.Attribute(value=owner, attr="allclose" | "equal" as name), args=[_, *_]):
+                # it returns a Python bool
+                given = [] if ast.unparse(owner) == "torch" else [f"({ast.unparse(owner)})"]
+                given += [ast.unparse(argument) for argument in (*node.args, *node.keywords)]
+                alike = f"({given[0]} == {given[1]})" if name == "equal" else f"torch.isclose({', '.join(given)})"
+                return expression(f"{alike}.all()")
             case ast.Call(func=ast.Attribute(value=ast.Name(id="math"), attr=name), args=given) if numeric:
                 return ast.Call(func=expression(f"torch.{name}"), args=given, keywords=[])
             case ast.Call(func=ast.Name(id=name)) if {*dependences} & {*_NUMERIC}:
                 return _builtin(name, node, dependences)
         return node
-
-
-def _elementwise(function: ast.Attribute, node: ast.Call) -> ast.expr:
-    """`torch.allclose(a, b)` and `a.equal(b)`, which return a Python bool, as a boolean tensor."""
-    given = [] if ast.unparse(function.value) == "torch" else [f"({ast.unparse(function.value)})"]
-    given += [ast.unparse(argument) for argument in (*node.args, *node.keywords)]
-    if function.attr == "equal":
-        return expression(f"({given[0]} == {given[1]}).all()")
-    return expression(f"torch.isclose({', '.join(given)}).all()")
 
 
 def _builtin(name: str, node: ast.Call, dependences: Sequence[str]) -> ast.AST:

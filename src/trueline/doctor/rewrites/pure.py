@@ -64,7 +64,9 @@ def _put_elements(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
     if held is None or not isinstance(target.value, ast.Name):
         return None
     parts = indices_of(target)
-    if any((isinstance(part, ast.Slice) and not is_full(part)) or _is_no_index(part) for part in parts):
+    if any(isinstance(part, ast.Slice | ast.Starred) and not is_full(part) for part in parts):
+        return None
+    if any(isinstance(part, ast.Constant) and not isinstance(part.value, int) for part in parts):
         return None
     name, axes = target.value.id, [axis for axis, part in enumerate(parts) if not is_full(part)]
     first = [*range(len(axes))]
@@ -84,10 +86,6 @@ def _tensor(value: ast.expr, dtype: str = "") -> str:
     where the program runs."""
     made = "full((), " if isinstance(value, ast.Constant) else "as_tensor("
     return f"torch.{made}{ast.unparse(value)}{dtype})"
-
-
-def _is_no_index(node: ast.expr) -> bool:
-    return isinstance(node, ast.Starred) or (isinstance(node, ast.Constant) and not isinstance(node.value, int))
 
 
 def mask_of(scope: Scope, node: ast.expr) -> ast.expr | None:
@@ -138,8 +136,12 @@ def has_effects(block: Sequence[ast.stmt]) -> bool:
             return True
         if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
             appended = appended_by(node)
-            if appended is None or not _starts_list(appended[0], block):
+            if appended is None:
                 return True
+            name = appended[0]
+            first = next((one for one in block if name in (*stored_names(one), *loaded_names(one))), None)
+            if not (isinstance(first, ast.Assign) and ast.unparse(first.value) in ("[]", "list()")):
+                return True  # the block does not make the list itself, in each step
     return False
 
 
@@ -154,12 +156,6 @@ def _created_in(node: ast.Subscript, block: Sequence[ast.stmt]) -> str:
         if called and stored_names(statement) == [name]:
             return name
     return ""
-
-
-def _starts_list(name: str, block: Sequence[ast.stmt]) -> bool:
-    """Whether the block makes the list itself, anew in each step."""
-    first = next((one for one in block if name in (*stored_names(one), *loaded_names(one))), None)
-    return isinstance(first, ast.Assign) and ast.unparse(first.value) in ("[]", "list()")
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:

@@ -264,7 +264,7 @@ def element_value(statement: ast.stmt) -> tuple[ast.Subscript, ast.expr] | None:
     return None
 
 
-class _Put(ast.NodeTransformer):
+class _Substitution(ast.NodeTransformer):
     def __init__(self, values: Mapping[str, ast.expr]) -> None:
         self.values = values
 
@@ -272,9 +272,9 @@ class _Put(ast.NodeTransformer):
         return copy.deepcopy(self.values.get(node.id, node)) if isinstance(node.ctx, ast.Load) else node
 
 
-def put(node: ast.AST, values: Mapping[str, ast.expr]) -> Any:
+def substitute(node: ast.AST, values: Mapping[str, ast.expr]) -> Any:
     """A copy of `node` with `values` in the place of the names that it reads."""
-    return _Put(values).visit(copy.deepcopy(node))
+    return _Substitution(values).visit(copy.deepcopy(node))
 
 
 def value_of(node: ast.expr, seen: Mapping[str, Any]) -> Any:

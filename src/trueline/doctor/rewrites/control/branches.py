@@ -25,10 +25,10 @@ from trueline.doctor.rewrites.scope import (
     expression,
     loaded_names,
     named_value,
-    put,
     read_later,
     statements,
     stored_names,
+    substitute,
     walk,
 )
 
@@ -162,14 +162,14 @@ def _select(pred: ast.expr, one: ast.expr, two: ast.expr) -> ast.expr:
         return one
     if isinstance(one, ast.Tuple) and isinstance(two, ast.Tuple) and len(one.elts) == len(two.elts):
         return ast.Tuple(elts=[_select(pred, a, b) for a, b in zip(one.elts, two.elts, strict=True)], ctx=ast.Load())
-    if isinstance(one, ast.Dict) and isinstance(two, ast.Dict) and _keys(one) == _keys(two):
+    if isinstance(one, ast.Dict) and isinstance(two, ast.Dict) and ast.dump(_keys(one)) == ast.dump(_keys(two)):
         values = [_select(pred, a, b) for a, b in zip(one.values, two.values, strict=True)]
         return ast.Dict(keys=one.keys, values=values)
     return ast.Call(func=expression("torch.where"), args=[copy.deepcopy(pred), one, two], keywords=[])
 
 
-def _keys(node: ast.Dict) -> list[str]:
-    return ["" if key is None else ast.dump(key) for key in node.keys]
+def _keys(node: ast.Dict) -> ast.Dict:
+    return ast.Dict(keys=node.keys, values=[])
 
 
 def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str], later: set[str]) -> Branch:
@@ -185,13 +185,14 @@ def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str],
         if isinstance(statement, ast.Return):
             if statement.value is None:
                 raise NotStraight("a bare return")
-            way.returns, way.ends = put(without_numbers(statement.value, scope), current), True
+            way.returns, way.ends = substitute(without_numbers(statement.value, scope), current), True
             break
-        if isinstance(statement, ast.Pass) or _is_docstring(statement):
-            continue
+        match statement:
+            case ast.Pass() | ast.Expr(value=ast.Constant()):
+                continue
         last = index == len(block) - 1
         assigned = _assignments(pure(scope, statement))
-        pairs = [(name, put(without_numbers(value, scope), current)) for name, value in assigned]
+        pairs = [(name, substitute(without_numbers(value, scope), current)) for name, value in assigned]
         for name, value in pairs:
             if last and len(pairs) == 1:
                 current[name] = value
@@ -208,14 +209,10 @@ def _join_branches(way: Branch, rest: Branch, current: dict[str, ast.expr]) -> B
     """`way` up to a nested `if`, then what that became."""
     for line in rest.lines:
         assert isinstance(line, ast.Assign)
-        line.value = put(line.value, current)
-    values = {**current, **{name: put(value, current) for name, value in rest.values.items()}}
-    returns = None if rest.returns is None else put(rest.returns, current)
+        line.value = substitute(line.value, current)
+    values = {**current, **{name: substitute(value, current) for name, value in rest.values.items()}}
+    returns = None if rest.returns is None else substitute(rest.returns, current)
     return replace(rest, lines=[*way.lines, *rest.lines], values=values, returns=returns)
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _assignments(statement: ast.stmt) -> list[tuple[str, ast.expr]]:

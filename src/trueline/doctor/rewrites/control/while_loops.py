@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -73,7 +73,7 @@ def _early_return(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
 
 
 def _mask_after_break(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt] | None:
-    """`if p: break` in a loop of a fixed number of steps: a mask keeps what is done, and the steps go on.
+    """`if p: break` in a loop of a fixed number of steps: a mask keeps what is done, and the steps continue.
 
     Steps after the break append zeros; the proof shows whether the model pads with zeros too.
     """
@@ -150,20 +150,6 @@ def _mask_steps(scope: Scope, mask: str, names: set[str], block: list[ast.stmt])
     return masked
 
 
-@dataclass(slots=True, kw_only=True)
-class _Loop:
-    """A while_loop: what it carries, and what runs when."""
-
-    carried: list[str]
-    body: list[ast.stmt]
-    condition: ast.expr | None
-    stop: ast.expr | None
-    """True after the step that is the last."""
-    once: list[ast.stmt]
-    """Runs before the loop, where names begin with it."""
-    before: Sequence[ast.stmt] = field(default_factory=list)
-
-
 def _while(scope: Scope, spot: Spot, loop: ast.While, before: Sequence[ast.stmt] = ()) -> Candidate | None:
     """`while` on a value as torch's while_loop over the names that the body assigns, after `before`."""
     if loop.orelse:
@@ -194,30 +180,39 @@ def _while(scope: Scope, spot: Spot, loop: ast.While, before: Sequence[ast.stmt]
     if not carried:
         return None
     condition = None if always else predicate(loop.test, scope)
-    parts = _Loop(carried=carried, body=body, condition=condition, stop=stop, once=once, before=before)
-    return _while_loop(scope, spot, parts)
+    return _while_loop(scope, spot, carried, body, condition, stop, once, before)
 
 
-def _while_loop(scope: Scope, spot: Spot, loop: _Loop) -> Candidate | None:
+def _while_loop(
+    scope: Scope,
+    spot: Spot,
+    carried: list[str],
+    body: list[ast.stmt],
+    condition: ast.expr | None,
+    stop: ast.expr | None,
+    once: list[ast.stmt],
+    before: Sequence[ast.stmt],
+) -> Candidate | None:
+    """`stop` is true after the last step; `before`, and `once` where names begin with it, run before the loop."""
     going, step, flag = scope.fresh("going"), scope.fresh("step"), scope.fresh("stopped")
-    ends = [f"({ast.unparse(loop.stop)}).reshape(())"] if loop.stop is not None else []
-    names = [*loop.carried, flag] if ends else loop.carried
-    tests = [] if loop.condition is None else [f"({ast.unparse(loop.condition)})"]
+    ends = [f"({ast.unparse(stop)}).reshape(())"] if stop is not None else []
+    names = [*carried, flag] if ends else carried
+    tests = [] if condition is None else [f"({ast.unparse(condition)})"]
     tests += [f"~{flag}"] if ends else []
     arguments = ", ".join(names)
-    body, results = [_AssignAnew(scope).visit(one) for one in loop.body], ", ".join([*loop.carried, *ends])
+    steps, results = [_AssignAnew(scope).visit(one) for one in body], ", ".join([*carried, *ends])
     functions = [
         define(going, arguments, [], f"({' & '.join(tests)}).reshape(())"),
-        define(step, arguments, body, f"{results},"),
+        define(step, arguments, steps, f"{results},"),
     ]
-    if loop.once:
-        starts = [*(f"torch.as_tensor({name}).{IN_ROWS}" for name in loop.carried), *ends]
+    if once:
+        starts = [*(f"torch.as_tensor({name}).{IN_ROWS}" for name in carried), *ends]
     else:
-        starts = [_start(scope, spot, name) for name in loop.carried]
+        starts = [_start(scope, spot, name) for name in carried]
         starts += ["torch.zeros((), dtype=torch.bool)"] * len(ends)
     call = f"{arguments}{',' if len(names) == 1 else ''} = while_loop({going}, {step}, ({', '.join(starts)},))"
-    before = [copy.deepcopy(one) for one in (*loop.before, *loop.once)]
-    text = scope.replace([spot.statement], [*before, *functions, *statements(call)])
+    first = [copy.deepcopy(one) for one in (*before, *once)]
+    text = scope.replace([spot.statement], [*first, *functions, *statements(call)])
     words = f"`{first_line(spot.statement)}` is a while_loop"
     return Candidate(text=add_import(text, "while_loop"), words=words, cheap=False) if text else None
 

@@ -84,14 +84,6 @@ class Steps:
         """Whether all that it collects are rows of existing tensors."""
         return bool(self.tables) and len(self.lists) == len(self.tables)
 
-    @property
-    def first(self) -> str:
-        """The counter in the first step."""
-        if not self.backwards:
-            return self.start or "0"
-        assert self.length is not None
-        return _plus(ast.unparse(self.length), -1)
-
     def source(self, part: str) -> str:
         """The tensor, steps first, from which each step receives `part`."""
         tensor, axis = self.slices[part]
@@ -232,6 +224,9 @@ def _as_row(scope: Scope, value: ast.expr, row: str) -> str:
 
 def _collect_rows(scope: Scope, steps: Steps, name: str, table: Table) -> None:
     """Each step returns row t, and passes on the rows that the next ones read."""
+    first = steps.start or "0"
+    if steps.backwards and steps.length is not None:
+        first = _plus(ast.unparse(steps.length), -1)
     new = scope.fresh(f"{name}_new")
     steps.tables[new] = table
     steps.lists[new] = ast.Name(id=table.row, ctx=ast.Load())
@@ -240,7 +235,7 @@ def _collect_rows(scope: Scope, steps: Steps, name: str, table: Table) -> None:
     for by in range(table.depth, 0, -1):
         before = table.earlier(by - 1) if by > 1 else table.row
         steps.body += statements(f"{table.earlier(by)} = {before}")
-        at = _plus(steps.first, by if steps.backwards else -by)
+        at = _plus(first, by if steps.backwards else -by)
         steps.rows[table.earlier(by)] = f"{table.place.base}.select({table.place.axis}, {at})"
 
 
@@ -362,17 +357,17 @@ class _Slicing(ast.NodeTransformer):
                 return place.within(table.earlier(ago) if ago else table.row, node.ctx)
         elif place.root in self.assigned and table is None:
             return self.generic_visit(node)  # a later step reads what an earlier one wrote
-        alone = not place.fixed and all(is_full(one) or self._is_known(one) for one in place.rest)
+        # an index beside the counter has to be a constant, or a number of the step's own
+        alone = not place.fixed and all(
+            is_full(one) or self.scope.depends_on(one) == "static" or (self.steps.numbers and is_whole(self.scope, one))
+            for one in place.rest
+        )
         if isinstance(node.ctx, ast.Store) or not (alone or self.known) or (place.shift and self.steps.length is None):
             return self.generic_visit(node)
         self.steps.slices[row] = (place.base, place.axis)
         if place.shift:
             self.steps.shifts[row] = place.shift
         return place.within(row, node.ctx)
-
-    def _is_known(self, part: ast.expr) -> bool:
-        """Whether an index beside the counter is a constant, or a number of the step's own."""
-        return self.scope.depends_on(part) == "static" or (self.steps.numbers and is_whole(self.scope, part))
 
 
 def carried_names(scope: Scope, spot: Spot, steps: Steps) -> list[str]:

@@ -1,7 +1,7 @@
 """A tensor that a loop fills from its own earlier rows: a recurrence, a table of dynamic programming.
 
     for t in range(1, n):                                  a step receives row t of out and of x,
-        out[:, t] = f(out[:, t - 1], x[:, t])      ──▶     carries the row before, and returns row t anew;
+        out[:, t] = f(out[:, t - 1], x[:, t])      ──▶     carries the row before, and returns row t;
                                                            out = torch.cat([out[:, :1], rows, out[:, n:]], 1)
 
 Of two loops the inner one goes first: in it `d[:, i]` is the tensor that is filled, and `d[:, i - 1]` one that is read.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,28 +50,18 @@ class Table:
 def tables(scope: Scope, loop: ast.For, index: str, *, start: str, backwards: bool) -> dict[str, Table]:
     """The tensors that the loop fills row by row, by their names."""
     moving = {index, *stored_names(loop.body)}
+    adds = any(isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Subscript) for one in walk(loop.body))
     found: dict[str, Table] = {}
-    for name in dict.fromkeys(_written_tensors(loop)):
+    stores = (one for one in walk(loop.body) if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store))
+    roots = (parts_of(store)[0] for store in stores)
+    for name in dict.fromkeys(root.id for root in roots if isinstance(root, ast.Name)):
         places = _places(scope, loop, name, index, moving)
-        if places is None or (len(places) == 1 and not start and not places[0][0].fixed and not _adds(loop)):
+        if places is None or (len(places) == 1 and not start and not places[0][0].fixed and not adds):
             continue
         table = _table(scope, name, places, index, backwards=backwards)
         if table is not None:
             found[name] = table
     return found
-
-
-def _adds(loop: ast.For) -> bool:
-    return any(isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript) for node in walk(loop.body))
-
-
-def _written_tensors(loop: ast.For) -> Iterator[str]:
-    """Names of the tensors that the loop writes by index."""
-    for node in walk(loop.body):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            root, _ = parts_of(node)
-            if isinstance(root, ast.Name):
-                yield root.id
 
 
 Places = list[tuple[AffineIndex, ast.expr_context]]
@@ -182,12 +171,12 @@ def under_mask(scope: Scope, statement: ast.stmt, index: str) -> ast.stmt:
     if written is None:
         return statement
     root, parts = parts_of(written[0])
-    held, masks = tensor_of(root, scope), [part for part in parts if _is_mask(scope, part)]
-    if held is None or len(masks) != 1 or parts[0] is not masks[0]:
+    held, (mask, *others) = tensor_of(root, scope), parts
+    if held is None or not _is_mask(scope, mask) or any(_is_mask(scope, part) for part in others):
         return statement
-    if any(part is not masks[0] and shift_of(part, index) is None and not is_full(part) for part in parts):
+    if any(shift_of(part, index) is None and not is_full(part) for part in others):
         return statement
-    masked = ast.dump(masks[0])
+    masked = ast.dump(mask)
 
     class Whole(ast.NodeTransformer):
         """All records in the place of some."""
@@ -201,9 +190,9 @@ def under_mask(scope: Scope, statement: ast.stmt, index: str) -> ast.stmt:
 
     row, value = (ast.unparse(Whole().visit(copy.deepcopy(one))) for one in written)
     missing = held.ndim - sum(1 for part in parts if not is_full(part))
-    mask = ast.unparse(masks[0]) if isinstance(masks[0], ast.Name) else f"({ast.unparse(masks[0])})"
-    mask += f"[:, {', '.join(['None'] * missing)}]" if missing else ""
-    return statements(f"{row} = torch.where({mask}, {value}, {row})")[0]
+    where = ast.unparse(mask) if isinstance(mask, ast.Name) else f"({ast.unparse(mask)})"
+    where += f"[:, {', '.join(['None'] * missing)}]" if missing else ""
+    return statements(f"{row} = torch.where({where}, {value}, {row})")[0]
 
 
 def _is_mask(scope: Scope, part: ast.expr) -> bool:

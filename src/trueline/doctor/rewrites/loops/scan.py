@@ -24,9 +24,9 @@ from trueline.doctor.rewrites.scope import (
     indices_of,
     loaded_names,
     named_value,
-    put,
     statements,
     stored_names,
+    substitute,
     walk,
 )
 
@@ -71,7 +71,10 @@ def body_of(scope: Scope, steps: Steps, *, idle: bool = False) -> list[ast.stmt]
     least |= dict.fromkeys(given, 0)
     if steps.index is not None and (steps.uses_index or not steps.slices):
         least[steps.index] = (int(steps.start) if steps.start.isdecimal() else 0) - idle
-    body = [_assign_anew(copy.deepcopy(one)) for one in steps.body]
+    body: list[ast.stmt] = []
+    for statement in steps.body:  # `x += y` as `x = x + y`: a step may not write into its inputs
+        named = named_value(statement) if isinstance(statement, ast.AugAssign) else None
+        body.append(copy.deepcopy(statement if named is None else assign(*named)))
     for name, low in least.items():
         body = [Picked(name, least=low, given=name in given).visit(one) for one in body]
     return body
@@ -79,12 +82,6 @@ def body_of(scope: Scope, steps: Steps, *, idle: bool = False) -> list[ast.stmt]
 
 def _is_number(held: object) -> bool:
     return isinstance(held, torch.Tensor) and held.ndim == 0 and held.dtype in (torch.int64, torch.int32)
-
-
-def _assign_anew(statement: ast.stmt) -> ast.stmt:
-    """`x += y` as `x = x + y`: a step may not write into its inputs."""
-    named = named_value(statement) if isinstance(statement, ast.AugAssign) else None
-    return statement if named is None else assign(*named)
 
 
 def copies(scope: Scope, spot: Spot, steps: Steps, state: list[str]) -> list[ast.stmt]:
@@ -238,7 +235,7 @@ def _initial(scope: Scope, name: str, steps: Steps) -> str:
         updates = (named_value(one) for one in steps.body if stored_names(one) == [name])
         update = next((named[1] for named in updates if named is not None), None)
         if update is not None:
-            return f"torch.full_like({ast.unparse(put(update, firsts))}, {start.value})"
+            return f"torch.full_like({ast.unparse(substitute(update, firsts))}, {start.value})"
     return f"torch.full((), {start.value})"
 
 

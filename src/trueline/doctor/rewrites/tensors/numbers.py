@@ -2,6 +2,8 @@
 takes a number out of a tensor.
 
 Condition: none for `len` and `.item()`; `int` of a size is removed, and of arithmetic that rounds it becomes torch's.
+NumPy arrays become the tensors that they came from: the functions called need counterparts of the same meaning in
+torch; the proof compares values and dtypes.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 from trueline.doctor.rewrites.predicate import without_numbers
 from trueline.doctor.rewrites.scope import Candidate, Compound, Scope, Spot, expression
@@ -78,3 +81,77 @@ def keep_scalars(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
             new = without_numbers(statement, scope)
             if ast.unparse(new) != ast.unparse(statement):
                 yield scope.candidate([statement], [new], f"`{ast.unparse(statement)}` stays a tensor")
+
+
+_SAME = {
+    "abs", "all", "any", "arccos", "arcsin", "arctan", "arctan2", "argmax", "argmin", "argsort", "broadcast_to",
+    "ceil", "cos", "cosh", "cumprod", "cumsum", "diff", "einsum", "exp", "expm1", "flip", "floor", "full_like",
+    "hstack", "isfinite", "isinf", "isnan", "log", "log10", "log1p", "log2", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "matmul", "maximum", "mean", "minimum", "ones_like", "outer", "prod", "roll",
+    "round", "sign", "sin", "sinh", "sqrt", "square", "squeeze", "stack", "sum", "tan", "tanh", "tile", "trunc",
+    "vstack", "where", "zeros_like",
+}  # fmt: skip
+_RENAMED = {
+    "concatenate": "cat", "clip": "clamp", "power": "pow", "dot": "matmul", "expand_dims": "unsqueeze",
+    "transpose": "permute", "max": "amax", "min": "amin", "amax": "amax", "amin": "amin", "absolute": "abs",
+    "repeat": "repeat_interleave",
+}  # fmt: skip
+_KEYWORDS = {"axis": "dim", "keepdims": "keepdim", "a_min": "min", "a_max": "max"}
+_DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8")
+
+
+def keep_arrays(scope: Scope, spot: Spot) -> Iterator[Candidate]:
+    """The function with tensors where it turns them into NumPy arrays and back."""
+    arrays = _Arrays()
+    text: str | None = scope.text
+    kinds = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.Return
+    simple = [one for one in ast.walk(scope.function) if isinstance(one, kinds)]
+    for statement in sorted(simple, key=lambda one: -one.lineno):  # the last first: lines above it stay where they are
+        new = arrays.visit(copy.deepcopy(statement))
+        if text is not None and ast.dump(new) != ast.dump(statement):
+            text = replace(scope, text=text).replace([statement], [new])
+    if text and arrays.seen:
+        yield Candidate(text=text, words="NumPy arrays stay tensors")
+
+
+class _Arrays(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self.seen = False
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Attribute):
+            return node
+        owner, name = ast.unparse(node.func.value), node.func.attr
+        if name == "numpy" and not node.args:
+            self.seen = True
+            return node.func.value
+        if owner == "torch" and name in ("from_numpy", "as_tensor", "tensor") and len(node.args) == 1:
+            return node.args[0] if name == "from_numpy" else expression(f"torch.as_tensor({ast.unparse(node.args[0])})")
+        if owner in ("np", "numpy"):
+            return _counterpart(name, node) or node
+        if name == "astype" and len(node.args) == 1:
+            return expression(f"{owner}.to({ast.unparse(node.args[0])})")
+        if name == "copy" and not node.args:
+            return expression(f"{owner}.clone()")
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr in _DTYPES and ast.unparse(node.value) in ("np", "numpy"):
+            return expression(f"torch.{node.attr}")
+        return node
+
+
+def _counterpart(name: str, node: ast.Call) -> ast.expr | None:
+    """The torch call with the meaning of numpy's `name`."""
+    given = [ast.unparse(one) for one in node.args]
+    given += [f"{_KEYWORDS.get(one.arg or '', one.arg)}={ast.unparse(one.value)}" for one in node.keywords]
+    arguments = ", ".join(given)
+    if name == "sort":
+        return expression(f"torch.sort({arguments}).values")
+    if name in ("std", "var"):
+        return expression(f"torch.{name}({arguments}, correction=0)")
+    if name in _SAME or name in _RENAMED:
+        return expression(f"torch.{_RENAMED.get(name, name)}({arguments})")
+    return None

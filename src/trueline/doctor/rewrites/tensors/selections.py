@@ -1,10 +1,11 @@
-"""A tensor split into pieces of one length, of which the last may be shorter, as parts between moving bounds.
+"""Pieces of a tensor whose number a size decides, and parts of a ModuleList that a value selects.
 
     for c in x.split(3, 1):                     for at in range(0, x.shape[1], 3):
         out.append(c.mean(1))         ──▶           out.append(x[:, at : at + 3].mean(1))
 
-A size decides how many pieces there are, and the last differs in shape. `masked_reduce` continues from there.
-Condition: none.
+The last piece may be shorter; `masked_reduce` continues from there. Of `self.adapters[int(task)](x)` all parts are run,
+and one is chosen. Condition: the outputs of all parts have one form, and no part raises. The work grows with their
+number.
 """
 
 from __future__ import annotations
@@ -13,10 +14,22 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, put
+import torch
+
+from trueline.doctor.rewrites.predicate import without_numbers
+from trueline.doctor.rewrites.scope import (
+    Candidate,
+    Compound,
+    Scope,
+    Spot,
+    arguments_text,
+    expression,
+    substitute,
+    value_of,
+)
 
 
-def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
+def slice_pieces(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     """The loop or the comprehension at `spot` over bounds."""
     pieces = _Pieces(scope)
     new = pieces.visit(copy.deepcopy(spot.statement))
@@ -34,7 +47,7 @@ class _Pieces(ast.NodeTransformer):
         piece = self._piece(node.target, node.iter)
         if piece is not None:
             node.target, node.iter, values = piece
-            node.body = [put(one, values) for one in node.body]
+            node.body = [substitute(one, values) for one in node.body]
         return node
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
@@ -43,8 +56,8 @@ class _Pieces(ast.NodeTransformer):
         piece = self._piece(rows.target, rows.iter) if len(node.generators) == 1 else None
         if piece is not None:
             rows.target, rows.iter, values = piece
-            node.elt = put(node.elt, values)
-            rows.ifs = [put(one, values) for one in rows.ifs]
+            node.elt = substitute(node.elt, values)
+            rows.ifs = [substitute(one, values) for one in rows.ifs]
         return node
 
     def _piece(self, target: ast.expr, source: ast.expr) -> tuple[ast.expr, ast.expr, dict[str, ast.expr]] | None:
@@ -69,3 +82,35 @@ class _Pieces(ast.NodeTransformer):
         piece = expression(f"{owner.id}[{':, ' * axis}{at}:{at} + {size}]")
         bounds = expression(f"range(0, {owner.id}.shape[{axis}], {size})")
         return ast.Name(id=at, ctx=ast.Store()), bounds, {name: piece}
+
+
+def run_all_parts(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
+    """The simple statement at `spot` with every part run."""
+    if isinstance(spot.statement, Compound | ast.FunctionDef):
+        return
+    choice = _Choice(scope)
+    new = choice.visit(copy.deepcopy(spot.statement))
+    if choice.words:
+        words = f"a value selects `{choice.words[0]}`: all parts are run, and one is chosen"
+        yield scope.candidate([spot.statement], [new], words)
+
+
+class _Choice(ast.NodeTransformer):
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.words: list[str] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        selected = node.func
+        if not isinstance(selected, ast.Subscript) or self.scope.depends_on(selected.slice) not in ("number", "tensor"):
+            return node
+        if not isinstance(value_of(selected.value, self.scope.seen), torch.nn.ModuleList):
+            return node
+        self.words.append(ast.unparse(selected))
+        part, parts = self.scope.fresh("part"), ast.unparse(selected.value)
+        answers = f"torch.stack([{part}({arguments_text(node)}) for {part} in {parts}], -1)"
+        at = ast.unparse(without_numbers(selected.slice, self.scope))
+        # Negative indices count from the end, as in a list; all other outputs add 0 to the chosen one.
+        chosen = f"torch.arange(len({parts})) == torch.as_tensor({at}) % len({parts})"
+        return expression(f"torch.where({chosen}, {answers}, 0).sum(-1)")
