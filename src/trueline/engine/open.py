@@ -1,5 +1,4 @@
-"""Opens the engine at an address. The local one is all there is today; its address is the path of the agent's
-socket."""
+"""Opens the engine at an address. The local one is all there is; its address is its agent's socket."""
 
 from trueline.engine.contract import Engine
 from trueline.engine.local.client import LocalEngine

@@ -45,8 +45,6 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the job's master is."""
-
     address: str = ""
     pid: int = 0
     page: str = ""  # URL of the live page, with its token; empty: there is none

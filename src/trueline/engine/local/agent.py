@@ -236,8 +236,7 @@ def _set_up_process(spec: ProcessSpec) -> None:
 
 
 def main() -> None:
-    """`python -m trueline.engine.local.agent SOCKET [MODULE ...]`: imports the modules, serves until the lifeline
-    ends."""
+    """`python -m trueline.engine.local.agent SOCKET [MODULE ...]`: imports, then serves until the lifeline ends."""
     path, *modules = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = Agent(path)

@@ -1,9 +1,8 @@
 """What connects a worker to its master: views come in, progress goes out, and the master may be away for a while.
 
-A `Link` has three sides: `Membership`, `ProgressReporter` and `BlameReporter`. `MasterLink` (`grpc_client.py`) connects
-to a master, `LocalLink` (`local_client.py`) stands in for one where a process trains alone. Training needs the master
-only when the membership changes, so every call waits for one that is being restarted. Each implementation passes
-`tests/conformance/link.py`.
+`MasterLink` (`grpc_client.py`) connects to a master, `LocalLink` (`local_client.py`) stands in for one where a process
+trains alone. Training needs the master only when the membership changes, so every call waits for one that is being
+restarted. Each implementation passes `tests/conformance/link.py`.
 """
 
 from collections.abc import Sequence
@@ -67,8 +66,6 @@ class Membership(Protocol):
 
 
 class ProgressReporter(Protocol):
-    """Reports what this worker does."""
-
     ref: str
     leads: bool
     """Whether this worker reports every step at once. The others keep theirs until the master's log has them, and

@@ -130,7 +130,6 @@ def _wait_for_exit(pid: int, life: int) -> int | None:
 
 
 def _run_master(arguments: list[str]) -> int | None:
-    """Runs the master in a forked child."""
     os.setsid()
     os.dup2(2, 1)  # both go to its log
     null = os.open(os.devnull, os.O_RDONLY)

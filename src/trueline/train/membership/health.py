@@ -40,14 +40,10 @@ def lose_workers(state: State, deaths: Sequence[Death], now: float, policy: Memb
 
 def _blame(state: State, death: Death, member: Member | None, now: float, policy: MembershipPolicy) -> list[Action]:
     """Counts a death against the record that was being tried, else against the slot."""
-    if member is None or member.trying < 0:
-        return _count(state, death, member, now, policy)
-    state.rotation += 1
-    why = f"{death.why} while record {member.trying} was tried"
-    return accuse(state, [member.trying], death.ref, why, policy, member.trying_where)
-
-
-def _count(state: State, death: Death, member: Member | None, now: float, policy: MembershipPolicy) -> list[Action]:
+    if member is not None and member.trying >= 0:
+        state.rotation += 1
+        why = f"{death.why} while record {member.trying} was tried"
+        return accuse(state, [member.trying], death.ref, why, policy, member.trying_where)
     slot = parse_ref(death.ref)[1]
     if slot >= state.workers or (member is not None and (member.stepped or member.leaving)):
         state.failures.pop(slot, None)

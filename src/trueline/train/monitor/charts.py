@@ -40,7 +40,6 @@ class Point(NamedTuple):
 
 
 def merge(a: Point, b: Point) -> Point:
-    """`a` and the next point `b` as one point."""
     return Point(
         step=a.step, at=b.at, loss=a.loss + b.loss, records=a.records + b.records, seconds=a.seconds + b.seconds,
         phases_ms=tuple(map(operator.add, a.phases_ms, b.phases_ms)), workers=b.workers,
@@ -190,8 +189,6 @@ class Lane:
 
 
 class Lanes:
-    """All slots of a job."""
-
     def __init__(self) -> None:
         self.by_slot: dict[int, Lane] = {}
         self._leaving = 0

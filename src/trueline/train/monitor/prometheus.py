@@ -14,8 +14,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class JobCollector:
-    """Gives a job view as Prometheus metrics."""
-
     def __init__(self, view: JobView, now: float) -> None:
         self._view, self._now = view, now
 

@@ -221,7 +221,6 @@ def _size_of_lines(log: Path) -> int:
 
 
 def load_facts(job_dir: Path) -> dict[str, Any]:
-    """The settings that the page shows."""
     settings = job_settings.load(job_dir)
     return {name: getattr(settings, name) for name in _FACTS}
 

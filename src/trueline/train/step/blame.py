@@ -92,7 +92,8 @@ class Trials:
         mine, others = self._by_record(step, ids), self._by_record(step, near)
         controls = [id for record, id in others.items() if record not in mine and record not in self._plan.set_aside]
         failing = find_blamed(list(mine.values()), controls, lambda id: self._attempt(step, id))
-        return [Blamed(record, failing[id], self._where(record)) for record, id in mine.items() if id in failing]
+        bad = {record: failing[id] for record, id in mine.items() if id in failing}
+        return [Blamed(record, why, describe_record(self._source, record)) for record, why in bad.items()]
 
     def _by_record(self, step: int, ids: Ints) -> dict[int, int]:
         """The records of the source at `ids`, each with its first id."""
@@ -102,14 +103,11 @@ class Trials:
             first.setdefault(record, id)
         return first
 
-    def _where(self, record: int) -> str:
-        return describe_record(self._source, record)
-
     def try_all(self, step: int, pieces: Sequence[Ints]) -> None:
         """In a careful view: announces each record before trying it, so that a worker that dies of one has named it."""
         for ids in pieces:
             for record, id in self._by_record(step, ids).items():
-                self._link.announce_trial(step, record, self._where(record))
+                self._link.announce_trial(step, record, describe_record(self._source, record))
                 find_failing([id], lambda id: self._attempt(step, id))
         self._link.announce_trial(step, -1, "")
 

@@ -25,8 +25,6 @@ from trueline.wire import train_pb2 as pb
 
 @dataclass(slots=True)
 class StepReporter:
-    """Reports each applied step to the master."""
-
     link: ProgressReporter
     group: WorkerGroup
     timer: StepTimer

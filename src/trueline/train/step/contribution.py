@@ -63,8 +63,6 @@ class Contribution:
 
 @dataclass(slots=True)
 class StepReader:
-    """Reads this worker's share of each step."""
-
     plan: JobPlan
     reader: SeededReader | ReaderPool
     group: WorkerGroup

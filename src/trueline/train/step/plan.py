@@ -32,8 +32,7 @@ def _slices(count: int, weights: tuple[float, ...]) -> list[tuple[int, int]]:
 
 
 def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> RecordOrder:
-    """The order of a job's records: shuffled; with `blocks`, within windows of at least eight; unchanged for `IN_ORDER`
-    and `DRAWN`."""
+    """The order of a job's records: shuffled; with `blocks`, within windows; unchanged for `IN_ORDER` and `DRAWN`."""
     if tuple(blocks) in (IN_ORDER, DRAWN):
         return InFileOrder(num_records)
     if not blocks:
