@@ -282,8 +282,11 @@ class Elastic:
             self._observe(account)
             return False
         self._commit.check(account)
-        if not math.isfinite(account.loss):
-            self._blame_loss(step)
+        if not math.isfinite(account.loss):  # no member applies it; one whose own part is not finite blames records
+            if self._contribution.finite:
+                return self._abandon("the loss of the step is not finite")
+            hint = "the training diverged: lower the learning rate, or clip"
+            self.blame(TrainError(f"the loss of step {step} is not finite", hint=hint), self._contribution.records)
             return False
         return self._commit.commit(account)
 
@@ -367,14 +370,6 @@ class Elastic:
         self._batch = None
         accused = self._trials.accuse(error, self._at, records)
         self._abandon(f"records {accused} failed")
-
-    def _blame_loss(self, step: int) -> None:
-        """No member applies a step whose loss is not finite; a member whose own part is not looks for the records."""
-        if self._contribution.finite:
-            self._abandon("the loss of the step is not finite")
-            return
-        hint = "the training diverged: lower the learning rate, or clip"
-        self.blame(TrainError(f"the loss of step {step} is not finite", hint=hint), self._contribution.records)
 
 
 def _open_source(dataset: Any) -> Source:

@@ -52,12 +52,11 @@ class Faults:
         """Claims a fault for this worker; False when an earlier worker of this slot has carried it out."""
         folder = JobDir(Path(os.environ["TRUELINE_JOB"])).faults
         folder.mkdir(exist_ok=True)
-        try:
-            handle = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            return False
         record = {"phase": fault.phase, "step": step, "worker": self._ref, "signal": fault.signal,
                 "at_ns": time.monotonic_ns()}  # fmt: skip
-        os.write(handle, json.dumps(record).encode())
-        os.close(handle)
+        try:
+            with (folder / str(number)).open("x") as file:
+                json.dump(record, file)
+        except FileExistsError:
+            return False
         return True

@@ -104,7 +104,12 @@ class LocalJob:
 
     def _end_processes(self) -> None:
         self._closing = True
-        self._stop_master()
+        if self.master is not None and self.master.poll() is None and self._port:
+            # The master closes its journal, if it still can.
+            with contextlib.suppress(grpc.RpcError), self._channel() as channel:
+                stop = pb.StopRequest(why="the launcher ends")
+                pb_grpc.MasterStub(channel).Stop(stop, metadata=self._metadata, timeout=2.0)
+                self.master.wait(2.0)
         if self._master_channel is not None:
             self._master_channel.close()  # ends the wait for another master
         os.close(self._life_end)  # ends every process of the job
@@ -124,14 +129,6 @@ class LocalJob:
         with contextlib.suppress(errors.StorageError):  # the job may end because the disk is full
             self.folder.write_launch(msgspec.structs.replace(launch, ended=time.time(), outcome=outcome, why=why))
         self.folder.record("launcher.ended", outcome=outcome, why=why)
-
-    def _stop_master(self) -> None:
-        """Lets the master close its journal, if it still can."""
-        if self.master is not None and self.master.poll() is None and self._port:
-            with contextlib.suppress(grpc.RpcError), self._channel() as channel:
-                stop = pb.StopRequest(why="the launcher ends")
-                pb_grpc.MasterStub(channel).Stop(stop, metadata=self._metadata, timeout=2.0)
-                self.master.wait(2.0)
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
         self.socket.unlink(missing_ok=True)

@@ -136,17 +136,13 @@ class Leases:
         held = self._held.pop(token)
         if held.at < held.stop:
             insort(self._free, (held.at, held.stop))
-            self._merge()
+            merged: list[tuple[int, int]] = []  # adjacent ranges join: the rest of lost leases lies in few pieces
+            for start, stop in self._free:
+                if merged and merged[-1][1] == start:
+                    start = merged.pop()[0]
+                merged.append((start, stop))
+            self._free = merged
         return held.stop - held.at
-
-    def _merge(self) -> None:
-        """Joins adjacent ranges, so that the rest of lost leases does not stay in small pieces."""
-        merged: list[tuple[int, int]] = []
-        for start, stop in self._free:
-            if merged and merged[-1][1] == start:
-                start = merged.pop()[0]
-            merged.append((start, stop))
-        self._free = merged
 
 
 def replay(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float = 10.0) -> Leases:

@@ -15,7 +15,6 @@ import hmac
 import os
 import re
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -104,17 +103,14 @@ class Page:
             except (PortInUse, UsageError) as error:
                 say("page.failed", why=f"the live page cannot have port {choice} and takes another: {error.message}")
                 continue
-            await self._serve(listener)
+            loop = asyncio.get_running_loop()
+            self._server = HttpServer(_App(self), HttpLimits(), loop)
+            self._listening = await loop.create_server(self._server, sock=listener)
+            self._sweep()
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"
+            self._write(self._folder.page_token, self.token.encode())  # for scrapers
             break
         return self.url
-
-    async def _serve(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        self._server = HttpServer(_App(self), HttpLimits(), loop)
-        self._listening = await loop.create_server(self._server, sock=listener)
-        self._sweep()
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"
-        self._write(self._folder.page_token, self.token.encode())  # for scrapers
 
     def _sweep(self) -> None:
         if self._server is not None:

@@ -175,8 +175,12 @@ def autocast(model: torch.nn.Module, options: Options) -> Callable[[], AbstractC
 def _run_script(settings: JobSettings, job_dir: Path) -> int:
     _leave_on_sigterm(lambda: connect(lambda _: None).leave())
     try:
-        run_script(settings)
-        expect_finished(jobs.status(job_dir), settings.script[0])
+        script, *arguments = settings.script
+        check_digest(files.sha256_file(Path(script)), "script", script, settings)
+        sys.argv = [script, *arguments]
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+        expect_finished(jobs.status(job_dir), script)
         return 0
     except Exception as error:  # noqa: BLE001  the process boundary: every worker would meet this error, so the job ends
         traceback.print_exc()
@@ -185,15 +189,6 @@ def _run_script(settings: JobSettings, job_dir: Path) -> int:
         if not _has_finished(jobs.status(job_dir)):  # else only this process failed
             _fail(error, "script_raised", connect(lambda _: None).fail)
         return 1
-
-
-def run_script(settings: JobSettings) -> None:
-    """Runs the script as `__main__`, with its arguments and its folder on the path. Raises what it raises."""
-    script, *arguments = settings.script
-    check_digest(files.sha256_file(Path(script)), "script", script, settings)
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
 
 
 def expect_finished(status: dict[str, object] | None, script: str) -> None:
