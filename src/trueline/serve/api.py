@@ -51,8 +51,7 @@ class RunningServer:
     url: str
     port: int
     pid: int
-    model: str
-    """Of the source; empty if only a store is served."""
+    model: str  # of the source; empty if only a store is served
     version: str
     management_url: str | None
     metrics_url: str | None

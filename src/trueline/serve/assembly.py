@@ -31,8 +31,7 @@ from trueline.web.messages import App, Request, Response
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-EXTENSION = "trueline.torchserve.extension:extend"
-"""From a Core to an Extension."""
+EXTENSION = "trueline.torchserve.extension:extend"  # from a Core to an Extension
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +43,7 @@ class Core:
     store: Store | None
     sources: Sources
     keys: Keys | None
-    state: Path | None
-    """The state file."""
+    state: Path | None  # the state file
     handlers: HandlerLimits | None
 
 

@@ -41,8 +41,7 @@ class VersionStats:
     encode_s: float = 0.0
     queue_s: float = 0.0
     infer_s: float = 0.0
-    last_at: float = 0.0
-    """Of the last answer, in seconds since the epoch; 0: none."""
+    last_at: float = 0.0  # of the last answer, in seconds since the epoch; 0: none
     runs_by_rows: dict[int, list[float]] = field(default_factory=dict)
     """Rows of a run -> number of such runs, and their seconds."""
 

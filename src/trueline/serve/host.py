@@ -15,8 +15,7 @@ _MEMINFO = Path("/proc/meminfo")
 _LIBC = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _APART_BYTES = 2**20
-_MOST_BYTES = 32 * 2**20
-"""glibc's upper bound."""
+_MOST_BYTES = 32 * 2**20  # glibc's upper bound
 _LOCK = threading.Lock()
 _opening = 0
 

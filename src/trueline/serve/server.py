@@ -32,8 +32,7 @@ from trueline.serve.settings import ServeSettings
 from trueline.web.access_log import AccessLog, AccessLogMiddleware
 from trueline.web.cors import CorsMiddleware, CorsRule
 
-FOLLOW_S = 0.5
-"""Seconds between looks at the state file."""
+FOLLOW_S = 0.5  # seconds between looks at the state file
 
 Announce = Callable[[dict[str, Field]], None]
 

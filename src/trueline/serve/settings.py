@@ -64,16 +64,11 @@ class ServeSettings:
     metrics_port: int | None = _port("Port for /metrics only.")
     state: str | None = _file("Keep what is served in FILE, and restore it at start.")
     processes: int = setting(1, "Server processes that share the ports.", low=1, high=64)
-    shared: bool = False
-    """Several processes listen on the same ports."""
-    joins: bool = False
-    """It listens only when it is ready, since other processes answer already."""
-    most_threads: int = 0
-    """Upper bound of threads of one run if `threads` is 0; 0: no bound."""
-    shared_weights: str | None = None
-    """Folder for the weights that its processes share."""
-    resumed: bool = False
-    """Only the state file says what is served; `source` and `load` have been applied."""
+    shared: bool = False  # several processes listen on the same ports
+    joins: bool = False  # it listens only when it is ready, since other processes answer already
+    most_threads: int = 0  # upper bound of threads of one run if `threads` is 0; 0: no bound
+    shared_weights: str | None = None  # folder for the weights that its processes share
+    resumed: bool = False  # only the state file says what is served; `source` and `load` have been applied
     traces: str | None = setting(None, "Send OpenTelemetry spans to this collector (OTLP over HTTP).", metavar="URL")
     access_log: str | None = _file("Write one line of JSON for each request; `-`: standard error.")
     tracking_uri: str | None = setting(
@@ -85,8 +80,7 @@ class ServeSettings:
         0, "Address space of a handler's process; 0: no bound.", metavar="MIB", flag="handler-memory", low=0, unit=2**20
     )
     torchserve_strict: bool = setting(False, "TorchServe's status codes also where the server's are more precise.")
-    lifeline: bool = False
-    """Stop when standard input ends, with the parent process."""
+    lifeline: bool = False  # stop when standard input ends, with the parent process
 
     def __post_init__(self) -> None:
         check(self)

@@ -30,8 +30,7 @@ MANIFEST = "MAR-INF/MANIFEST.json"
 WORKFLOW_MANIFEST = "WAR-INF/MANIFEST.json"
 SUFFIXES = (".mar", ".tar.gz", ".tgz")
 _WORKFLOW = "'{}' says that this is the archive of a workflow, not of a model: register it at /workflows"
-TEXT_BYTES = 2**20
-"""Upper bound of a manifest, a model-config.yaml or a workflow's specification."""
+TEXT_BYTES = 2**20  # upper bound of a manifest, a model-config.yaml or a workflow's specification
 _PIECE = 2**20
 
 
@@ -51,8 +50,7 @@ class Caps:
 
     entries: int = 20_000
     total_bytes: int = 16 * 2**30
-    ratio: float = 200.0
-    """Unpacked by packed bytes, for archives that unpack into more than `ratio_from_bytes`."""
+    ratio: float = 200.0  # unpacked by packed bytes, for archives that unpack into more than `ratio_from_bytes`
     ratio_from_bytes: int = 64 * 2**20
 
 
@@ -165,8 +163,7 @@ class _Placer:
     def __init__(self, root: Path, caps: Caps) -> None:
         self._root, self.caps = root.resolve(), caps
         self._entries = self._bytes = 0
-        self.packed_bytes = 0
-        """0: the source is not compressed."""
+        self.packed_bytes = 0  # 0: the source is not compressed
 
     def folder(self, name: str) -> None:
         target = self._target(name)

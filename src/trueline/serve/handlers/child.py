@@ -27,8 +27,7 @@ from typing import Any
 from trueline.serve.handlers import envelopes, framing
 from trueline.serve.handlers.envelopes import Entry
 
-COMPAT = Path(__file__).parents[2] / "torchserve" / "compat"
-"""The folder of our own `ts` package."""
+COMPAT = Path(__file__).parents[2] / "torchserve" / "compat"  # the folder of our own `ts` package
 LOAD_BYTES = 2**20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
@@ -58,8 +57,7 @@ class Service:
         """Loads and initializes. Raises whatever the handler raises."""
         self._sock = sock
         self._decodes = launch["decode"]
-        self._open: list[int] = []
-        """The requests of the current batch that the handler is called with."""
+        self._open: list[int] = []  # the requests of the current batch that the handler is called with
         folder = Path(launch["folder"])
         self._metrics = _ts("metrics.metrics_store").MetricsStore(launch["model"])
         self._context = _ts("context").Context(

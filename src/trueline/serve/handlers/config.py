@@ -25,14 +25,10 @@ MAX_WORKERS = 64
 class Terms:
     """Limits of a stateful model's sequences."""
 
-    max_idle_s: float
-    """A sequence is closed after this time without a request."""
-    timeout_s: float = 0.0
-    """How long a sequence may last; 0: no bound."""
-    max_sequences: int = 1
-    """At a time; never fewer than fill the batches of all workers."""
-    queue_size: int = 1
-    """Requests of one sequence that may wait."""
+    max_idle_s: float  # a sequence is closed after this time without a request
+    timeout_s: float = 0.0  # how long a sequence may last; 0: no bound
+    max_sequences: int = 1  # at a time; never fewer than fill the batches of all workers
+    queue_size: int = 1  # requests of one sequence that may wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +41,12 @@ class HandlerPlan:
     max_batch_delay_s: float = 0.1
     response_timeout_s: float = 120.0
     startup_timeout_s: float = 120.0
-    max_retry_s: float = 300.0
-    """How long a dying worker is restarted before it is given up."""
-    client_timeout_s: float = 0.0
-    """For a whole request; 0: the timeouts of start and response together."""
+    max_retry_s: float = 300.0  # how long a dying worker is restarted before it is given up
+    client_timeout_s: float = 0.0  # for a whole request; 0: the timeouts of start and response together
     queue_size: int = 100
     envelope: str = ""
-    decode: bool = True
-    """Whether the handler gets JSON as values and text as str, not bytes."""
-    gpus: tuple[int, ...] = ()
-    """Worker i gets gpus[i % len(gpus)]; none: the CPU."""
+    decode: bool = True  # whether the handler gets JSON as values and text as str, not bytes
+    gpus: tuple[int, ...] = ()  # worker i gets gpus[i % len(gpus)]; none: the CPU
     sequences: Terms | None = None
 
     def max_sequences(self, workers: int) -> int:

@@ -24,8 +24,7 @@ from trueline.serve.handlers.sequences import Dropped, SequencePart, Sequences
 from trueline.serve.handlers.worker import Launch, NoSequence, StartFailed, Worker
 from trueline.serve.models.servable import NO_WORKER, HandlerAnswer, HandlerRequest
 
-MAX_QUEUE_BYTES = 256 * 2**20
-"""Of the requests that wait for one model; a single request may be larger."""
+MAX_QUEUE_BYTES = 256 * 2**20  # of the requests that wait for one model; a single request may be larger
 OnBatch = Callable[[int, float, float], None]
 
 
@@ -41,8 +40,7 @@ class _Job:
 @dataclass(slots=True, eq=False)
 class _Slot:
     number: int
-    first: asyncio.Future[None]
-    """Done when its first worker is ready or has failed."""
+    first: asyncio.Future[None]  # done when its first worker is ready or has failed
     worker: Worker | None = None
     busy: bool = False
     leaving: bool = False

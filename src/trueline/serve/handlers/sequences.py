@@ -30,10 +30,8 @@ END = "ts_request_sequence_end"
 """Headers of a request. END in an answer closes the sequences that it names."""
 MAX_ID = 128
 REMEMBERED_S = 600.0
-MAX_REMEMBERED = 10_000
-"""Ids of the latest sequences that have ended."""
-_MADE = "ts-seq-"
-"""Prefix of ids that the server makes; clients cannot begin such a sequence."""
+MAX_REMEMBERED = 10_000  # ids of the latest sequences that have ended
+_MADE = "ts-seq-"  # prefix of ids that the server makes; clients cannot begin such a sequence
 _AGAIN = f"begin it again with {START}: true, or another without an id"
 
 
@@ -86,8 +84,7 @@ class Refusal:
     hint: str
 
 
-Dropped = list[tuple[J, Refusal]]
-"""Requests that will not be answered."""
+Dropped = list[tuple[J, Refusal]]  # requests that will not be answered
 
 
 @dataclass(slots=True, eq=False)
@@ -98,8 +95,7 @@ class _Sequence(Generic[J]):
     waiting: deque[J] = field(default_factory=deque)
     running: J | None = None
     worker: int | None = None
-    ran: bool = False
-    """Whether its worker has state of it."""
+    ran: bool = False  # whether its worker has state of it
 
     @property
     def closing(self) -> bool:

@@ -48,10 +48,8 @@ class StartOptions:
 
     given: Mapping[str, str]
     usual: Mapping[str, Any] = field(default_factory=dict)
-    shared: bool = False
-    """Whether other processes answer on the same ports."""
-    weights: Path | None = None
-    """Folder for the weights that workers share; None: each worker has its own copy."""
+    shared: bool = False  # whether other processes answer on the same ports
+    weights: Path | None = None  # folder for the weights that workers share; None: each worker has its own copy
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

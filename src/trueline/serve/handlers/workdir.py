@@ -15,8 +15,7 @@ from pathlib import Path
 
 PREFIX = "trueline-archive-"
 WEIGHTS = "trueline-weights-"
-_YOUNG_S = 60.0
-"""The lock of a younger folder may not be taken yet."""
+_YOUNG_S = 60.0  # the lock of a younger folder may not be taken yet
 
 
 class WorkDir:

@@ -30,8 +30,7 @@ SHARED_WEIGHTS = "TRUELINE_SHARED_WEIGHTS"
 """Environment variable: the folder of the weights that the workers of a recipe's model share."""
 
 
-DIED = "Worker died."
-"""TorchServe's message for a request whose process ended."""
+DIED = "Worker died."  # TorchServe's message for a request whose process ended
 
 
 class HandlerFailed(RequestError):
@@ -65,11 +64,9 @@ class NoSequence(RequestError):
 class Limits:
     """Bounds of one process."""
 
-    address_space: int = 0
-    """Bytes; 0: no bound."""
+    address_space: int = 0  # bytes; 0: no bound
     open_files: int = 1024
-    max_bytes: int = 256 * 2**20
-    """Of a request, and of its answer."""
+    max_bytes: int = 256 * 2**20  # of a request, and of its answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +77,8 @@ class Launch:
     config_file: str
     plan: HandlerPlan
     limits: Limits = field(default_factory=Limits)
-    weights: Path | None = None
-    """Folder for the weights that workers share; None: each has its own copy."""
-    beside: bool = False
-    """Whether workers of other server processes use the folder too."""
+    weights: Path | None = None  # folder for the weights that workers share; None: each has its own copy
+    beside: bool = False  # whether workers of other server processes use the folder too
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
@@ -114,8 +109,7 @@ class Worker:
     ) -> None:
         """Starts the process; `together`: the model has further workers. Raises OSError."""
         self.since = time.time()
-        self.ended: asyncio.Future[str] = loop.create_future()
-        """Why it ended."""
+        self.ended: asyncio.Future[str] = loop.create_future()  # why it ended
         self.ready = False
         self.load_s = 0.0
         self.answered = 0

@@ -112,10 +112,8 @@ class Models:
         self._versions: dict[str, dict[str, Servable]] = {}
         self._defaults: dict[str, str] = {}
         self._splits: dict[str, Split] = {}
-        self.changes = 0
-        """Grows when a request may go to another version than before."""
-        self.shadows: dict[str, Shadow] = {}
-        """By model: versions that get copies of its requests."""
+        self.changes = 0  # grows when a request may go to another version than before
+        self.shadows: dict[str, Shadow] = {}  # by model: versions that get copies of its requests
         self.started = False
         """Whether everything requested at start is loaded. From then on the server stays ready while further models
         load, and when nothing is served.

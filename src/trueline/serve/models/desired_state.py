@@ -23,8 +23,7 @@ class DesiredVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     workers: int = 1
     max_batch: int | None = None
     max_delay_s: float | None = None
-    given: dict[str, str] = {}
-    """TorchServe's registration parameters of an archive."""
+    given: dict[str, str] = {}  # TorchServe's registration parameters of an archive
 
 
 class DesiredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -36,8 +35,7 @@ class DesiredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class DesiredWorkflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     source: str
     digest: str
-    models: dict[str, str] = {}
-    """Digests of its nodes' archives."""
+    models: dict[str, str] = {}  # digests of its nodes' archives
     given: dict[str, str] = {}
 
 

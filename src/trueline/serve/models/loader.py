@@ -44,14 +44,12 @@ PLATFORMS = {
 class RuntimeOptions:
     """Which of a bundle's programs runs, and how."""
 
-    program: str = ""
-    """One of `runtime.session.FORMATS`; empty: the bundle's default."""
+    program: str = ""  # one of `runtime.session.FORMATS`; empty: the bundle's default
     threads: int = 0
     """Of one run; 0: one if runs are short, else the runtime decides. torch has one process-wide number; 0 keeps it."""
     device: str = ""
     precision: str = ""
-    native: bool = False
-    """Whether machine code may be loaded."""
+    native: bool = False  # whether machine code may be loaded
     shared: Path | None = None
     """Folder of the weights that several server processes share; None: there is one process."""
     most_threads: int = 0
@@ -73,8 +71,7 @@ class ResolvedSource:
     name: str | None = None
     version: str | None = None
     digest: str | None = None
-    signature: str | None = None
-    """None: the signature file beside it, if there is one."""
+    signature: str | None = None  # None: the signature file beside it, if there is one
 
     @classmethod
     def from_registry(cls, reply: Mapping[str, Any]) -> ResolvedSource:
@@ -94,13 +91,10 @@ class VersionOptions:
 
     way: RuntimeOptions = field(default_factory=RuntimeOptions)
     max_batch: int = 64
-    max_delay_s: float | None = None
-    """How long an idle model waits for more requests; None: learned."""
+    max_delay_s: float | None = None  # how long an idle model waits for more requests; None: learned
     max_queue: int = 256
-    workers: int | None = None
-    """Runs at a time; None: as measured; 0: requests are rejected."""
-    shared: bool = False
-    """Whether other processes answer on the same ports."""
+    workers: int | None = None  # runs at a time; None: as measured; 0: requests are rejected
+    shared: bool = False  # whether other processes answer on the same ports
     trusted: Trusted | None = None
     """One of these keys must have signed what is served; None: no signature is needed."""
     usual: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -179,16 +179,11 @@ class VersionRecord:
     model: str
     version: str
     state: State = "loading"
-    reason: str = ""
-    """Why it failed, for clients to read."""
-    source: str = ""
-    """Its source as the request or the state file named it."""
-    workflow: str = ""
-    """The workflow that it is a node of; it is loaded and retired with that alone."""
-    at_start: bool = False
-    """Whether it was loaded before the server was ready."""
-    since: float = 0.0
-    """When it became ready, in seconds since the epoch."""
+    reason: str = ""  # why it failed, for clients to read
+    source: str = ""  # its source as the request or the state file named it
+    workflow: str = ""  # the workflow that it is a node of; it is loaded and retired with that alone
+    at_start: bool = False  # whether it was loaded before the server was ready
+    since: float = 0.0  # when it became ready, in seconds since the epoch
     load_s: float = 0.0
     stats: VersionStats = field(default_factory=VersionStats)
 

@@ -30,8 +30,7 @@ from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.sources import Entry, Store
 from trueline.web.auth import Keys
 
-Name = tuple[str, str]
-"""Model and version."""
+Name = tuple[str, str]  # model and version
 Stamp = tuple[int, int, int]
 """Time, size and inode of the file that seals a bundle: it changes whenever the bundle does."""
 Looked = Mapping[Name, Stamp]

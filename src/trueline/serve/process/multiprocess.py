@@ -29,8 +29,7 @@ from trueline.serve.settings import ServeSettings, to_arguments
 from trueline.web.sockets import listen
 
 READY_S = 300.0
-_PAUSE_S = (0.1, 1.0, 5.0, 30.0)
-"""Before a restart, by the number of failed restarts before it."""
+_PAUSE_S = (0.1, 1.0, 5.0, 30.0)  # before a restart, by the number of failed restarts before it
 
 
 async def run(settings: ServeSettings, announce: Callable[[dict[str, Any]], None]) -> None:

@@ -26,14 +26,10 @@ MIN_REQUESTS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryRule:
-    max_error_rate: float = MAX_ERROR_RATE
-    """Above the other version's rate."""
-    max_latency_ratio: float = MAX_LATENCY_RATIO
-    """Of the medians."""
-    min_requests: int = MIN_REQUESTS
-    """Before the latency is judged."""
-    promote_after: int = 0
-    """Requests after which the canary gets all the traffic; 0: never."""
+    max_error_rate: float = MAX_ERROR_RATE  # above the other version's rate
+    max_latency_ratio: float = MAX_LATENCY_RATIO  # of the medians
+    min_requests: int = MIN_REQUESTS  # before the latency is judged
+    promote_after: int = 0  # requests after which the canary gets all the traffic; 0: never
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_error_rate < 1 or not self.max_latency_ratio >= 1:
@@ -54,8 +50,7 @@ class Sample:
 
     answered: int
     failed: int
-    seconds: Sequence[int]
-    """Answered requests by cell of the histogram."""
+    seconds: Sequence[int]  # answered requests by cell of the histogram
 
     @property
     def requests(self) -> int:

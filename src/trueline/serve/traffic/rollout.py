@@ -17,8 +17,7 @@ from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.servable import Servable
 from trueline.serve.traffic.canary import CanaryRule, CanaryVerdict, Sample, judge, sample
 
-TICK_S = 0.2
-"""Between checks of canaries."""
+TICK_S = 0.2  # between checks of canaries
 
 
 @dataclass(slots=True, kw_only=True)
