@@ -4,8 +4,6 @@ It writes one JSON line to stdout, {"event": "server.ready", "url", "port", "mod
 {"event": "server.failed", "code", "message", "hint"}; everything else goes to stderr.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

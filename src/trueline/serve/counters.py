@@ -1,7 +1,5 @@
 """Counters of requests: written on the event loop, read by a scrape."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """TorchServe's readings of the machine, its GPUs, and settings of glibc's allocator."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -4,8 +4,6 @@ It has up to three HTTP ports: requests, management (TorchServe's 8081), metrics
 once, and that it is ready after the golden records were reproduced. Loads and long runs happen in threads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

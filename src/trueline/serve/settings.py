@@ -1,7 +1,5 @@
 """The settings of a server: one value for calls, command lines and child processes."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -6,8 +6,6 @@ An archive is a zip (`.mar`), a `.tar.gz` whose files may be in one top folder, 
 Source: TorchServe 0.12's ModelArchive, Manifest and ModelConfig.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import lzma

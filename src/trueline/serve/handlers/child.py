@@ -5,8 +5,6 @@ goes to the server's log. As in TorchServe's ts/service.py an exception fails th
 with its own code, and lack of memory with 507.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.util

@@ -3,8 +3,6 @@
 As in TorchServe, an invalid value is an error in the configuration and falls back to the default in a call.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

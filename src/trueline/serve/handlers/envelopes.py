@@ -9,8 +9,6 @@ TorchServe's `kserve` and `kservev2` answer only the first request of a batch; h
 Source: ts/torch_handler/request_envelope of TorchServe.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import importlib

@@ -9,8 +9,6 @@ A body over INLINE_BYTES travels as a memfd, which each side copies once. It is 
 shrinks it, the result is a short read, not a SIGBUS.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Starts the handlers of archives."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ As in TorchServe, only its older routes pass the query on, as further parameters
 `url_path` are added. The server keeps the `authorization` header.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
 from urllib.parse import parse_qsl

@@ -8,8 +8,6 @@ A request waits until a worker is idle and its batch is full or old enough; in a
 of its sequence. `config` and `sequences` decide; this module has the queue, the timers and the workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence

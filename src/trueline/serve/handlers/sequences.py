@@ -12,8 +12,6 @@ After REMEMBERED_S the id counts as new. Source: TorchServe 0.12's SequenceBatch
 docs/guides/torchserve.md.
 """
 
-from __future__ import annotations
-
 import math
 import uuid
 from collections import deque

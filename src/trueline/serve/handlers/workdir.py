@@ -4,8 +4,6 @@ The server holds a lock on the folder; the kernel drops the lock of a killed ser
 folder. Source: flock(2).
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -3,8 +3,6 @@
 A process that dies, exceeds its timeout or sends a malformed frame is ended with its process group; its batch fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -4,8 +4,6 @@ A new version is made ready beside the old one, then takes its name; the old one
 Operations on one model wait for each other. Each writes the desired state, and is undone if that fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Requests with a key (a user, a session) stay with one version while the weights 
 only to that version (weighted rendezvous hashing). Requests without a key are spread at random.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

@@ -10,8 +10,6 @@ A bundle is loaded when two looks in a row find it unchanged, so that none is re
 bundle is tried again when it changes; the version before stays.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

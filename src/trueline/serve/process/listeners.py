@@ -1,7 +1,5 @@
 """The listeners of a server: HTTP for requests, management and metrics; gRPC for requests and management."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

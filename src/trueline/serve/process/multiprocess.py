@@ -6,8 +6,6 @@ while it loads, the others when they are ready. The parent holds the ports, so t
 its own metrics; with a metrics port they use it and the numbers after it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

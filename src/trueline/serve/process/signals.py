@@ -1,7 +1,5 @@
 """When a server process is stopped: signals, and the lifeline to its parent."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

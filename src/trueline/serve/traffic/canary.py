@@ -4,8 +4,6 @@ The rule compares both since the canary began: failures by Wilson's lower bound 
 requests means little and three in ten mean enough; latency by the median of the metrics' histogram.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

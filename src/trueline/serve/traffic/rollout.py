@@ -4,8 +4,6 @@ A canary gets a share of the requests and is rolled back when it fails or is slo
 are only compared. Both end when their version is retired.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Any
