@@ -38,9 +38,18 @@ def test_ci_runs_every_file_that_the_promises_cite() -> None:
         assert not NOT_IN_CI.search(cited_file(file).read_text()), f"{file} is run by nothing that .ci/run calls"
 
 
+def missing_in_source(text: str) -> list[str]:
+    """The files and folders named in `text` that src/trueline lacks."""
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    assert len(named) > 12
+    return [name for name in named if not (ROOT / "src" / "trueline" / name).exists()]
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "architecture").glob("*.md")), ids=lambda page: page.stem)
 def test_the_files_that_a_walk_passes_exist(page: Path) -> None:
-    named = re.findall(r"`([\w/]+\.py)`", page.read_text())
-    assert len(named) > 15
-    missing = [name for name in named if not (ROOT / "src" / "trueline" / name).is_file()]
-    assert not missing
+    assert not missing_in_source(page.read_text())
+
+
+def test_the_answers_to_where_things_are_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert not missing_in_source(text[text.index("## Where things are") : text.index("## Style")])
