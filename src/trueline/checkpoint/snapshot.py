@@ -45,15 +45,14 @@ class StateCopy:
             self._sets.append(buffers)
         buffers.busy = True
         old = [*buffers.tensors, *[None] * len(tensors)]
-        buffers.tensors = [_fit_buffer(one, tensor) for one, tensor in zip(old, tensors, strict=False)]
+        buffers.tensors = [
+            buffer
+            if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+            else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            for buffer, tensor in zip(old, tensors, strict=False)
+        ]
         for buffer, tensor in zip(buffers.tensors, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
         return StateSnapshot(tree.decode(skeleton, buffers.tensors), buffers)
-
-
-def _fit_buffer(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
-        return buffer
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

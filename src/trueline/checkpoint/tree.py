@@ -44,17 +44,15 @@ def _encode(node: Any, tensors: list[torch.Tensor], where: str) -> Skeleton:
         items = [_encode(item, tensors, f"{where}[{i}]") for i, item in enumerate(node)]
         return {"l" if isinstance(node, list) else "u": items}
     if isinstance(node, dict):
-        return {"d": [[_key(key, where), _encode(node[key], tensors, f"{where}.{key}")] for key in node]}
+        for key in node:
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                kind = type(key).__name__
+                raise CheckpointError(f"{where} has the key {key!r} of type {kind}; expected a string or an integer")
+        return {"d": [[key, _encode(node[key], tensors, f"{where}.{key}")] for key in node]}
     raise CheckpointError(
         f"{where} is a {type(node).__name__}, which a checkpoint cannot hold without pickle",
         hint="keep tensors, arrays, numbers, strings, lists and dicts in state_dict()",
     )
-
-
-def _key(key: Any, where: str) -> str | int:
-    if isinstance(key, str | int) and not isinstance(key, bool):
-        return key
-    raise CheckpointError(f"{where} has the key {key!r} of type {type(key).__name__}; expected a string or an integer")
 
 
 def decode(skeleton: Skeleton, tensors: list[torch.Tensor]) -> Any:

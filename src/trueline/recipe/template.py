@@ -137,10 +137,8 @@ def write_recipe(name: str, into: Path) -> WrittenRecipe:
         raise UsageError(f"{path} exists already and is not overwritten", hint="choose another name")
     digits = importlib.util.find_spec("sklearn") is not None
     files.write_atomic(path, text(name, where=str(path), digits=digits).encode())
-    note = "it learns handwritten digits"
-    if not digits:
-        note = "it learns two rings of generated points (handwritten digits need `pip install scikit-learn`)"
-    return WrittenRecipe(path, note)
+    rings = "two rings of generated points (handwritten digits need `pip install scikit-learn`)"
+    return WrittenRecipe(path, f"it learns {'handwritten digits' if digits else rings}")
 
 
 def text(name: str, *, where: str, digits: bool) -> str:

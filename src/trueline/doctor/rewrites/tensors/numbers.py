@@ -55,7 +55,10 @@ def free_size(scope: Scope, node: ast.AST) -> ast.expr | None:
         case ast.Call(func=ast.Name(id="len"), args=[given]) if scope.is_tensor(given):
             return expression(f"{ast.unparse(given)}.shape[0]")
         case ast.Call(func=ast.Name(id="int"), args=[given]) if scope.depends_on(given) == "size":
-            return expression(f"torch.sym_int({ast.unparse(given)})") if _rounds(given) else given
+            parts = [*ast.walk(given)]  # a division, or a number with a point, may give a fraction
+            rounds = any(isinstance(one, ast.Div | ast.Pow) for one in parts)
+            rounds = rounds or any(isinstance(one, ast.Constant) and isinstance(one.value, float) for one in parts)
+            return expression(f"torch.sym_int({ast.unparse(given)})") if rounds else given
     return None
 
 
@@ -63,14 +66,6 @@ def fixes_size(statement: ast.stmt) -> bool:
     """Whether a statement calls `int`, which may fix a size that varies."""
     calls = (node.func for node in ast.walk(statement) if isinstance(node, ast.Call))
     return any(isinstance(called, ast.Name) and called.id == "int" for called in calls)
-
-
-def _rounds(node: ast.expr) -> bool:
-    """Whether `node` may be a fraction: it has a division or a number with a point."""
-    return any(
-        isinstance(one, ast.Div | ast.Pow) or (isinstance(one, ast.Constant) and isinstance(one.value, float))
-        for one in ast.walk(node)
-    )
 
 
 def keep_scalars(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
