@@ -58,8 +58,9 @@ def test_a_runtime_that_is_not_installed_is_named_with_the_line_that_installs_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "openvino", None)
+    signature = EagerSession(Mlp().eval(), torch.zeros(2, 8)).signature
     with pytest.raises(UsageError, match="OpenVINO is not installed") as refused:
-        openvino._openvino()
+        openvino.OpenVinoSession(tmp_path / "model.onnx", signature)
     assert refused.value.hint == "pip install 'trueline[openvino]'"
 
 

@@ -93,8 +93,7 @@ class Explainer:
     def _forward(self, *given: torch.Tensor) -> torch.Tensor:
         """Captum passes the explained inputs first."""
         explained, rest = iter(given[: len(self._explained)]), iter(given[len(self._explained) :])
-        ordered = [next(explained) if i in self._explained else next(rest) for i in range(len(self.signature.inputs))]
-        return self._ask(ordered)
+        return self._ask([next(explained if i in self._explained else rest) for i in range(len(self.signature.inputs))])
 
     def _ask(self, given: Any) -> torch.Tensor:
         assert self._output is not None

@@ -99,10 +99,8 @@ def tolerance_text(count: int, level: float) -> str:
 def _nonfinite_reason(name: str, want: Array, got: Array) -> str:
     if want.dtype.kind != "f":
         return ""
-    wrong = np.isfinite(want).all(0) & ~np.isfinite(got).all(0)
-    return f"output '{name}' has infinities or NaN in {int(wrong.sum())} elements where the other has none" * bool(
-        wrong.any()
-    )
+    count = int(np.sum(np.isfinite(want).all(0) & ~np.isfinite(got).all(0)))
+    return f"output '{name}' has infinities or NaN in {count} elements where the other has none" if count else ""
 
 
 def _looked_at(want: Array, got: Array) -> tuple[Floats, Floats]:

@@ -5,7 +5,6 @@ onnx, openvino    one call a line, as in Python                    ONNX's own te
 torch_export      the graph as Python, with the shape of values    the graph as torch.fx writes it
 offload           the parts, and the whole as torch_export         the same
 torchscript       the program's source                             TorchScript's graph, with its own calls inlined
-aotinductor       nothing: it is machine code                      nothing
 
 In SSA form (static single assignment) every value is assigned once. Each value is followed by the user's line that it
 comes from, except in TorchScript, whose records of lines hold paths and are removed.
@@ -75,7 +74,6 @@ def _onnx(path: Path, ssa: bool) -> str:
 
 def _with_places(text: str, places: Mapping[str, str]) -> str:
     """`text` with the user's line behind each assignment of a value whose line is known."""
-
     lines = []
     for line in text.splitlines():
         match = _ASSIGNED.match(line)

@@ -76,12 +76,8 @@ class OnnxSession:
         return dict(zip(self._names, found, strict=True))
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None] | None:
-        """A function that runs the program on these arrays: it reads `inputs` and writes `outputs`.
-
-        None where that is impossible, or a test run on the values in `inputs` differs from `run`. The function raises
-        what the runtime raises, for refused values and outputs of another shape; `run` has the message. The caller
-        guards the arrays: one run at a time.
-        """
+        """A function that runs the program from `inputs` into `outputs`, one run at a time; None where that fails or a
+        test run on the values in `inputs` differs. It raises the runtime's errors; `run` has the messages."""
         signature = self.signature
         names = {spec.name for spec in signature.inputs}
         arrays = [*inputs.values(), *outputs.values()]

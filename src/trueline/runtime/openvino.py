@@ -34,7 +34,12 @@ class OpenVinoSession:
     format = "openvino"
 
     def __init__(self, path: Path, signature: Signature, *, settings: SessionSettings = DEFAULTS) -> None:
-        core = _openvino().Core()
+        try:
+            import openvino
+        except ImportError as error:
+            message = "OpenVINO is not installed, and this program needs it"
+            raise UsageError(message, hint="pip install 'trueline[openvino]'") from error
+        core = openvino.Core()
         device = _device(core, settings)
         config: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": _precision(core, device, settings),
@@ -92,16 +97,6 @@ def _precision(core: Any, device: str, settings: SessionSettings) -> str:
     known = [name for name in PRECISIONS if name == "fp32" or name in can]
     otherwise = f"this {device} has only those; OpenVINO would silently compute in another precision"
     return PRECISIONS[settings.precise(f"OpenVINO on {device}", known, otherwise=otherwise) or "fp32"]
-
-
-def _openvino() -> Any:
-    try:
-        import openvino
-    except ImportError as error:
-        raise UsageError(
-            "OpenVINO is not installed, and this program is to run in it", hint="pip install 'trueline[openvino]'"
-        ) from error
-    return openvino
 
 
 def _port(ports: Any, name: str, path: Path) -> Any:

@@ -81,7 +81,10 @@ def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Subprog
     part = torch.export.ExportedProgram(
         root=GraphModule(program.graph_module, graph),
         graph=graph,
-        graph_signature=_signature(specs, given, answers),
+        graph_signature=ExportGraphSignature(
+            [*specs, *(InputSpec(InputKind.USER_INPUT, TensorArgument(name=node.name), None) for node in given)],
+            [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=node.name), None) for node in answers],
+        ),
         state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=_call_graph(given, answers),
@@ -131,12 +134,6 @@ def _copy_graph(whole: Graph, inside: Collection[Node], outer: Iterable[Node], a
             new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in answers))
     return graph
-
-
-def _signature(weights: Iterable[InputSpec], given: Iterable[Node], answers: Iterable[Node]) -> ExportGraphSignature:
-    asked = [InputSpec(InputKind.USER_INPUT, TensorArgument(name=node.name), None) for node in given]
-    answered = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=node.name), None) for node in answers]
-    return ExportGraphSignature(input_specs=[*weights, *asked], output_specs=answered)
 
 
 def _call_graph(given: Collection[Node], answers: Collection[Node]) -> list[Any]:

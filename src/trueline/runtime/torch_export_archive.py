@@ -43,19 +43,8 @@ _FUNCTION = re.compile(
     r"|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|TruncToFloat|TruncToInt|RoundToInt"
     r"|RoundDecimal|ToFloat|Identity"
 )
-_PLAIN = (
-    ast.Expression,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Compare,
-    ast.BoolOp,
-    ast.keyword,
-    ast.operator,
-    ast.unaryop,
-    ast.cmpop,
-    ast.boolop,
-    ast.expr_context,
-)
+_PLAIN = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.keyword)
+_OPERATORS = (ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context)
 _TREES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 _STAMP = (1980, 1, 1, 0, 0, 0)
 
@@ -169,7 +158,7 @@ def _check_expression(text: str, where: str) -> None:
         elif isinstance(node, ast.Call):
             fine = isinstance(node.func, ast.Name)
         else:
-            fine = isinstance(node, _PLAIN)
+            fine = isinstance(node, (*_PLAIN, *_OPERATORS))
         if not fine:
             raise BundleError(f"{where} holds a shape expression that is none: {text[:100]!r}")
 

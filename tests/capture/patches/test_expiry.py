@@ -407,7 +407,7 @@ def test_upstream_still_has_the_defect(name: str) -> None:
     assert REPRODUCERS[name](), f"{name} is no longer needed: delete it with its tests"
 
 
-TABLES = {f"onnx/{name}" for name in ("numerics", "order_statistics", "translations")}
+TABLES = {"onnx/numerics", "onnx/translations"}
 """Patches that are translations of operators: each operator has a case above."""
 
 

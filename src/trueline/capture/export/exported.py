@@ -32,7 +32,6 @@ class Exported:
     how: str = ""
     """How the model was traced, if not as it is."""
     opset: int | None = None
-    """Of its ONNX program; None: the exporter's."""
 
 
 class Fixed(CaptureError):

@@ -1,21 +1,9 @@
-"""Other ways to trace a model that torch.export does not follow as it is, each tried only then.
-
-| obstacle | remedy |
-|---|---|
-| the code branches on whether a size is even | the size is traced as a number of units, `export_in_units` |
-| `len` of a tensor, `int` or `float` of a size | they return the size (`size_lengths`) |
-| a read of values that parameters and buffers decide | it is answered (`parameter_branches`) |
-| a loop over the places where a mask holds | each place has a step (`nonzero_loops`) |
-| a gradient taken in `forward`, a part that is TorchScript | the operators are traced (`below_python`) |
-| a loop over the records of the batch | one record is traced and mapped (`per_record`) |
-
-The result is an exported program like any other: it is proven, or refused.
-"""
+"""Other ways to trace a model, each tried only after torch.export failed on it as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -37,21 +25,17 @@ MAX_UNIT = 32
 """Vision networks halve a size five times."""
 Steps = dict[str, int]
 """Symbol -> the number of which its sizes are multiples."""
+Whole = Callable[[torch.nn.Module], Exported]
+"""The exporter that failed, of a module of flat tensors."""
+Single = Callable[[torch.nn.Module, Calling], torch.export.ExportedProgram]
+"""Exports for one record."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exporters:
-    """The exporter that failed, for another attempt."""
-
-    whole: Callable[[torch.nn.Module], Exported]
-    """Exports a module of flat tensors."""
-    single: Callable[[torch.nn.Module, Calling], torch.export.ExportedProgram]
-    """Exports for one record."""
-
-
-def retrace(error: CaptureError, module: torch.nn.Module, calling: Calling, exporters: Exporters) -> Exported | None:
+def retrace(
+    error: CaptureError, module: torch.nn.Module, calling: Calling, whole: Whole, single: Single
+) -> Exported | None:
     """The program of the first way of tracing that works, after torch.export raised `error`; None when none does."""
-    flat, message, whole = TensorModule(module, calling), error.message, exporters.whole
+    flat, message = TensorModule(module, calling), error.message
     exported = None
     if isinstance(error, Fixed) and size_lengths.may_help(module):
         with size_lengths.keep_lengths_free(module):
@@ -60,7 +44,7 @@ def retrace(error: CaptureError, module: torch.nn.Module, calling: Calling, expo
         return exported
     if exported is None and parameter_branches.may_help(message):
         how = "what its parameters and buffers decide is decided"
-        exported = _attempt("choices", how, lambda: _decide_branches(flat, exporters))
+        exported = _attempt("choices", how, lambda: _decide_branches(flat, whole))
     loops = exported is None and nonzero_loops.may_help(module, message)
     if loops and nonzero_loops.leave_places_out(flat, _small_calls(calling)):
         how = "a loop over places that values choose has a step for each place"
@@ -71,7 +55,7 @@ def retrace(error: CaptureError, module: torch.nn.Module, calling: Calling, expo
         exported = _attempt("operators", how, lambda: whole(_trace_operators(flat, calling)))
     if exported is None and all(spec.shape[:1] == (BATCH,) for spec in calling.signature.inputs):
         with size_lengths.keep_lengths_free(module):
-            exported = _attempt("records", BY_RECORDS, lambda: _map_records(flat, calling, exporters))
+            exported = _attempt("records", BY_RECORDS, lambda: _map_records(flat, calling, whole, single))
     return exported
 
 
@@ -88,9 +72,9 @@ def _attempt(by: str, how: str, export: Callable[[], Exported | None]) -> Export
     return exported
 
 
-def _decide_branches(flat: TensorModule, exporters: Exporters) -> Exported | None:
+def _decide_branches(flat: TensorModule, whole: Whole) -> Exported | None:
     with parameter_branches.ParameterReads(flat) as reads:
-        exported = exporters.whole(flat)
+        exported = whole(flat)
     return exported if reads.reads else None
 
 
@@ -99,12 +83,12 @@ def _trace_operators(flat: TensorModule, calling: Calling) -> torch.nn.Module:
         return below_python.trace_operators(flat, calling)
 
 
-def _map_records(flat: TensorModule, calling: Calling, exporters: Exporters) -> Exported | None:
+def _map_records(flat: TensorModule, calling: Calling, whole: Whole, single: Single) -> Exported | None:
     """A program that maps over records, if it answers the example, and one record more, as the model does."""
-    mapped = per_record.MappedRecords(exporters.single(per_record.SingleRecord(flat), calling))
-    if not _draws(mapped.program) and not all(_agree(mapped, flat, calling, more) for more in (0, 1)):
+    mapped = per_record.MappedRecords(single(per_record.SingleRecord(flat), calling))
+    if not _draws(mapped.program[0]) and not all(_agree(mapped, flat, calling, more) for more in (0, 1)):
         return None  # torch.export's message says more than the prover would
-    return replace(exporters.whole(mapped), how=BY_RECORDS)
+    return replace(whole(mapped), how=BY_RECORDS)
 
 
 def _small_calls(calling: Calling) -> Iterator[tuple[torch.Tensor, ...]]:

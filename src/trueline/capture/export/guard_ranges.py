@@ -14,6 +14,7 @@ import ast
 import itertools
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
@@ -225,7 +226,9 @@ def _reduce_one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, l
     if not fine:
         return span, list(guards)
     beyond = [size for size in tried if size > fine[-1]]
-    upper = _bisect(holds, fine[-1], beyond[0]) if beyond else span.max
+    upper = span.max
+    if beyond:  # the last size that holds, where it changes once
+        upper = fine[-1] + bisect_left(range(fine[-1] + 1, beyond[0]), True, key=lambda size: not holds(size))
     step = math.gcd(*fine) if len(fine) > 1 else 1
     dim = Dim(min=fine[0], max=upper, multiple_of=step)
     kept: list[Guard] = []
@@ -242,15 +245,6 @@ def _sizes_to_try(span: Dim, guards: Sequence[Guard]) -> list[int]:
     near = {number * factor + step for number in numbers for factor in (1, 2) for step in (-1, 0, 1)}
     powers = {step * 2**power for power in range(8, 21) for step in (1, 3)}
     return sorted(size for size in {*range(1, DENSE + 1), *near, *powers} if size >= 1)
-
-
-def _bisect(holds: object, low: int, high: int) -> int:
-    """The largest size below `high` that holds, from `low` that does, where it changes once."""
-    assert callable(holds)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
 
 
 Columns = dict[str, "np.ndarray[tuple[int], np.dtype[np.object_]]"]

@@ -15,10 +15,10 @@ from trueline.capture.model.code_paths import SourceLine
 
 
 def _grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Rows [S, K] sorted by group, each times the weight [G, K, N] of its own; `offs` [G] says where groups end.
+    """Rows [S, K] sorted by group, each times its group's weight [G, K, N]; `offs` [G] are the ends of the groups.
 
-    How many rows a group has the values decide, and no graph program has such a loop: each group's product is taken of
-    all rows, and one is kept, which is G times the work. What lies beyond the last group is 0, as in the original.
+    Values decide the sizes of groups, so all rows are multiplied by each weight and one product is kept: G times the
+    work. Rows beyond the last group are 0, as in the original.
     """
     at = torch.arange(input.shape[0], device=input.device)
     found = input.new_zeros(input.shape[0], weight.shape[2])

@@ -48,7 +48,7 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
         if isinstance(error, Fixed):
             exported = fallbacks.export_in_units(error, lambda steps: _export(flat, calling, steps))
         exported = exported or fallbacks.retrace(
-            error, module, calling, fallbacks.Exporters(lambda flat: _export(flat, calling, {}), _single)
+            error, module, calling, lambda flat: _export(flat, calling, {}), _single
         )
         if exported is None:
             raise
@@ -179,11 +179,10 @@ def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_p
     """torch's symbols -> the signature's. Raises CaptureError for a free dimension that became a constant."""
     same: dict[Place, str] = {}
     for spec, shape in zip(calling.presumed.inputs, shapes, strict=True):
-        for axis, wanted in enumerate(spec.shape):
-            if isinstance(wanted, str) and isinstance(shape[axis], int):
+        for axis in (axis for axis, size in enumerate(spec.shape) if isinstance(size, str)):
+            if isinstance(shape[axis], int):
                 raise _fixed_error(spec, axis, shape[axis], fixed)
-            if isinstance(wanted, str):
-                same[spec.name, axis] = str(shape[axis])
+            same[spec.name, axis] = str(shape[axis])
     groups = calling.free.group(same)
     return {
         same[place]: name
@@ -219,8 +218,7 @@ def _claims(
     }
     names = {theirs: ours for theirs, ours in symbols.items() if theirs.isidentifier()}
     names |= {_bare(ours): ours for ours in spans}
-    given = zip(calling.example, _free_axes(calling), strict=True)
-    example = [_at_least_two(tensor, axes).shape for tensor, axes in given]
+    example = [_at_least_two(*given).shape for given in zip(calling.example, _free_axes(calling), strict=True)]
     sizes = {name: example[i][axis] for (i, axis), name in places.items() if isinstance(name, str)}
     read = guard_ranges.ExportedGuards(codes=codes, spans=spans, places=places, names=names, units=units, example=sizes)
     try:
@@ -253,15 +251,14 @@ def _narrow(dim: Dim, other: Dim | None) -> Dim:
 
 
 def _output(spec: TensorSpec, shape: Any, symbols: Mapping[str, str], dims: dict[str, Dim]) -> TensorSpec:
-    found: list[int | str] = []
-    for axis, size in enumerate(shape):
-        if isinstance(size, int):
-            found.append(size)
-            continue
-        symbol = symbols.get(str(size), f"{spec.name}.{axis}")
-        dims.setdefault(symbol, Dim(min=0))
-        found.append(symbol)
-    return msgspec.structs.replace(spec, shape=tuple(found))
+    sizes = tuple(
+        size if isinstance(size, int) else symbols.get(str(size), f"{spec.name}.{axis}")
+        for axis, size in enumerate(shape)
+    )
+    for size in sizes:
+        if isinstance(size, str):
+            dims.setdefault(size, Dim(min=0))
+    return msgspec.structs.replace(spec, shape=sizes)
 
 
 def emit(exported: Exported, folder: Path) -> Path:

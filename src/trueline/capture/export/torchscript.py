@@ -115,8 +115,6 @@ def _flatten(scripted: Any, module: torch.nn.Module, calling: Calling) -> Any:
 
 
 class _FlatProgram(torch.nn.Module):
-    """Holds the scripted model; its forward is defined as text."""
-
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -139,14 +137,8 @@ def _unwrap(i: int, way: Sequence[Any]) -> list[str]:
     """Lines that set y`i` to the tensor at `way`, one name a step: TorchScript has one type for each name."""
     lines = [f"    y{i}_0 = found"]
     for step, key in enumerate(way, 1):
-        lines += [f"    y{i}_{step} = y{i}_{step - 1}{_access(key)}", f"    assert y{i}_{step} is not None"]
+        lines += [f"    y{i}_{step} = y{i}_{step - 1}{key}", f"    assert y{i}_{step} is not None"]
     return [*lines, f"    y{i} = y{i}_{len(way)}"]
-
-
-def _access(key: Any) -> str:
-    if hasattr(key, "key"):
-        return f"[{key.key!r}]"
-    return f"[{key.idx}]" if hasattr(key, "idx") else f".{key.name}"
 
 
 class _Name(str):

@@ -24,7 +24,6 @@ from trueline.capture.export import operators
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
-from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.onnx import padded_pool, pass_workarounds, size_arithmetic, small_constants, torchlib_cache
 from trueline.capture.onnx.opsets import FORMAT_VERSIONS
 from trueline.capture.onnx.translations import TRANSLATIONS
@@ -81,11 +80,8 @@ def _encode_signature(signature: Signature) -> str:
 
 
 def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Array]]:
-    """What ONNX Runtime computes on `inputs` inside each submodule, by its qualified name.
-
-    For a refusal that has to name a submodule: the program is translated again with every value as an output, unless it
-    is too large.
-    """
+    """What ONNX Runtime computes on `inputs` in each submodule, by its qualified name; nothing for too large a program.
+    Translates it again with every value as an output: to explain a refusal."""
     if exported.weight_bytes > EXTERNAL_BYTES:
         return {}
     signature = exported.signature
@@ -244,6 +240,6 @@ def node_dtypes(path: Path, node: str) -> list[str]:
     return sorted(onnx.TensorProto.DataType.Name(kind).lower() for kind in found)
 
 
-def node_line(program: torch.export.ExportedProgram, node: str) -> SourceLine | None:
+def node_line(program: torch.export.ExportedProgram, node: str) -> code_paths.SourceLine | None:
     """The user's line that `node` is from: the exporter names it after the graph's own node, with a prefix."""
     return operators.line_of(program, f"%{node.removeprefix('node_')} :")

@@ -28,7 +28,7 @@ PATCH = Patch(
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 MOST_DOUBLINGS = 40
-"""Of what runs along a size that is free: 2 to the power of it is more than any tensor has."""
+"""Along a free size: no tensor has 2 ** 40 elements."""
 _EXACT = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 op: Any = opset18
 
@@ -58,7 +58,6 @@ def _remainder_parts(self: Any, other: Any) -> tuple[Any, Any]:
 
 
 def _remainder(self: Any, other: Any) -> Any:
-    """Of numbers and of sizes too, which are none of Python's."""
     self, other = _alike(self, other)
     if self.dtype not in _EXACT:
         return core.aten_remainder(self, other)
@@ -90,7 +89,7 @@ def _div_mode(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
 
 
 def _signbit(self: Any) -> Any:
-    """Of a zero, too: one over it tells."""
+    """Of a zero too, by the sign of one over it."""
     zero = op.CastLike(op.Constant(value_int=0), self)
     below = op.Less(self, zero)
     if not self.dtype.is_floating_point():
@@ -99,8 +98,7 @@ def _signbit(self: Any) -> Any:
 
 
 def _atan2(self: Any, other: Any) -> Any:
-    """In all four quadrants and on their borders; the exporter's says -pi for what lies straight to the left, and 0 for
-    NaN."""
+    """In all four quadrants and on their borders; the exporter's is -pi straight to the left, and 0 for NaN."""
     zero, pi = _like(0.0, self), _like(math.pi, self)
     turned, far = (_signbit(one) for one in (self, other)), op.And(op.IsInf(self), op.IsInf(other))
     self, other = (op.Where(far, op.Sign(one), one) for one in (self, other))
@@ -156,7 +154,7 @@ def _log_sigmoid(self: Any) -> Any:
 
 
 def _roll(self: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
-    """By sizes, too; the exporter's own is for numbers."""
+    """By sizes too; the exporter's is for numbers."""
     if all(isinstance(shift, int) for shift in shifts):
         return core.aten_roll(self, shifts, dims)
     shape, rank = None, len(self.shape)
@@ -165,37 +163,29 @@ def _roll(self: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
     for shift, dim in zip(shifts, dims, strict=True):
         axis = dim % rank
         size = op.Shape(self, start=axis, end=axis + 1)
-        by = (
-            op.Constant(value_ints=[shift])
-            if isinstance(shift, int)
-            else op.Reshape(op.Cast(shift, to=ir.DataType.INT64), op.Constant(value_ints=[-1]))
-        )
+        zero, along, flat = (op.Constant(value_ints=[number]) for number in (0, axis, -1))
+        number = isinstance(shift, int)
+        by = op.Constant(value_ints=[shift]) if number else op.Reshape(op.Cast(shift, to=ir.DataType.INT64), flat)
         start = op.Sub(size, op.Mod(by, size))
-        zero, along = op.Constant(value_ints=[0]), op.Constant(value_ints=[axis])
         self = op.Concat(op.Slice(self, start, size, along), op.Slice(self, zero, start, along), axis=axis)
     return self if shape is None else op.Reshape(self, shape)
 
 
 def _scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
-    """A mean is a sum over a count; the exporter's own takes the last."""
+    """A mean is a sum over a count; the exporter takes the last value."""
     if reduce != "mean":
         return core.aten_scatter_reduce(self, dim, index, src, reduce, include_self)
     if not self.dtype.is_floating_point() or not len(self.shape):
         raise NotImplementedError("the mean of integers or of one number has no translation; use floats")
     zeros, ones = op.Mul(self, _like(0.0, self)), op.Expand(_like(1.0, self), op.Shape(index))
     count = op.ScatterElements(zeros, index, ones, axis=dim, reduction="add")
-    total = op.ScatterElements(
-        self if include_self else zeros, index, op.Slice(src, *_corner(index)), axis=dim, reduction="add"
-    )
+    rank = len(index.shape)  # torch uses only as much of the source as has an index
+    corner = op.Constant(value_ints=[0] * rank), op.Shape(index), op.Constant(value_ints=list(range(rank)))
+    start = self if include_self else zeros
+    total = op.ScatterElements(start, index, op.Slice(src, *corner), axis=dim, reduction="add")
     count = op.Add(count, _like(1.0, self)) if include_self else count
     met = op.Greater(count, _like(0.0, self))
     return op.Where(met, op.Div(total, op.Where(met, count, _like(1.0, self))), self)
-
-
-def _corner(index: Any) -> tuple[Any, Any, Any]:
-    """As much of the source as has an index: torch takes no more of it."""
-    rank = len(index.shape)
-    return op.Constant(value_ints=[0] * rank), op.Shape(index), op.Constant(value_ints=list(range(rank)))
 
 
 def _attention(
@@ -209,8 +199,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Zeros where the mask leaves nothing to attend to, whether it is False there or adds minus infinity; the
-    exporter's own takes the mean of all there, or is no number. Also without heads, of which it has to have some."""
+    """Zeros where the mask hides everything, by False or by minus infinity; the exporter's is the mean there, or NaN.
+    Also without heads, which the exporter requires."""
     if len(query.shape) == 4:
         found = nn.aten_scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -272,4 +262,3 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.scatter_reduce.two: _scatter_reduce,
     _ATEN.scaled_dot_product_attention.default: _attention,
 }
-"""Operator of an exported program -> what writes it in ONNX."""

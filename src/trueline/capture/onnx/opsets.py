@@ -1,7 +1,6 @@
 """The opset of an ONNX program, by the release of ONNX Runtime that is to run it. Imports no torch.
 
-A release runs its own opset and all earlier ones. Sources: the compatibility table of ONNX Runtime; ONNX's
-Versioning.md.
+Sources: the compatibility table of ONNX Runtime; ONNX's Versioning.md.
 """
 
 from __future__ import annotations

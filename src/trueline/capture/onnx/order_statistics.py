@@ -12,15 +12,7 @@ import torch
 from onnxscript import ir
 from onnxscript.onnx_opset import opset18
 
-from trueline.capture.onnx.numerics import MOST_DOUBLINGS
-from trueline.capture.patches import Patch
-
-PATCH = Patch(
-    issue="none found",
-    versions="onnxscript 0.7.2, onnxruntime 1.31",
-    cost="more operators",
-    helps=("clip", "dueling_q"),
-)
+from trueline.capture.onnx.numerics import MOST_DOUBLINGS, _is_float
 
 _ATEN = torch.ops.aten
 op: Any = opset18
@@ -39,10 +31,6 @@ def _places(value: Any, dim: int) -> Any:
     """[size of `dim`]."""
     one = op.Constant(value_int=1)
     return op.Range(op.Constant(value_int=0), op.Squeeze(_size(value, dim), _number(0)), one)
-
-
-def _is_float(value: Any) -> bool:
-    return bool(value.dtype.is_floating_point())
 
 
 def _infinite(like: Any) -> Any:
@@ -256,4 +244,3 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.sort.stable: _sort_stable,
     _ATEN.adaptive_max_pool2d.default: _adaptive_max_pool2d,
 }
-"""Operator of an exported program -> what writes it in ONNX."""

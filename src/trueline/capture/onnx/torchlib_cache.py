@@ -38,7 +38,7 @@ def cache_torchlib() -> Iterator[None]:
             return _read(read, function, args, tuple(kwargs.items()))
         return read(function, *args, **kwargs)
 
-    _APIS.get_torchlib_ops = lambda: _list_ops(list_ops, _registered())
+    _APIS.get_torchlib_ops = lambda: _list_ops(list_ops, _function_ids())
     _SIGNATURES.op_signature_from_function = read_cached
     try:
         yield
@@ -46,7 +46,7 @@ def cache_torchlib() -> Iterator[None]:
         _APIS.get_torchlib_ops, _SIGNATURES.op_signature_from_function = list_ops, read
 
 
-def _registered() -> tuple[int, ...]:
+def _function_ids() -> tuple[int, ...]:
     """Identities of the registered functions; the cached list keeps those of its own alive."""
     from onnxscript.function_libs.torch_lib import ops, registration
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.export.graph_signature import InputKind
-from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -67,12 +66,8 @@ class MappedRecords(torch.nn.Module):
             for spec in signature.input_specs
         ]
         """Of the arguments of `single`: the weight's name here, or None for an input."""
-        self._graph: tuple[GraphModule] = (single.graph_module,)  # in a tuple: its weights are registered here already
-
-    @property
-    def program(self) -> GraphModule:
-        """The program of one record."""
-        return self._graph[0]
+        self.program = (single.graph_module,)
+        """Of one record; in a tuple, because its weights are registered here already."""
 
     def _register(self, single: torch.export.ExportedProgram, spec: torch.export.graph_signature.InputSpec) -> str:
         target = str(spec.target)
@@ -91,7 +86,7 @@ class MappedRecords(torch.nn.Module):
 
         def run_one(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             inputs, rest = iter(given[: len(tensors)]), iter(given[len(tensors) :])
-            outputs: tuple[torch.Tensor, ...] = self.program(
+            outputs: tuple[torch.Tensor, ...] = self.program[0](
                 *(next(inputs if name is None else rest) for name in self._order)
             )
             return outputs

@@ -1,4 +1,4 @@
-"""`len` of a tensor, and `int` and `float` of a size, stay as free as the size while a model is traced.
+"""`len` of a tensor, and `int` and `float` of a size, stay as free as the size in a trace.
 
 Python's own return plain numbers, and torch.export then makes a constant of the size. So the user's modules get a
 `len`, `int` and `float` of their own while the model is traced.

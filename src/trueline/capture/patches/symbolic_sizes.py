@@ -1,12 +1,7 @@
 """Functions of torch that make a number of a size, or bound it, without need.
 
-| function | torch | here |
-|---|---|---|
-| `affine_grid` | fixes its sizes | coordinate i of n is `(2 i + 1) / n - 1`, between corners `2 i / (n - 1) - 1` |
-| `cdist` | takes another algorithm from 26 rows on | the operator that decides at run time |
-| `linspace` | fixes its steps | step i of n from both ends: `start + i d` and `end - (n - 1 - i) d` |
-
-Sources: the documentation of torch.nn.functional.affine_grid, torch.cdist (`compute_mode`) and torch.linspace.
+`affine_grid` and `linspace` fix their sizes, and `cdist` takes another algorithm from 26 rows on. Here the first two
+are computed from the size, by their documentation, and the last calls the operator that decides at run time.
 """
 
 from __future__ import annotations
