@@ -97,6 +97,22 @@ def test_an_exported_program_keeps_the_range_that_it_was_exported_with(tmp_path:
             session.run({"x": np.zeros((7, 3), np.float32)})
 
 
+class Beside(nn.Module):
+    def __init__(self, other: object) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        return x + 1, x.shape[0] if self.other == "size" else self.other
+
+
+@pytest.mark.parametrize("other", [None, 3, "size"])
+def test_an_exported_program_that_returns_more_than_tensors_is_refused(tmp_path: Path, other: object) -> None:
+    file = exported(tmp_path / "m.pt2", Beside(other))
+    with pytest.raises(CaptureError, match="not tensors alone"):
+        capture_file(file, tmp_path / "b", formats=["onnx"])
+
+
 def test_an_exported_program_with_a_guard_that_is_no_range_is_refused_with_the_guard(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="a guard that is no range"):
         capture_file(exported(tmp_path / "m.pt2", Even()), tmp_path / "b")

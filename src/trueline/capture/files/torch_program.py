@@ -161,6 +161,12 @@ def _signature(program: torch.export.ExportedProgram, path: Path) -> Signature:
             f"{path.name} takes {names}, not tensors alone",
             hint="export it with tensors as its only inputs, or capture the recipe that it came from",
         )
+    outputs = program.graph_signature.user_outputs
+    if not all(isinstance(name, str) and isinstance(values.get(name), torch.Tensor) for name in outputs):
+        raise CaptureError(
+            f"{path.name} returns {list(outputs)}, not tensors alone",
+            hint="export it with tensors as its only outputs, or capture the recipe that it came from",
+        )
     symbols = _symbols([tuple(value.shape) for value in tensors])  # type: ignore[union-attr]
     specs = tuple(_spec(name, value, symbols) for name, value in zip(names, tensors, strict=True))
     dims = {name: _dim(program, symbol) for symbol, name in symbols.items()}
