@@ -82,6 +82,4 @@ class VersionStats:
 
 @dataclass(slots=True, eq=False)
 class ServerStats:
-    """Answers by status."""
-
     by_status: Counter[int] = field(default_factory=Counter)

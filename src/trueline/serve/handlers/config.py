@@ -31,8 +31,6 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerPlan:
-    """How one version's handler is run."""
-
     handler: str
     workers: int = 1
     batch_size: int = 1
@@ -150,8 +148,6 @@ def backoff_s(deaths: int) -> float:
 
 
 class Waiting(Protocol):
-    """A request in the queue."""
-
     since: float
     alone: bool
 

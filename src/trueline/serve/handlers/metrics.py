@@ -43,8 +43,6 @@ class _Family:
 
 
 class Measures:
-    """The metrics of one model's handlers."""
-
     def __init__(self, model: str, version: str) -> None:
         self._model, self._version = model, version
         self._families: dict[str, _Family] = {}

@@ -187,7 +187,11 @@ class Pool:
                 deaths, failing_since = 0, now
             deaths += 1
             if now - failing_since > max_retry_s:
-                self._give_up(slot, why)
+                events.emit("worker.given_up", model=self.launch.model, worker=slot.number, why=why)
+                self._given_up += 1
+                self._slots.remove(slot)
+                if not self._slots:
+                    self._fail_all("its workers died and were given up")
                 return
             pause_s = backoff_s(deaths)
             events.emit("worker.died", model=self.launch.model, worker=slot.number, why=why, again_in_s=pause_s)
@@ -220,13 +224,6 @@ class Pool:
             worker.kill("was stopped")
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(worker.ended)
-
-    def _give_up(self, slot: _Slot, why: str) -> None:
-        events.emit("worker.given_up", model=self.launch.model, worker=slot.number, why=why)
-        self._given_up += 1
-        self._slots.remove(slot)
-        if not self._slots:
-            self._fail_all("its workers died and were given up")
 
     def submit(
         self, ask: HandlerRequest, *, alone: bool = False, part: SequencePart | None = None

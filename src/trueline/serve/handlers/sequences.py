@@ -107,8 +107,6 @@ def _part(job: Job) -> SequencePart:
 
 
 class Sequences(Generic[J]):
-    """The sequences of one model."""
-
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self._live: dict[str, _Sequence[J]] = {}

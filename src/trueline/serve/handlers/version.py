@@ -54,8 +54,6 @@ class StartOptions:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class HandlerVersion(VersionRecord):
-    """One version and its workers."""
-
     limits: Limits = field(default_factory=Limits)
     archive: Archive | None = None
     measures: Measures | None = None

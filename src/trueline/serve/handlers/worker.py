@@ -60,8 +60,6 @@ class NoSequence(RequestError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one process."""
-
     address_space: int = 0  # bytes; 0: no bound
     open_files: int = 1024
     max_bytes: int = 256 * 2**20  # of a request, and of its answer
@@ -126,6 +124,10 @@ class Worker:
         return self._process.pid
 
     def _begin(self) -> None:
+        cores = len(os.sched_getaffinity(0))  # divided among the workers, unless the operator has set OMP_NUM_THREADS
+        env = {"OMP_NUM_THREADS": str(max(1, cores // max(1, self._launch.plan.workers)))} | environment(os.environ)
+        if self._shares is not None:
+            env[SHARED_WEIGHTS] = str(self._shares)
         ours, theirs = framing.pair()
         command = [sys.executable, "-P", "-m", "trueline.serve.handlers.child", str(theirs.fileno()), str(os.getpid())]
         with theirs:
@@ -135,7 +137,7 @@ class Worker:
                 stdout=2,  # standard output carries the server's announcement
                 pass_fds=[theirs.fileno()],
                 cwd=self._launch.folder,
-                env=self._environment(),
+                env=env,
                 start_new_session=True,
             )
         self._exit = os.pidfd_open(self._process.pid)
@@ -144,13 +146,6 @@ class Worker:
         self._loop.add_reader(self._exit, self._reap)
         self._loop.add_reader(ours.fileno(), self._read)
         self._arm(self._launch.plan.startup_timeout_s, "was not ready")
-
-    def _environment(self) -> dict[str, str]:
-        """Divides the cores among the workers, unless the operator has set OMP_NUM_THREADS."""
-        cores = len(os.sched_getaffinity(0))
-        usual = {"OMP_NUM_THREADS": str(max(1, cores // max(1, self._launch.plan.workers)))}
-        ours = {} if self._shares is None else {SHARED_WEIGHTS: str(self._shares)}
-        return usual | environment(os.environ) | ours
 
     @property
     def _frame_bytes(self) -> int:

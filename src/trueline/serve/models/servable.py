@@ -174,8 +174,6 @@ class Servable(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VersionRecord:
-    """The attributes that all servables have."""
-
     model: str
     version: str
     state: State = "loading"

@@ -36,7 +36,9 @@ async def run(settings: ServeSettings, announce: Callable[[dict[str, Any]], None
     stop.listen(asyncio.get_running_loop(), lifeline=settings.lifeline)
     with contextlib.ExitStack() as held:
         each = held.enter_context(_fix_ports(settings))
-        children = [_Child(_of(each, number)) for number in range(settings.processes)]
+        port = each.metrics_port
+        every = [replace(each, metrics_port=port + n) if port else each for n in range(settings.processes)]
+        children = [_Child(one) for one in every]
         try:
             record = await stop.unless(children[0].start())
             if record is None:
@@ -86,11 +88,6 @@ def _hold(settings: ServeSettings, port: int, held: contextlib.ExitStack) -> int
     held_one.bind(address)
     probe.close()
     return int(address[1])
-
-
-def _of(settings: ServeSettings, number: int) -> ServeSettings:
-    port = settings.metrics_port
-    return replace(settings, metrics_port=port + number) if port else settings
 
 
 class _Child:

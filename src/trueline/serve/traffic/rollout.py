@@ -80,7 +80,7 @@ class Traffic:
 
     def tick(self) -> None:
         for found in [one for one in self._canaries.values() if not one.over]:
-            split = self._models.split(found.model) if found.model in self._models.names() else None
+            split = self._models.split(found.model)
             if split is None or found.version.version not in split.weights:
                 found.over = True  # an operator has changed the split
                 continue
