@@ -112,6 +112,10 @@ def test_a_snapshot_of_torchserves_is_what_is_served() -> None:
     assert json.loads(told.options["models"]) == {"noop/1.0": {"marName": "noop.mar"}}
 
 
+def test_a_backslash_alone_on_its_line_continues_nothing() -> None:
+    assert config.parse("\\\n# note\nport=1\n\\") == {"port": "1"}
+
+
 @given(st.dictionaries(st.text("abc_.", min_size=1), st.text('abc =:\\#!{}"', max_size=20).map(str.strip), max_size=4))
 def test_what_is_written_as_properties_is_read_back(found: dict[str, str]) -> None:
     def escaped(text: str) -> str:

@@ -91,16 +91,18 @@ def parse(text: str) -> dict[str, str]:
     {'port': '8085', 'models': '{"a": 1}', 'key': 'value'}
     """
     found: dict[str, str] = {}
-    lines = iter(text.splitlines())
-    for line in lines:
-        whole = line.lstrip()
-        if not whole or whole[0] in "#!":
+    whole = ""
+    for line in (*text.splitlines(), ""):
+        if not whole and line.lstrip()[:1] in ("", "#", "!"):
             continue
-        while (len(whole) - len(whole.rstrip("\\"))) % 2:  # an odd number of backslashes continues the line
-            whole = whole[:-1] + next(lines, "").lstrip()
+        whole += line.lstrip()
+        if (len(whole) - len(whole.rstrip("\\"))) % 2:  # an odd number of backslashes continues the line
+            whole = whole[:-1]
+            continue
         match = _LINE.fullmatch(whole)
         assert match is not None
         found[_unescape(match[1])] = _unescape(match[2]).rstrip()
+        whole = ""
     return found
 
 

@@ -270,6 +270,7 @@ def test_the_context_tells_and_takes_what_torchserves_does() -> None:
     assert context.get_response_headers(0) == {"content-type": "image/png"}
     assert context.get_response_status(0) == (418, "teapot")
     assert context.system_properties["batch_size"] == 4
+    assert context._system_properties is context.system_properties
 
 
 def test_what_is_counted_is_drained_once_with_its_labels() -> None:

@@ -367,6 +367,7 @@ def test_statistics_and_configuration_are_what_tritons_tools_read(store_app: Sto
     assert stats["batch_stats"][0]["batch_size"] == 2
     assert stats["last_inference"] > 1.7e12
     assert store_app.ask("GET", "/v2/models/stats")[1] == store_app.ask("GET", "/v2/models/tiny/versions/1/stats")[1]
+    assert store_app.ask("GET", "/v2/models/tiny/versions//stats")[0] == 404
     config = store_app.ask("GET", "/v2/models/tiny/config")[1]
     assert config["max_batch_size"] == 64
     assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [3]}]

@@ -55,7 +55,7 @@ def statistics(models: Models, model: str | None, version: str | None) -> dict[s
     if model is None:
         versions = models.all()
     else:
-        versions = [models.find(model, name) for name in ([version] if version else models.versions(model))]
+        versions = [models.find(model, name) for name in (models.versions(model) if version is None else [version])]
     return {"model_stats": [_statistics_of(one) for one in versions]}
 
 

@@ -73,6 +73,7 @@ class Context:
             "model_dir": model_dir, "gpu_id": gpu, "batch_size": batch_size, "server_name": "MMS",
             "server_version": version, "limit_max_image_pixels": limit,
         }  # fmt: skip
+        self._system_properties = self.system_properties  # TorchServe's name of them, which some handlers read
 
     def get_request_id(self, idx: int = 0) -> str | None:
         return None if self.request_ids is None else self.request_ids.get(idx)
