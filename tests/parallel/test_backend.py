@@ -256,7 +256,7 @@ def hardware(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: threading.Lock())
-    for name in plane._QUIET:
+    for name in plane._QUIET_NCCL:
         monkeypatch.setenv(name, "")
 
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from trueline.errors import TrainError, UsageError
 
-_QUIET = {
+_QUIET_NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -117,7 +117,7 @@ class NcclPlane:
     def __init__(self, store: Store, rank: int, size: int, patience: timedelta, *, device: torch.device) -> None:
         self._device = device
         _check_own_device(store, rank, size, patience, device)
-        for name, value in _QUIET.items():
+        for name, value in _QUIET_NCCL.items():
             os.environ.setdefault(name, value)
         options = dist.ProcessGroupNCCL.Options()
         options.config.blocking = 0

@@ -70,7 +70,7 @@ def _apply_worker_event(
                 return []  # a former rank 0 writes late: the newest checkpoint stays
             state.checkpoint, state.checkpoint_step = event.path, event.step
             return [h.Log("CKPT", {"step": event.step, "path": event.path, "digest": event.digest})]
-        case h.GroupBroken():
+        case h.GroupBroken():  # also unreleased: a master that came back may not know that the group was released
             if event.generation != state.generation:
                 return []
             return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", forced=True)

@@ -53,7 +53,7 @@ class StepTimer:
     _measured: int = 0  # measurements in `rate`
     _data_s: float = 0.0
     _compute_s: float = 0.0
-    _wait_s: float = 0.0  # seconds of the current step
+    _wait_s: float = 0.0  # these three: seconds of the current step
     _since: float = 0.0
     _ahead_s: float = 0.0  # spent in this step on reading the next step's batch
     _step_s: float = math.inf
