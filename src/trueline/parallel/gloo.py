@@ -73,8 +73,7 @@ class GlooGroup:
         self._sums: list[Sum] = []  # the plane's sums that may be pending
         self.generation = -1
         self.open = self._broken = False
-        self._cut_below = 0
-        """Generations below this were cut, including those that had not formed yet."""
+        self._cut_below = 0  # generations below this were cut, also those that had not formed yet
         self._before: set[str] = set()
         self._lock = threading.Lock()
         self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()

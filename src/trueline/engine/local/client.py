@@ -21,8 +21,7 @@ class LocalEngine:
 
     def __init__(self, path: str, *, patience_s: float = 60.0) -> None:
         self.path = path
-        self.patience_s = patience_s
-        """How long to wait for the socket: the agent imports torch first."""
+        self.patience_s = patience_s  # to wait for the socket: the agent imports torch first
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         deadline = asyncio.get_running_loop().time() + self.patience_s

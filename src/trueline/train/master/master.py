@@ -68,8 +68,7 @@ class Master:
         self.view = pb.View(generation=0)
         self.entries: dict[str, asyncio.Future[pb.Plan]] = {}
         self.finishing: dict[str, asyncio.Future[pb.Plan]] = {}
-        self.view_changed = asyncio.Event()
-        """Set when there is a new view; the next one gets a new event."""
+        self.view_changed = asyncio.Event()  # set by a new view; the next one gets another event
         self.publisher = EventPublisher(self.folder.events)
         self._scaling = Scaling()
         self._deaths: dict[str, h.Death] = {}

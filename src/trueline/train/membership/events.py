@@ -30,8 +30,7 @@ class Death(Struct, frozen=True):
     ref: str
     why: str
     clean: bool = False  # it has ended by itself, with exit code 0
-    failed: bool = False
-    """It has ended by itself, with another exit code or a crash; it was not killed."""
+    failed: bool = False  # it has ended by itself, with another exit code or a crash; it was not killed
 
 
 class Deaths(Struct, frozen=True):

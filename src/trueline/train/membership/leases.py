@@ -53,8 +53,7 @@ class Leases:
     most: int = 1 << 20  # most records of a lease; a death costs those that are not committed
     incarnation: int = 0  # of the master that grants the leases; `replay` increments it
     committed: int = 0  # records that are done
-    rates: dict[str, float] = field(default_factory=dict)
-    """Records a second of each worker, smoothed."""
+    rates: dict[str, float] = field(default_factory=dict)  # records a second, smoothed
     _free: list[tuple[int, int]] = field(default_factory=list)
     _held: dict[int, _HeldLease] = field(default_factory=dict)
     _count: int = 0

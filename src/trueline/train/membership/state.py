@@ -26,8 +26,7 @@ class MembershipPolicy:
     leave_s: float = 60.0  # a worker that still runs this long after a view without it is killed
     stuck_s: float = 10.0
     """A worker that computes for longer (and for ten usual steps) while all others wait is given up."""
-    tick_s: float = 0.25
-    """Usual time between two ticks; after a much longer one the master was frozen."""
+    tick_s: float = 0.25  # usual time between two ticks; after a much longer one the master was frozen
     refill_s: float = 0.25
     """How long replacements of the dead wait for the survivors' next step: starting takes cores from it."""
     max_failures: int = 3
@@ -51,8 +50,7 @@ class MembershipPolicy:
 class Member:
     ref: str
     slot: int
-    store: str
-    """host:port of its rendezvous store; empty while a restarted master waits for it to reconnect."""
+    store: str  # host:port of its rendezvous store; empty until it reconnects to a restarted master
     state: str = ""  # host:port where joiners fetch its state
     seen_at: float
     rank: int = -1  # -1: not in the view
@@ -61,11 +59,9 @@ class Member:
     rate: float = 0.0
     leaving: bool = False
     joined: bool = False  # it is or was in a view
-    left_at: float | None = None
-    """When all others had continued without it; it ends by itself after its last step."""
+    left_at: float | None = None  # when all others had continued without it; it ends after its last step
     steps: int = -1
-    base: int | None = None
-    """Steps that the job had when it first took part; it applied the later ones itself."""
+    base: int | None = None  # the job's steps when it first took part; it applied the later ones itself
     phase: str = ""
     phase_s: float = 0.0  # how long it was in `phase` at its last heartbeat
     trying: int = -1  # the record that it tries alone; -1: none
@@ -102,22 +98,17 @@ class State:
     released: bool = False
     finishing: bool = False  # a member has applied the last step
     members: dict[str, Member] = field(default_factory=dict)
-    pending: dict[str, float] = field(default_factory=dict)
-    """Started and not ready yet: ref -> when it was started."""
+    pending: dict[str, float] = field(default_factory=dict)  # started, not ready yet: ref -> since when
     awaited: set[str] = field(default_factory=set)  # members of the view that have not entered it
-    unfinished: set[str] = field(default_factory=set)
-    """Members of the view that have not applied the last step."""
+    unfinished: set[str] = field(default_factory=set)  # members that have not applied the last step
     incarnations: dict[int, int] = field(default_factory=dict)  # next incarnation of each slot
     failures: dict[int, Failures] = field(default_factory=dict)
     crashes: dict[int, list[float]] = field(default_factory=dict)
     """Slot -> times of recent failures of its own workers, after steps of their own."""
     quarantined: dict[int, str] = field(default_factory=dict)  # slots that stay empty, and why
-    suspects: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Votes against records: record -> worker -> why."""
-    set_aside: dict[int, str] = field(default_factory=dict)
-    """Records that are left out of training, and why."""
-    places: dict[int, str] = field(default_factory=dict)
-    """Suspected and set-aside records -> part, file and record in it."""
+    suspects: dict[int, dict[str, str]] = field(default_factory=dict)  # votes: record -> worker -> why
+    set_aside: dict[int, str] = field(default_factory=dict)  # records left out of training, and why
+    places: dict[int, str] = field(default_factory=dict)  # where these records lie: part, file, record in it
     committed: int = 0  # steps known to be applied
     died_at: int = -1  # steps applied when a member last died in a group
     checkpoint: str = ""
@@ -128,8 +119,7 @@ class State:
     ticked_at: float | None = None
     stepped_at: float | None = None
     usual_s: float = 0.0  # time between two steps, smoothed
-    silence_s: float = 0.0
-    """The longest recent silence of a living member; older ones count for less."""
+    silence_s: float = 0.0  # longest recent silence of a living member; older ones count for less
 
     @property
     def target_workers(self) -> int:

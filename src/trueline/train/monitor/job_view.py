@@ -80,8 +80,7 @@ class JobView:
         self.checkpoint: dict[str, Any] | None = None
         self.suspected: dict[int, str] = {}
         self.set_aside: dict[int, str] = {}
-        self.lines: deque[list[Any]] = deque(maxlen=MAX_EVENTS)
-        """Time, name, text and mood of the newest events."""
+        self.lines: deque[list[Any]] = deque(maxlen=MAX_EVENTS)  # time, name, text and mood of each
         self._last_step_at: float | None = None
         self._offset: float | None = None
         self._stamp = 0.0

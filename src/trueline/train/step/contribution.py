@@ -69,8 +69,7 @@ class StepReader:
     timer: StepTimer
     seed: int
     draws: bool  # whether a forward draws random numbers, which are then seeded by the shard
-    _known: tuple[int, int, tuple[float, ...]] = (-1, -1, ())
-    """Generation, step and split of `_pieces`."""
+    _known: tuple[int, int, tuple[float, ...]] = (-1, -1, ())  # generation, step, split of `_pieces`
     _pieces: list[ForwardPiece] = field(default_factory=list)
 
     def pieces(self, step: int) -> list[ForwardPiece]:

@@ -149,10 +149,8 @@ class Ledger:
     epoch_steps: int = 0
     epoch_records: int = 0
     epoch_digest: int = 0
-    epoch_left_out: list[int] = field(default_factory=list)
-    """Ids that were set aside in the epoch's applied steps."""
-    epoch_left_out_of: list[int] = field(default_factory=list)
-    """The records of the source at these ids."""
+    epoch_left_out: list[int] = field(default_factory=list)  # ids set aside in the epoch's applied steps
+    epoch_left_out_of: list[int] = field(default_factory=list)  # their records in the source
     tally: npt.NDArray[np.int32] | None = None
     """Applications of each record in the current epoch, counted by the gradients; None: too many records."""
     certificates: list[dict[str, Any]] = field(default_factory=list)

@@ -26,8 +26,7 @@ TRY_S, TRIES = 0.1, 5
 class ModelTraits:
     draws: bool  # a forward in training mode draws random numbers
     neighbours: bool  # the result for a record depends on the records beside it
-    rate: float = 0.0
-    """Records a second that were read and computed when a forward was tried; 0: none was."""
+    rate: float = 0.0  # records a second of the tried forward, reading included; 0: none was tried
 
     @property
     def needs_shards(self) -> bool:
