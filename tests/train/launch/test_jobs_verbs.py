@@ -159,7 +159,7 @@ def test_bit_for_bit_means_one_thread_whoever_shares_the_step(tmp_path, monkeypa
     [
         ({"epochs": 0}, "epochs is 0, expected at least 1"),
         ({"epochs": "3"}, "Expected `int`, got `str` - at `$.epochs`"),
-        ({"ema": 1.0}, "ema is 1.0, expected a decay"),
+        ({"ema": 1.0}, "ema is 1.0, expected at least 0 and below 1"),
         ({"precision": "fp8"}, "Invalid enum value 'fp8' - at `$.precision`"),
         ({"monitor": "-accuracy"}, "the recipe has no such metric"),
         ({"clip_norm": float("nan")}, "clip_norm"),
