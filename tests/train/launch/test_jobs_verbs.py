@@ -277,6 +277,6 @@ def test_a_job_that_monitors_is_its_best_checkpoint_and_another_one_its_last(tmp
         job = api.prepare(TINY, job_dir=tmp_path / name, **wanted)
         for step, evaluations in ((4, []), (8, [{"step": 4, "best": True}, {"step": 8, "best": False}])):
             last = checkpoint.write(job / "checkpoints", step=step, state={}, facts={"evaluations": evaluations})
-        result = api.TrainResult(checkpoint=last, job_dir=job, summary=api.Summary({"best": {"step": 4}}))
+        result = api.TrainResult(checkpoint=last, job_dir=job, summary=api.JobSummary({"best": {"step": 4}}))
         assert result.chosen.name == ("step-00000004" if wanted else "step-00000008")
         assert checkpoint_path(str(job)) == result.chosen
