@@ -20,7 +20,7 @@ from trueline.capture.patches import Patch
 from trueline.capture.patches.per_record import SYMBOLIC, NoRandom, RandomNumbers, writes
 
 PATCH = Patch(
-    issue="none found", versions="torch 2.13", cost="a second export", helps=("torchdiffeq", "vector-quantize-pytorch")
+    issue="none found", versions="torch 2.13", cost="a second export", helps=("torchdiffeq", "vector quantizers")
 )
 
 MAX_ELEMENTS = 65_536
