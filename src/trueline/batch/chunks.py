@@ -77,10 +77,7 @@ class Chunks:
         return self.chunk(index)
 
     def take_back(self, worker: str) -> Chunk | None:
-        """Puts the chunk of a worker that died or failed at the end of the queue; None if it had none to do.
-
-        The caller ends the pool after MAX_TRIES.
-        """
+        """Requeues the chunk of a worker that died or failed; None if it had none. The caller stops at MAX_TRIES."""
         if worker not in self.held:
             return None
         index, _ = self.held.pop(worker)
