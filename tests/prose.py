@@ -42,8 +42,7 @@ INSTEAD = {
     r"who (asks?|says?|reads?|wants?)": "a client, a caller, a user that …",
 }
 FORBIDDEN = re.compile(
-    "|".join(rf"(?P<_{at}>\b(?:{words})\b)".replace(" ", r"\s+") for at, words in enumerate(INSTEAD)),
-    re.IGNORECASE,
+    "|".join(rf"(?P<_{at}>\b(?:{words})\b)".replace(" ", r"\s+") for at, words in enumerate(INSTEAD)), re.IGNORECASE
 )
 MARKDOWN_CODE = re.compile(r"^```.*?^```|^    [^\n]*|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 TEXT = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}

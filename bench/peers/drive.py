@@ -131,13 +131,7 @@ def running(name: str, steps: int, records: int, *, kills: int, heartbeat_ms: in
 
 
 def run_peer(
-    name: str,
-    *,
-    kills: int,
-    records: int,
-    steps: int,
-    patience_s: float = 60.0,
-    heartbeat_ms: int = 5000,
+    name: str, *, kills: int, records: int, steps: int, patience_s: float = 60.0, heartbeat_ms: int = 5000
 ) -> dict[str, object]:
     """Trains one epoch of `records` records in `steps` steps on three workers, `kills` of which are killed on the way.
 

@@ -144,12 +144,7 @@ def _write(name: str, folder: Path, model: Path, port: int) -> list[str]:
         )
         (folder / "model-settings.json").write_text(
             json.dumps(
-                {
-                    "name": "mlp",
-                    "implementation": "peer_model.Model",
-                    "max_batch_size": 32,
-                    "max_batch_time": 0.001,
-                }
+                {"name": "mlp", "implementation": "peer_model.Model", "max_batch_size": 32, "max_batch_time": 0.001}
             )
         )
     return [str(port) if word == "PORT" else word for word in command]

@@ -21,10 +21,7 @@ OTHERS = Shelf(group="multimodal", sizes={"batch": 3, "length": 9})
 SHELVES = [ENCODERS, DECODERS, PAIRS, VISION, AUDIO, OTHERS]
 
 VOCABULARY = 60
-TEXT: Mapping[str, Field] = {
-    "input_ids": ids(VOCABULARY, "batch", "length"),
-    "attention_mask": mask("batch", "length"),
-}
+TEXT: Mapping[str, Field] = {"input_ids": ids(VOCABULARY, "batch", "length"), "attention_mask": mask("batch", "length")}
 ONLY_IDS: Mapping[str, Field] = {"input_ids": ids(VOCABULARY, "batch", "length")}
 DECODED: Mapping[str, Field] = {**TEXT, "decoder_input_ids": ids(VOCABULARY, "batch", "steps")}
 FIXED: Mapping[str, Field] = {"pixel_values": real("batch", 3, 32, 32)}

@@ -375,11 +375,7 @@ def _fill(shelf: Shelf) -> None:
     add("mlp_regressor", Regressor, {"features": row})
     add("wide_and_deep", WideAndDeep, {"numbers": real("batch", 5), "kinds": ids(20, "batch", 3)})
     add("deepfm", DeepFm, {"fields": ids(10, "batch", 4)})
-    add(
-        "dlrm",
-        Dlrm,
-        {"dense": real("batch", 5), "left": ids(30, "batch", "items"), "right": ids(30, "batch", 3)},
-    )
+    add("dlrm", Dlrm, {"dense": real("batch", 5), "left": ids(30, "batch", "items"), "right": ids(30, "batch", 3)})
     add("two_tower", TwoTower, {"user": one, "item": ids(60, "batch")})
     add("deep_interest", DeepInterest, {"history": ids(50, "batch", "items"), "candidate": ids(50, "batch")})
     add("sasrec", SasRec, {"history": ids(50, "batch", "items")})

@@ -10,8 +10,6 @@ Importing this package imports no torch: each verb is imported when it is first 
 a package (train, capture, serve) is the package itself, which is callable; see `_verbs`.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING
 

@@ -4,8 +4,6 @@ A package's `__init__` calls `make_callable(__name__)`; calling the package then
 its `api` module, imported at the call. Reasons: docs/decisions/0005-callable-packages.md.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

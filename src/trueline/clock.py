@@ -3,8 +3,6 @@
 `monotonic_s` is for durations and leases, `utc_now` for people and other machines.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime

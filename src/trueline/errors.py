@@ -28,8 +28,6 @@ A message gives the value, what was expected, and (in `hint`) what to do next. A
 differently, not for every message.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 

@@ -5,8 +5,6 @@ bars, the live page, tests) and to the logger `trueline`, as one line. The CLI, 
 log handler.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

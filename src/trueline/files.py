@@ -5,8 +5,6 @@ SIGKILL, or a full disk) sees the old content or the new, never a part. Digests 
 the rename(2) and fsync(2) pages; directories are fsynced too, because a rename changes an entry of its directory.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -53,8 +51,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
         )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return StorageError(
-            f"cannot write {path}: {error.strerror}; nothing was changed",
-            hint="choose a folder that you may write to",
+            f"cannot write {path}: {error.strerror}; nothing was changed", hint="choose a folder that you may write to"
         )
     return StorageError(f"writing {path} failed: {error.strerror or error}; nothing was changed")
 

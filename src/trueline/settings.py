@@ -7,8 +7,6 @@ A dataclass of such fields becomes the options of a command (`trueline.cli.optio
 function, the table of the configuration page, and `check` refuses values out of range wherever they come from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
@@ -99,9 +97,11 @@ def check(settings: Any, *, unchecked: Collection[str] = ()) -> None:
     """Raises UsageError for a value of `settings` that is out of its range, with the value and the range."""
     for one in declared_settings(settings.__class__):
         value = getattr(settings, one.name)
-        if value == one.default or (value is None and not one.setting.choices) or one.name in unchecked:
+        if value == one.default or one.name in unchecked:
             continue
-        if one.setting.choices and value not in one.setting.choices:
+        if value is None:
+            expected = f"a value of type {one.kind.__name__}"
+        elif one.setting.choices and value not in one.setting.choices:
             expected = f"one of {join_names(one.setting.choices)}"
         elif isinstance(value, float) and not math.isfinite(value):
             expected = "a finite number"

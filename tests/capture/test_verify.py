@@ -11,17 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trueline.bundle import (
-    Bundle,
-    Contents,
-    Dim,
-    Golden,
-    ProgramEntry,
-    Signature,
-    Summary,
-    TensorSpec,
-    seal,
-)
+from trueline.bundle import Bundle, Contents, Dim, Golden, ProgramEntry, Signature, Summary, TensorSpec, seal
 from trueline.capture import verify as room
 from trueline.capture.verify import Verified, verify
 from trueline.errors import UsageError

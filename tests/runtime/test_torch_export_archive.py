@@ -116,10 +116,7 @@ def test_a_graph_that_torch_would_turn_into_code_is_refused_before_torch_reads_i
         ("data/weights/weight_0.pkl", b"\x80\x02."),
         ("data/aotinductor/model/a.so", b"\x7fELF"),
         ("extra/setup.py", b"print()"),
-        (
-            "data/weights/model_weights_config.json",
-            b'{"config": {"w": {"path_name": "weight_0", "use_pickle": true}}}',
-        ),
+        ("data/weights/model_weights_config.json", b'{"config": {"w": {"path_name": "weight_0", "use_pickle": true}}}'),
     ],
 )
 def test_a_member_that_may_be_a_pickle_or_code_is_refused_by_its_name(

@@ -63,10 +63,7 @@ def test_cve_2023_43654_a_url_in_a_registration_is_not_fetched(target: RunningSe
 
 @pytest.mark.parametrize("url", ["../outside.bundle", "tiny.bundle/../../outside.bundle", "..%2foutside.bundle"])
 def test_cve_2024_35198_dots_in_a_url_leave_no_store(target: RunningServer, url: str) -> None:
-    for face, path in (
-        (target.management_url, f"/models?url={url}"),
-        (target.management_url, f"/models/x?url={url}"),
-    ):
+    for face, path in ((target.management_url, f"/models?url={url}"), (target.management_url, f"/models/x?url={url}")):
         assert servers.post(f"{face}{path}").status_code in (404, 405)
     assert servers.get(f"{target.management_url}/models/outside").status_code == 404
 

@@ -309,9 +309,7 @@ def channel(sequence_server: RunningServer) -> Iterator[grpc.Channel]:
 
 def talk(channel: grpc.Channel, *requests: pb.PredictionsRequest) -> list[pb.PredictionResponse]:
     call = channel.stream_stream(
-        f"/{INFERENCE}/StreamPredictions2",
-        pb.PredictionsRequest.SerializeToString,
-        pb.PredictionResponse.FromString,
+        f"/{INFERENCE}/StreamPredictions2", pb.PredictionsRequest.SerializeToString, pb.PredictionResponse.FromString
     )
     return list(call(iter(requests), timeout=120))
 

@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trueline.bundle import (
-    Bundle,
-    Contents,
-    Dim,
-    Evidence,
-    Golden,
-    ProgramEntry,
-    Signature,
-    Summary,
-    TensorSpec,
-    seal,
-)
+from trueline.bundle import Bundle, Contents, Dim, Evidence, Golden, ProgramEntry, Signature, Summary, TensorSpec, seal
 
 if TYPE_CHECKING:
     import onnx

@@ -7,8 +7,6 @@ Guards are neither necessary nor sufficient: a claim that leaves an assumption o
 exported program agrees with the eager model on the probes between it and the strictest.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The rungs: each format is emitted, opened as it will be served, and proven; every attempt is on record."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

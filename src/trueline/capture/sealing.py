@@ -1,7 +1,5 @@
 """From proven rungs to a bundle: golden records, lineage, and the choice of the program to serve."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

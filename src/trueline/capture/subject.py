@@ -1,7 +1,5 @@
 """The subject of a capture: the model in evaluation mode, its oracle, and examples of its inputs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A job under strikes: it is launched, followed, struck, and resumed when necessary."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A strike at a named **point** is an injected fault: the worker does it to itself
 **blind**: the storm does them from outside at a random instant after the job has reported a step.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Nothing here trusts the job: its processes are found in /proc by a mark in the e
 journal and in the model itself (a parameter `seen` that counts its records, where the recipe has one).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

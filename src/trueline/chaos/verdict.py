@@ -1,7 +1,5 @@
 """Whether a job ended as it had to, by evidence beside its own certificates: journal, weights, counting parameter."""
 
-from __future__ import annotations
-
 import json
 import math
 import sqlite3

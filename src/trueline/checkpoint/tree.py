@@ -6,8 +6,6 @@ are written into checkpoints and sent to joining workers. Other types are refuse
 when loaded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

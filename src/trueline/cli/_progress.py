@@ -4,8 +4,6 @@ Events in _WORDS are formatted by it, those in _MINOR appear only with --debug, 
 line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -23,7 +21,7 @@ from trueline import events
 from trueline.events import Field
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
 
 DEBUG = "TRUELINE_DEBUG"
 """Environment variable of --debug, so that child processes get it too."""

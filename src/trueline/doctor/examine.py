@@ -4,8 +4,6 @@ Values decide, not guards: the program runs without its guards on every recorded
 module was called, so that a frozen state shows too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,10 +140,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
 
 
 def _compare(
-    program: torch.export.ExportedProgram,
-    oracle: Oracle,
-    memory: Memory | None,
-    guesses: Sequence[Divisors],
+    program: torch.export.ExportedProgram, oracle: Oracle, memory: Memory | None, guesses: Sequence[Divisors]
 ) -> Finding:
     """The finding for the first of the guessed divisors with which the program is right, else for the last."""
     with torch.no_grad(), silence_exporters():

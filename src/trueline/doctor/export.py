@@ -8,8 +8,6 @@ torch.export can follow for one size only is exported again in units, on a call 
 and compared on the calls that are such multiples. See `runtime.multiples`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -4,8 +4,6 @@ Only the functions of the edited file are compiled; its top level is not run a s
 identity, instances their parameters. A method with decorators is compiled, with them, where the edit affects it.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

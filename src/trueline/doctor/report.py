@@ -3,8 +3,6 @@
 Pure, without torch. The page needs nothing else: no script, font or picture.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path

@@ -7,8 +7,6 @@
 Depth first, with a budget. It returns a proven result or the reason why there is none.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import sys

@@ -6,8 +6,6 @@ by itself on its calls. Rewrites of inner classes are in force while the outer o
 only waits for another is distinguished from one that needs a rewrite itself.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import os

@@ -5,8 +5,6 @@ one list. A public function whose name is similar to that of an undefined blank 
 better than training without the scheduler because it is called `sheduler`.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

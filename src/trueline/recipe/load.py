@@ -6,8 +6,6 @@ for each content of the file, under a name in `sys.modules` that follows from pa
 can be pickled, and have the same name in every process.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

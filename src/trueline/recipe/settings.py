@@ -1,7 +1,5 @@
 """Settings of training, declared once: command options, Python arguments, values of a recipe, the job's file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

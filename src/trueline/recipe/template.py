@@ -4,8 +4,6 @@ With scikit-learn installed it learns handwritten digits, else two rings of gene
 the file is written, so that the recipe itself has no hidden switch.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from dataclasses import dataclass

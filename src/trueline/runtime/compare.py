@@ -73,11 +73,7 @@ def compare(
         changed += one.decisions_changed
         reason = reason or one.reason
     return Comparison(
-        agrees=not reason,
-        reason=reason,
-        max_abs_error=worst_abs,
-        max_rel_error=worst_rel,
-        decisions_changed=changed,
+        agrees=not reason, reason=reason, max_abs_error=worst_abs, max_rel_error=worst_rel, decisions_changed=changed
     )
 
 
@@ -125,11 +121,7 @@ def _compare_floats(name: str, want: Array, got: Array, tolerance: Tolerance) ->
     elif changed:
         reason = f"output '{name}' decides otherwise for {changed} records"
     return Comparison(
-        agrees=not reason,
-        reason=reason,
-        max_abs_error=worst,
-        max_rel_error=relative,
-        decisions_changed=changed,
+        agrees=not reason, reason=reason, max_abs_error=worst, max_rel_error=relative, decisions_changed=changed
     )
 
 

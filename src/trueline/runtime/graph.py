@@ -107,13 +107,7 @@ def _export(path: Path, ssa: bool) -> str:
     return f"{code}\n# {program.graph_signature}\n# ranges: {program.range_constraints}\n"
 
 
-_WRITERS = {
-    "onnx": _onnx,
-    "openvino": _onnx,
-    "torch_export": _export,
-    "offload": _offload,
-    "torchscript": _torchscript,
-}
+_WRITERS = {"onnx": _onnx, "openvino": _onnx, "torch_export": _export, "offload": _offload, "torchscript": _torchscript}
 
 
 def _assignments(module: GraphModule, name: str) -> Iterator[str]:

@@ -4,8 +4,6 @@ Sizes that the part needs (a `sym_size` and arithmetic on it) are computed again
 its border. The symbols of the whole keep their names and ranges.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass

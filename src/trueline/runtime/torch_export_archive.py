@@ -6,8 +6,6 @@ names. `check` refuses, before torch reads a byte, everything but a plain graph 
 `torch/_export/serde/schema.py` 8.x; `clean` removes what a run does not need.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

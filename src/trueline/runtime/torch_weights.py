@@ -4,8 +4,6 @@ Each process loads the module first and then replaces its own copy, tensor by te
 Pages are mapped private (`torch.from_file`): a program that writes into a buffer writes into its own copy.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ machine: `aten::save` writes a file, `aten::from_file` maps one. `check` refuses
 member, name in a pickle, and operator that a model does not need; `clean` removes the debug records, which hold paths.
 """
 
-from __future__ import annotations
-
 import ast
 import pickletools
 import re

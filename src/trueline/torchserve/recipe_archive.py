@@ -45,10 +45,7 @@ def archive(
         raise UsageError(f"{out} is to end in .mar: servers recognize archives by it")
     if out.exists() and not overwrite:
         raise StorageError(f"{out} exists already", hint="choose another name or ask to replace it")
-    texts: dict[str, Path | str] = {
-        MANIFEST: _manifest(found, version),
-        "model-config.yaml": _config(**batching),
-    }
+    texts: dict[str, Path | str] = {MANIFEST: _manifest(found, version), "model-config.yaml": _config(**batching)}
     sources = {RECIPE: loaded.path, **_find_helpers(loaded.path)}
     sources |= {f"{BUNDLE}/{name}": found.path / name for name in (schema.MANIFEST, *found.manifest.files)}
     with files.atomic_file(out) as file:

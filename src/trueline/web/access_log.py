@@ -14,8 +14,6 @@ When the disk is full or too slow, lines are dropped and counted in a line of th
 reopened under its name.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -5,8 +5,6 @@ Tokens have at least 128 bits, are compared in constant time, and may have an ex
 Source: TorchServe's token_authorization_api page; RFC 6750 for 401 and 403.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 import stat

@@ -1,7 +1,5 @@
 """Requests, responses, the App between them, and the bytes of a response (RFC 9112). Pure."""
 
-from __future__ import annotations
-
 import asyncio
 import http
 from collections.abc import AsyncIterator, Callable

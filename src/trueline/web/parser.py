@@ -4,8 +4,6 @@ llhttp (httptools) parses; `decompress` reads gzip and deflate bodies. This modu
 transports. Sources: RFC 9110, RFC 9112.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass

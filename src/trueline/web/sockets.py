@@ -4,8 +4,6 @@ With a client authority every connection needs a client certificate of it (mutua
 Source: RFC 8446, RFC 5246; Mozilla's intermediate configuration, which Python's defaults follow.
 """
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import socket

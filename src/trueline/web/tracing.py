@@ -4,8 +4,6 @@ A W3C `traceparent` header is the span's parent and decides whether it is sample
 exports the spans. Sources: W3C Trace Context; OpenTelemetry's semantic conventions for HTTP servers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from trueline.errors import UsageError

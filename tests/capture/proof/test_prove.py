@@ -563,10 +563,7 @@ def test_a_model_that_returns_other_outputs_on_a_probe_is_an_error_with_the_line
     small, large = probe_of("small", rows(1)), probe_of("large", rows(1, 5))
     with pytest.raises(CaptureError) as first:
         observe(Asked(answer), [large])
-    assert (first.value.message, first.value.hint) == (
-        "on probe 'large' returns other outputs",
-        "return the same",
-    )
+    assert (first.value.message, first.value.hint) == ("on probe 'large' returns other outputs", "return the same")
     with pytest.raises(CaptureError) as second:
         observe(Asked(answer), [small, large])
     message, _, place = second.value.message.partition("; see ")

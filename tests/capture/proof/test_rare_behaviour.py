@@ -150,11 +150,7 @@ def captured(model: Any, out: Path, **options: Any) -> Bundle:
 @pytest.mark.parametrize(
     ("model", "words", "mark"),
     [
-        (
-            DropsALayer,
-            "draws random numbers outside of torch, and its answer to the same input differed",
-            "seldom",
-        ),
+        (DropsALayer, "draws random numbers outside of torch, and its answer to the same input differed", "seldom"),
         (NoisyNumpy, "draws random numbers outside of torch, and it answers equal inputs differently", "numpy"),
         (WarmsUp, "keeps a state in the Python attribute calls: it answers differently when that is 999", "warming"),
         (TakesItsScale, r"changes itself when it is first called \(scale, ready\)", "first batch"),

@@ -279,10 +279,7 @@ def test_images_are_numbered_by_class_and_strays_are_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        ("delete from clicks where id = -5", "rows where 97 were listed"),
-        ("drop table clicks", "cannot read sqlite"),
-    ],
+    [("delete from clicks where id = -5", "rows where 97 were listed"), ("drop table clicks", "cannot read sqlite")],
 )
 def test_a_table_that_is_written_while_it_is_read_is_an_error(tmp_path: Path, change: str, words: str) -> None:
     path = write_sql(tmp_path / "a", WORLDS["sql"].rows(200))

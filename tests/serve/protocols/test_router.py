@@ -189,11 +189,7 @@ def test_metadata_shows_symbols_as_minus_one_and_what_was_measured(app: TinyApp)
 
 @pytest.mark.parametrize(
     "headers",
-    [
-        {"content_encoding": "br"},
-        {"content_type": "multipart/form-data; boundary=x"},
-        {"content_type": "image/png"},
-    ],
+    [{"content_encoding": "br"}, {"content_type": "multipart/form-data; boundary=x"}, {"content_type": "image/png"}],
 )
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny"])
 def test_a_body_in_a_form_that_nobody_here_reads_is_refused_with_415(

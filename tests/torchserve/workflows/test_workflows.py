@@ -145,9 +145,7 @@ def test_models_that_cannot_be_are_refused_in_words(models: str, words: str) -> 
 
 
 @given(edges=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=14))
-def test_a_graph_is_refused_or_every_node_stands_after_what_it_needs(
-    edges: list[tuple[int, int]],
-) -> None:
+def test_a_graph_is_refused_or_every_node_stands_after_what_it_needs(edges: list[tuple[int, int]]) -> None:
     dag: dict[str, list[str]] = {}
     for one, other in edges:
         dag.setdefault(f"n{one}", []).append(f"n{other}")

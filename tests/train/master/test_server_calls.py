@@ -155,10 +155,7 @@ def test_an_error_that_every_worker_would_meet_ends_the_job_with_its_words(tmp_p
         return said(master)[-1]
 
     found = scene(tmp_path, act, prepare=None if pending else at_work)
-    assert found == (
-        "job.failed",
-        {"code": "recipe_raised", "why": f"{A}: ValueError: a|b", "hint": "at x.py:3"},
-    )
+    assert found == ("job.failed", {"code": "recipe_raised", "why": f"{A}: ValueError: a|b", "hint": "at x.py:3"})
 
 
 def test_a_worker_that_asks_after_the_end_is_answered_that_the_job_is_finished(tmp_path):

@@ -158,11 +158,7 @@ def test_who_has_taken_the_state_gets_a_part_at_once_and_who_takes_it_has_none()
     assert split.after_step([100.0, 101.0, 0.0], 200) == split
     for rate in (60.0, 5.0):
         assert split.after_step([100.0, 100.0, rate], 200).weights == (100.0, 100.0, rate)
-        assert StepSplit((100.0, 100.0, rate)).after_step([100.0, 100.0, 0.0], 200).weights == (
-            100.0,
-            100.0,
-            0.0,
-        )
+        assert StepSplit((100.0, 100.0, rate)).after_step([100.0, 100.0, 0.0], 200).weights == (100.0, 100.0, 0.0)
     assert StepSplit((100.0, 100.0)).after_step([100.0, 0.0], 200).weights == (100.0, 0.0)
 
 
@@ -247,38 +243,13 @@ UPPER, LOWER = (1 + load_balance.DEAD_BAND) * 100, (1 - load_balance.DEAD_BAND) 
         (StepSplit((7.0, 7.0, 0.0)), [100.0, 101.0, 0.0], 200, StepSplit((7.0, 7.0, 0.0))),
         (StepSplit((*EVEN, 0.0)), [0.5, 0.5, 0.0], 200, StepSplit((*EVEN, 0.0))),
         (StepSplit((0.5, 0.5, 0.0)), [100.0, 101.0, 0.0], 200, StepSplit((0.5, 0.5, 0.0))),
-        (
-            StepSplit((*EVEN, 0.0), 3, 4),
-            [100.0, 101.0, 0.0],
-            200,
-            StepSplit((*EVEN, 0.0), 0, 3),
-        ),
+        (StepSplit((*EVEN, 0.0), 3, 4), [100.0, 101.0, 0.0], 200, StepSplit((*EVEN, 0.0), 0, 3)),
         (StepSplit((*EVEN, 0.0)), [100.0, 106.0, 0.0], 200, StepSplit((*EVEN, 0.0), 1)),
-        (
-            StepSplit((*EVEN, 0.0), 7),
-            [100.0, 106.0, 0.0],
-            200,
-            StepSplit((100.0, 106.0, 0.0)),
-        ),
+        (StepSplit((*EVEN, 0.0), 7), [100.0, 106.0, 0.0], 200, StepSplit((100.0, 106.0, 0.0))),
         (StepSplit((*EVEN, 0.0)), [100.0, 101.0, 99.0], 200, StepSplit((100.0, 101.0, 99.0))),
-        (
-            StepSplit((7.0, 7.0, 0.0), 3, 4),
-            [90.0, 91.0, 0.5],
-            200,
-            StepSplit((90.0, 91.0, 0.91), 0, 3),
-        ),
-        (
-            StepSplit(THREE, 3, 4),
-            [100.0, 101.0, 0.0],
-            200,
-            StepSplit((100.0, 101.0, 0.0), 0, 3),
-        ),
-        (
-            StepSplit((*EVEN, 0.0), 3, 4),
-            [100.0, 0.0, 100.0],
-            200,
-            StepSplit((100.0, 0.0, 100.0), 0, 3),
-        ),
+        (StepSplit((7.0, 7.0, 0.0), 3, 4), [90.0, 91.0, 0.5], 200, StepSplit((90.0, 91.0, 0.91), 0, 3)),
+        (StepSplit(THREE, 3, 4), [100.0, 101.0, 0.0], 200, StepSplit((100.0, 101.0, 0.0), 0, 3)),
+        (StepSplit((*EVEN, 0.0), 3, 4), [100.0, 0.0, 100.0], 200, StepSplit((100.0, 0.0, 100.0), 0, 3)),
         # Rates that have moved by more than a tenth.
         (StepSplit(EVEN), [0.5, 0.1], 200, StepSplit((0.5, 0.1))),
         (StepSplit(EVEN), [1000.0, 1.0], 200, StepSplit((1000.0, 10.0))),
@@ -293,12 +264,7 @@ UPPER, LOWER = (1 + load_balance.DEAD_BAND) * 100, (1 - load_balance.DEAD_BAND) 
         (StepSplit(EVEN, 3), [100.0, 104.2], 200, StepSplit(EVEN, 4)),
         (StepSplit(EVEN, 6), [100.0, 106.0], 200, StepSplit(EVEN, 7)),
         (StepSplit(EVEN, 7), [100.0, 106.0], 200, StepSplit((100.0, 106.0))),
-        (
-            StepSplit(EVEN, 8),
-            [100.0, 110.0],
-            21,
-            StepSplit(EVEN, 9),
-        ),  # a second has ten steps
+        (StepSplit(EVEN, 8), [100.0, 110.0], 21, StepSplit(EVEN, 9)),  # a second has ten steps
         (StepSplit(EVEN, 9), [100.0, 110.0], 21, StepSplit((100.0, 110.0))),
         (StepSplit(EVEN, 9), [100.0, 111.0], 21, StepSplit(EVEN, 10)),
         (StepSplit(EVEN, 208), [100.0, 110.0], 1, StepSplit(EVEN, 209)),

@@ -52,8 +52,7 @@ def test_the_best_is_better_than_all_before_it(values, best):
 
 
 @pytest.mark.parametrize(
-    ("patience", "stop"),
-    [(0, [F, F, F, F, F]), (1, [F, T, F, T, T]), (2, [F, F, F, F, T]), (3, [F, F, F, F, F])],
+    ("patience", "stop"), [(0, [F, F, F, F, F]), (1, [F, T, F, T, T]), (2, [F, F, F, F, T]), (3, [F, F, F, F, F])]
 )
 def test_training_stops_after_so_many_evaluations_in_a_row_without_a_new_best(patience, stop):
     assert judged([3.0, 4.0, 2.0, 5.0, 2.0], patience=patience) == ([T, F, T, F, F], stop)

@@ -5,8 +5,6 @@ that exits non-zero when an answer differs. What does not depend on the model is
 the bundle runs here; imports no torch.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Emits an AOTInductor package from the exported program: C++ that torch writes and this machine's compiler
 compiles, with the weights folded in (freezing: without it quantized models silently run in float32)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

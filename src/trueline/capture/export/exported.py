@@ -1,7 +1,5 @@
 """The result of an export: a program and the signatures that it claims."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Other ways to trace a model, each tried only after torch.export failed on it as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ example, in whole numbers, so that every reader of a bundle decides alike: narro
 never wider. Pure.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import math

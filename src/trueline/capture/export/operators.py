@@ -1,8 +1,6 @@
 """The operators of an exported program: custom ones as aten operators, lines that call them, buffers that they
 write."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -8,8 +8,6 @@ The caller proves each in turn and takes the first that holds. Nested inputs and
 order of the signature.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

@@ -1,7 +1,5 @@
 """The context in which torch.export follows a model: no gradients, no output, and the patches of torch switched on."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -4,8 +4,6 @@ Floats are normal, then zeros, ones and extremes. Integers are 0 and 1, which ar
 Equal arguments give equal probes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ Instead of declarations there may be files of examples, .npz or .safetensors, ea
 they differ are free. Equal declarations give equal examples.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

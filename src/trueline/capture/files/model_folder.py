@@ -5,8 +5,6 @@ folder and without the network; its examples are made from its config. A pickled
 which runs whatever its maker put into it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -4,8 +4,6 @@ That is onnx's reference implementation, plain numpy that shares no code with ON
 ONNX Runtime runs the program with its optimizations switched off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final

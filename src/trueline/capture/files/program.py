@@ -5,8 +5,6 @@ will serve it: onnx's reference for ONNX, torch's own interpreters for the other
 programs answer as the file does, and its lineage says so. Nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import time
 import zipfile
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A .pt2 that torch wrote holds its example inputs as a pickle and its guards as s
 reads the archive. The program's own range constraints keep guards that are ranges; any other guard refuses the file.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The arguments of a call. torch's pytree takes a dataclass among them for a leaf until it is registered."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field

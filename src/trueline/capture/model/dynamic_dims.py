@@ -10,8 +10,6 @@ takes the steps first wants [length, batch, width], and a scale or a table count
 open, a declared name `batch` decides; what they suggest is taken when the model accepts one record more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

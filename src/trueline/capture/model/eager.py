@@ -1,7 +1,5 @@
 """The oracle: the user's own module behind the Session interface, run as PyTorch runs it."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import chain

@@ -8,8 +8,6 @@ grow in one dimension (a cache of earlier tokens). Only buffers can be lifted; n
 and `proof/determinism.py` refuses a model that keeps a state in them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ in another order the model answers differently. To call it in another order, the
 copied.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ from the keys and fields on the way to each tensor: `x`, `mask`, `images.0`, `bo
 flag, a number) is part of the call and stays as in the example.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ little more than seven tenths in single precision. Sources: torch's documentatio
 c10/util/generic_math.h (`div_floor_floating`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

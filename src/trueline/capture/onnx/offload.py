@@ -5,8 +5,6 @@ kinds are found by their name in the refusal, or by halving; of the others, Capa
 parts without a cycle. The plan records what was refused, and why.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 Sources: the compatibility table of ONNX Runtime; ONNX's Versioning.md.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

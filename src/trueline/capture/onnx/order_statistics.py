@@ -3,8 +3,6 @@
 Where torch leaves open which of several equal values it takes, the rule is what it takes on the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

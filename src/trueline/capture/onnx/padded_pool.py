@@ -4,8 +4,6 @@ A MaxPool's own padding is below every number, so a window of negative numbers a
 The pass skips a MaxPool that also returns the places of its maxima.
 """
 
-from __future__ import annotations
-
 import onnx_ir
 
 from trueline.capture.patches import Patch

@@ -4,8 +4,6 @@ Its pass over dtypes turns `1.0 - x` of integers into a call that torch does not
 parts whose size is known only at run time.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

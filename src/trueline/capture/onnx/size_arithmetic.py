@@ -6,8 +6,6 @@ sizes: their results become double, their constants are read from the call, and 
 before.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ onnxscript's rules compare constants with a tolerance of 1e-8 and 1e-5. Here 0 a
 defaults of `onnxscript.rewriter._pattern_ir.Constant`, as `onnxscript.rewriter._matcher` uses them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ a small export. The list is kept while onnxscript's registry holds the same func
 `torch_2_5.get_torchlib_ops` of onnxscript; `torch/onnx/_internal/exporter/_registration.py::OnnxDecompMeta`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache

@@ -4,8 +4,6 @@ Each is written in ONNX operators as the exporter's own are, and proven like the
 operator, and ONNX's of opset 18.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

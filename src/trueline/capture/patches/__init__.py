@@ -1,7 +1,5 @@
 """Workarounds for defects of torch, onnxscript and ONNX Runtime, one in each module. `make patches` lists them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

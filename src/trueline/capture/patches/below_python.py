@@ -4,8 +4,6 @@ torch.export follows Python and fails on both; make_fx records the operators, th
 TorchScript's interpreter included, in a graph that torch.export then follows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -4,8 +4,6 @@ The result is only a hint: `is_causal=False` uses the mask as it is. Source: tor
 nn.TransformerEncoder.forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ operators get no annotations, which Python would evaluate and nothing reads. Sou
 `torch/_export/utils.py::_materialize_cpp_cia_ops`, `torch/_ops.py::OperatorBase.py_impl`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ opt_einsum, where it is installed, calls `int` on every size. Here it gets the e
 holds for all sizes. Source: torch.backends.opt_einsum; opt_einsum.contract_path(shapes=True).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

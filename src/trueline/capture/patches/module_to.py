@@ -5,8 +5,6 @@ conversion that changes nothing returns the part; one that would change a weight
 are fixed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain

@@ -4,8 +4,6 @@ A mask of fixed length bounds the steps, and a step that selects nothing adds no
 where some call leaves a place out, so the patch is used only where every such loop leaves one out on some call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ forget gate 1, input gate 0). Backward runs over the sequence reversed within it
 `total_length` has a length that values choose, and is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

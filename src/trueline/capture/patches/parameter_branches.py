@@ -6,8 +6,6 @@ torch.export refuses every read of values. Here what the model computes of its o
 as well, and answers the read; no read is answered any more once the model writes one of its tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

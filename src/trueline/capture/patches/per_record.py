@@ -6,8 +6,6 @@ counts in tensors of its own making (a mask of ones) follows from sizes alone: i
 which enter it as constants where they meet traced ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

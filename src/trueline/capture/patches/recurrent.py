@@ -4,8 +4,6 @@ torch.export runs their decomposition, a Python loop over the steps, to learn th
 length becomes a constant. Here the shapes follow from those of the inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

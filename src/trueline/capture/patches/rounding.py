@@ -4,8 +4,6 @@ torch traces both and its archive has neither; it has trunc, comparisons and a c
 saved copy of the graph changes. Source: torch's schema of exported programs.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import operator

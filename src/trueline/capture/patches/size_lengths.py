@@ -4,8 +4,6 @@ Python's own return plain numbers, and torch.export then makes a constant of the
 `len`, `int` and `float` of their own while the model is traced.
 """
 
-from __future__ import annotations
-
 import builtins
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

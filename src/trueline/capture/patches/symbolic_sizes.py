@@ -4,8 +4,6 @@
 are computed from the size, by their documentation, and the last calls the operator that decides at run time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +15,7 @@ from trueline.capture.patches import Patch
 
 PATCH = Patch(issue="pytorch/pytorch#172930", versions="torch 2.13", cost="under 0.1 ms", helps=("vq_vae", "dgcnn"))
 
-_MODES = {
-    "use_mm_for_euclid_dist_if_necessary": None,
-    "use_mm_for_euclid_dist": 1,
-    "donot_use_mm_for_euclid_dist": 2,
-}
+_MODES = {"use_mm_for_euclid_dist_if_necessary": None, "use_mm_for_euclid_dist": 1, "donot_use_mm_for_euclid_dist": 2}
 
 
 @contextmanager

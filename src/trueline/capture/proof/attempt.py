@@ -1,7 +1,5 @@
 """What a capture reports: every format that was tried, and its verdict."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath

@@ -8,8 +8,6 @@ Rare behaviour needs more calls: a model that draws from Python's or numpy's gen
 calls, so it is called many times; one that counts its calls is called with its counters set to large numbers.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence

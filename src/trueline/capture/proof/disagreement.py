@@ -8,8 +8,6 @@ submodule without a node (an identity, or an unused one) does not count against 
 outputs agrees when any of them does: a program leaves out what is not used.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ with SIGSEGV (torch 2.13 with oneMKL, parameter 3 of SGEBAL), and `torch.mode` o
 call that would pass such values on raises instead.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -6,8 +6,6 @@ booleans are ids, lengths and masks, and all but masks stay inside what the exam
 docs/concepts/proof.md (probes of this kind caught 30 of 30 bad programs of a zoo of 76 models).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

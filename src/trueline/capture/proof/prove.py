@@ -4,8 +4,6 @@ A probe that the signature rejects is outside the claim and is recorded as such:
 the same message. This module knows no program format.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Two sequences alternate: a program that kept a state of its own would mix them. 
 dimension of the state has elements, so that a ring buffer wraps around. Single probes need not repeat these inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest

@@ -8,8 +8,6 @@ that the probes never changed. So a trace is accepted only if the probes showed 
 and two ways wherever one decides: otherwise the other side of a branch was never run, however many probes agree.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import time

@@ -1,7 +1,5 @@
 """The families of rewrites. Each proposes edits of one statement; the proof decides whether an edit is right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 from trueline.doctor.rewrites import state

@@ -4,8 +4,6 @@ Condition: the list begins empty or with tensors written there. After the loop i
 reversed, counted, indexed or iterated.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from typing import Any

@@ -1,7 +1,5 @@
 """What a subscript names, seen from the counter of a loop: row `t + shift` of a tensor."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Python conditions as boolean tensors (`and` as &, `not` as ~), and arithmetic without `.item()` and `float()`."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ A structured loop, or a branch of which both ways are computed, may not write in
 that is read later holds the same tensor; the proof notices when one does.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator, Sequence

@@ -12,8 +12,6 @@ one shape. The buffer is not persistent, so checkpoints stay as they are. It is 
 number that was passed on keeps its value. Source: torch's documentation of nn.Module.register_buffer.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

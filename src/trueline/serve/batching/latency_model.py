@@ -14,8 +14,6 @@ Pure; `now` is an argument. Sources: Inoue, Queueing Analysis of GPU-Based Infer
 (2021), on why an idle server that starts at once is near the optimum for independent clients; BentoML's dispatcher.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping

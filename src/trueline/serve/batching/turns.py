@@ -1,7 +1,5 @@
 """Samples how many short requests come in one turn of the event loop: several are better run together."""
 
-from __future__ import annotations
-
 import asyncio
 
 _SAMPLE_EVERY = 16

@@ -6,8 +6,6 @@
 Counters only grow; the page computes differences. Where tokens are required, the page asks its user for one.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

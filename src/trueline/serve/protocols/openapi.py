@@ -3,8 +3,6 @@
 The data plane's document names the models that are served now, with their inputs and an example that is accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ broadcast to one shape (where) or have the same shape and dtype (cond). After an
 is the other way.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator, Sequence

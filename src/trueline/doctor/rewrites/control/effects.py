@@ -16,8 +16,6 @@ becomes the condition of an `if`, which other rewrites then handle; nothing else
 and so a factorisation that does not exist (`torch.linalg.cholesky`), which torch can report by a number as well.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy

@@ -4,8 +4,6 @@ Conditions. while_loop: the names that the body assigns keep their shape and dty
 steps. Each holds only if the proof says so.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator, Sequence

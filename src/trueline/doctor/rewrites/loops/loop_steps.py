@@ -5,8 +5,6 @@ a tensor that they do not read, or read only by the distance from `t` (`tables`)
 keeps its shape and dtype. Each holds only if the proof says so.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Mapping, Sequence

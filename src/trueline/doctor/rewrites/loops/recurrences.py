@@ -9,8 +9,6 @@ Condition: each step writes row t only, and reads rows by their distance from it
 otherwise is carried as a whole (`pure`). Each holds only if the proof says so.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Condition: the carried values keep their shape and dtype. Source: torch's docume
 strides and shared memory.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

@@ -16,8 +16,6 @@ It becomes a scan over the positions of `order` that carries which are left. Con
 element by itself. After the loop, values still decide how many are kept.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ Values or a counter decide how much is selected; the whole tensor keeps its size
 selection only its size and reductions over it are used. The proof notices an index that counts from the end.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator, Sequence

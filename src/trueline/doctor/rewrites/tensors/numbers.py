@@ -6,8 +6,6 @@ NumPy arrays become the tensors that they came from: the functions called need c
 torch; the proof compares values and dtypes.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ and one is chosen. Condition: the outputs of all parts have one form, and no par
 number.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

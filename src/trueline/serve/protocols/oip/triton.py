@@ -3,8 +3,6 @@
 Source: Triton's pages extension_statistics, extension_model_configuration, extension_model_repository.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
