@@ -156,7 +156,7 @@ def _open_shared(path: Path, settings: SessionSettings) -> onnxruntime.Inference
             hold = shared_weights.hold(place, make, program_bytes=num_bytes)
             failing.callback(hold.release)
             session = onnxruntime.InferenceSession(str(hold.path / _MADE), options, providers=[_CPU])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the program itself is still to be open_model
+        except Exception as error:  # noqa: BLE001 - whatever it is, the program itself is still to be opened
             events.emit("weights.private", why=first_line(error))
             return None
         failing.pop_all()
