@@ -174,3 +174,20 @@ def test_a_loop_that_ends_in_the_middle_of_a_step_leaves_the_rest_of_it() -> Non
 def test_a_loop_without_end_is_run_once_where_a_name_begins_in_it() -> None:
     diff = healed(loops.Balanced(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.1 * torch.randn(1, 7, 4))
     assert diff.count("v = 1 / ") > 1
+
+
+class _Summed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        total, last = x.new_zeros(()), x[:, 0].clone()
+        gone = last > 0
+        for t in range(x.shape[1]):
+            total[()] = total + x[0, t]
+            last[gone] = x[gone, t] + total[()]
+            last[:] = last + 1
+        return last + total
+
+
+def test_an_index_that_names_no_dimension_is_left_to_the_other_rewrites() -> None:
+    x = torch.randn(3, 5)
+    eager = EagerSession(_Summed().eval(), x, dynamic_shapes={"x": {1: "length"}})
+    assert "(model)" in survey(_Summed().eval(), calls_of(eager), onnx=None, base=TESTS).rows

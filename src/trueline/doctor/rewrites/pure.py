@@ -68,6 +68,8 @@ def _put_elements(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
         return None
     name, axes = target.value.id, [axis for axis, part in enumerate(parts) if not is_full(part)]
     first = [*range(len(axes))]
+    if not axes:  # `x[()]`, `x[:]`
+        return None
     if axes != first and not all(is_whole(scope, parts[axis]) for axis in axes):
         return None
     there = back = ""

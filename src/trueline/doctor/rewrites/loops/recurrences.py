@@ -169,8 +169,11 @@ def under_mask(scope: Scope, statement: ast.stmt, index: str) -> ast.stmt:
     if written is None:
         return statement
     root, parts = parts_of(written[0])
-    held, (mask, *others) = tensor_of(root, scope), parts
-    if held is None or not _is_mask(scope, mask) or any(_is_mask(scope, part) for part in others):
+    held = tensor_of(root, scope)
+    if held is None or not parts:  # `x[()]` has none
+        return statement
+    mask, *others = parts
+    if not _is_mask(scope, mask) or any(_is_mask(scope, part) for part in others):
         return statement
     if any(shift_of(part, index) is None and not is_full(part) for part in others):
         return statement
@@ -180,10 +183,10 @@ def under_mask(scope: Scope, statement: ast.stmt, index: str) -> ast.stmt:
         """All records in the place of some."""
 
         def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-            first, *others = parts_of(node)[1]
-            if ast.dump(first) != masked:
+            inner = parts_of(node)[1]
+            if not inner or ast.dump(inner[0]) != masked:
                 return self.generic_visit(node)
-            every = ast.Tuple(elts=[ast.Slice(), *copy.deepcopy(others)], ctx=ast.Load())
+            every = ast.Tuple(elts=[ast.Slice(), *copy.deepcopy(inner[1:])], ctx=ast.Load())
             return ast.Subscript(value=node.value, slice=every, ctx=node.ctx)
 
     row, value = (ast.unparse(Whole().visit(copy.deepcopy(one))) for one in written)
