@@ -14,7 +14,7 @@
     overload   ten times the capacity: responses a second over the peak before and after, and the share of the peak
                that a bare server keeps while it refuses as many (`overload_floor`); time to a 429; the server
                has one core, the client the other
-    load       register to ready of a small bundle, its golden examples replayed
+    load       register to ready of a small bundle, its golden records replayed
     adaptive   throughput without settings over the best of a grid of static ones at the same p99
 
 Models are made here and run in ONNX Runtime in every server. Processor time is the kernel's, so other load hardly

@@ -60,6 +60,7 @@ def test_an_option_out_of_range_is_refused(arguments):
         (Few(wait_s=float("nan")), "wait_s is nan, expected a finite number"),
         (Few(mode="odd"), "mode is 'odd', expected one of fast, slow"),
         (Few(mode=None), "mode is None, expected one of fast, slow"),
+        (Few(share=None), "share is None, expected a value of type float"),
         (Few(share=1.0), r"share is 1\.0, expected at least 0 and below 1"),
     ],
 )

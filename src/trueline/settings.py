@@ -99,10 +99,10 @@ def check(settings: Any, *, unchecked: Collection[str] = ()) -> None:
         value = getattr(settings, one.name)
         if value == one.default or one.name in unchecked:
             continue
-        if value is None:
-            expected = f"a value of type {one.kind.__name__}"
-        elif one.setting.choices and value not in one.setting.choices:
+        if one.setting.choices and value not in one.setting.choices:
             expected = f"one of {join_names(one.setting.choices)}"
+        elif value is None:
+            expected = f"a value of type {one.kind.__name__}"
         elif isinstance(value, float) and not math.isfinite(value):
             expected = "a finite number"
         elif not one.setting.allows(value):

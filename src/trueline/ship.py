@@ -77,7 +77,7 @@ class Shipped:
             ("evaluate", self.evaluation.as_text()),
             ("capture", f"{self.bundle} (sha256 {self.digest[:16]}…)"),
             ("register", f"{self.version.uri}, alias {', '.join(self.version.aliases) or 'none'}"),
-            ("serve", f"ready in {served.ready_s:.2f} s, golden examples replayed before the first request"),
+            ("serve", f"ready in {served.ready_s:.2f} s, golden records replayed before the first request"),
             (
                 "compare",
                 f"{served.records} held-out records over the Open Inference Protocol and /predictions: all equal the "

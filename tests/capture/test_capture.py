@@ -339,7 +339,7 @@ def test_a_golden_example_that_fails_on_this_machine_is_named(made: Made) -> Non
         return {name: array + 1 for name, array in session.run(inputs).items()}
 
     off: Any = SimpleNamespace(format="onnx", signature=session.signature, run=wrong)
-    with pytest.raises(NotProven, match="golden example 'batch-1'"):
+    with pytest.raises(NotProven, match="golden record 'batch-1'"):
         replay(made.bundle, off)
 
 

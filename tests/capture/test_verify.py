@@ -1,4 +1,4 @@
-"""`verify` asks every program golden examples and fresh probes; where nothing was looked at, nothing holds."""
+"""`verify` asks every program golden records and fresh probes; where nothing was looked at, nothing holds."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_program_that_fails_a_golden_example_does_not_hold_and_the_other_is_lo
     found = verified(*programs)
     by_format = {one.format: one for one in found.programs}
     assert not found.holds
-    assert f"golden example 'batch-{case}'" in by_format[which].why
+    assert f"golden record 'batch-{case}'" in by_format[which].why
     assert not by_format[which].holds
     assert (by_format[which].golden, by_format[which].probes) == (0, 0)
     other = by_format[({"onnx", "torch_export"} - {which}).pop()]

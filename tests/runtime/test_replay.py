@@ -34,7 +34,7 @@ class Program:
 
 
 class Kept:
-    """A bundle, as far as its golden examples go."""
+    """A bundle, as far as its golden records go."""
 
     name = "small"
     signature = SIGNATURE
@@ -71,7 +71,7 @@ def test_one_case_and_one_output_that_is_wrong_is_named(size: int, output: str) 
 
     with pytest.raises(NotProven) as refused:
         asked(Kept(1, 2, 5), answer)
-    assert f"fails golden example 'batch-{size}' here: output '{output}' differs by 0.01" in refused.value.message
+    assert f"fails golden record 'batch-{size}' here: output '{output}' differs by 0.01" in refused.value.message
 
 
 def test_the_golden_tolerance_is_that_of_the_proof() -> None:
@@ -93,12 +93,12 @@ def test_the_golden_tolerance_is_that_of_the_proof() -> None:
     ],
 )
 def test_an_output_that_is_missing_or_too_much_or_of_another_kind_is_refused(change: Any) -> None:
-    with pytest.raises(NotProven, match="fails golden example 'batch-2'"):
+    with pytest.raises(NotProven, match="fails golden record 'batch-2'"):
         asked(Kept(2), lambda x: change(right(x)))
 
 
 def test_a_bundle_without_a_golden_example_is_not_proven_here() -> None:
-    with pytest.raises(NotProven, match="'small' has no golden example"):
+    with pytest.raises(NotProven, match="'small' has no golden record"):
         asked(Kept(), right)
 
 

@@ -144,7 +144,7 @@ def _shapes(tensors: dict[str, Any]) -> str:
 
 
 def _align(rows: Sequence[tuple[str, ...]], *, indent: int = 0) -> str:
-    columns = max(len(row) for row in rows)
+    columns = max((len(row) for row in rows), default=0)
     widths = [max((len(row[i]) for row in rows if i < len(row) - 1), default=0) for i in range(columns)]
     lines = ("  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row)).rstrip() for row in rows)
     return "\n".join(" " * indent + line for line in lines)

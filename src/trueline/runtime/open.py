@@ -100,15 +100,13 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
         comparison = comparisons[golden.case] = _compare_golden(session, golden, random=bundle.signature.random)
         if not comparison.agrees:
             raise NotProven(
-                f"{session.format} program of bundle '{bundle.name}' fails golden example '{golden.case}' "
+                f"{session.format} program of bundle '{bundle.name}' fails golden record '{golden.case}' "
                 f"here: {comparison.reason}",
                 hint="this machine or its runtime computes otherwise than the one that proved the bundle: "
                 "compare `trueline bundle inspect` with the versions installed here",
             )
     if not comparisons:
-        raise NotProven(
-            f"bundle '{bundle.name}' has no golden example: its {session.format} program is not proven here"
-        )
+        raise NotProven(f"bundle '{bundle.name}' has no golden record: its {session.format} program is not proven here")
     return comparisons
 
 

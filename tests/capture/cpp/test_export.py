@@ -1,4 +1,4 @@
-"""The C++ project holds the proven range and the golden examples, builds here, and tells a difference."""
+"""The C++ project holds the proven range and the golden records, builds here, and tells a difference."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_one_run_that_something_else_held_up_does_not_decide(monkeypatch: pytest
 
 
 def test_a_wrong_golden_answer_is_not_proven_here(tmp_path: Path) -> None:
-    with pytest.raises(NotProven, match="golden example '4'"):
+    with pytest.raises(NotProven, match="golden record '4'"):
         load(bundles.double_plus(tmp_path / "b", wrong=True), RuntimeOptions(), max_batch=64)
 
 

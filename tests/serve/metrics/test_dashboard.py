@@ -46,9 +46,9 @@ def test_the_state_says_what_is_served_who_is_asked_and_how_long_it_took(pair_ap
 
 
 def test_a_version_that_is_not_ready_is_shown_with_its_reason(pair_app: StoreApp) -> None:
-    pair_app.models.add("pair", "3").fail("it fails its golden example")
+    pair_app.models.add("pair", "3").fail("it fails its golden record")
     shown = dashboard.state(pair_app.models, pair_app.routes.stats, now=0.0)["models"][0]["versions"][2]
-    assert (shown["state"], shown["reason"], shown["share"]) == ("failed", "it fails its golden example", 0.0)
+    assert (shown["state"], shown["reason"], shown["share"]) == ("failed", "it fails its golden record", 0.0)
     assert "digest" not in shown
 
 

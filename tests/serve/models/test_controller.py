@@ -23,7 +23,7 @@ from worlds.servers import StoreApp
 
 @pytest.fixture(scope="module")
 def bundle_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store: tiny.bundle, and two versions of `pair`; `wrong.bundle` does not answer its golden example."""
+    """A store: tiny.bundle, and two versions of `pair`; `wrong.bundle` does not answer its golden record."""
     folder = bundles.store(tmp_path_factory.mktemp("store"), "tiny", "pair/1", "pair/2")
     bundles.double_plus(folder / "wrong.bundle", wrong=True)
     return folder
@@ -83,7 +83,7 @@ def test_a_model_is_registered_scaled_made_default_and_unregistered_in_torchserv
         ("POST", "/models?url=a/b/c", 404, "Relative path is not allowed in url: a/b/c"),
         ("POST", "/models?url=nope.bundle", 404, "Model not found at: nope.bundle"),
         ("POST", "/models?url=tiny.bundle&model_name=a%2Fb", 400, "model 'a/b' is no name here"),
-        ("POST", "/models?url=wrong.bundle", 400, "fails golden example"),
+        ("POST", "/models?url=wrong.bundle", 400, "fails golden record"),
         ("PUT", "/models/zzz?min_worker=1", 404, "Model not found: zzz"),
         ("PUT", "/models/zzz/9/set-default", 404, "Model not found: zzz"),
         ("DELETE", "/models/zzz", 404, "Model not found: zzz"),
@@ -143,7 +143,7 @@ def test_a_version_that_fails_its_golden_example_leaves_the_old_one_serving(
     shutil.copytree(store_app.store.folder / "wrong.bundle", folder / "tiny.bundle")
     status, said = mine.ask("POST", "/v2/repository/models/tiny/load")
     assert status == 400
-    assert "fails golden example" in said["error"]
+    assert "fails golden record" in said["error"]
     assert mine.ask("POST", "/predictions/tiny", b"[1, 2, 3]") == (200, [3.0, 5.0, 7.0])
     mine.close()
 

@@ -1,4 +1,4 @@
-"""Every proven program of a bundle can be the one that serves, and each answers its golden examples first."""
+"""Every proven program of a bundle can be the one that serves, and each answers its golden records first."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_program_that_is_not_in_the_bundle_and_a_device_that_is_not_here_are_s
 
 
 def test_a_precision_in_which_golden_examples_fail_is_refused(path: Path) -> None:
-    with pytest.raises(NotProven, match="fails golden example"):
+    with pytest.raises(NotProven, match="fails golden record"):
         load(open_bundle(path), RuntimeOptions(program="torch_export", precision="bf16"), max_batch=8)
 
 

@@ -1,7 +1,7 @@
 """No faulty bundle is served: seeded faults of export, packing and transport, each refused before it is ready.
 
 A fault of the program is sealed again, as somebody would who exported the wrong thing and packed it properly: its
-digests are right, and only the golden examples can tell, as far as their records exercise the program. A
+digests are right, and only the golden records can tell, as far as their records exercise the program. A
 fault of the files is left as a disk or a network leaves it.
 """
 

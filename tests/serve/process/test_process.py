@@ -242,7 +242,7 @@ def test_a_tampered_bundle_does_not_become_ready(tmp_path: Path) -> None:
 
 
 def test_a_bundle_that_answers_its_golden_examples_wrongly_does_not_become_ready(tmp_path: Path) -> None:
-    with pytest.raises(NotProven, match="golden example '4'"):
+    with pytest.raises(NotProven, match="golden record '4'"):
         serve.start(bundles.double_plus(tmp_path / "b", wrong=True).path)
 
 

@@ -356,9 +356,9 @@ def test_a_model_that_loads_or_failed_is_503_with_the_reason_and_the_server_is_n
     assert app.ask("GET", "/v2/health/ready").status == 503
     assert json.loads(app.ask("GET", "/v2/health/ready").body) == {"ready": False}
     assert app.ask("GET", "/ping").status == 200
-    slow.fail("the golden example '4' differs")
+    slow.fail("the golden record '4' differs")
     found = app.ask("GET", "/v2/models/slow/ready")
-    assert (found.status, json.loads(found.body)["reason"]) == (503, "the golden example '4' differs")
+    assert (found.status, json.loads(found.body)["reason"]) == (503, "the golden record '4' differs")
     ping = app.ask("GET", "/ping")
     assert (ping.status, json.loads(ping.body)) == (500, {"status": "Unhealthy"})
     assert app.ask("POST", "/predictions/slow", b"[1]").status == 503

@@ -172,7 +172,7 @@ def row_dependence(session: Session, cases: Sequence[Golden], dim: Dim) -> str:
     unit = fit(1, dim)
     pieces = [] if unit is None else _pieces(cases, unit)
     if not pieces or unit is None:
-        return "the golden examples are too few rows to try it"
+        return "the golden records are too few rows to try it"
     pieces = pieces[:4] if len(pieces) > 1 else pieces * 2
     most = CROWD if dim.max is None else dim.max // unit
     apart = [session.run(piece) for piece in pieces]

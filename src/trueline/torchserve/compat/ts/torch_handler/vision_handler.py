@@ -78,7 +78,7 @@ class VisionHandler(BaseHandler):
             except (binascii.Error, ValueError) as error:
                 raise PredictionException("an image sent as text is to be base64", 400) from error
         if isinstance(image, bytes | bytearray):
-            return self.image_processing(self._decode(image))
+            return self.image_processing(self._decode_image(image))
         if not isinstance(image, list):
             raise PredictionException("send an image as 'data' or as the body, or its values as a JSON list", 400)
         try:
@@ -88,7 +88,7 @@ class VisionHandler(BaseHandler):
                 "the list of an image's values is ragged or holds what is no number", 400
             ) from error
 
-    def _decode(self, content: bytes | bytearray) -> Image.Image:
+    def _decode_image(self, content: bytes | bytearray) -> Image.Image:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is an error
