@@ -28,7 +28,7 @@ RECIPES = TESTS / "train" / "recipes"
 BLIND = tuple(kind for kind in KINDS if kind not in schedule.ROOTS)
 
 
-def weather(recipe: str, **given) -> runner.StormPlan:
+def plan_of(recipe: str, **given) -> runner.StormPlan:
     found = {"workers": "2:3", "kinds": BLIND, "settings": {}, **given}
     return runner.StormPlan(recipe=str(RECIPES / recipe), **found)
 
@@ -49,7 +49,7 @@ def rage(tmp_path: Path, asked: runner.StormPlan, *, kills: int, seed: int) -> d
 def test_strikes_at_a_worker_the_master_its_zygote_the_agent_and_all_change_no_answer(tmp_path):
     """Nor lose or repeat a record. The seed has these kinds in one short storm."""
     settings = {"epochs": 22, "checkpoint_every": 20, "evaluate_every": 40}
-    facts = rage(tmp_path, weather("tiny.py", every=20, settings=settings), kills=5, seed=2365)
+    facts = rage(tmp_path, plan_of("tiny.py", every=20, settings=settings), kills=5, seed=2365)
     assert facts["violations"] == []
     assert facts["lost"] == facts["repeated"] == 0
     assert facts["difference"] < 1e-9
@@ -57,12 +57,12 @@ def test_strikes_at_a_worker_the_master_its_zygote_the_agent_and_all_change_no_a
 
 
 LONG = {
-    "anything": (weather("tiny.py", settings={"epochs": 1500, "checkpoint_every": 25, "evaluate_every": 60}), 700),
+    "anything": (plan_of("tiny.py", settings={"epochs": 1500, "checkpoint_every": 25, "evaluate_every": 60}), 700),
     "a state that is streamed": (
-        weather("large.py", settings={"epochs": 450, "checkpoint_every": 40, "evaluate_every": 60}), 150,
+        plan_of("large.py", settings={"epochs": 450, "checkpoint_every": 40, "evaluate_every": 60}), 150,
     ),
     "bit for bit": (
-        weather("counting.py", tolerance=0.0, settings={"epochs": 120, "checkpoint_every": 30, "bitwise": True}), 150,
+        plan_of("counting.py", tolerance=0.0, settings={"epochs": 120, "checkpoint_every": 30, "bitwise": True}), 150,
     ),
 }  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_a_process_that_outlives_its_job_is_found_with_its_command():
 
 
 def test_the_command_that_replays_a_storm_names_everything_that_decides_it():
-    asked = weather("tiny.py", every=40, kinds=("points", "all"), settings={"epochs": 9, "bitwise": True})
+    asked = plan_of("tiny.py", every=40, kinds=("points", "all"), settings={"epochs": 9, "bitwise": True})
     again = verb.replay(asked, 17)
     for part in ("--seed 17", "--every 40", "--what points,all", "--epochs 9", "--bitwise", "--workers 2:3"):
         assert part in again

@@ -99,11 +99,12 @@ def combine(*decorators: Decorator[Any]) -> Decorator[Any]:
     return decorate
 
 
-def setting_options(settings: type, *, without: Collection[str] = (), unset: bool = False) -> Decorator[Any]:
-    """An option for each setting that the dataclass `settings` declares, except `without`; `unset`: None by default."""
-    return combine(
-        *(_setting_option(one, unset=unset) for one in declared_settings(settings) if one.name not in without)
-    )
+def setting_options(
+    settings: type, *, only: Collection[str] = (), without: Collection[str] = (), unset: bool = False
+) -> Decorator[Any]:
+    """An option for each setting that the dataclass `settings` declares; `unset`: None by default."""
+    chosen = [one for one in declared_settings(settings) if one.name not in without and (not only or one.name in only)]
+    return combine(*(_setting_option(one, unset=unset) for one in chosen))
 
 
 def _setting_option(one: DeclaredSetting, *, unset: bool) -> Decorator[Any]:

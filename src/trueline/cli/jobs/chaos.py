@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trueline.cli.options import Output, recipe_argument, section, verb
+from trueline.cli.options import Output, recipe_argument, section, setting_options, verb
 from trueline.errors import UsageError
+from trueline.recipe.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from trueline.chaos.runner import StormPlan
@@ -33,6 +34,7 @@ trueline chaos digits/recipe.py --seed 17 --every 40 --kills 1
     repeats one storm: seed and distance decide which faults strike when
 """
 _storm = section("The storm")
+_OF_THE_JOBS = ("epochs", "global_batch", "evaluate_every", "bitwise", "device", "backend")
 TOOLS = ("unshare", "ip", "ss", "mount")
 SINGLE = ("worker", "two")
 """Deaths of workers while master and agent live, as at the named points."""
@@ -48,15 +50,10 @@ PEER_KILLS, PEER_STEPS = 4, 3600
 @_storm("--points", default="", metavar="PHASE,...", help="Only these named points.")
 @_storm("--every", type=int, default=0, metavar="STEPS", help="Steps between two strikes; else a third of a second.")
 @_storm("--workers", default="2:3", metavar="N|MIN:MAX", help="Worker processes; 2:3.")
-@_storm("--epochs", type=int, metavar="N", help="Length of each job; else the recipe's.")
-@_storm("--batch", "global_batch", type=int, metavar="N", help="Records of one step, over all workers.")
 @_storm("--checkpoint-every", type=int, default=25, metavar="STEPS", help="Steps between checkpoints; 25.")
-@_storm("--evaluate-every", type=int, metavar="STEPS", help="Evaluate while training, to strike there too.")
-@_storm("--bitwise", is_flag=True, default=None, help="Train bit for bit; then no difference is allowed.")
-@_storm("--device", metavar="NAME", help="Where workers compute: auto, cpu, cuda, cuda:N.")
-@_storm("--backend", metavar="NAME", help="Sums gradients: gloo, nccl, module:function.")
 @_storm("--tolerance", type=float, default=1e-6, metavar="X", help="Largest relative difference of weights and losses.")
 @_storm("--keep", metavar="FOLDER", help="Where the jobs are; else a folder that is deleted if nothing is wrong.")
+@setting_options(TrainingSettings, only=_OF_THE_JOBS, unset=True)
 @_storm("--peers", is_flag=True, help="Kill workers of torchrun, torchft and DLRover too, where they are installed.")
 def command(recipe: str, what: str, points: str, kills: int, seed: int | None, peers: bool, **given: Any) -> Output:
     """Inject faults into training jobs and compare the results.
@@ -77,7 +74,7 @@ def command(recipe: str, what: str, points: str, kills: int, seed: int | None, p
     isolate(kinds)
     seed = int.from_bytes(os.urandom(3)) if seed is None else seed
     keep, tolerance = given.pop("keep"), given.pop("tolerance")
-    weather = runner.StormPlan(
+    plan = runner.StormPlan(
         recipe=recipe, workers=given.pop("workers"), every=given.pop("every"), kinds=kinds,
         points=tuple(points.split(",")) if points else schedule.POINTS,  # type: ignore[arg-type]  # checked as a setting
         tolerance=0.0 if given["bitwise"] else tolerance, settings={k: v for k, v in given.items() if v is not None},
@@ -85,9 +82,9 @@ def command(recipe: str, what: str, points: str, kills: int, seed: int | None, p
     home = chaos.home_for(keep)
     report(f"seed {seed}; jobs in {home}" + (f"; without {left_out}" if left_out else ""))
     found: list[Storm] = []
-    for weather, storm in chaos.storms(weather, kills=kills, seed=seed, home=home, tell=report):  # noqa: B020
+    for plan, storm in chaos.storms(plan, kills=kills, seed=seed, home=home, tell=report):  # noqa: B020
         found.append(storm)
-        report_storm(weather, storm, sum(s.kills.total() for s in found), kills)
+        report_storm(plan, storm, sum(s.kills.total() for s in found), kills)
     facts = summarize(found)
     if not facts["violations"]:
         shutil.rmtree(home, ignore_errors=True)
@@ -129,7 +126,7 @@ def isolate(kinds: tuple[str, ...]) -> None:
     os.execvp("unshare", ["unshare", "-n", "-m", "--propagation", "private", "sh", "-c", inside, "sh", *command])
 
 
-def report_storm(weather: StormPlan, storm: Storm, done: int, kills: int) -> None:
+def report_storm(plan: StormPlan, storm: Storm, done: int, kills: int) -> None:
     verdict = storm.verdict
     report(
         f"storm {storm.seed}: {storm.kills.total()} strikes in {storm.seconds:.0f} s ({done}/{kills}), "
@@ -138,15 +135,15 @@ def report_storm(weather: StormPlan, storm: Storm, done: int, kills: int) -> Non
     for violation in verdict.violations:
         report(f"  {violation}")
     if verdict.violations:
-        report(f"  the job: {storm.folder}\n  again: {replay(weather, storm.seed)}")
+        report(f"  the job: {storm.folder}\n  again: {replay(plan, storm.seed)}")
 
 
-def replay(weather: StormPlan, seed: int) -> str:
+def replay(plan: StormPlan, seed: int) -> str:
     """The command that repeats a storm."""
-    command = ["trueline", "chaos", weather.recipe, "--seed", str(seed), "--kills", "1", "--every", str(weather.every),
-               "--workers", weather.workers, "--what", ",".join(weather.kinds), "--points",
-               ",".join(weather.points), "--tolerance", str(weather.tolerance)]  # fmt: skip
-    for name, value in weather.settings.items():
+    command = ["trueline", "chaos", plan.recipe, "--seed", str(seed), "--kills", "1", "--every", str(plan.every),
+               "--workers", plan.workers, "--what", ",".join(plan.kinds), "--points",
+               ",".join(plan.points), "--tolerance", str(plan.tolerance)]  # fmt: skip
+    for name, value in plan.settings.items():
         option = "--batch" if name == "global_batch" else f"--{name.replace('_', '-')}"
         command += [option] if value is True else [option, str(value)]
     return shlex.join(command)
