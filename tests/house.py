@@ -125,6 +125,8 @@ def is_participle(name: str) -> bool:
     ['told', '_opened']
     """
     word = name.strip("_")
+    if name.startswith("__") and name.endswith("__"):  # Python's own, such as __reversed__
+        return False
     return word in PARTICIPLES or (word.endswith("ed") and "_" not in word and word not in VERBS_IN_ED)
 
 

@@ -157,6 +157,11 @@ def makes_numbers_of_lengths() -> bool:
     return refused(Of(lambda x: x.new_zeros(len(x.transpose(0, 1)))), X, message=SPECIALIZED)
 
 
+@shows("patches/size_lists")
+def makes_a_constant_of_a_list_of_a_size() -> bool:
+    return refused(Of(lambda x: x[:, torch.tensor(list(range(x.shape[1]))[1:])]), X, message=SPECIALIZED)
+
+
 @shows("patches/parameter_branches")
 def refuses_a_branch_on_a_parameter() -> bool:
     module = Of(lambda layer, x: layer(x) if (layer.weight < 9).all() else x, nn.Linear(4, 4))

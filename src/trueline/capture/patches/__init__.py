@@ -1,6 +1,11 @@
 """Workarounds for defects of torch, onnxscript and ONNX Runtime, one in each module. `make patches` lists them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +21,20 @@ class Patch:
     helps: tuple[str, ...]
     """Models, of the benchmark's zoo and of other libraries, that are refused, slow or bound to fewer sizes without it;
     ("all",) for every export. One that helps fewer than two models is deleted."""
+
+
+@contextmanager
+def enter_at_calls(module: torch.nn.Module, mode: Any) -> Iterator[None]:
+    """In the block, each call of `module` enters `mode`, and leaves it also after an error.
+
+    The mode that was entered last sees a function first, and the exporter enters its own before it calls the module.
+    """
+    hooks = (
+        module.register_forward_pre_hook(lambda *_: mode.__enter__() and None),
+        module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import users_functions
-from trueline.capture.patches import Patch
+from trueline.capture.patches import Patch, enter_at_calls
 
 PATCH = Patch(
     issue="huggingface/transformers#38518",
@@ -105,18 +105,6 @@ def leave_places_out(flat: torch.nn.Module, calls: Iterable[tuple[torch.Tensor, 
 
 @contextmanager
 def trace_all_places(module: torch.nn.Module) -> Iterator[None]:
-    """In the block, loops over places go over all of them when `module` is called.
-
-    Each call enters the mode itself: the mode that was entered last sees a function first, and the exporter enters its
-    own modes before it calls the module.
-    """
-    mode: Any = PlaceLoops(all=True)
-    hooks = (
-        module.register_forward_pre_hook(lambda *_: mode.__enter__() and None),
-        module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True),
-    )
-    try:
+    """In the block, loops over places go over all of them when `module` is called."""
+    with enter_at_calls(module, PlaceLoops(all=True)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -1,7 +1,7 @@
-"""`len` of a tensor, and `int` and `float` of a size, stay as free as the size in a trace.
+"""`len` of a tensor, `int` and `float` of a size, and lists made of a size stay as free as the size in a trace.
 
 Python's own return plain numbers, and torch.export then makes a constant of the size. So the user's modules get a
-`len`, `int` and `float` of their own while the model is traced.
+`len`, `int` and `float` of their own while the model is traced, and the `range`, `list` and `tuple` of `size_lists`.
 """
 
 import builtins
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from trueline.capture.model.code_paths import users_functions
-from trueline.capture.patches import Patch
+from trueline.capture.patches import Patch, enter_at_calls
+from trueline.capture.patches.size_lists import SizeList, TensorsOfLists, make_range
 
 PATCH = Patch(
     issue="pytorch/pytorch#185804", versions="torch 2.13", cost="a second export", helps=("len(x)", "int(x.shape[1])")
@@ -20,18 +21,21 @@ PATCH = Patch(
 
 
 def _len(of: Any) -> Any:
+    if isinstance(of, SizeList):
+        return of.length
     return of.shape[0] if isinstance(of, torch.Tensor) and of.ndim else builtins.len(of)
 
 
-class _Number(type):
-    """`int` and `float` as the user's modules see them: the builtin one, except for a symbolic size."""
+class _Builtin(type):
+    """`int`, `float`, `list` or `tuple` as the user's modules see it: the builtin one, except for what a size makes."""
 
     plain: type
     free: type
+    """What it makes of a symbolic size, or of a SizeList."""
     convert: Callable[[Any], Any]
 
     def __call__(cls, *given: Any, **named: Any) -> Any:
-        if len(given) == 1 and isinstance(given[0], torch.SymInt | torch.SymFloat):
+        if len(given) == 1 and isinstance(given[0], _SOURCES[cls.free]):
             return cls.convert(given[0])
         return cls.plain(*given, **named)
 
@@ -50,26 +54,38 @@ class _Number(type):
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.plain, name)
 
+    def __getitem__(cls, given: Any) -> Any:
+        return cls.plain[given]  # type: ignore[index]  # list[int]
 
-def _number(plain: type, free: type, convert: Callable[[Any], Any]) -> type:
-    return _Number(plain.__name__, (), {"plain": plain, "free": free, "convert": staticmethod(convert)})
+
+_SOURCES: dict[type, tuple[type, ...]] = {
+    torch.SymInt: (torch.SymInt, torch.SymFloat), torch.SymFloat: (torch.SymInt, torch.SymFloat), SizeList: (SizeList,),
+}  # fmt: skip
+
+
+def _builtin(plain: type, free: type, convert: Callable[[Any], Any]) -> type:
+    return _Builtin(plain.__name__, (), {"plain": plain, "free": free, "convert": staticmethod(convert)})
 
 
 _BUILTINS = {
     "len": _len,
-    "int": _number(int, torch.SymInt, torch.sym_int),
-    "float": _number(float, torch.SymFloat, torch.sym_float),
+    "int": _builtin(int, torch.SymInt, torch.sym_int),
+    "float": _builtin(float, torch.SymFloat, torch.sym_float),
+    "range": make_range,
+    "list": _builtin(list, SizeList, SizeList.copy),
+    "tuple": _builtin(tuple, SizeList, SizeList.copy),
 }
 
 
 @contextmanager
 def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
-    """In the block, `len`, `int` and `float` in the user's code of `module` return sizes where they are given sizes."""
+    """In the block, `len`, `int`, `float` and lists in the user's code of `module` stay functions of sizes."""
     scopes = {id(function.__globals__): function.__globals__ for function in users_functions(module)}
     try:
         for scope in scopes.values():
             scope |= {name: ours for name, ours in _BUILTINS.items() if name not in scope}
-        yield
+        with enter_at_calls(module, TensorsOfLists()):
+            yield
     finally:
         for scope in scopes.values():
             for name, ours in _BUILTINS.items():
@@ -78,5 +94,8 @@ def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
 
 
 def may_help(module: torch.nn.Module) -> bool:
-    """Whether the user's code of `module` calls one of the three."""
-    return any(not _BUILTINS.keys().isdisjoint(function.__code__.co_names) for function in users_functions(module))
+    """Whether the user's code of `module` takes a length, makes a number of something, or a list of a range."""
+    return any(
+        not {"len", "int", "float"}.isdisjoint(names) or ("range" in names and not {"list", "tuple"}.isdisjoint(names))
+        for names in (function.__code__.co_names for function in users_functions(module))
+    )
