@@ -106,7 +106,7 @@ class TrainingSettings(StepSettings, LoopSettings):
         section=_KEEPING, metavar="STEPS", low=0, recipe=True,
     )  # fmt: skip
     monitor: str = setting(
-        "", "loss or a metric that decides which checkpoint is best and stands for the job; smaller is better, "
+        "", "loss or a metric that chooses the best checkpoint, which evaluate and capture use; smaller is better, "
         "-NAME: larger is.", section=_KEEPING, metavar="[-]NAME", recipe=True,
     )  # fmt: skip
     patience: int = setting(
