@@ -31,7 +31,7 @@ class _Annotations(type):
 
 
 class _Callable(metaclass=_Annotations):
-    """Stands for `Callable` in annotations of torch._ops, without the cost of `Callable[...]`."""
+    """Replaces `Callable` in annotations of torch._ops, without the cost of `Callable[...]`."""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ PATCH = Patch(
 )
 
 UNKNOWN = 8
-"""Stands for a size that is known only at run time. It may make the order slower, and changes no result by more than
+"""Used for a size that is known only at run time. It may make the order slower, and changes no result by more than
 the order of a sum does."""
 
 

@@ -263,7 +263,7 @@ def _is_caught(text: str, function: ast.FunctionDef, statement: ast.stmt) -> boo
 
 
 def _reachable_functions(text: str, block: Sequence[ast.stmt]) -> set[str]:
-    """Names of functions that the block may run; `forward` stands for all that the file does not define."""
+    """Names of functions that the block may run; `forward` means any function that the file does not define."""
     functions: dict[str, list[ast.FunctionDef]] = {}
     for one in ast.walk(ast.parse(text)):
         if isinstance(one, ast.FunctionDef):

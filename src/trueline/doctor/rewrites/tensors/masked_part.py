@@ -30,7 +30,7 @@ class MaskedPart:
     rank: int
     """Dimensions of the whole."""
     chosen: tuple[tuple[int, ...], ...]
-    """For each dimension of the part those of the whole that it stands for."""
+    """For each dimension of the part, the dimensions of the whole that it covers."""
     narrowed: frozenset[int]
     """Dimensions of the whole that are not whole in the part."""
     dtype: torch.dtype
