@@ -166,12 +166,17 @@ def rebuild_error(code: str, record: Mapping[str, object]) -> TruelineError:
     return find_error_class(code)(str(record["message"]), hint=str(record.get("hint", "")))
 
 
+_LONGEST_NAME = 256
+
+
 def closest(word: str, names: Iterable[str]) -> str | None:
     """The name most similar to `word`, or None without a similar one: for "did you mean" in messages.
 
     >>> closest("optimzer", ["model", "optimizer"])
     'optimizer'
     """
+    if len(word) > _LONGEST_NAME:  # comparing takes the product of both lengths
+        return None
     return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None)
 
 

@@ -16,13 +16,30 @@ logger = logging.getLogger("trueline")
 _listeners: list[Listener] = []
 
 
+def printable(text: str, *, multiline: bool = False) -> str:
+    """`text` with everything that is not printable escaped, so that it neither ends a line of the log nor controls a
+    terminal (control characters, C1 and the marks that reverse text included); `multiline` keeps line ends and tabs.
+
+    Names, reasons and values may come from clients and from files of strangers. Sources: CWE-117, CWE-150,
+    CVE-2024-0095.
+
+    >>> printable("x\\n\\x1b[2J")
+    'x\\\\n\\\\x1b[2J'
+    """
+    if multiline:
+        return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
 def render(name: str, fields: dict[str, Field]) -> str:
     """One line for an event.
 
     >>> render("worker.lost", {"worker": "w1", "held_s": 3.0, "why": "exit code 9"})
     'worker.lost worker=w1 held_s=3 why="exit code 9"'
     """
-    return " ".join([name, *(f"{key}={_text(value)}" for key, value in fields.items())])
+    return printable(" ".join([name, *(f"{key}={_text(value)}" for key, value in fields.items())]))
 
 
 def _text(value: Field) -> str:

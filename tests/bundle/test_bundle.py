@@ -667,3 +667,35 @@ def test_a_manifest_is_read_up_to_its_bound_and_not_beyond(sealed: Path, monkeyp
     monkeypatch.setattr("trueline.bundle.schema.MANIFEST_BYTES", size - 1)
     with pytest.raises(BundleError, match=f"not a regular file of at most {size - 1} bytes"):
         open_bundle(sealed)
+
+
+@pytest.mark.parametrize("name", ['x\nint evil = system("id"); //', "\x1b[2J", "\u202egnp.exe", "\x9b31m", "n" * 1025])
+@pytest.mark.parametrize("place", ["name", "input", "output", "size", "case"])
+def test_a_name_that_would_end_a_line_or_drive_a_terminal_is_refused_wherever_it_stands(
+    sealed: Path, name: str, place: str
+) -> None:
+    """A bundle's names become part of logs, of terminals and of the source text that export-cpp writes."""
+    raw = json.loads((sealed / "bundle.json").read_text())
+    signature = raw["signature"]
+    if place == "name":
+        reseal(sealed, {"name": name})
+    elif place == "case":
+        reseal(sealed, {"golden": [name]})
+    else:
+        if place == "size":
+            signature["dims"][name] = {"min": 1}
+        else:
+            signature[f"{place}s"][0]["name"] = name
+        reseal(sealed, {"signature": signature})
+    with pytest.raises(BundleError, match="not printable text") as refused:
+        open_bundle(sealed)
+    assert refused.value.message.isprintable()
+
+
+@pytest.mark.parametrize("change", [{"datatype": "EVIL"}, {"shape": [-1, 3]}])
+def test_an_input_that_is_no_tensor_is_refused_when_the_bundle_is_opened(sealed: Path, change: dict[str, Any]) -> None:
+    signature = json.loads((sealed / "bundle.json").read_text())["signature"]
+    signature["inputs"][0] |= change
+    reseal(sealed, {"signature": signature})
+    with pytest.raises(BundleError, match="which no tensor has"):
+        open_bundle(sealed)

@@ -13,6 +13,7 @@ import urllib.request
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -357,3 +358,13 @@ def test_a_download_that_breaks_off_leaves_nothing_that_a_later_one_takes_for_a_
     with pytest.raises(StorageError, match="the line is dead"):
         find._download(Client(), version, "models")  # type: ignore[arg-type]
     assert [*(tmp_path / "trueline" / "bundles").iterdir()] == []
+
+
+@pytest.mark.parametrize("digest", ["../../outside", "/etc", "0" * 63, "0" * 64 + "\n", "A" * 64, "models:/x"])
+def test_a_digest_in_the_registry_that_is_none_names_no_folder(digest: str) -> None:
+    """CVE-2025-11201 and CVE-2026-47487 are of this class: a word of the registry that becomes a path."""
+    found = SimpleNamespace(
+        name="double", version="3", creation_timestamp=0, tags={store.DIGEST_TAG: digest}, aliases=[]
+    )
+    with pytest.raises(RegistryError, match="which is no SHA-256"):
+        find.to_version(found)

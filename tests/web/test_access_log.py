@@ -127,3 +127,18 @@ def test_the_end_writes_what_is_left(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the access log .* cannot be written: No such file or directory"):
         AccessLog(str(tmp_path / "none" / "access.jsonl"))
+
+
+def test_no_byte_of_a_line_controls_a_terminal_or_begins_a_line_of_its_own(tmp_path: Path, opened: Any) -> None:
+    """The class of CVE-2024-0095. U+0085, U+009B and the marks that reverse text are printable bytes of UTF-8."""
+    log = opened(tmp_path / "access.jsonl")
+    path = "/a%0a{%22forged%22:1}%1b[2J%c2%9b31m%e2%80%ae%c2%85%e2%80%a8x"
+    asked = Request("GET", path.encode(), {b"x-request-id": b"\x9b31m\x85"}, b"")
+    AccessLogMiddleware(Answers(Response(200, b"")), "data", log).answer(asked)
+    log.flush()
+    raw = (tmp_path / "access.jsonl").read_bytes()
+    assert raw.endswith(b"\n")
+    assert raw[:-1].decode("ascii").isprintable()
+    (line,) = lines(tmp_path / "access.jsonl")
+    assert line["path"] == '/a\n{"forged":1}\x1b[2J\x9b31m\u202e\x85\u2028x'
+    assert line["id"] == "\x9b31m\x85"

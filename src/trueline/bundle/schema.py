@@ -20,7 +20,7 @@ import msgspec
 
 from trueline import files
 from trueline.bundle import guards
-from trueline.bundle.signature import Rows, Signature
+from trueline.bundle.signature import NUMPY_DTYPES, Rows, Signature
 from trueline.errors import BundleError
 
 SCHEMA = 1
@@ -31,6 +31,10 @@ GOLDEN_INPUTS = "golden/inputs.safetensors"
 GOLDEN_OUTPUTS = "golden/outputs.safetensors"
 MANIFEST_BYTES = 16 * 2**20
 """No manifest is larger; a reader takes no more into memory before it has verified anything."""
+
+
+MAX_NAME = 1024
+"""Characters of a model's, tensor's or size's name."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,6 +171,17 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
             raise BundleError(f"{where} names {name}, which its table of files does not hold")
     for name in manifest.files:
         check_name(name, where)
+    specs = (*manifest.signature.inputs, *manifest.signature.outputs)
+    for spec in specs:
+        if spec.datatype not in NUMPY_DTYPES or any(isinstance(size, int) and size < 0 for size in spec.shape):
+            kind = f"{spec.datatype[:32]!r} of the shape {list(spec.shape)[:8]}"
+            raise BundleError(f"{where} has '{spec.name[:64]}' as {kind}, which no tensor has")
+    for name in (manifest.name, *manifest.golden, *manifest.signature.dims, *(spec.name for spec in specs)):
+        if not name.isprintable() or len(name) > MAX_NAME:  # it becomes part of logs, terminals and source text
+            raise BundleError(
+                f"{where} has the name {name[:64]!r}, which is not printable text of at most {MAX_NAME} characters",
+                hint="do not use this bundle: it was not made by Trueline",
+            )
     inputs = {spec.name for spec in manifest.signature.inputs}
     for program in manifest.programs:
         for name in program.rows.keys() - inputs:

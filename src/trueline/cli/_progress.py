@@ -126,7 +126,7 @@ def format_event(name: str, fields: Mapping[str, Field]) -> str | None:
         line = _WORDS[name].format(**_format_metrics(fields))
     except (KeyError, ValueError, AttributeError):  # no words for it, or not for these fields
         return events.render(name, dict(fields))
-    line = re.sub(r"\b1 (worker|epoch)s\b", r"1 \1", line)
+    line = re.sub(r"\b1 (worker|epoch)s\b", r"1 \1", events.printable(line))
     return line.removesuffix(", 0 epochs").rstrip(" ,")  # a script, whose epochs are unknown; no metrics
 
 

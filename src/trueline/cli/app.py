@@ -16,6 +16,7 @@ import click
 
 from trueline.cli._progress import DEBUG
 from trueline.errors import TruelineError, UsageError, closest
+from trueline.events import printable
 from trueline.version import __version__
 
 EXIT_CODES = {
@@ -202,7 +203,7 @@ def _report(error: Exception, message: str, hint: str, code: int) -> int:
     debugging = os.environ.get(DEBUG, "") not in ("", "0")
     if debugging:
         traceback.print_exception(error, file=sys.stderr)
-    click.echo(f"error: {message}", err=True)
+    click.echo(f"error: {printable(message, multiline=True)}", err=True)
     if hint and not (debugging and "--debug" in hint):
-        click.echo(f"hint: {hint}", err=True)
+        click.echo(f"hint: {printable(hint, multiline=True)}", err=True)
     return code

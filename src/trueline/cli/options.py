@@ -15,6 +15,7 @@ import click
 
 from trueline.cli._progress import DEBUG, progress
 from trueline.errors import UsageError
+from trueline.events import printable
 from trueline.settings import DeclaredSetting, declared_settings
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def verb(name: str, *, examples: str, shows_progress: bool = False) -> Callable[
             with progress(quiet=quiet) if shown else contextlib.nullcontext():
                 output: Output | None = function(**given)
             if output is not None and (as_json or output.text):
-                click.echo(json.dumps(output.facts, default=str) if as_json else output.text.rstrip("\n"))
+                text = json.dumps(output.facts, default=str) if as_json else output.text.rstrip("\n")
+                click.echo(printable(text, multiline=True))
             return 0 if output is None else output.code
 
         command = click.command(name, cls=_Verb, epilog=epilog)(run)

@@ -21,6 +21,7 @@ from trueline.registry import store
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+|latest))")
 
 
@@ -110,10 +111,17 @@ def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
 
 
 def to_version(found: Any) -> ModelVersion:
-    """Trueline's from MLflow's."""
+    """Trueline's from MLflow's. Raises RegistryError for a digest that is none."""
     created = datetime.fromtimestamp(found.creation_timestamp // 1000, UTC).isoformat()
+    digest = found.tags.get(store.DIGEST_TAG, "")
+    if digest and not _DIGEST.fullmatch(digest):  # it becomes the name of a folder
+        raise RegistryError(
+            f"version {found.version} of '{found.name}' has the tag {store.DIGEST_TAG} with {digest[:80]!r}, which is "
+            "no SHA-256",
+            hint="register the bundle again, and find out how the registry was changed",
+        )
     return ModelVersion(
-        name=found.name, version=int(found.version), digest=found.tags.get(store.DIGEST_TAG, ""),
+        name=found.name, version=int(found.version), digest=digest,
         aliases=tuple(found.aliases), created=created, run_id=found.run_id or "",
         signature=found.tags.get(store.SIGNATURE_TAG, ""),
     )  # fmt: skip

@@ -25,6 +25,7 @@ from trueline.serve.protocols import openapi
 from trueline.serve.protocols.dispatch import NO_METHOD, NO_RESOURCE
 from trueline.serve.traffic import canary
 from trueline.serve.traffic.rollout import Traffic
+from trueline.storage.object_store import redact_uri
 from trueline.torchserve import responses
 from trueline.torchserve.responses import describe_version, parse_int, pretty
 from trueline.torchserve.workflows.executor import Workflow
@@ -166,7 +167,8 @@ class Management:
             case "GET", []:
                 registered = workflows.desired_workflows()
                 page, names = responses.page(sorted(registered), query)
-                page["workflows"] = [{"workflowName": n, "workflowUrl": registered[n].source} for n in names]
+                urls = {name: redact_uri(registered[name].source) for name in names}
+                page["workflows"] = [{"workflowName": name, "workflowUrl": url} for name, url in urls.items()]
                 return reply(200, pretty(page))
             case "GET", [name]:
                 return reply(200, pretty([_describe_workflow(workflows.find(name))]))
@@ -278,7 +280,7 @@ class Management:
         defaults = {name: self._models.find(name, self._models.default(name)) for name in self._models.names()}
         listed = sorted(name for name, one in defaults.items() if one.source or not one.workflow)  # no functions
         page, names = responses.page(listed, query)
-        page["models"] = [{"modelName": name, "modelUrl": defaults[name].source} for name in names]
+        page["models"] = [{"modelName": name, "modelUrl": redact_uri(defaults[name].source)} for name in names]
         return reply(200, pretty(page))
 
     def _describe(self, model: str, version: str | None, query: Mapping[str, str]) -> Response | Work:
@@ -318,9 +320,9 @@ def _describe_workflow(workflow: Workflow) -> dict[str, Any]:
     common = workflow.spec.common
     dag = ", ".join(f"{node}=[{', '.join(nexts)}]" for node, nexts in workflow.spec.dag.items())
     return {
-        "workflowName": workflow.name, "workflowUrl": workflow.registered.source, "minWorkers": common.min_workers,
-        "maxWorkers": common.max_workers, "batchSize": common.batch_size, "maxBatchDelay": common.max_batch_delay,
-        "workflowDag": f"{{{dag}}}",
+        "workflowName": workflow.name, "workflowUrl": redact_uri(workflow.registered.source),
+        "minWorkers": common.min_workers, "maxWorkers": common.max_workers, "batchSize": common.batch_size,
+        "maxBatchDelay": common.max_batch_delay, "workflowDag": f"{{{dag}}}",
     }  # fmt: skip
 
 

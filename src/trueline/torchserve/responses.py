@@ -19,6 +19,7 @@ from trueline.serve.handlers.worker import DIED, HandlerFailed, Hung
 from trueline.serve.models.catalog import UnknownModel, UnknownVersion
 from trueline.serve.models.servable import Servable
 from trueline.serve.protocols.dispatch import extra
+from trueline.storage.object_store import redact_uri
 from trueline.web.auth import Forbidden, Unauthorized
 from trueline.web.messages import Response
 
@@ -40,11 +41,16 @@ def pretty(value: dict[str, Any] | list[Any]) -> bytes:
 
 
 def parse_int(text: str | None, default: int) -> int:
-    """An integer of a query; for anything else TorchServe takes the default."""
+    """An integer of a query; for anything else, and beyond 32 bits, TorchServe takes the default.
+
+    >>> parse_int("-2", 1), parse_int("9" * 400, 1), parse_int("1e3", 1)
+    (-2, 1, 1)
+    """
     try:
-        return default if text is None else int(text)
+        number = default if text is None else int(text)
     except ValueError:
         return default
+    return number if -(2**31) <= number < 2**31 else default
 
 
 def page(names: Sequence[str], query: Mapping[str, str]) -> tuple[dict[str, Any], Sequence[str]]:
@@ -107,7 +113,7 @@ def server_fault(path: str, error: Exception) -> Response:
 def describe_version(version: Servable) -> dict[str, Any]:
     """TorchServe's description of a model version."""
     facts: dict[str, Any] = {
-        "modelName": version.model, "modelVersion": version.version, "modelUrl": version.source,
+        "modelName": version.model, "modelVersion": version.version, "modelUrl": redact_uri(version.source),
         "runtime": "trueline", "minWorkers": 0, "maxWorkers": 0, "batchSize": 1, "maxBatchDelay": 0,
         "responseTimeout": 120, "startupTimeout": 120, "maxRetryTimeoutInSec": 300, "clientTimeoutInMills": 0,
         "parallelType": "", "parallelLevel": 0, "deviceType": "cpu", "continuousBatching": False,

@@ -14,6 +14,7 @@ When the disk is full or too slow, lines are dropped and counted in a line of th
 reopened under its name.
 """
 
+import json
 import os
 import sys
 import threading
@@ -98,7 +99,7 @@ class AccessLog:
             lines.append(msgspec.json.encode({"at": time.time(), "dropped": lost - self._reported}))
         try:
             self._reopen_if_renamed()
-            data = b"\n".join(lines) + b"\n"
+            data = b"\n".join(map(_to_ascii, lines)) + b"\n"
             while data:
                 data = data[os.write(self._handle, data) :]
         except OSError as error:
@@ -187,6 +188,15 @@ class GrpcCallLog:
         method = self.path.rpartition("/")[2]
         size, given = self._bytes_in, (self._id, self._model, code)
         self._log.enter(AccessEntry(at, self._face, method, self.path, status, ms, size, bytes_out, *given))
+
+
+def _to_ascii(line: bytes) -> bytes:
+    """The same JSON in ASCII: some terminals obey the control characters from U+0080 on, and marks reverse text.
+
+    >>> _to_ascii('"\u009b31m"'.encode())
+    b'"\\\\u009b31m"'
+    """
+    return line if line.isascii() else json.dumps(msgspec.json.decode(line), separators=(",", ":")).encode()
 
 
 def _times(began: float) -> tuple[float, float]:

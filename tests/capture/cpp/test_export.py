@@ -144,3 +144,20 @@ def test_the_project_builds_and_exits_non_zero_exactly_when_an_answer_differs(tm
     assert "batch-1: DIFFERS: output 'y' differs by 0.5" in told.stdout
     (folder / cpp_export.PROGRAMS[format]).unlink()
     assert subprocess.run([folder / "replay", folder], check=False, capture_output=True).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"shape": ['1}}; int evil = system("id"); //'], "data_offsets": [0, 4]},
+        {"shape": [1], "data_offsets": ["0", "4"]},
+        {"shape": [1], "data_offsets": [0]},
+        {"shape": 1},
+        {},
+    ],
+)
+def test_a_table_of_golden_records_that_holds_text_for_numbers_becomes_no_source(table: dict[str, object]) -> None:
+    """A bundle of a stranger is not to write code: the class of CVE-2026-35044 and CVE-2026-33744."""
+    spec = TensorSpec(name="x", datatype="FP32", shape=(1,))
+    with pytest.raises(BundleError, match="'1/x' cannot be read"):
+        cpp_export._tensor({"1/x": table}, "1", spec)

@@ -258,3 +258,40 @@ def test_an_archive_of_torchscript_becomes_a_bundle_that_answers_as_its_handler_
             assert found.status_code == 200, found.text
             answers.append(found.json())
     assert answers[0] == pytest.approx(answers[1], rel=1e-6)
+
+
+BILLION = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    "text", [BILLION + "minWorkers: *a8", "a: &a [*a]", "a: &a {b: *a}", "a: [" + "1," * 10_001 + "]"]
+)
+def test_a_configuration_that_stands_for_billions_of_values_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ArchiveError, match=r"'model-config\.yaml' has more than 10000 values") as refused:
+        unpacked(archives.mar(tmp_path / "a.mar", config=text), tmp_path)
+    assert len(refused.value.message) < 200
+
+
+def test_a_configuration_may_use_aliases(tmp_path: Path) -> None:
+    text = "a: &a {minWorkers: 2}\nb: *a\n<<: *a"
+    assert unpacked(archives.mar(tmp_path / "a.mar", config=text), tmp_path).config["minWorkers"] == 2
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_no_more_of_a_manifest_is_read_than_a_manifest_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool
+) -> None:
+    monkeypatch.setattr(archive, "TEXT_BYTES", 1000)
+    made = tmp_path / ("a" if folder else "a.mar")
+    if folder:
+        (made / "MAR-INF").mkdir(parents=True)
+        (made / "MAR-INF" / "MANIFEST.json").write_bytes(b" " * 5000 + archives.manifest())
+    else:
+        with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as packed:
+            packed.writestr("MAR-INF/MANIFEST.json", b" " * 5000 + archives.manifest())
+    assert len(archive.read_text_file(Path(__file__))) == 1001
+    for read in (lambda: archive.peek(made), lambda: unpacked(made, tmp_path)):
+        with pytest.raises(ArchiveError, match="over 1000 bytes"):
+            read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -243,3 +244,25 @@ def test_a_handler_that_explains_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(PredictionException, match="explains nothing") as refused:
         handler.get_insights(None, None, 0)
     assert refused.value.error_code == 501
+
+
+@pytest.mark.parametrize("text", ["<" * 1_000_000, "&" + "a" * 1_000_000, "<br" + " " * 1_000_000, "a<b\n" * 200_000])
+def test_a_text_of_tags_without_end_is_cleaned_in_one_pass(text: str) -> None:
+    """The pattern of TorchServe takes the square of the length: 13 s for 40 kB of "<"."""
+    handler = TextClassifier()
+    assert handler._remove_html_tags(text) == text
+    assert handler._tokenize(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("<b>Bold</b> &amp; 1 < 2", "Bold  1 < 2"),
+        ("a < b > c <d", "a  c <d"),
+        ("1 > 0 <i\n>x</i>", "1 > 0 <i\n>x"),
+        ("&#39;&#xff;&zzzz", "&zzzz"),
+    ],
+)
+def test_tags_and_entities_go_as_in_torchserve(text: str, cleaned: str) -> None:
+    assert TextClassifier()._remove_html_tags(text) == cleaned
+    assert re.sub(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});", "", text) == cleaned

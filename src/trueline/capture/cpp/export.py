@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trueline import events, files
 from trueline.bundle import Bundle, Signature, TensorSpec, schema
 from trueline.bundle.guards import Guard
@@ -189,8 +191,18 @@ def _header(path: Path) -> Mapping[str, Any]:
     return table
 
 
+class _Stored(msgspec.Struct):
+    """A tensor in the table of a safetensors file. Its numbers become source text."""
+
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 def _tensor(header: Mapping[str, Any], case: str, spec: TensorSpec) -> str:
-    entry = header[f"{case}/{spec.name}"]
-    begin, end = entry["data_offsets"]
-    shape = ", ".join(map(str, entry["shape"]))
+    try:
+        entry = msgspec.convert(header[f"{case}/{spec.name}"], _Stored)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise BundleError(f"the golden record '{case}/{spec.name}' cannot be read: {error}") from error
+    begin, end = entry.data_offsets
+    shape = ", ".join(map(str, entry.shape))
     return f"{{{C_TYPES[spec.datatype]}, {{{shape}}}, {begin}, {end - begin}}}, "

@@ -29,6 +29,7 @@ WORKFLOW_MANIFEST = "WAR-INF/MANIFEST.json"
 SUFFIXES = (".mar", ".tar.gz", ".tgz")
 _WORKFLOW = "'{}' says that this is the archive of a workflow, not of a model: register it at /workflows"
 TEXT_BYTES = 2**20  # upper bound of a manifest, a model-config.yaml or a workflow's specification
+MAX_VALUES = 10_000  # of a YAML document
 _PIECE = 2**20
 
 
@@ -95,7 +96,7 @@ def unpack(path: Path, into: Path, caps: Caps | None = None) -> Archive:
     with readable(path.name):
         digest = lay_out(path, into, caps)
         folder = root(into, MANIFEST)
-        manifest = _manifest((folder / MANIFEST).read_bytes())
+        manifest = _manifest(read_text_file(folder / MANIFEST))
         config = read_yaml(folder, manifest.config_file) if manifest.config_file else {}
     return Archive(folder=folder, manifest=manifest, config=config, digest=digest)
 
@@ -121,7 +122,7 @@ def peek(path: Path) -> Manifest:
     """The manifest, without unpacking. Raises ArchiveError."""
     with readable(path.name):
         if path.is_dir():
-            return _manifest((path / MANIFEST).read_bytes())
+            return _manifest(read_text_file(path / MANIFEST))
         with path.open("rb") as file:
             if zipfile.is_zipfile(file):
                 with zipfile.ZipFile(file) as archive, archive.open(MANIFEST) as entry:
@@ -287,6 +288,12 @@ def _copy_folder(path: Path, placer: _Placer) -> str:
     return digest.hexdigest()
 
 
+def read_text_file(path: Path) -> bytes:
+    """The file, of which no more than one byte over TEXT_BYTES is read."""
+    with path.open("rb") as file:
+        return file.read(TEXT_BYTES + 1)
+
+
 def root(into: Path, manifest: str) -> Path:
     """The folder with the manifest: `into`, or its only folder. Raises KeyError."""
     if (into / manifest).is_file():
@@ -332,11 +339,34 @@ def read_yaml(folder: Path, name: str) -> dict[str, Any]:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise ArchiveError(f"entry '{_printable(name)}' is no YAML of plain values: {str(error)[:300]}") from error
+    if _count_expanded(found) > MAX_VALUES:
+        raise ArchiveError(
+            f"entry '{_printable(name)}' has more than {MAX_VALUES} values once its aliases are expanded",
+            hint="write out what the aliases of the YAML stand for",
+        )
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ArchiveError(f"entry '{_printable(name)}' is {type(found).__name__}, not a mapping of names to values")
     return found
+
+
+def _count_expanded(value: Any) -> int:
+    """The values of a YAML document with each alias counted as often as it stands there: 500 bytes can stand for
+    billions (CWE-776). A document that contains itself has more than MAX_VALUES.
+    """
+    counts: dict[int, int] = {}
+
+    def count(one: Any) -> int:
+        if not isinstance(one, dict | list | tuple | set):
+            return 1
+        if id(one) not in counts:
+            counts[id(one)] = MAX_VALUES + 1  # while it is counted, for one that contains itself
+            inner = [*one.keys(), *one.values()] if isinstance(one, dict) else one
+            counts[id(one)] = 1 + sum(map(count, inner))
+        return counts[id(one)]
+
+    return count(value)
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -16,28 +16,25 @@ from trueline.serve.counters import BOUNDS_S, ServerStats
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.servable import Servable
 from trueline.web.messages import JSON, Response
-
-HTML = b"text/html; charset=utf-8"
-# The page contains its style and script, and may connect only to the server it came from.
-_HEADERS = (
-    b"content-security-policy: default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    b"connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'\r\n"
-    b"cache-control: no-cache\r\nx-content-type-options: nosniff\r\n"
-)
+from trueline.web.pages import HTML, page_headers
 
 
 @cache
-def _read(name: str) -> bytes:
-    return Path(__file__).with_name(name).read_bytes()
+def _read(name: str) -> tuple[bytes, bytes]:
+    """A page and its headers."""
+    html = Path(__file__).with_name(name).read_bytes()
+    return html, page_headers(html)
 
 
 def page() -> Response:
-    return Response(200, _read("dashboard.html"), HTML, _HEADERS)
+    html, headers = _read("dashboard.html")
+    return Response(200, html, HTML, headers)
 
 
 def try_page() -> Response:
     """GET /try: a form for each path in the server's OpenAPI document."""
-    return Response(200, _read("try.html"), HTML, _HEADERS)
+    html, headers = _read("try.html")
+    return Response(200, html, HTML, headers)
 
 
 def answer(models: Models, stats: ServerStats, now: float) -> Response:

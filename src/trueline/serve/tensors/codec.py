@@ -216,13 +216,14 @@ def _check_outputs(given: list[_Output] | None, signature: Signature) -> tuple[s
         if output.name not in known:
             near = closest(output.name, known)
             raise RequestError(
-                f"unexpected output '{output.name}' (the model gives: {join_names(known)})",
+                f"unexpected output '{output.name[:MAX_NAME]}' (the model gives: {join_names(known)})",
                 hint=f"did you mean '{near}'?" if near else "",
             )
         if output.parameters and output.parameters.get("classification"):
             raise RequestError(f"output '{output.name}' requests classification, which is not supported")
     if len(set(names)) != len(names):
-        raise RequestError(f"an output is requested twice: {join_names(names)}")
+        twice = join_names(name for name in known if names.count(name) > 1)
+        raise RequestError(f"an output is requested twice: {twice}")
     return names
 
 

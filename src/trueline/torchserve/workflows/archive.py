@@ -61,10 +61,10 @@ def _manifest(into: Path) -> tuple[Path, _Workflow]:
     """The manifest and its folder. Raises KeyError, ArchiveError."""
     try:
         folder = archive.root(into, MANIFEST)
-        text = (folder / MANIFEST).read_bytes()
+        text = archive.read_text_file(folder / MANIFEST)
     except KeyError:
         folder = archive.root(into, archive.MANIFEST)
-        text = (folder / archive.MANIFEST).read_bytes()
+        text = archive.read_text_file(folder / archive.MANIFEST)
     if len(text) > archive.TEXT_BYTES:
         raise ArchiveError(f"the manifest is over {archive.TEXT_BYTES} bytes; no manifest is")
     try:

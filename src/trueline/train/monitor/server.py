@@ -8,12 +8,10 @@ The token is derived from the job's secret, and can only read. A page that fails
 
 import argparse
 import asyncio
-import base64
 import contextlib
 import hashlib
 import hmac
 import os
-import re
 import secrets
 import sys
 import time
@@ -32,6 +30,7 @@ from trueline.train.monitor import prometheus
 from trueline.train.monitor.job_view import Fields, JobView
 from trueline.web import sockets
 from trueline.web.messages import Request, Response, StreamedBody, query_of
+from trueline.web.pages import HTML, page_headers
 from trueline.web.parser import HttpLimits
 from trueline.web.server import HttpServer
 
@@ -226,10 +225,7 @@ class _App:
 
     def __init__(self, page: Page) -> None:
         self._page, self._html = page, _HTML.read_bytes()
-        self._headers = (
-            f"content-security-policy: {_policy(self._html)}\r\nreferrer-policy: no-referrer\r\n"
-            "cache-control: no-store\r\nx-content-type-options: nosniff\r\n"
-        ).encode()
+        self._headers = page_headers(self._html, cache="no-store")
 
     def answer(self, request: Request) -> Response:
         """The response; 404, 405 and 401 in plain text."""
@@ -244,7 +240,7 @@ class _App:
             return self._plain(401, why, b"www-authenticate: Bearer\r\n")
         match request.path:
             case "/":
-                return Response(200, self._html, b"text/html; charset=utf-8", self._headers)
+                return Response(200, self._html, HTML, self._headers)
             case "/state":
                 return Response(200, self._page.encode_state(), headers=self._headers)
             case "/events":
@@ -261,13 +257,6 @@ class _App:
 
     def _plain(self, status: int, message: str, headers: bytes = b"") -> Response:
         return Response(status, f"{status}: {message}\n".encode(), _TEXT, self._headers + headers)
-
-
-def _policy(html: bytes) -> str:
-    """The browser runs the page's own script and fetches from its own server; nothing else."""
-    scripts = re.findall(rb"<script>(.*?)</script>", html, re.DOTALL)
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts)
-    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 async def _show(job_dir: Path, port: int) -> None:

@@ -56,8 +56,12 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, Array]:
         raise RequestError(f"expected {len(request.inputs)} raw_input_contents, one for each input, got {len(raw)}")
     inputs: dict[str, Array] = {}
     for i, given in enumerate(request.inputs):
+        if len(given.name) > codec.MAX_NAME:
+            raise RequestError(
+                f"the name of an input has {len(given.name)} characters, at most {codec.MAX_NAME} are allowed"
+            )
         if given.name in inputs:
-            raise RequestError(f"input '{given.name[: codec.MAX_NAME]}' is given twice")
+            raise RequestError(f"input '{given.name}' is given twice")
         if given.datatype not in NUMPY_DTYPES:
             raise RequestError(f"input '{given.name}' has datatype {given.datatype[:32]}, which no model here takes")
         if len(given.shape) > arrays.MAX_DEPTH or not all(0 <= size < 2**31 for size in given.shape):

@@ -16,7 +16,8 @@ import torch
 
 from .base_handler import BaseHandler
 
-_TAGS = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
+_ENTITIES = re.compile(r"&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
+_TAGS = re.compile(rf"<.*?>|{_ENTITIES.pattern}")
 _CONTRACTIONS = (
     (re.compile(r"\bwon't\b"), "will not"),
     (re.compile(r"\bcan't\b"), "cannot"),
@@ -83,7 +84,12 @@ class TextHandler(BaseHandler):
         return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode("ascii")
 
     def _remove_html_tags(self, text: str) -> str:
-        return _TAGS.sub("", text)
+        # A "<" after a line's last ">" opens no tag; to search on from each takes the square of their number.
+        lines = []
+        for line in text.split("\n"):
+            end = line.rfind(">") + 1
+            lines.append(_TAGS.sub("", line[:end]) + _ENTITIES.sub("", line[end:]))
+        return "\n".join(lines)
 
     def _remove_punctuation(self, text: str) -> str:
         return text.translate(str.maketrans("", "", string.punctuation))
