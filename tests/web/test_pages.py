@@ -20,7 +20,7 @@ PAGES = {
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_browser_runs_the_script_of_the_page_and_no_other(page: str) -> None:
-    """The class of CVE-2024-27132, CVE-2026-33865 (script in names and files) and of clickjacking."""
+    """The class of CVE-2024-27133, CVE-2026-33865 (script in names and files) and of clickjacking."""
     html = PAGES[page].read_bytes()
     (script,) = re.findall(rb"<script>(.*?)</script>", html, re.DOTALL)
     headers = page_headers(html).decode()

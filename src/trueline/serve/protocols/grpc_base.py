@@ -70,8 +70,8 @@ class AuthInterceptor:
         async def call(data: bytes, context: Context) -> bytes:
             line = self._line(name, data, context)
             try:
-                request = line.note_model(_parse(kind, data))
                 self.check(name, context)
+                request = line.note_model(_parse(kind, data))
                 response: bytes = (await answer(request, context)).SerializeToString()
             except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
                 return await self._end(line, error, context)
@@ -88,8 +88,8 @@ class AuthInterceptor:
         async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
             line, size = self._line(name, data, context), 0
             try:
-                request = line.note_model(_parse(kind, data))
                 self.check(name, context)
+                request = line.note_model(_parse(kind, data))
                 async for answer in answers(request, context):
                     piece: bytes = answer.SerializeToString()
                     size += len(piece)
@@ -109,7 +109,8 @@ class AuthInterceptor:
         encode_error: Callable[[Any, grpc.StatusCode, str], Any],
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """A stream of requests, each answered in order by `answers`. A request that fails is answered with
-        `encode_error` and does not end the stream. Each has a line in the access log.
+        `encode_error` and does not end the stream; one without the right token ends it. Each has a line in the access
+        log.
         """
 
         async def call(stream: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
@@ -117,8 +118,8 @@ class AuthInterceptor:
                 line, size = self._line(name, data, context), 0
                 request = None
                 try:
-                    request = line.note_model(_parse(kind, data))
                     self.check(name, context)
+                    request = line.note_model(_parse(kind, data))
                     async for answer in answers(request, context):
                         piece: bytes = answer.SerializeToString()
                         size += len(piece)
