@@ -177,6 +177,33 @@ def test_a_peer_that_leaves_fails_the_sum_and_the_next_group_is_served(make_exch
         assert mine == pytest.approx(its, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_a_member_of_a_cut_group_waits_for_no_peer_though_gloo_reports_nothing(make_exchange, taken, monkeypatch):
+    """gloo reports no error for a message that was partly read; DDP exchanges some in its second forward."""
+    shares = Shares([1, 1], [0, 1])
+    done = multiprocessing.get_context("fork").Event()
+    monkeypatch.setattr(gloo, "_shut_socket", lambda number, inode: False)
+
+    def work(rank, group):
+        model = model_of()
+        exchange = make_exchange(model, group, 6)
+        exchange.attach(WORDS)
+        for _ in range(taken):
+            step(exchange, model, [(3 * rank, 3 * rank + 3)], shares, 6)
+        if rank == 1:
+            done.wait()  # alive, and in no collective
+            return None
+        group.cut()
+        try:
+            with pytest.raises(RuntimeError) as raised:
+                step_or_broken(exchange, model)
+        finally:
+            done.set()
+        return is_collective(raised.value)
+
+    assert in_a_group(2, work)[0] is True
+
+
 def test_the_callbacks_come_once_the_local_part_is_over_and_before_the_peers_are_waited_for(make_exchange):
     def work(rank, group):
         model = model_of()

@@ -4,6 +4,7 @@ import fcntl
 import queue
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -230,3 +231,32 @@ def test_nothing_waits_for_gloo_itself(monkeypatch):
     calls = [line for line in lines if re.search(r"dist\.(all_|broad)", line)]
     assert calls
     assert all("async_op=True" in line for line in calls), calls
+
+
+def test_a_collective_inside_torch_ends_with_its_own_outcome_or_with_the_cut():
+    def fails():
+        raise RuntimeError("Connection closed by peer")
+
+    group, over = GlooGroup(), threading.Event()
+    group.call(lambda: None)
+    with pytest.raises(RuntimeError, match="gloo: Connection closed by peer"):
+        group.call(fails)
+    group.open = True
+    group.cut()
+    with pytest.raises(RuntimeError, match="gloo: the group was cut"):
+        group.call(over.wait)
+    over.set()
+
+
+def test_a_cut_leaves_sockets_alone_that_were_opened_after_the_group_had_formed():
+    """A user's data set reads over connections of its own, and gRPC connects to a master that came back."""
+    _store, address = start_store()
+    group = GlooGroup()
+    group.form(1, rank=0, size=1, store=address)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+        theirs, _ = server.accept()
+        with theirs:
+            group.cut()
+            mine.sendall(b"here")
+            assert theirs.recv(4) == b"here"
+    group.close()

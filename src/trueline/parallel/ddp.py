@@ -63,6 +63,7 @@ class DdpExchange:
         """The contribution's memory, if that is the host's."""
         self._weight = torch.ones(())  # the gradient of a loss; rewritten in each step
         self._inside = self._forwarded = False
+        self._steps = 0  # in this group
         self._pending: list[tuple[Any, torch.Tensor, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         """Buckets being summed: the operation, the tensor it sums, the bucket, and the future that DDP waits for."""
         self._ddp: DistributedDataParallel | None = None
@@ -73,6 +74,7 @@ class DdpExchange:
     def attach(self, words: int) -> None:
         quiet = {"forward_sync_buffers": False} if _NEW_BUFFERS else {"broadcast_buffers": False}
         self.broken, self._forwarded, self._pending = None, False, []
+        self._steps = 0
         self._contribution = torch.zeros(words + self._width, device=self._device)
         self.beside = self._contribution[words:]
         self._host_view = self._contribution.numpy() if self._contribution.is_cpu else None
@@ -94,6 +96,8 @@ class DdpExchange:
     def reduce(
         self, piece: BackwardPiece | None, words: list[float], shares: Shares
     ) -> tuple[list[float], torch.Tensor]:
+        if self.broken is not None:
+            raise self.broken
         if piece is None:
             # With find_unused, a parameter that the others leave out has to stay without a gradient.
             zeros = self._zeros(() if self._find_unused else self._parameters)
@@ -118,9 +122,13 @@ class DdpExchange:
         gradient = self._replicated.words.grad
         assert gradient is not None
         self._replicated.words.grad, self._forwarded = None, False
+        self._steps += 1
         return gradient[: len(words)].tolist(), gradient[len(words) :]
 
     def detach(self) -> None:
+        if self._ddp is not None:
+            # A collective that was given up keeps the reducer, whose hooks would wait for it in every later backward.
+            self._ddp.reducer._remove_autograd_hooks()
         self._ddp = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,6 +150,8 @@ class DdpExchange:
         assert self._ddp is not None
         self._inside = self._forwarded = True
         try:
+            if self._steps == 1 and not self._find_unused:  # else DDP agrees on new buckets in the forward, uncut
+                self._group.call(self._ddp.reducer._rebuild_buckets)
             return self._ddp(*args, **kwargs)
         finally:
             self._inside = False

@@ -15,6 +15,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -75,6 +76,8 @@ class GlooGroup:
         self.open = self._broken = False
         self._cut_below = 0  # generations below this were cut, also those that had not formed yet
         self._before: set[str] = set()
+        self._own: set[str] | None = None
+        """The sockets of the group once it has formed; later ones are a user's, a store's or gRPC's."""
         self._lock = threading.Lock()
         self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         """The group that is being formed, or why it was not."""
@@ -134,13 +137,37 @@ class GlooGroup:
         except RuntimeError as error:
             raise RuntimeError(f"gloo: {'the group was cut: ' if self._broken else ''}{error}") from error
 
+    def call(self, collective: Callable[[], object]) -> None:
+        """Runs `collective`, which waits inside torch, in a thread. Raises RuntimeError when it fails or is cut."""
+        ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                collective()
+            except Exception as error:  # noqa: BLE001  the caller raises it
+                ends.put(error)
+            else:
+                ends.put(None)
+
+        threading.Thread(target=run, name="collective", daemon=True).start()
+        while True:
+            try:
+                error = ends.get(timeout=_SLICE.total_seconds())
+            except queue.Empty:
+                if self._broken:
+                    raise RuntimeError("gloo: the group was cut") from None
+                continue
+            if error is not None:
+                raise RuntimeError(f"gloo: {error}") from error
+            return
+
     def form(self, generation: int, *, rank: int, size: int, store: str) -> None:
         """Joins the group of `generation` as `rank` of `size`. Raises RuntimeError when it cannot be formed."""
         self.close()
         if os.environ.get("TRUELINE_HOST", "127.0.0.1") == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with self._lock:
-            self._before = set(_sockets())
+            self._before, self._own = set(_sockets()), None
             self.generation = generation
             self.open, self._broken = True, False
             outcomes = self._outcomes = queue.SimpleQueue[_Outcome]()
@@ -158,7 +185,7 @@ class GlooGroup:
             with self._lock:
                 late = not self.open or self._broken or self.generation != generation
                 if not late:
-                    self._plane = formed[2]
+                    self._plane, self._own = formed[2], _sockets().keys() - self._before
                     outcomes.put(formed)
             if late and formed[2] is not None:
                 formed[2].abort()
@@ -199,7 +226,9 @@ class GlooGroup:
             if not self.open:
                 return 0
             self._broken = True
-            shut = sum(_shut_socket(number, inode) for inode, number in _sockets().items() if inode not in self._before)
+            there = _sockets()
+            own = there.keys() - self._before if self._own is None else there.keys() & self._own
+            shut = sum(_shut_socket(there[inode], inode) for inode in own)
             self._outcomes.put(RuntimeError("it was cut"))
             plane = self._plane
         if plane is not None:

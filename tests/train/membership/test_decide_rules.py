@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from trueline.train.membership import decide as m
 from trueline.train.membership import events as h
 from trueline.train.membership import state
@@ -390,3 +392,58 @@ def test_a_replacement_starts_after_a_moment_though_the_survivors_do_not_get_on(
     )
     world.happen(h.Heartbeat(A, 5), h.Death(B, "killed by SIGKILL")).wait(0.25, A)
     assert [action for action in world.all if isinstance(action, h.Start)][-1] == h.Start(1, 1)
+
+
+def lost_c() -> World:
+    """C has died, A has entered the view without it, and B has not."""
+    return running().happen(h.Death(C, "killed")).enter(a=5)
+
+
+@pytest.mark.parametrize("phase", ["computing", "waiting", "regrouping"])
+def test_a_member_that_does_not_leave_a_cut_group_is_given_up_when_the_others_have_waited(phase):
+    world = lost_c()
+    for seconds in range(60):
+        world.now += 0.25
+        since = seconds * 0.25
+        world.happen(h.Heartbeat(A, 5, "regrouping", since), h.Heartbeat(B, 6, phase, since), h.Tick())
+        if world.of(h.Kill):
+            break
+    assert [kill.ref for kill in world.of(h.Kill)] == [B]
+    assert 10.0 < since < 11.0
+    assert world.of(h.Kill)[0].why.startswith(f"stuck: {phase} for ")
+    assert world.state.view == (A,)
+
+
+def test_all_that_wait_in_a_cut_group_are_given_up_though_no_other_waits_for_them():
+    world = running().happen(h.Death(C, "killed")).wait(9.0, A, B, phase="waiting", phase_s=60.0)
+    assert world.of(h.Kill) == []
+    world.wait(1.25, A, B, phase="waiting", phase_s=60.0)
+    assert [kill.ref for kill in world.of(h.Kill)] == [A, B]
+
+
+def test_a_member_that_evaluates_or_saves_may_take_its_time_to_leave_a_cut_group():
+    for phase in ("evaluating", "committing", "finishing", "healing"):
+        world = lost_c()
+        for _ in range(200):
+            world.now += 0.25
+            world.happen(h.Heartbeat(A, 5, "regrouping", 60.0), h.Heartbeat(B, 5, phase, 60.0), h.Tick())
+        assert B in world.state.members
+
+
+def test_a_member_that_computes_without_end_is_found_though_a_join_is_planned():
+    world = running().happen(h.Scale(4, "asked for"), h.Ready("worker-3.0", "d:1"))
+    world.happen(h.Entered("worker-3.0", world.state.generation, -1))
+    assert not world.state.released
+    for _ in range(50):
+        world.now += 0.25
+        world.happen(h.Heartbeat("worker-3.0", -1, "regrouping", 60.0), h.Tick())
+        for ref, phase in ((A, "waiting"), (B, "computing"), (C, "waiting")):
+            world.happen(h.Heartbeat(ref, 6, phase, 60.0))
+    assert B not in world.state.members
+
+
+def test_a_master_that_came_back_gives_the_members_time_to_enter():
+    world = lost_c()
+    world.state.view_s = 0.0  # another master has read the journal
+    world.wait(9.0, A, B, phase="waiting", phase_s=60.0)
+    assert world.of(h.Kill) == []

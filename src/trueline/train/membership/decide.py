@@ -217,6 +217,7 @@ def _scale(state: State, event: h.Scale, now: float, policy: MembershipPolicy) -
 
 def _tick(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
     forgive(state, now, policy)
+    state.view_s += policy.tick_s
     deaths = find_overdue(state, now, policy)
     actions: list[Action] = [h.Kill(death.ref, death.why) for death in deaths]
     actions += lose_workers(state, deaths, now, policy) if deaths else []

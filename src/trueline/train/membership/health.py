@@ -110,25 +110,28 @@ def find_overdue(state: State, now: float, policy: MembershipPolicy) -> list[Dea
 
 
 def _stuck(state: State, policy: MembershipPolicy) -> list[Death]:
-    """Members that compute while all others wait for them, longer than the job's usual steps allow.
+    """Members that hold the job up for longer than its usual steps allow.
 
-    A member is not stuck before a step of its own (compilers, caches), nor while the others have waited only for a
-    moment: a step may be slow for all.
+    A member that computes while all others wait for it is stuck: not before a step of its own (compilers, caches), nor
+    while the others have waited only for a moment, since a step may be slow for all. A member that still waits in a
+    group that was cut is stuck whatever the others do: a collective inside torch has not noticed the cut.
     """
     patience = _patience(state, policy)
-    stuck, waited = [], False
-    for ref in state.view if state.released and len(state.view) > 1 else ():
+    cut = not state.released and state.cut_below == state.generation
+    late = cut and state.view_s > patience
+    busy, held, waited, moving = [], [], False, False
+    for ref in state.view:
         member = state.members[ref]
-        if member.phase == "waiting":
-            waited = True
-            if member.phase_s < patience / 2:
-                return []
+        if (not state.released and member.entered is not None) or (member.phase == "waiting" and not cut):
+            waited, moving = True, moving or member.phase_s < patience / 2
+        elif late and member.phase in ("waiting", "regrouping") and member.phase_s > patience:
+            held.append(Death(ref, f"stuck: {member.phase} for {member.phase_s:.1f} s in a group that was cut"))
         elif member.phase in BUSY and member.stepped and member.phase_s > patience:
             what = f"stuck: {member.phase} for {member.phase_s:.1f} s while all others wait"
-            stuck.append(Death(ref, f"{what}; the usual step takes {state.usual_s:.3g} s"))
+            busy.append(Death(ref, f"{what}; the usual step takes {state.usual_s:.3g} s"))
         else:
-            return []
-    return stuck if waited else []
+            moving = True
+    return held + (busy if waited and not moving else [])
 
 
 def count_stranded(state: State, policy: MembershipPolicy) -> int:

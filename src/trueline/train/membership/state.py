@@ -117,6 +117,7 @@ class State:
     fill_at: float = 0.0
     """When empty slots may be filled; earlier when the survivors of a death have applied a step."""
     ticked_at: float | None = None
+    view_s: float = 0.0  # how long this master has waited for the members to enter the view, in ticks
     stepped_at: float | None = None
     usual_s: float = 0.0  # time between two steps, smoothed
     silence_s: float = 0.0  # longest recent silence of a living member; older ones count for less
@@ -176,7 +177,7 @@ def form(state: State, reason: str, *, forced: bool, keep: Member | None = None)
     state.cut_below = state.generation if forced else state.cut_below
     state.view = tuple(member.ref for member in staying)
     state.awaited, state.unfinished = set(state.view), set(state.view)
-    state.released, state.finishing, state.gathering_since = False, False, None
+    state.released, state.finishing, state.gathering_since, state.view_s = False, False, None, 0.0
     state.careful = state.careful and state.committed <= state.died_at
     body = {"generation": state.generation, "members": list(state.view), "cut_below": state.cut_below,
             "rotation": state.rotation, "careful": state.careful, "reason": reason}  # fmt: skip
