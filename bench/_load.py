@@ -11,12 +11,15 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import numpy as np
 
 HUNG, LOST = -1, 0
+Requests = bytes | Sequence[Sequence[bytes]]
+"""The bytes that every connection sends again and again, or those that each connection sends in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Answer:
 @dataclass(slots=True, eq=False)
 class _Client:
     port: int
-    request: bytes
+    requests: Iterator[bytes]
     sock: socket.socket = field(init=False)
     sent: float | None = None
     begun: float = 0.0
@@ -47,7 +50,7 @@ class _Client:
     def ask(self, now: float, due: float | None = None) -> None:
         self.sent, self.begun = now, now if due is None else due
         self.got.clear()
-        self.unsent = memoryview(self.request)
+        self.unsent = memoryview(next(self.requests))
         self.push()
 
     def push(self) -> None:
@@ -68,13 +71,14 @@ class _Client:
 
 
 class _Crowd:
-    def __init__(self, port: int, request: bytes, clients: int) -> None:
+    def __init__(self, port: int, request: Requests, clients: int) -> None:
         self.poller = select.epoll()
         self.answers: list[Answer] = []
         self.free: deque[_Client] = deque()
         self.by_handle: dict[int, _Client] = {}
-        for _ in range(clients):
-            self._add(_Client(port, request))
+        for at in range(clients):
+            own = [request] if isinstance(request, bytes) else request[at % len(request)]
+            self._add(_Client(port, cycle(own)))
 
     def _add(self, one: _Client) -> None:
         handle = one.connect()
@@ -131,7 +135,7 @@ class _Crowd:
         one.sock.close()
         if one in self.free:
             self.free.remove(one)
-        self._add(_Client(one.port, one.request))
+        self._add(_Client(one.port, one.requests))
 
     def finish(self, wait_s: float) -> list[Answer]:
         """Waits for due responses, counts missing ones, closes the connections."""
@@ -146,7 +150,7 @@ class _Crowd:
         return self.answers
 
 
-def closed_loop(port: int, request: bytes, *, clients: int, seconds: float, wait_s: float = 10.0) -> list[Answer]:
+def closed_loop(port: int, request: Requests, *, clients: int, seconds: float, wait_s: float = 10.0) -> list[Answer]:
     """`clients` connections that send the next request after each response."""
     crowd = _Crowd(port, request, clients)
     until = time.perf_counter() + seconds
@@ -158,7 +162,7 @@ def closed_loop(port: int, request: bytes, *, clients: int, seconds: float, wait
 
 
 def paced(
-    port: int, request: bytes, *, per_second: float, seconds: float, clients: int, wait_s: float = 10.0
+    port: int, request: Requests, *, per_second: float, seconds: float, clients: int, wait_s: float = 10.0
 ) -> list[Answer]:
     """Requests at a fixed rate, whatever the responses; without a free connection a request waits for one, and its time
     counts from when it was due.

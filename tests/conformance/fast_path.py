@@ -47,6 +47,7 @@ def test_a_request_is_as_it_was_after_it_was_tried(case):
 def test_it_forgets_its_answers_when_the_models_change(case):
     before = [parts(case.answer_uncached(request)) for request in case.repeated()]
     case.change_models()
-    for request, old in zip(case.repeated(), before, strict=True):
+    for request in case.repeated():
         assert case.fast_path.try_answer(request) is None, request.body
+    for request, old in zip(case.repeated(), before, strict=True):
         assert parts(case.answer_uncached(request)) != old, "change_models has changed nothing"

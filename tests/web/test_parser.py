@@ -12,8 +12,9 @@ import pytest
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import ArchiveError, Caps
 from trueline.serve.models.sources import Store
+from trueline.web.header_cache import HeaderCache
 from trueline.web.messages import Request
-from trueline.web.parser import HeaderCache, HttpLimits, RequestParser, RequestRejected, Waits, judge
+from trueline.web.parser import HttpLimits, RequestParser, RequestRejected, Waits, judge
 
 LIMITS = HttpLimits(idle_s=75.0, receive_s=20.0, slowest_bytes_per_s=1000, write_s=30.0, linger_s=2.0)
 
@@ -44,7 +45,7 @@ def test_a_connection_that_waits_for_nothing_is_kept() -> None:
 
 def received(*pieces: bytes, **limits: Any) -> list[Request]:
     taken: list[Request] = []
-    receiver = RequestParser(HttpLimits(**limits), HeaderCache(), lambda: 0.0, taken.append)
+    receiver = RequestParser(HttpLimits(**limits), HeaderCache(1000), lambda: 0.0, taken.append)
     for piece in pieces:
         receiver.feed(piece)
     return taken

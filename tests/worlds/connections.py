@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from trueline.web.header_cache import HeaderCache
 from trueline.web.messages import Request, Response
-from trueline.web.parser import HeaderCache, HttpLimits
+from trueline.web.parser import HttpLimits, RequestParser
 from trueline.web.server import Connection, HttpServer
 
 LIMITS = HttpLimits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)
@@ -99,10 +100,20 @@ def world(
 ) -> World:
     app, clock, wire = Echo(loop=loop), Clock(), Wire()
     server = HttpServer(app, limits, clock)  # type: ignore[arg-type]
-    server.header_cache = heads or server.header_cache
     connection = server()
+    if heads is not None:
+        connection._heads = connection._parser._heads = heads
     connection.connection_made(wire)  # type: ignore[arg-type]
     return World(app, clock, server, wire, connection)
+
+
+def known(whole: bytes) -> Request:
+    """The request `whole`, as a connection makes it that has seen its head before."""
+    heads = HeaderCache(HttpLimits().body_bytes)
+    RequestParser(HttpLimits(), heads, lambda: 0.0, lambda _: None).feed(whole)
+    found = heads.find(whole)
+    assert found is not None
+    return found
 
 
 def get(path: str = "/a", *headers: str, version: str = "1.1") -> bytes:

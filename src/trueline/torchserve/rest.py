@@ -20,7 +20,8 @@ from trueline.serve import json_records
 from trueline.serve.handlers import messages
 from trueline.serve.handlers.messages import encode_answer, reply
 from trueline.serve.protocols import openapi, predict
-from trueline.serve.protocols.dispatch import NO_METHOD, PREDICT_METHODS, PRIORITY_HEADER, allow, check_media, json
+from trueline.serve.protocols.dispatch import NO_METHOD, PREDICT_METHODS, allow, check_media, json
+from trueline.serve.tensors.codec import PRIORITY_HEADER
 from trueline.torchserve import responses
 from trueline.torchserve.workflows.executor import UnknownWorkflow
 from trueline.version import __version__

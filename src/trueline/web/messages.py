@@ -102,17 +102,14 @@ class StreamedBody:
 
 
 class RequestHead(msgspec.Struct, eq=False):
-    """What all requests with the same head bytes share (see `header_cache`)."""
+    """What requests share whose heads differ in the values of `varying` alone (see `header_cache`)."""
 
     method: str
     target: bytes
     path: str
-    headers: dict[bytes, bytes]
-    """Shared by those requests: read-only."""
-    length: int
-    """Bytes of the body."""
+    varying: frozenset[bytes]
     app_data: object = None
-    """Whatever the App derives from the head, for later requests."""
+    """What the App derives from the head, for later requests: nothing that depends on the headers `varying`."""
 
 
 class Request(msgspec.Struct, eq=False):
@@ -125,7 +122,7 @@ class Request(msgspec.Struct, eq=False):
     keep_alive: bool = True
     http_1_0: bool = False
     head: RequestHead | None = None
-    """Of a cached head; a copy with other headers or body has none. Such a request is plain: GET or POST, HTTP/1.1,
+    """Of a known head; a copy with other headers or body has none. Such a request is plain: GET or POST, HTTP/1.1,
     kept alive."""
 
     @property

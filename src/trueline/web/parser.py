@@ -1,4 +1,4 @@
-"""Receives HTTP/1.1 within `HttpLimits`: bytes in, whole requests out. A repeated head is not parsed again.
+"""Receives HTTP/1.1 within `HttpLimits`: bytes in, whole requests out.
 
 llhttp (httptools) parses; `decompress` reads gzip and deflate bodies. This module knows neither responses nor
 transports. Sources: RFC 9110, RFC 9112.
@@ -13,18 +13,12 @@ import httptools
 import msgspec
 
 from trueline.errors import RequestError, TooLarge, UnsupportedMedia
-from trueline.web.messages import Request, RequestHead
+from trueline.web.header_cache import HeaderCache
+from trueline.web.messages import Request
 
 CODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 IN_THREAD_BYTES = 64 * 2**10
 """A longer body is decompressed in a thread."""
-END = b"\r\n\r\n"
-MAX_HEAD_BYTES = 2048
-"""A longer head is not cached."""
-MAX_HEADS = 512
-"""With more, the cache is cleared: clients with something new in every head gain nothing and cost no more."""
-_METHODS = ("GET", "POST")
-_NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,40 +68,6 @@ def judge(waits: Waits, now: float, limits: HttpLimits) -> Verdict:
     return "keep"
 
 
-class HeaderCache:
-    """Parsed request heads by their bytes, shared by all connections of one server.
-
-    Between two requests, the same head bytes mean the same to the parser. Only plain requests are cached: HTTP/1.1,
-    kept alive, with a body of a known length or none, and only a request that arrived whole is looked up.
-    """
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, RequestHead] = {}
-
-    def find(self, data: bytes) -> Request | None:
-        """The request, if `data` is exactly one whole request with a cached head."""
-        body_at = data.find(END, 0, MAX_HEAD_BYTES) + 4
-        head = self._known.get(data[:body_at])
-        if head is None or len(data) - body_at != head.length:
-            return None
-        return Request(head.method, head.target, head.headers, data[body_at:], True, False, head)
-
-    def keep(self, data: bytes, request: Request) -> None:
-        """Caches the head of `data`, from which the parser has made `request`."""
-        headers = request.headers
-        body_at = data.find(END, 0, MAX_HEAD_BYTES) + 4
-        plain = request.method in _METHODS and request.keep_alive and not request.http_1_0
-        plain = plain and headers.keys().isdisjoint(_NOT_PLAIN)
-        length = int(headers.get(b"content-length", 0))
-        if not plain or body_at < 4 or len(data) - body_at != length or len(request.body) != length:
-            return  # not one request alone, or one that needs the parser
-        if len(self._known) >= MAX_HEADS:
-            self._known.clear()
-        self._known[data[:body_at]] = RequestHead(request.method, request.target, request.path, headers, length)
-
-
 class RequestRejected(Exception):
     """A request that is not received; nothing after it is read."""
 
@@ -124,11 +84,11 @@ class RequestParser:
     """The requests of one connection as they arrive. Public attributes describe the current one."""
 
     def __init__(
-        self, limits: HttpLimits, header_cache: HeaderCache, now: Callable[[], float], take: Callable[[Request], object]
+        self, limits: HttpLimits, heads: HeaderCache, now: Callable[[], float], take: Callable[[Request], object]
     ) -> None:
-        """`take` is called with each whole request."""
+        """`take` is called with each whole request; `heads` notes the head of one that arrived whole."""
         self._limits = limits
-        self._header_cache = header_cache
+        self._heads = heads
         self._now = now
         self._take = take
         self._parser = httptools.HttpRequestParser(self)
@@ -247,7 +207,7 @@ class RequestParser:
         )
         self._reset()
         if self._fresh:
-            self._header_cache.keep(self._fresh, request)
+            self._heads.keep(self._fresh, request)
             self._fresh = b""
         self._take(request)
 

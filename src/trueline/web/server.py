@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from typing import cast
 
+from trueline.web.header_cache import HeaderCache
 from trueline.web.messages import (
     App,
     InlineFuture,
@@ -22,7 +23,7 @@ from trueline.web.messages import (
     render,
     render_plain,
 )
-from trueline.web.parser import HeaderCache, HttpLimits, RequestParser, RequestRejected, UpgradeRequested, Waits, judge
+from trueline.web.parser import HttpLimits, RequestParser, RequestRejected, UpgradeRequested, Waits, judge
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -36,7 +37,6 @@ class HttpServer:
         self.loop = loop
         self.draining = False
         """Whether every response is the last of its connection."""
-        self.header_cache = HeaderCache()
         self.date = date_line()
         """The Date header line of this second."""
         self._connections: set[Connection] = set()
@@ -83,9 +83,9 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._app = server.app
         self._loop = server.loop
-        self._header_cache = server.header_cache
+        self._heads = HeaderCache(server.limits.body_bytes)
         self._waiting: deque[Request | Response] = deque()
-        self._parser = RequestParser(server.limits, server.header_cache, server.loop.time, self._waiting.append)
+        self._parser = RequestParser(server.limits, self._heads, server.loop.time, self._waiting.append)
         self._current: Request | None = None
         self._answering: asyncio.Future[Response] | InlineFuture | None = None
         self._streaming: StreamedBody | None = None
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
             return
         parser = self._parser
         if parser.since is None and not parser.silent_bytes:  # between two requests
-            request = self._header_cache.find(data)
+            request = self._heads.find(data)
             if request is not None and self._current is None and not self._waiting and self._writing_since is None:
                 self._current = request
                 answer = self._app.answer(request)
@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
         self._pace_reading()
 
     def _finish_plain(self, response: Response) -> None:
-        """`_finish` for a request with a cached head; takes few steps where the response is plain too."""
+        """`_finish` for a request with a known head; takes few steps where the response is plain too."""
         if response.pieces is not None or response.close or self._server.draining or self._transport is None:
             self._finish(response)
             return

@@ -24,6 +24,8 @@ from conformance.fast_path import *  # noqa: F403 - the shared tests
 from conformance.fast_path import Case
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.serve.batching.policy import Policy
+from trueline.serve.fastpath.fast_path import DECIDING, MAX_HEADS, InferFastPath
+from trueline.serve.fastpath.templates import MAX_TEMPLATES
 from trueline.serve.models.catalog import Models, Shadow
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import ProgramVersion
@@ -33,7 +35,7 @@ from trueline.web.access_log import AccessLogMiddleware
 from trueline.web.messages import Answer, App, InlineFuture, Request, Response
 from trueline.web.parser import HttpLimits
 from trueline.web.server import Connection, HttpServer
-from worlds import bundles
+from worlds import bundles, connections
 from worlds.connections import Wire
 from worlds.servers import load_as_if
 from worlds.waiting import until_async
@@ -122,9 +124,7 @@ class World:
 
     def request(self, whole: bytes) -> Request:
         """As it is once its head is known."""
-        found = self.server.header_cache.find(whole)
-        assert found is not None
-        return found
+        return connections.known(whole)
 
     def teach(self, whole: bytes) -> None:
         """Asks until requests like it are known."""
@@ -137,8 +137,13 @@ class World:
         connection.connection_lost(None)
 
     def learned(self, whole: bytes) -> bool:
-        head = self.request(whole).head
-        return head is not None and getattr(head.app_data, "reply", None) is not None
+        request, fast_path = self.request(whole), self.routes._fast_path
+        assert isinstance(fast_path, InferFastPath)
+        known = fast_path.find_head(request)
+        if known is None or known.templates is None:
+            return False
+        found = known.templates.find(request.body, known.json_bytes, [], None)
+        return found is not None and found[0].reply is not None
 
     def crowd(self) -> None:
         """Turns of the loop bring several requests each from now on."""
@@ -210,7 +215,7 @@ def case(world: World) -> Case:
 
     def foreign() -> list[Request]:
         found = [same_length(USUAL, *change) for change in OTHERS if change[1] not in (b"7.50", b"-0.0")]
-        head_unknown = Request("POST", b"/v2/models/tiny/infer", {}, USUAL.partition(b"\r\n\r\n")[2])
+        head_unknown = Request("POST", b"/v2/models/tiny/infer?x", {}, USUAL.partition(b"\r\n\r\n")[2])
         return [*map(world.request, found), world.request(v1), head_unknown]
 
     return Case(
@@ -531,16 +536,176 @@ def test_whatever_comes_goes_and_takes_over_each_is_answered_once_by_the_version
         in_bytes([[1, 2, 3]], "x-trueline-priority: 1"),
         in_bytes([[1, 2, 3]], priority=1),
         in_bytes([[1, 2, 3]], timeout=10**7),
+        in_bytes([[1, 2, 3]], timeout=0),
         in_json([1, 2, 3], id="7"),
+        in_json([[1, 2, 3]], id="7", shape=[1, 3]),
+        in_json([1, 2, 3], parameters={"sent_at": 1767225600.25, "priority": 3}),
     ],
 )
-def test_what_is_urgent_has_a_deadline_or_a_name_takes_the_uncached_path(world: World, whole: bytes) -> None:
+def test_what_is_urgent_has_a_deadline_or_a_name_is_answered_as_fast(world: World, whole: bytes) -> None:
+    world.teach(whole)
+    assert parts(world.ask(whole)) == parts(world.uncached(whole))
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        in_bytes([[1, 2, 3]], timeout=49_999),
+        in_json([1, 2, 3], id="caf\u00e9"),
+        in_json([1, 2, 3], id="a" * 257),
+        in_json([1, 2, 3], parameters={"note": "\\"}),
+    ],
+)
+def test_what_has_a_near_deadline_or_an_unusual_name_takes_the_uncached_path(world: World, whole: bytes) -> None:
     connection, wire = world.connect()
     for asked in range(1, 13):
         connection.data_received(whole)
         world.until(lambda: wire.answers() == asked)  # noqa: B023
     assert wire.written.count(b"HTTP/1.1 200") == 12
-    assert not world.learned(whole)
+    assert world.routes._fast_path.try_answer(world.request(whole)) is None
+
+
+IDS = st.one_of(
+    st.uuids().map(str), st.text(max_size=40), st.sampled_from(["", "7", '"', "\\", "\x1f", "a" * 256, None])
+)
+FORMS: list[Callable[..., bytes]] = [
+    lambda id, value, more: in_json([value, 2.0, 3.0], id=id, parameters=more),
+    lambda id, value, more: post(json.dumps({"id": id, "parameters": more, "inputs": [x_of(value)]}).encode()),
+    lambda id, value, more: in_json([[value, 2.0, 3.0]], shape=[1, 3], id=id),
+    lambda id, value, more: in_bytes([[value, 2, 3]], **more),
+    lambda id, value, more: in_bytes_of(value, id, more),
+]
+
+
+def x_of(value: float) -> dict[str, Any]:
+    return {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [value, 2.0, 3.0]}
+
+
+def in_bytes_of(value: float, request_id: str | None, more: dict[str, Any]) -> bytes:
+    array = np.array([value, 2, 3], np.float32)
+    tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "parameters": {"binary_data_size": array.nbytes}}
+    said = {"id": request_id, "inputs": [tensor], "parameters": {"binary_data_output": True} | more}
+    head = json.dumps(said).encode()
+    return post(head + array.tobytes(), f"inference-header-content-length: {len(head)}")
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(FORMS),
+            IDS,
+            st.floats(-1e3, 1e3, width=32),
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "priority": st.sampled_from([0, 1, 3, 5, -1, True, 77, 10**30, "1", 1.5]),
+                    "timeout": st.sampled_from([0, 10**7, 10**9, 10**20, -1, True, "1", 1e7, None]),
+                    "note": IDS,
+                    "sent_at": st.one_of(st.floats(), st.integers()),
+                    "sequence_id": st.sampled_from([0, 7]),
+                },
+            ),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_requests_with_ids_and_parameters_of_their_own_are_answered_as_the_uncached_path_answers(
+    world: World, requests: list[tuple[Callable[..., bytes], str | None, float, dict[str, Any]]]
+) -> None:
+    for form, request_id, value, more in requests:
+        whole = form(request_id, value, more)
+        for _ in range(3):
+            assert parts(world.ask(whole)) == parts(world.uncached(whole))
+
+
+def id_of(answer: bytes) -> str:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"inference-header-content-length: (\d+)", head)
+    found: str = json.loads(body[: int(length[1])] if length else body)["id"]
+    return found
+
+
+@pytest.mark.parametrize("form", [0, 1, 4])
+def test_each_answer_of_a_turn_has_the_id_and_the_values_of_its_request(world: World, form: int) -> None:
+    world.teach(FORMS[form]("taught", 1.0, {}))
+    world.crowd()
+    ids = [f"{number:x}" * (number + 1) for number in range(8)]
+    answers = world.together([FORMS[form](one, float(number), {}) for number, one in enumerate(ids)])
+    assert [id_of(one) for one in answers] == ids
+    assert max(world.tiny.stats.runs_by_rows) == 8, "they were not run together"
+    for number, answer in enumerate(answers):
+        assert answer.endswith(world.uncached(FORMS[form](ids[number], float(number), {})).body)
+
+
+def test_the_log_has_the_id_in_the_headers_of_each_request_whose_head_is_known(world: World) -> None:
+    log = Log()
+    world.server = world.behind(AccessLogMiddleware(world.routes, "data", log))  # type: ignore[arg-type]
+    connection, wire = world.connect()
+    for number in range(12):
+        connection.data_received(post(USUAL.partition(b"\r\n\r\n")[2], f"x-request-id: r{number}", f"x: {number}"))
+        world.until(lambda: wire.answers() == number + 1)  # noqa: B023
+    assert [one.id for one in log.entries] == [f"r{number}" for number in range(12)]
+
+
+def test_a_json_length_that_is_longer_than_this_body_is_refused_under_a_known_head(world: World) -> None:
+    whole = in_bytes([[1, 2, 3]])
+    world.teach(whole)
+    head, _, body = whole.partition(b"\r\n\r\n")
+    short = re.sub(rb"\ncontent-length: \d+", b"\ncontent-length: 9", head) + b"\r\n\r\n" + body[:9]
+    assert world.ask(short).status == 400
+    assert parts(world.ask(short)) == parts(world.uncached(short))
+
+
+def test_keys_of_a_model_that_is_not_split_change_nothing_and_one_that_is_goes_by_them(world: World) -> None:
+    body = USUAL.partition(b"\r\n\r\n")[2]
+    world.add("2")
+    world.teach(post(body, "x-trueline-key: a"))
+    assert world.routes._fast_path.try_answer(world.request(post(body, "x-trueline-key: b"))) is not None
+    world.models.set_split("tiny", Split({"1": 1, "2": 1}))
+    versions = {
+        key: {json.loads(world.ask(post(body, f"x-trueline-key: {key}")).body)["model_version"] for _ in range(5)}
+        for key in "abcdefgh"
+    }
+    assert all(len(seen) == 1 for seen in versions.values())
+    assert set().union(*versions.values()) == {"1", "2"}
+
+
+def test_no_header_but_the_deciding_ones_is_read_of_an_infer_request(world: World) -> None:
+    class Watched(dict[bytes, bytes]):
+        def __getitem__(self, name: bytes) -> bytes:
+            read.add(name)
+            return super().__getitem__(name)
+
+        def get(self, name: bytes, default: Any = None) -> Any:
+            read.add(name)
+            return super().get(name, default)
+
+        def __contains__(self, name: object) -> bool:
+            read.add(name)
+            return super().__contains__(name)
+
+    read: set[object] = set()
+    given = world.request(in_bytes([[1, 2, 3]], "x-trueline-priority: 1", "content-type: a/b"))
+    for _ in range(4):
+        world.answer_uncached(Request(given.method, given.target, Watched(given.headers), given.body))
+    keys = {b"x-trueline-key", b"ts_request_sequence_id"}  # read again for each request that goes by a split
+    assert read - keys == set(DECIDING)
+
+
+def test_forms_of_one_client_displace_no_form_that_others_use_and_fill_no_memory(world: World) -> None:
+    world.teach(USUAL)
+    fast_path = world.routes._fast_path
+    for number in range(4 * MAX_TEMPLATES):
+        note = "n" * (number + 1)
+        own = post(json.dumps({note: None, "inputs": [x_of(1.0)]}).encode(), path=f"/v2/models/tiny/infer?{note}")
+        for _ in range(2):
+            assert world.ask(own).status == 200
+        assert fast_path.try_answer(world.request(USUAL)) is not None
+    assert world.tiny.templates._size <= MAX_TEMPLATES
+    assert isinstance(fast_path, InferFastPath)
+    assert len(fast_path._heads) <= MAX_HEADS
 
 
 def test_what_comes_while_others_wait_waits_behind_them(world: World) -> None:

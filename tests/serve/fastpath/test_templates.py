@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,15 +146,82 @@ def test_a_request_that_says_nothing_new_is_read_by_its_numbers_alone(monkeypatc
     assert remembering.decode(*binary_body({"inputs": [X]}, ones)).inputs["x"].tolist() == [[1, 1]]
 
 
-def test_no_more_layouts_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_templates_are_kept_than_there_is_room_for_and_the_used_ones_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     remembering = TemplateCache(ONE)
-    bodies = [json.dumps({"note": n, "inputs": [tensor()]}).encode() for n in range(MAX_TEMPLATES + 1)]
+    used = json.dumps({"inputs": [tensor()]}).encode()
+    bodies = [json.dumps({"n" * (n + 1): None, "inputs": [tensor()]}).encode() for n in range(3 * MAX_TEMPLATES)]
     for body in bodies:
+        remembering.decode(used)
         remembering.decode(body)
+    assert len(remembering._all()) == remembering._size == MAX_TEMPLATES
     monkeypatch.setattr(templates.codec, "decode_with_inputs", None)
-    assert remembering.decode(bodies[-1]).inputs["x"].tolist() == [[1, 2.5]]
+    for body in (used, bodies[-1]):
+        assert remembering.decode(body).inputs["x"].tolist() == [[1, 2.5]]
     with pytest.raises(TypeError):
         remembering.decode(bodies[0])
+
+
+def test_a_form_is_known_by_its_id_and_parameters_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(request_id: str, **more: object) -> bytes:
+        return json.dumps({"id": request_id, "inputs": [tensor()], "parameters": more}).encode()
+
+    remembering = TemplateCache(ONE)
+    remembering.decode(body("a", timeout=5, priority=1, note="n", at=1.5))
+    monkeypatch.setattr(templates.codec, "decode_with_inputs", None)
+    call = remembering.decode(body("longer", timeout=7_000_000, priority=0, note="", at=-20))
+    assert (call.id, call.timeout_s, call.priority) == ("longer", 7.0, 0)
+    for other in (
+        body("a", timeout=-5, priority=1, note="n", at=1.5),
+        body("a", timeout=5, priority=1.0, note="n", at=1.5),
+        body("a", timeout=5, priority=1, note=3, at=1.5),
+        body("a", timeout=5, priority=1, note="n", at="1.5"),
+        body('"', timeout=5, priority=1, note="n", at=1.5),
+        body("a", timeout=5, priority=1, sequence_id=7, at=1.5),
+    ):
+        with pytest.raises(TypeError):
+            remembering.decode(other)
+
+
+def test_several_inputs_in_json_are_known_by_the_text_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(request_id: str, a: Any, b: Any) -> bytes:
+        given = {"name": "a", "shape": [1, 2], "datatype": "FP32", "data": a}
+        return json.dumps(
+            {"id": request_id, "inputs": [given, {"name": "b", "shape": [1], "datatype": "BOOL", "data": b}]}
+        ).encode()
+
+    remembering = TemplateCache(TWO)
+    remembering.decode(body("a", [1, 2], [True]))
+    remembering.decode(body("a", [[1, 2]], [True]))
+    monkeypatch.setattr(templates.codec, "decode_with_inputs", None)
+    for a in ([3, 4.5], [[3, 4.5]]):
+        call = remembering.decode(body("b", a, [False]))
+        assert (call.id, call.inputs["a"].tolist(), call.inputs["b"].tolist()) == ("b", [[3, 4.5]], [False])
+
+
+def test_every_name_that_the_codec_reads_is_among_those_that_are_no_gaps() -> None:
+    read = set()
+    for node in ast.walk(ast.parse(Path(codec.__file__).read_text())):
+        name: ast.expr | None = None
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "get"
+            and node.args
+        ):
+            name = node.args[0]
+        elif isinstance(node, ast.Subscript):
+            name = node.slice
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            name = node.left
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            read.add(name.value.encode())
+    fields = {
+        field.encode() for one in (codec.GivenInput, codec._Output, codec._Request) for field in one.__struct_fields__
+    }
+    assert {b"timeout", b"binary_data_size"} <= read
+    assert read | fields <= codec.READ
 
 
 @given(

@@ -308,7 +308,7 @@ def full(tmp_path: Path) -> Iterator[TinyApp]:
 def test_what_is_remembered_of_a_refusal_ends_with_the_full_queue_and_with_the_version(full: TinyApp) -> None:
     """Requests with a head that is known, as a kept-alive client sends them."""
     target, headers = b"/v2/models/tiny/infer", {b"content-length": b"%d" % len(BODY)}
-    head = RequestHead("POST", target, "/v2/models/tiny/infer", headers, len(BODY))
+    head = RequestHead("POST", target, "/v2/models/tiny/infer", frozenset(headers))
 
     def ask(body: bytes = BODY) -> Any:
         return full.routes.answer(Request("POST", target, headers, body, True, False, head))

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
     Kind = tuple[tuple[int, ...], ...]
     HandleUncached = Callable[[Request], Answer]
+    EncodeReply = Callable[[int, bytes | None], Response]
+    """Makes the response from the outputs' rows from one on, with the text of an id if the request has one."""
+    Spans = Sequence[tuple[int, int]]
+    """Where in a body each input lies."""
 
 MAX_BYTES = 64 * 2**10
 """Of a request's tensors: larger ones are read faster in place than copied."""
@@ -33,34 +37,47 @@ MAX_TRIES = 3
 """To bind a number of rows, on the values of as many requests."""
 
 
+class InputReader(Protocol):
+    """Reads the inputs of one form of requests; `templates.Template`."""
+
+    def pieces(self, body: bytes | bytearray, spans: Spans) -> Sequence[bytes | bytearray] | None:
+        """The bytes of each input; None for malformed ones."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class CachedReply:
-    """Answers requests with one head and one template."""
+    """Answers requests of one template."""
 
     runs: BoundRuns
     arrays: BoundArrays
-    pieces_of: Callable[[bytes | bytearray], Sequence[bytes | bytearray] | None]
-    """The template's."""
-    encode: Callable[[int], Response]
-    """Makes the response from the outputs' rows from one on."""
+    encode: EncodeReply
     rows: int
     stats: ServerStats
 
-    def try_answer(self, request: Request, handle_uncached: HandleUncached) -> Response | InlineFuture | None:
-        """The response; None for a request that the uncached path has to answer."""
+    def try_answer(
+        self,
+        request: Request,
+        handle_uncached: HandleUncached,
+        form: tuple[InputReader, Spans],
+        request_id: bytes | None,
+        began: float,
+    ) -> Response | InlineFuture | None:
+        """The response to `request`, whose inputs `form` reads and whose decoding began at `began`; None:
+        the uncached path has to answer it.
+        """
         runs = self.runs
         if not runs.open:
             return None
         mode = runs.batcher.run_mode()
         if mode == "queue":
             return None
-        began = perf_counter()
-        pieces = self.pieces_of(request.body)
+        pieces = form[0].pieces(request.body, form[1])
         if pieces is None:
             return None
         arrays, since = self.arrays, perf_counter()
         if mode == "turn":
-            return arrays.hold(PendingRequest(self, request, handle_uncached, pieces, began, since))
+            return arrays.hold(PendingRequest(self, request, handle_uncached, pieces, request_id, began, since))
         for view, piece in zip(arrays.views, pieces, strict=True):
             view[: len(piece)] = piece
         run = arrays.run_of(self.rows)
@@ -69,7 +86,7 @@ class CachedReply:
         try:
             run()
             ran = perf_counter()
-            response = self.encode(0)
+            response = self.encode(0, request_id)
         except Exception:  # noqa: BLE001 - blind on purpose: the uncached path reports what is wrong
             return None
         now, stats = perf_counter(), runs.stats
@@ -86,6 +103,7 @@ class PendingRequest(InlineFuture):
     request: Request
     handle_uncached: HandleUncached
     pieces: Sequence[bytes | bytearray]
+    request_id: bytes | None
     began: float
     since: float
 
@@ -211,7 +229,7 @@ class BoundArrays:
             run()
             ran = perf_counter()
             for one in pending:
-                responses.append(one.reply.encode(at))
+                responses.append(one.reply.encode(at, one.request_id))
                 at += one.reply.rows
         except Exception:  # noqa: BLE001 - blind on purpose: each takes the uncached path, and fails there if it has to
             return False

@@ -3,37 +3,46 @@
 When a client repeats a request and only the tensor values differ, routing, parsing and validation come out the same.
 Their result is cached:
 
-    InferHead        which model and version a head names; with the head, in `web.parser`
-    templates        the text of a body around its tensors; with the version
-    CachedReply      arrays to which the program is bound, and the text of the answer; with the InferHead
+    InferHead        which model and version a request's target names, and where that leads
+    templates        the text of a body around its tensors and around what is new in each, as its id; with the version
+    CachedReply      arrays to which the program is bound, and the text of the answer; with the template
     CachedRefusal    the answer while the queue is full; with the InferHead
 
-The uncached path answers everything else: requests of another form, with a deadline or a priority, those that come
-while others wait, and those whose run fails.
+The uncached path answers everything else: requests of another form, with a deadline that is near, those that come while
+others wait, and those whose run fails. All caches are bounded, and what is used least goes first.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from trueline.errors import Overloaded, RequestError
 from trueline.serve.fastpath.bound_run import CachedReply, bytes_of
-from trueline.serve.tensors import codec
+from trueline.serve.tensors import arrays, codec
 from trueline.web.messages import InlineFuture, Request, Response, render_lead
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
     from trueline.serve.counters import ServerStats
-    from trueline.serve.fastpath.bound_run import BoundArrays, BoundRuns, HandleUncached
-    from trueline.serve.fastpath.templates import TemplateCache
+    from trueline.serve.fastpath.bound_run import BoundArrays, BoundRuns, EncodeReply, HandleUncached
+    from trueline.serve.fastpath.templates import Template, TemplateCache
 
 OCTETS = b"application/octet-stream"
+MAX_HEADS = 512
+"""With more, all are dropped; each is found again by the next request that takes the uncached path."""
 MAX_TRIES = 8
-"""To cache a reply for one head: after as many requests, theirs are of too many forms."""
+"""To cache a reply for one template."""
+MIN_TIMEOUT_US = 50_000
+"""A request with a shorter deadline takes the uncached path; a run on the loop ends long before a longer one."""
+DECIDING = (b"content-type", arrays.LENGTH_HEADER, codec.PRIORITY_HEADER, b"content-encoding")
+"""Headers by which an InferHead is found beside method and target. No other header is read to make one, or to answer
+by one.
+"""
 
 
 class FastPath(Protocol):
@@ -82,19 +91,20 @@ class Catalog(Protocol):
     def split(self, model: str) -> object | None: ...
 
 
-class InferHead(msgspec.Struct):
-    """What is known of infer requests with one head."""
+class InferHead(msgspec.Struct, eq=False):
+    """What is known of infer requests with one method, target and `DECIDING` headers."""
 
     model: str
     version: str | None
-    key: str
     json_bytes: int | None = None
-    """Bytes of JSON at the start of the body; None: all."""
+    """Bytes of JSON at the start of the body, which may be shorter; None: all."""
     priority: bytes | None = None
     changes: int = -1
-    """`Models.changes` as of `reply`, `tries` and `refusal`."""
-    reply: CachedReply | None = None
-    tries: int = 0
+    """`Models.changes` as of `templates` and `refusal`."""
+    templates: TemplateCache | None = None
+    """Those of the version to which all these requests go."""
+    last: Template | None = None
+    """That of the last request."""
     refusal: CachedRefusal | None = None
 
 
@@ -108,17 +118,9 @@ class CachedRefusal(msgspec.Struct, frozen=True):
 
     def holds_for(self, body: bytes | bytearray) -> bool:
         """False for a body that may name a priority."""
-        if not self.version.stands(self.reason):
+        if not self.version.stands(self.reason) or len(body) < (self.json_bytes or 0):
             return False
         return body.find(b"priority", 0, self.json_bytes) < 0 and body.find(b"\\", 0, self.json_bytes) < 0
-
-
-def infer_head(request: Request) -> InferHead | None:
-    """What is known of requests with the head of this one."""
-    head = request.head
-    if head is None or type(head.app_data) is not InferHead:
-        return None
-    return head.app_data
 
 
 class InferFastPath:
@@ -128,46 +130,85 @@ class InferFastPath:
         self._models = models
         self._stats = stats
         self._handle_uncached = handle_uncached
+        self._heads: dict[object, InferHead] = {}
 
     def try_answer(self, request: Request) -> Response | InlineFuture | None:
         head, models = request.head, self._models
         known = None if head is None else head.app_data
-        if type(known) is not InferHead or known.changes != models.changes:
+        if type(known) is not InferHead:
+            known = self.find_head(request)
+        if known is None or known.changes != models.changes:
             return None
-        if known.reply is not None and not models.shadows:
-            answer = known.reply.try_answer(request, self._handle_uncached)
+        if known.templates is not None and not models.shadows:
+            answer = self._try_reply(request, known, known.templates)
             if answer is not None:
                 return answer
         if known.refusal is not None and known.refusal.holds_for(request.body):
             return known.refusal.response
         return None
 
+    def _try_reply(
+        self, request: Request, known: InferHead, templates: TemplateCache
+    ) -> Response | InlineFuture | None:
+        began = perf_counter()
+        values: list[bytes] = []
+        found = templates.find(request.body, known.json_bytes, values, known.last)
+        if found is None:
+            return None
+        template, spans = found
+        known.last = template
+        if template.reply is None:
+            return None
+        at, request_id = template.texts.timeout_at, None
+        if at >= 0 and 0 < int(values[at]) < MIN_TIMEOUT_US:
+            return None
+        at = template.texts.id_at
+        if at >= 0:
+            request_id = bytes(values[at])
+        return template.reply.try_answer(request, self._handle_uncached, (template, spans), request_id, began)
+
+    def find_head(self, request: Request) -> InferHead | None:
+        """What is known of requests with the head of this one."""
+        known = self._heads.get(_key_of(request))
+        if known is not None and request.head is not None and request.head.varying.isdisjoint(DECIDING):
+            request.head.app_data = known
+        return known
+
+    def keep_head(self, request: Request, made: InferHead) -> None:
+        """Caches what the head of `request` says."""
+        if len(self._heads) >= MAX_HEADS:
+            self._heads.clear()
+        self._heads[_key_of(request)] = made
+
     def learn(
         self, request: Request, version: CachedProgram, call: codec.InferCall, outputs: Mapping[str, Array]
     ) -> None:
         """Caches how `version` answers requests like this one, which it answered with `outputs`."""
-        known, runs = infer_head(request), version.bound_runs
+        known, runs = self.find_head(request), version.bound_runs
         if known is None or runs is None or not runs.open:
             return
         self._forget_if_changed(known)
-        if known.reply is not None or known.tries >= MAX_TRIES or known.priority is not None:
+        if known.templates is None:
+            if not self._models.leads_to(version, known.model, known.version):
+                return
+            known.templates = version.templates
+        found = version.templates.find(request.body, known.json_bytes, [], known.last)
+        if found is None or found[0].reply is not None or found[0].tries >= MAX_TRIES:
             return
-        known.tries += 1
-        template = version.templates.find(request.body, known.json_bytes)
-        if template is None or not self._models.leads_to(version, known.model, known.version):
-            return
-        if sys.byteorder != "little" or call.timeout_s is not None or call.priority is not None:
+        template, plain = found[0], found[0].call
+        template.tries += 1
+        if sys.byteorder != "little" or plain.timeout_s is not None or plain.priority is not None:
             return
         if call.binary and call.binary != set(call.outputs):
             return
-        arrays = runs.arrays_for(call.inputs, outputs)
-        if arrays is None or template.names != tuple(arrays.inputs) or not arrays.accepts(call.inputs, outputs):
+        bound = runs.arrays_for(call.inputs, outputs)
+        if bound is None or template.names != tuple(bound.inputs) or not bound.accepts(call.inputs, outputs):
             return
         try:
-            encode = (_encode_bytes if call.binary else _encode_json)(version, template.call, outputs, arrays)
+            encode = (_encode_bytes if call.binary else _encode_json)(version, plain, outputs, bound)
         except RequestError:
             return  # the uncached path reports it each time
-        known.reply = CachedReply(runs, arrays, template.pieces, encode, arrays.rows_of(call.inputs), self._stats)
+        template.reply = CachedReply(runs, bound, encode, bound.rows_of(call.inputs), self._stats)
 
     def learn_refusal(self, known: InferHead, version: CachedProgram, reason: Overloaded, response: Response) -> None:
         """Caches the `response` of `version`'s full queue."""
@@ -177,46 +218,56 @@ class InferFastPath:
 
     def _forget_if_changed(self, known: InferHead) -> None:
         if known.changes != self._models.changes:
-            known.changes, known.reply, known.tries, known.refusal = self._models.changes, None, 0, None
+            known.changes, known.templates, known.last, known.refusal = self._models.changes, None, None, None
+
+
+def _key_of(request: Request) -> object:
+    get = request.headers.get
+    return (request.method, request.target, *map(get, DECIDING))
 
 
 def _encode_bytes(
-    version: CachedProgram, call: codec.InferCall, outputs: Mapping[str, Array], arrays: BoundArrays
-) -> Callable[[int], Response]:
+    version: CachedProgram, call: codec.InferCall, outputs: Mapping[str, Array], bound: BoundArrays
+) -> EncodeReply:
     made = codec.encode(version.model, version.version, call, outputs)
-    head = made.body[: made.json_bytes]
-    headers = b"inference-header-content-length: %d\r\n" % len(head)
-    lead = render_lead(Response(200, made.body, OCTETS, headers))
-    places = [(bytes_of(arrays.outputs[key]), arrays.row_bytes(key), outputs[key].nbytes) for key in call.outputs]
-    if len(places) == 1:
-        ((view, step, size),) = places
+    plain = made.body[: made.json_bytes]
+    before_id, after_id = codec.with_id(plain)
+    places = [(bytes_of(bound.outputs[key]), bound.row_bytes(key), outputs[key].nbytes) for key in call.outputs]
+    size_of_all = len(made.body) - len(plain)
 
-        def encode(at: int) -> Response:
-            at *= step
-            return Response(200, head + view[at : at + size], OCTETS, headers, False, None, lead)
-    else:
+    def lead_of(json_bytes: int) -> tuple[bytes, bytes]:
+        headers = b"inference-header-content-length: %d\r\n" % json_bytes
+        return headers, render_lead(Response(200, bytes(json_bytes + size_of_all), OCTETS, headers))
 
-        def encode(at: int) -> Response:
-            tensors = [view[at * step : at * step + size] for view, step, size in places]
-            return Response(200, b"".join([head, *tensors]), OCTETS, headers, False, None, lead)
+    plain_lead = lead_of(len(plain))
+    leads: dict[int, tuple[bytes, bytes]] = {}  # by the length of an id, of which there are at most 256
+
+    def encode(at: int, request_id: bytes | None) -> Response:
+        head, lead = plain, plain_lead
+        if request_id is not None:
+            head = before_id + request_id + after_id
+            lead = leads.get(len(head)) or leads.setdefault(len(head), lead_of(len(head)))
+        tensors = [view[at * step : at * step + size] for view, step, size in places]
+        return Response(200, b"".join([head, *tensors]), OCTETS, lead[0], False, None, lead[1])
 
     return encode
 
 
 def _encode_json(
-    version: CachedProgram, call: codec.InferCall, outputs: Mapping[str, Array], arrays: BoundArrays
-) -> Callable[[int], Response]:
+    version: CachedProgram, call: codec.InferCall, outputs: Mapping[str, Array], bound: BoundArrays
+) -> EncodeReply:
     *before, end = codec.around(version.model, version.version, call, outputs)
+    before_id, after_id = codec.with_id(end)
     places = []
     for text, key in zip(before, call.outputs, strict=True):
-        flat = arrays.outputs[key].reshape(-1)
-        places.append((text, flat, arrays.row_bytes(key) // flat.itemsize, outputs[key].size))
+        flat = bound.outputs[key].reshape(-1)
+        places.append((text, flat, bound.row_bytes(key) // flat.itemsize, outputs[key].size))
     numbers = codec.numbers
 
-    def encode(at: int) -> Response:
+    def encode(at: int, request_id: bytes | None) -> Response:
         body = b""
         for text, flat, step, size in places:
             body += text + numbers(flat[at * step : at * step + size].tolist())
-        return Response(200, body + end)
+        return Response(200, body + (end if request_id is None else before_id + request_id + after_id))
 
     return encode

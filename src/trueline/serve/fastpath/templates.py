@@ -1,10 +1,11 @@
-"""The text of infer requests around their tensors, cached: a client that repeats it has only its tensors read. Pure.
+"""The forms of infer requests to one version, cached: only the tensors of a request of a known form are read. Pure.
 
-    a binary request   its JSON, byte for byte, and the number of bytes that follow
-    a JSON request     with one input: the text before its `data` and the text after it, byte for byte
+    a binary request   its JSON, and the number of bytes that follow
+    a JSON request     the text before, between and after the `data` of its inputs
 
-`codec.decode` checks and decides by this text, and by the tensors, which are read here as `codec` reads them. What is
-unknown or fails here goes to `codec.decode`, which decides what a request is and reports its errors.
+The text may have gaps, which are new in each request (`texts`). `codec.decode` checks and decides by the text, and by
+the tensors, which are read here as `codec` reads them. What is unknown or fails here goes to `codec.decode`, which
+decides what a request is and reports its errors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,79 +20,55 @@ import numpy as np
 
 from trueline.bundle.signature import NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
+from trueline.serve.fastpath.texts import Texts, skeleton
 from trueline.serve.tensors import arrays, codec
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
+    from trueline.serve.fastpath.bound_run import CachedReply, Spans
+
+    Body = bytes | bytearray
 
 MAX_TEMPLATES = 64
-"""With more, all are dropped."""
+"""With more, those that fewest requests had go first."""
+MAX_ALIKE = 4
+"""Templates with the same text before the first tensor."""
 MAX_BYTES = 1024
 """A longer text is not cached."""
 _DATA = b'"data"'
 _KEY = (b'"data":', b'"data": ')
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where an input lies behind the JSON of a binary request."""
+class _Bytes(msgspec.Struct, frozen=True):
+    """An input of a binary request."""
 
     name: str
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
-    start: int
-    """In the body."""
-    size: int
-    aligned: bool
+    depth: int = 0
+
+    def read(self, body: Body, start: int, end: int) -> Array | None:
+        if start % self.dtype.itemsize:  # copied to an aligned place
+            return np.ndarray(self.shape, self.dtype, body[start:end])
+        return np.ndarray(self.shape, self.dtype, body, start)
+
+    def read_bytes(self, body: Body, start: int, end: int) -> Body | None:
+        return body[start:end]
 
 
-@dataclass(frozen=True, slots=True)
-class _Binary:
-    """Requests with the JSON `head`; `call` is what they ask, without inputs."""
+class _Numbers(msgspec.Struct, frozen=True):
+    """An input of a JSON request."""
 
-    head: bytes
-    places: tuple[_Place, ...]
-    num_bytes: int
-    call: codec.InferCall
-    names: tuple[str, ...]
-
-    def pieces(self, body: bytes | bytearray) -> Sequence[bytes | bytearray] | None:
-        """The bytes of each input, in the order of `names`; None for a request of another form, or a malformed one."""
-        if len(body) - len(self.head) != self.num_bytes or not body.startswith(self.head):
-            return None
-        return [body[place.start : place.start + place.size] for place in self.places]
-
-
-@dataclass(frozen=True, slots=True)
-class _Json:
-    """Requests of one input with the texts `begin` and `end` around its data."""
-
-    begin: bytes
-    end: bytes
     name: str
     datatype: str
     shape: tuple[int, ...]
     depth: int
-    call: codec.InferCall
-    names: tuple[str, ...]
     flat: arrays.FlatReader | None
-    """Reads the data if it is one list of floats."""
+    """Of a flat list."""
 
-    def pieces(self, body: bytes | bytearray) -> Sequence[bytes | bytearray] | None:
-        """As `_Binary.pieces`."""
-        begin, end = self.begin, self.end
-        if not (body.startswith(begin) and body.endswith(end)) or len(body) < len(begin) + len(end):
-            return None
-        text = memoryview(body)[len(begin) : len(body) - len(end)]
-        if self.flat is not None:
-            piece = self.flat(text)
-        else:
-            array = self.read(text)
-            piece = None if array is None else array.tobytes()
-        return None if piece is None else (piece,)
-
-    def read(self, text: memoryview) -> Array | None:
-        """The input in `text`; None when it does not fit the shape, or is malformed."""
+    def read(self, body: Body, start: int, end: int) -> Array | None:
+        """The input; None when it does not fit the shape, or is malformed."""
+        text = memoryview(body)[start:end]
         try:
             if arrays.depth_of(text) != self.depth:
                 return None
@@ -102,103 +78,211 @@ class _Json:
         fits = array.shape == self.shape if self.depth > 1 else array.size == math.prod(self.shape)
         return array.reshape(self.shape) if fits else None
 
+    def read_bytes(self, body: Body, start: int, end: int) -> Body | None:
+        if self.flat is not None:
+            return self.flat(memoryview(body)[start:end])
+        array = self.read(body, start, end)
+        return None if array is None else array.tobytes()
 
-Template = _Binary | _Json
+
+class Template(msgspec.Struct, eq=False):
+    """Requests of one form; `call` is what they ask, without inputs and without what their gaps say."""
+
+    texts: Texts
+    inputs: Sequence[_Bytes | _Numbers]
+    call: codec.InferCall
+    names: tuple[str, ...]
+    """Of the inputs, in the order in which they lie in the request."""
+    binary_bytes: int | None
+    """That follow the JSON of a binary request."""
+    places: Spans
+    """Of the inputs behind the JSON of a binary request."""
+    reply: CachedReply | None = None
+    """How these requests are answered, if it is cached."""
+    tries: int = 0
+    """To cache it."""
+    uses: int = 0
+
+    def match(self, body: Body, json_bytes: int | None, values: list[bytes]) -> Spans | None:
+        """Where the inputs lie, with the values of the gaps added to `values`; None for a request of another form."""
+        if json_bytes is None:
+            return self._match_json(body, values)
+        text = self.texts.texts[0]
+        if len(body) - json_bytes != self.binary_bytes or text.match(body, 0, values) != json_bytes:
+            return None
+        return [(json_bytes + start, json_bytes + end) for start, end in self.places]
+
+    def _match_json(self, body: Body, values: list[bytes]) -> Spans | None:
+        before, *after = self.texts.texts
+        at = before.match(body, 0, values)
+        if at < 0 or self.binary_bytes is not None:
+            return None
+        spans, last = [], after[-1]
+        for one, text in zip(self.inputs, after, strict=True):
+            if text is last and not text.rest:
+                end = len(body) - len(text.first)
+            elif one.depth == 1:
+                end = body.find(b"]", at) + 1
+            else:
+                end = body.find(text.first, at)
+            if end < at:
+                return None
+            spans.append((at, end))
+            at = text.match(body, end, values)
+            if at < 0:
+                return None
+        return spans if at == len(body) else None
+
+    def pieces(self, body: Body, spans: Spans) -> list[Body] | None:
+        """The bytes of each input; None for malformed ones."""
+        made = []
+        for one, (start, end) in zip(self.inputs, spans, strict=True):
+            piece = one.read_bytes(body, start, end)
+            if piece is None:
+                return None
+            made.append(piece)
+        return made
+
+    def decode(self, body: Body, spans: Spans, values: Sequence[bytes]) -> codec.InferCall | None:
+        """The call; None for malformed inputs."""
+        inputs: dict[str, Array] = {}
+        for one, (start, end) in zip(self.inputs, spans, strict=True):
+            array = one.read(body, start, end)
+            if array is None:
+                return None
+            inputs[one.name] = array
+        return (self.texts.call(self.call, values) if values else self.call).of(inputs)
 
 
 class TemplateCache:
     """The templates of requests to one version, whose `signature` decides what they mean."""
 
-    __slots__ = ("_binary", "_json", "_signature")
+    __slots__ = ("_by_text", "_last", "_made", "_signature", "_size")
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
-        self._binary: dict[bytes, _Binary] = {}
-        self._json: dict[bytes, _Json] = {}
+        self._by_text: dict[bytes, list[Template]] = {}
+        self._last: Template | None = None
+        self._size = self._made = 0
 
-    def decode(self, body: bytes | bytearray, json_bytes: int | None = None) -> codec.InferCall:
+    def decode(self, body: Body, json_bytes: int | None = None) -> codec.InferCall:
         """`codec.decode`, by a cached template where there is one. Raises RequestError."""
-        template = self.find(body, json_bytes)
-        call = None
-        if isinstance(template, _Json):
-            call = _read_json(body, template)
-        elif template is not None and len(body) - len(template.head) == template.num_bytes:
-            call = _read_binary(body, template)
-        if call is not None:
-            return call
+        values: list[bytes] = []
+        found = self.find(body, json_bytes, values, self._last)
+        if found is not None:
+            self._last = found[0]
+            call = found[0].decode(body, found[1], values)
+            if call is not None:
+                return call
         call, given = codec.decode_with_inputs(body, self._signature, json_bytes)
-        if call.id is None:  # an id is another for each request
+        if found is None:
             if json_bytes is None:
                 self._keep_json(body, call, given)
             else:
                 self._keep_binary(bytes(body[:json_bytes]), call, given)
         return call
 
-    def find(self, body: bytes | bytearray, json_bytes: int | None = None) -> Template | None:
-        """The template by the text before the tensors."""
-        if json_bytes is None:
-            at = _data_at(body)
-            return self._json.get(bytes(body[:at])) if at > 0 else None
-        return self._binary.get(bytes(body[:json_bytes])) if 0 < json_bytes <= MAX_BYTES else None
+    def find(
+        self, body: Body, json_bytes: int | None, values: list[bytes], likely: Template | None
+    ) -> tuple[Template, Spans] | None:
+        """The template of `body` and where its inputs lie, with the values of its gaps added to `values`; `likely` is
+        tried first.
+        """
+        if likely is not None:
+            spans = likely.match(body, json_bytes, values)
+            if spans is not None:
+                likely.uses += 1
+                return likely, spans
+        text = _first_text(body, json_bytes)
+        for template in self._by_text.get(skeleton(text), ()) if text else ():
+            values.clear()
+            spans = template.match(body, json_bytes, values)
+            if spans is not None:
+                template.uses += 1
+                return template, spans
+        values.clear()
+        return None
 
     def _keep_binary(self, head: bytes, call: codec.InferCall, inputs: Sequence[codec.GivenInput]) -> None:
-        if not 0 < len(head) <= MAX_BYTES or sys.byteorder != "little":
+        if not 0 < len(head) <= MAX_BYTES or sys.byteorder != "little" or b"\\" in head:
             return
-        places, start = [], len(head)
+        found, places, offset = [], [], 0
         for given in inputs:
             dtype = NUMPY_DTYPES[given.datatype]
             if given.parameters is None or "binary_data_size" not in given.parameters or dtype.kind == "b":
                 return  # tensors in the JSON, or bytes that are checked one by one
             size = math.prod(given.shape) * dtype.itemsize
-            places.append(_Place(given.name, dtype, tuple(given.shape), start, size, start % dtype.itemsize == 0))
-            start += size
-        if len(self._binary) >= MAX_TEMPLATES:
-            self._binary.clear()
-        call = call.of({})
+            found.append(_Bytes(given.name, dtype, tuple(given.shape)))
+            places.append((offset, offset + size))
+            offset += size
         if set(call.outputs) == call.binary:
             call = msgspec.structs.replace(call, json_cache={})
-        names = tuple([place.name for place in places])
-        self._binary[head] = _Binary(head, tuple(places), start - len(head), call, names)
+        self._keep([head], found, call, offset, places)
 
-    def _keep_json(self, body: bytes | bytearray, call: codec.InferCall, inputs: Sequence[codec.GivenInput]) -> None:
-        at = _data_at(body)
-        if at < 0 or len(inputs) != 1:
-            return
-        (given,) = inputs
-        after = at + len(given.data)
-        begin, end = bytes(body[:at]), bytes(body[after : after + MAX_BYTES])
-        # Without escapes the only key `data` is the one that was read, and the input's data follows it.
-        plain = (begin + end).count(_DATA) == 1 and begin.endswith(_KEY) and b"\\" not in begin + end
-        if not plain or after + len(end) != len(body) or body[at:after] != bytes(given.data):
-            return
-        if len(self._json) >= MAX_TEMPLATES:
-            self._json.clear()
-        depth = arrays.depth_of(memoryview(given.data))
-        shape, dtype, count = tuple(given.shape), NUMPY_DTYPES[given.datatype], math.prod(given.shape)
-        flat = arrays.FlatReader(count, dtype) if depth == 1 and dtype.kind == "f" and count else None
-        name = given.name
-        self._json[begin] = _Json(begin, end, name, given.datatype, shape, depth, call.of({}), (name,), flat)
+    def _keep_json(self, body: Body, call: codec.InferCall, inputs: Sequence[codec.GivenInput]) -> None:
+        texts, found, after = [], [], 0
+        for given in inputs:
+            at = _data_at(body, after)
+            if at < 0 or body[at : at + len(given.data)] != bytes(given.data):
+                return
+            texts.append(bytes(body[after:at]))
+            after = at + len(given.data)
+            depth = arrays.depth_of(memoryview(given.data))
+            dtype, shape, count = NUMPY_DTYPES[given.datatype], tuple(given.shape), math.prod(given.shape)
+            flat = arrays.FlatReader(count, dtype) if depth == 1 and count else None
+            found.append(_Numbers(given.name, given.datatype, shape, depth, flat))
+        texts.append(bytes(body[after : after + MAX_BYTES]))
+        text = b"\0".join(texts)
+        # Without escapes the only keys `data` are those that were read, and the inputs' data follows them.
+        plain = text.count(_DATA) == len(inputs) and all(one.endswith(_KEY) for one in texts[:-1]) and b"\\" not in text
+        if inputs and plain and after + len(texts[-1]) == len(body):
+            self._keep(texts, found, call, None)
+
+    def _keep(
+        self,
+        texts: Sequence[bytes],
+        inputs: Sequence[_Bytes | _Numbers],
+        call: codec.InferCall,
+        binary_bytes: int | None,
+        places: Spans = (),
+    ) -> None:
+        made = Texts.of(texts, call)
+        call = made.without_values(call)
+        if call.id is not None:
+            return  # in a form that is no gap: another for each request
+        key = skeleton(texts[0])
+        alike = self._by_text.get(key, [])
+        if len(alike) >= MAX_ALIKE:
+            self._remove(key, min(alike, key=lambda one: one.uses))
+        elif self._size >= MAX_TEMPLATES:
+            self._remove(*min(self._all(), key=lambda pair: pair[1].uses))
+        names = tuple([one.name for one in inputs])
+        self._by_text.setdefault(key, []).append(Template(made, inputs, call, names, binary_bytes, places))
+        self._size += 1
+        self._made += 1
+        if self._made % MAX_TEMPLATES == 0:  # what was used long ago counts less
+            for _, template in self._all():
+                template.uses //= 2
+
+    def _all(self) -> list[tuple[bytes, Template]]:
+        return [(key, one) for key, alike in self._by_text.items() for one in alike]
+
+    def _remove(self, key: bytes, template: Template) -> None:
+        alike = self._by_text[key]
+        alike.remove(template)
+        if not alike:
+            del self._by_text[key]
+        self._size -= 1
 
 
-def _read_binary(body: bytes | bytearray, template: _Binary) -> codec.InferCall:
-    inputs: dict[str, Array] = {}
-    for place in template.places:
-        if place.aligned:
-            inputs[place.name] = np.ndarray(place.shape, place.dtype, body, place.start)
-        else:  # copied to an aligned place
-            inputs[place.name] = np.ndarray(place.shape, place.dtype, body[place.start : place.start + place.size])
-    return template.call.of(inputs)
+def _first_text(body: Body, json_bytes: int | None) -> bytes:
+    """The text before the first tensor; empty when it is too long."""
+    if json_bytes is None:
+        return bytes(body[: max(0, _data_at(body, 0))])
+    return bytes(body[:json_bytes]) if json_bytes <= MAX_BYTES else b""
 
 
-def _read_json(body: bytes | bytearray, template: _Json) -> codec.InferCall | None:
-    at, end = len(template.begin), template.end
-    if not body.endswith(end) or len(body) - at < len(end):
-        return None
-    array = template.read(memoryview(body)[at : len(body) - len(end)])
-    return None if array is None else template.call.of({template.name: array})
-
-
-def _data_at(body: bytes | bytearray) -> int:
-    """Where the list behind the first `data` begins; -1 when it is not near."""
-    key_at = body.find(_DATA, 0, MAX_BYTES)
-    return body.find(b"[", key_at, MAX_BYTES) if key_at >= 0 else -1
+def _data_at(body: Body, at: int) -> int:
+    """Where the list behind the first `data` from `at` on begins; -1 when it is not near."""
+    key_at = body.find(_DATA, at, at + MAX_BYTES)
+    return body.find(b"[", key_at, at + MAX_BYTES) if key_at >= 0 else -1

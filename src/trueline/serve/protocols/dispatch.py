@@ -38,8 +38,6 @@ KEY_HEADER = b"x-trueline-key"
 SEQUENCE_HEADER = b"ts_request_sequence_id"
 """The key of requests without one."""
 PREDICT_METHODS = ("POST", "PUT", "GET")
-PRIORITY_HEADER = b"x-trueline-priority"
-"""1 is the most urgent; the parameter of an infer request takes precedence."""
 NO_METHOD = "Requested method is not allowed, please refer to API document."
 NO_RESOURCE = "Requested resource is not found, please refer to API document."
 """TorchServe's words, which its clients compare; all paths outside /v1 and /v2 use them."""
@@ -125,7 +123,7 @@ class Dispatch:
     def check_room(self, request: Request, version: Servable) -> None:
         """Raises Overloaded when the queue is full; called before the body is decoded, so that a refusal is cheap."""
         if version.full:
-            refused = version.program.no_room(codec.priority(request.headers.get(PRIORITY_HEADER)))
+            refused = version.program.no_room(codec.priority(request.headers.get(codec.PRIORITY_HEADER)))
             if refused is not None:
                 raise refused.with_traceback(None)  # one object is raised many times
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 
+PRIORITY_HEADER = b"x-trueline-priority"
+"""1 is the most urgent; the parameter of an infer request takes precedence."""
 MAX_NAME = 256
 """Characters of an input's name; a longer one is not echoed."""
 MAX_CACHED = 64
@@ -66,6 +68,14 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 
 _REQUEST = msgspec.json.Decoder(_Request)
 _ENCODER = msgspec.json.Encoder()
+READ = frozenset(
+    b"id inputs outputs parameters name shape datatype data timeout priority sequence_id sequence_start sequence_end "
+    b"binary_data binary_data_size binary_data_output classification "
+    b"shared_memory_region shared_memory_offset shared_memory_byte_size".split()
+)
+"""Names in a request whose values can change what it means; values of other names are ignored. The fast path goes by
+it: a name that is read here from now on belongs here too.
+"""
 _DATA = b'"data":'
 _NO_NUMBERS = _DATA + b"[]"
 
@@ -284,6 +294,15 @@ def around(name: str, version: str, call: InferCall, outputs: Mapping[str, Array
     tensors = [_Tensor(key, outputs[key].shape, _datatype(key, outputs[key]), []) for key in call.outputs]
     *parts, last = _ENCODER.encode(_Answer(name, version, tensors)).split(_NO_NUMBERS)
     return [*[part + _DATA for part in parts], last]
+
+
+def with_id(end: bytes) -> tuple[bytes, bytes]:
+    """The `end` of an answer without id, or all of its JSON, split where the text of an id goes.
+
+    >>> with_id(b'{"outputs":[]}')
+    (b'{"outputs":[],"id":"', b'"}')
+    """
+    return end[:-1] + b',"id":"', b'"}'
 
 
 numbers = _ENCODER.encode

@@ -94,11 +94,13 @@ def test_a_known_kind_of_request_is_of_its_length_and_else_read_anew(cut: int) -
     body = head + np.arange(6, dtype=np.float32).tobytes()
     templates = TemplateCache(SIGNATURE)
     templates.decode(body, len(head))
-    known = templates.find(body, len(head))
-    assert known is not None
-    assert known.pieces(body) == [body[len(head) :]]
-    assert known.pieces(body[:cut] if cut < 0 else body + bytes(cut)) is None
-    assert known.pieces(b"?" + body[1:]) is None
+    found = templates.find(body, len(head), [], None)
+    assert found is not None
+    known, spans = found
+    assert known.pieces(body, spans) == [body[len(head) :]]
+    for other in (body[:cut] if cut < 0 else body + bytes(cut), b"?" + body[1:]):
+        assert known.match(other, len(head), []) is None
+        assert templates.find(other, len(head), [], known) is None
 
 
 @pytest.mark.parametrize("mark", ["sha256:" + "a" * 63, "sha256:" + "a" * 65, "sha256:" + "A" * 64, "sha256:",

@@ -19,7 +19,7 @@ from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
 from trueline.serve.models.servable import Servable
 from trueline.serve.protocols import grpc_base
-from trueline.serve.protocols.dispatch import KEY_HEADER, PRIORITY_HEADER
+from trueline.serve.protocols.dispatch import KEY_HEADER
 from trueline.serve.protocols.grpc_base import Context, header
 from trueline.serve.protocols.oip import triton as extensions
 from trueline.serve.protocols.router import Routes
@@ -162,7 +162,7 @@ class OipService:
         left_s = context.time_remaining()
         limits = [seconds for seconds in (timeout_s, left_s) if seconds is not None]
         version.stats.decode_s += perf_counter() - began
-        given = parameters.get("priority", header(context, PRIORITY_HEADER.decode()))
+        given = parameters.get("priority", header(context, codec.PRIORITY_HEADER.decode()))
         answer = version.ask(inputs, min(limits, default=None), codec.priority(given))
         outputs = answer if isinstance(answer, dict) else await answer
         run = perf_counter()

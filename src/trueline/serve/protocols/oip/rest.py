@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trueline.errors import NotFound, RequestError
-from trueline.serve.fastpath.fast_path import OCTETS, InferFastPath, InferHead, infer_head
+from trueline.serve.fastpath.fast_path import OCTETS, InferFastPath, InferHead
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.sources import Entry, Store, check_name
 from trueline.serve.protocols import predict
-from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch, Method, allow, check_media, json, key_of
+from trueline.serve.protocols.dispatch import Dispatch, Method, allow, check_media, json, key_of
 from trueline.serve.protocols.oip import triton
 from trueline.serve.tensors import arrays, codec
 from trueline.web.messages import Request, Response
@@ -39,9 +39,11 @@ class InferPaths:
 
     def answer(self, request: Request, model: str, version: str | None) -> Answer:
         """Raises RequestError, NotFound."""
-        head = infer_head(request) or self._read_head(request, model, version)
+        head = self._fast_path.find_head(request) or self._read_head(request, model, version)
         began = perf_counter()
-        servable = self._models.find(head.model, head.version, head.key)
+        if head.json_bytes is not None and head.json_bytes > len(request.body):
+            head = self._read_head(request, model, version)  # which rejects it
+        servable = self._models.find(head.model, head.version, key_of(request))
         if servable.handler is not None:
             return self._dispatch.handle(request, servable, servable.handler)
         if servable.full:
@@ -59,15 +61,13 @@ class InferPaths:
         if request.method != "POST":
             self._models.find(model, version)
             raise Method("Method Not Allowed", ("POST",))
-        key = key_of(request)
-        if self._models.find(model, version, key).handler is not None:
-            return InferHead(model, version, key)
+        if self._models.find(model, version, key_of(request)).handler is not None:
+            return InferHead(model, version)
         check_media(request)
         length = request.headers.get(arrays.LENGTH_HEADER)
         json_bytes = None if length is None else arrays.header_length(length, len(request.body))
-        made = InferHead(model, version, key, json_bytes, request.headers.get(PRIORITY_HEADER))
-        if request.head is not None:
-            request.head.app_data = made
+        made = InferHead(model, version, json_bytes, request.headers.get(codec.PRIORITY_HEADER))
+        self._fast_path.keep_head(request, made)
         return made
 
     def _encode(self, version: Servable, call: codec.InferCall, request: Request, outputs: Outputs) -> Response:
@@ -211,7 +211,7 @@ class OipRoutes:
             None,
             lambda outputs: Response(200, predict.encode(outputs, call)),
             began,
-            request.headers.get(PRIORITY_HEADER),
+            request.headers.get(codec.PRIORITY_HEADER),
         )
 
 
