@@ -305,14 +305,6 @@ def test_a_request_that_takes_long_to_answer_is_not_cut_off() -> None:
     loop.close()
 
 
-def test_one_connection_too_many_is_told_so() -> None:
-    w = world(HttpLimits(connections=1))
-    wire = Wire()
-    w.server().connection_made(wire)  # type: ignore[arg-type]
-    assert statuses(wire.written) == [503]
-    assert statuses(w.send(get())) == [200]
-
-
 def test_draining_closes_the_idle_and_lets_the_busy_finish() -> None:
     async def scene() -> None:
         loop = asyncio.get_running_loop()
@@ -367,19 +359,3 @@ def test_a_server_has_drained_when_its_last_connection_is_gone_and_not_before() 
         await asyncio.wait_for(draining, 100)
 
     asyncio.run(scene())
-
-
-def test_as_many_connections_as_the_bound_are_answered_and_one_more_when_one_has_gone() -> None:
-    w = world(HttpLimits(connections=2))
-    second, third = Wire(), Wire()
-    connection = w.server()
-    connection.connection_made(second)  # type: ignore[arg-type]
-    assert second.written == b""
-    late = w.server()
-    late.connection_made(third)  # type: ignore[arg-type]
-    assert statuses(third.written) == [503]
-    late.connection_lost(None)
-    connection.connection_lost(None)
-    again = Wire()
-    w.server().connection_made(again)  # type: ignore[arg-type]
-    assert again.written == b""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from trueline.web.connection import Connection
 from trueline.web.header_cache import HeaderCache
-from trueline.web.messages import Request, Response
+from trueline.web.messages import InlineFuture, Request, Response
 from trueline.web.parser import HttpLimits, RequestParser
-from trueline.web.server import Connection, HttpServer
+from trueline.web.server import HttpServer
 
 LIMITS = HttpLimits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)
 
@@ -17,8 +19,23 @@ LIMITS = HttpLimits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)
 class Clock:
     now: float = 100.0
 
+    due: list[Callable[[], object]] = field(default_factory=list)
+
     def time(self) -> float:
         return self.now
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        self.due.append(call)
+
+    def create_future(self) -> InlineFuture:
+        return InlineFuture()
+
+    def turn(self) -> bool:
+        """Runs what is due in the loop's next turn; False when nothing is."""
+        due, self.due = self.due, []
+        for call in due:
+            call()
+        return bool(due)
 
 
 @dataclass
@@ -30,6 +47,7 @@ class Wire:
     aborted: bool = False
     eof: bool = False
     reading: bool = True
+    client: str = "10.0.0.1"
 
     def write(self, data: bytes) -> None:
         assert not self.closed
@@ -46,6 +64,9 @@ class Wire:
 
     def answers(self) -> int:
         return self.written.count(b"HTTP/1.1 ")
+
+    def get_extra_info(self, name: str) -> tuple[str, int] | None:
+        return (self.client, 1) if name == "peername" else None
 
     def can_write_eof(self) -> bool:
         return True
@@ -92,6 +113,8 @@ class World:
         """The response to `data`."""
         before = len(self.wire.written)
         self.connection.data_received(data)
+        while self.clock.turn():
+            pass
         return self.wire.written[before:]
 
 

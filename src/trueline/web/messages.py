@@ -281,17 +281,22 @@ def render_lead(response: Response) -> bytes:
 
 def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
     """The response's bytes; a HEAD request gets the head alone."""
-    old = request is not None and request.http_1_0
     head_only = request is not None and request.method == "HEAD"
-    if request is not None and response.pieces is None and not (head_only or old or close):
+    if request is not None and response.pieces is None and not (head_only or request.http_1_0 or close):
         return render_plain(response, date)
+    head = render_head(response, request, date=date, close=close)
+    return head if head_only else head + response.body
+
+
+def render_head(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
+    """The same up to the body."""
+    old = request is not None and request.http_1_0
     if response.pieces is None:
         size = b"content-length: %d\r\n" % len(response.body)
     else:  # an HTTP/1.0 client reads until the connection ends
         size = b"" if old else b"transfer-encoding: chunked\r\n"
     connection = b"connection: close\r\n" if close else b"connection: keep-alive\r\n" if old else b""
-    head = b"%b\r\n%b%b%b%b\r\n" % (_start(response), size, date, response.headers, connection)
-    return head if head_only else head + response.body
+    return b"%b\r\n%b%b%b%b\r\n" % (_start(response), size, date, response.headers, connection)
 
 
 def _start(response: Response) -> bytes:

@@ -32,13 +32,23 @@ class HttpLimits:
     """Requests read ahead on one connection before reading pauses."""
     idle_s: float = 75.0
     """A kept-alive connection without a request is closed after this."""
+    spare: int = 64
+    """Connections beyond `connections`, for health checks and the like."""
+    head_s: float = 10.0
+    """A request's head has this long to arrive."""
     receive_s: float = 20.0
-    """A request has this long to arrive, plus the time of its bytes at `slowest_bytes_per_s`."""
+    """A request has this long to arrive, plus the time of its bytes at `slowest_bytes_per_s`; and this long from one
+    byte to the next."""
     slowest_bytes_per_s: int = 16 * 2**10
     write_s: float = 30.0
     """A client that reads nothing of its response for this long is cut off."""
     linger_s: float = 2.0
     """After a refusal in the middle of a request, input is dropped for this long, so that the client reads why."""
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Of the long bodies of all connections together, half received or waiting."""
+        return max(256 * 2**20, 4 * self.body_bytes)
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +57,10 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     writing: float | None = None
     lingering: float | None = None
     receiving: float | None = None
+    in_head: bool = False
     received_bytes: int = 0
+    silent: float | None = None
+    """No byte of the request has come."""
     idle: float | None = None
 
 
@@ -61,8 +74,10 @@ def judge(waits: Waits, now: float, limits: HttpLimits) -> Verdict:
     if waits.lingering is not None:
         return "close" if now - waits.lingering > limits.linger_s else "keep"
     if waits.receiving is not None:
-        allowed_s = limits.receive_s + waits.received_bytes / limits.slowest_bytes_per_s
-        return "refuse" if now - waits.receiving > allowed_s else "keep"
+        if waits.silent is not None and now - waits.silent > limits.receive_s:
+            return "refuse"
+        slowest_s = limits.receive_s + waits.received_bytes / limits.slowest_bytes_per_s
+        return "refuse" if now - waits.receiving > (limits.head_s if waits.in_head else slowest_s) else "keep"
     if waits.idle is not None and now - waits.idle > limits.idle_s:
         return "close"
     return "keep"
@@ -111,12 +126,27 @@ class RequestParser:
         self._head_bytes = 0
         self._in_body = False
 
-    def feed(self, data: bytes) -> None:
-        """Raises RequestRejected, UpgradeRequested, after whole requests before that have been taken."""
-        self._fresh = data if self.since is None and not self.silent_bytes else b""
-        self.silent_bytes += len(data)
+    @property
+    def in_head(self) -> bool:
+        """Whether the current request's head has not ended."""
+        return self.since is not None and not self._in_body
+
+    @property
+    def num_buffered(self) -> int:
+        """Bytes of the current request's body that are held here."""
+        return len(self._body)
+
+    def feed(self, data: bytes, begin: int = 0, end: int | None = None) -> None:
+        """Parses `data[begin:end]`; the parts of one `data` are fed one after the other.
+
+        Raises RequestRejected, UpgradeRequested, after whole requests before that have been taken.
+        """
+        if not begin:
+            self._fresh = data if self.since is None and not self.silent_bytes else b""
+        piece = data if not begin and end is None else memoryview(data)[begin:end]
+        self.silent_bytes += len(piece)
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(piece)
         except httptools.HttpParserUpgrade as error:
             raise UpgradeRequested from error
         except httptools.HttpParserError as error:
@@ -131,6 +161,7 @@ class RequestParser:
         """Ends the current request; nothing more is fed."""
         self.since = None
         self.continue_due = False
+        self._body = b""
 
     # httptools' callbacks
 

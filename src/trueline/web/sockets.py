@@ -14,7 +14,7 @@ from typing import Any
 
 from trueline.errors import PortInUse, UsageError
 
-_BACKLOG = 1024
+BACKLOG = 1024
 
 
 def listen(host: str, port: int, *, guarded: bool = False, shared: bool = False) -> socket.socket:
@@ -31,7 +31,7 @@ def listen(host: str, port: int, *, guarded: bool = False, shared: bool = False)
         if shared:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         made.bind(address)
-        made.listen(_BACKLOG)
+        made.listen(BACKLOG)
     except OSError as error:
         made.close()
         raise _explain(error, host, port) from error

@@ -32,9 +32,10 @@ from trueline.serve.models.version import ProgramVersion
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.extension import TorchServe
 from trueline.web.access_log import AccessLogMiddleware
+from trueline.web.connection import Connection
 from trueline.web.messages import Answer, App, InlineFuture, Request, Response
 from trueline.web.parser import HttpLimits
-from trueline.web.server import Connection, HttpServer
+from trueline.web.server import HttpServer
 from worlds import bundles, connections
 from worlds.connections import Wire
 from worlds.servers import load_as_if

@@ -1,19 +1,34 @@
 """The listeners of a server: HTTP for requests, management and metrics; gRPC for requests and management."""
 
 import asyncio
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from trueline import events
+from trueline.serve.protocols.dispatch import is_vital
 from trueline.serve.settings import ServeSettings
 from trueline.web.messages import App
 from trueline.web.parser import HttpLimits
 from trueline.web.server import HttpServer
-from trueline.web.sockets import check_reach, listen, make_grpc_credentials, make_ssl_context, parse_certificates
+from trueline.web.sockets import (
+    BACKLOG,
+    check_reach,
+    listen,
+    make_grpc_credentials,
+    make_ssl_context,
+    parse_certificates,
+)
 
 Field = str | int | float | bool | None
 SWEEP_S = 1.0
+MANAGEMENT_BYTES = 2**20
+"""Of a request body on the ports without tensors."""
+OPEN_FILES = 16_384
+"""Asked of the system, as far as its hard limit allows."""
+RESERVED_FILES = 128
+"""Not for connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,7 @@ class Ports:
         """Raises UsageError for certificates that cannot be read."""
         self._settings, self._loop = settings, loop
         self._secured = parse_certificates(settings.certificate, settings.private_key, settings.client_ca)
+        self._open_files = _raise_open_files()
         self._http: list[_HttpPort] = []
         self._grpc: list[_GrpcPort] = []
 
@@ -44,10 +60,12 @@ class Ports:
         settings = self._settings
         context = None if self._secured is None else make_ssl_context(self._secured)
         sock = listen(settings.host, number, guarded=settings.guarded, shared=settings.shared)
-        limits = HttpLimits(body_bytes=settings.max_body_bytes)
-        server = HttpServer(app, limits, self._loop)
+        limits = _limits_of(what, settings.max_body_bytes, self._open_files)
+        server = HttpServer(app, limits, self._loop, is_vital=is_vital if what == "data" else _all_are_vital)
         handshake_s = None if context is None else limits.receive_s
-        listener = await self._loop.create_server(server, sock=sock, ssl=context, ssl_handshake_timeout=handshake_s)
+        listener = await self._loop.create_server(
+            server, sock=sock, ssl=context, ssl_handshake_timeout=handshake_s, backlog=BACKLOG
+        )
         found = sock.getsockname()[1]
         events.emit("server.listening", what=what, host=settings.host, port=found)
         self._http.append(_HttpPort(what, server, listener, found))
@@ -61,7 +79,8 @@ class Ports:
             handlers,
             settings.host,
             number,
-            body_bytes=settings.max_body_bytes,
+            body_bytes=min(settings.max_body_bytes, MANAGEMENT_BYTES if what == "grpc_management" else 2**40),
+            connections=_limits_of(what, 1, self._open_files).connections,
             credentials=None if self._secured is None else make_grpc_credentials(self._secured),
             shared=settings.shared,
         )
@@ -101,6 +120,31 @@ class Ports:
             await calls.server.stop(0.0)
         for port in self._http:
             port.listener.close()
+
+
+def _limits_of(what: str, body_bytes: int, open_files: int) -> HttpLimits:
+    """The limits of a port: all together leave file descriptors for the rest of the server."""
+    share = max(8, (open_files - RESERVED_FILES) // 2)
+    if what == "data":
+        return HttpLimits(body_bytes=body_bytes, connections=min(HttpLimits().connections, share // 2))
+    if what == "grpc":  # gRPC closes no idle connection in favour of a new one
+        return HttpLimits(body_bytes=body_bytes, connections=share // 2)
+    few = max(4, min(256, share // 8))
+    return HttpLimits(body_bytes=min(body_bytes, MANAGEMENT_BYTES), connections=few, spare=min(64, few))
+
+
+def _raise_open_files() -> int:
+    """Open files that this process may have, of which each connection is one; raises a soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def _all_are_vital(path: str) -> bool:
+    return True
 
 
 def url_of(host: str, port: int, scheme: str = "http") -> str:

@@ -251,6 +251,11 @@ def is_oip(path: str) -> bool:
     return path in ("/v1", "/v2") or path.startswith(("/v1/", "/v2/"))
 
 
+def is_vital(path: str) -> bool:
+    """Whether `path` is a health check or the metrics, which are answered when all connections are in use."""
+    return path in ("/ping", "/health", "/metrics") or path.startswith("/v2/health/") or path.endswith("/ready")
+
+
 def allow(request: Request, methods: tuple[str, ...], message: str) -> None:
     """Raises Method."""
     if request.method not in methods:

@@ -29,6 +29,9 @@ CODES = {
 }
 FAILED = "the model failed on this request; the server's log says why"
 
+HANDSHAKE_S, IDLE_S = 10, 300
+"""A connection has this long until it speaks HTTP/2, and is closed when it has had no call for this long."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 Check = Callable[[str, Context], None]
 """Rejects a call of a method by raising RequestError."""
@@ -181,6 +184,7 @@ async def serve(
     port: int,
     *,
     body_bytes: int,
+    connections: int,
     credentials: Any = None,
     shared: bool = False,
 ) -> tuple[grpc.aio.Server, int]:
@@ -193,6 +197,9 @@ async def serve(
             ("grpc.max_receive_message_length", body_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shared)),
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S),
+            ("grpc.max_connection_idle_ms", 1000 * IDLE_S),
         ]
     )
     server.add_generic_rpc_handlers(tuple(handlers))
