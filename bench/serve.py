@@ -15,6 +15,9 @@
                that a bare server keeps while it refuses as many (`overload_floor`); time to a 429; the server
                has one core, the client the other
     load       register to ready of a small bundle, its golden records replayed
+    hostile    p99 of 200 requests a second beside one hostile client (64 MiB of JSON, a gzip bomb, 1,000 pipelined
+               requests, 2,000 idle connections) over their p99 without it; their failures; the server's memory after
+               the largest request, in its forms, above what it was before
     adaptive   throughput without settings over the best of a grid of static ones at the same p99
 
 Models are made here and run in ONNX Runtime in every server. Processor time is the kernel's, so other load hardly
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import http.client
 import itertools
 import json
@@ -48,8 +52,9 @@ from _load import HUNG, Answer, closed_loop, paced, quantile_ms, rate
 from _load import http as request_of
 from _served import binary_body, json_body, mean_of_image, mlp, resnet18, sealed, session
 from _table import report
+from hostile import LARGEST_BYTES, largest_body, measure
 from peers import serving
-from serve_overhead import connect, cpu_s, first_answer, loop_s, pss_mb, runs_of, tree_cpu_s
+from serve_overhead import connect, cpu_s, first_answer, loop_s, pss_mb, runs_of, tree_cpu_s, tree_pss_mb
 from trueline.bundle import Bundle
 from trueline.serve import RunningServer, start
 
@@ -457,6 +462,39 @@ def adaptive(bench: Bench) -> Figures:
     }
 
 
+def hostile(bench: Bench) -> Figures:
+    bundle = bench.bundle("mlp", mlp)
+    with start(bundle.path) as server:
+        settled(server.port, asking("mlp", ROW, binary=True), 8, 1.0)
+        turns, seconds = (2, 3.0) if bench.quick else (5, 6.0)
+        figures = measure(server.port, asking("mlp", ROW, binary=True), "mlp", turns=turns, seconds=seconds)
+    return figures | {"after_largest_mb": round(max((sizes := _after_largest(bundle)).values())), "after_mb": sizes}
+
+
+def _after_largest(bundle: Bundle) -> dict[str, float]:
+    """Memory of a new server after one request of the largest size, less what it had before, for each form of it."""
+    text = largest_body()
+    tensor, header = binary_body(np.zeros(((LARGEST_BYTES - 200) // 1024, 256), np.float32))
+    forms = {
+        "json": (text, "content-type: application/json"),
+        "gzip": (gzip.compress(text), "content-type: application/json", "content-encoding: gzip"),
+        "binary": (tensor, header),
+    }
+    after: dict[str, float] = {}
+    for name, (body, *headers) in forms.items():
+        with start(bundle.path) as server:
+            settled(server.port, asking("mlp", ROW, binary=True), 8, 1.0)
+            before = tree_pss_mb(server.pid)
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+            connection.request("POST", "/v2/models/mlp/infer", body, dict(one.split(": ") for one in headers))
+            answer = connection.getresponse()
+            answer.read()
+            connection.close()
+            time.sleep(1.0)
+            after[f"{name} {answer.status}"] = round(tree_pss_mb(server.pid) - before, 1)
+    return after
+
+
 PARTS: dict[str, Callable[[Bench], Figures]] = {
     "overhead": overhead,
     "peers": peers,
@@ -465,6 +503,7 @@ PARTS: dict[str, Callable[[Bench], Figures]] = {
     "rollouts": rollouts,
     "overload": overload,
     "load": load,
+    "hostile": hostile,
     "adaptive": adaptive,
 }
 

@@ -209,6 +209,16 @@ def loop_s(pid: int) -> float:
 
 def tree_cpu_s(root: int) -> float:
     """Processor time so far of a process, its descendants and the processes in its session."""
+    return sum(_tree(root).values())
+
+
+def tree_pss_mb(root: int) -> float:
+    """PSS of the same processes."""
+    return sum(pss_mb(pid) for pid in _tree(root))
+
+
+def _tree(root: int) -> dict[int, float]:
+    """Processor time of each."""
     parents: dict[int, tuple[int, int, float]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -219,7 +229,7 @@ def tree_cpu_s(root: int) -> float:
     below = {root}
     while more := {pid for pid, (parent, _, _) in parents.items() if parent in below} - below:
         below |= more
-    return sum(spent for pid, (_, group, spent) in parents.items() if pid in below or group == root)
+    return {pid: spent for pid, (_, group, spent) in parents.items() if pid in below or group == root}
 
 
 def measured(server_pid: int, port: int, request: bytes, clients: int, seconds: float) -> Load:
