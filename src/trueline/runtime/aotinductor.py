@@ -18,6 +18,7 @@ import torch
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, TruelineError, first_line
 from trueline.runtime import tensors
+from trueline.runtime.refusals import refusal_of
 from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
@@ -61,7 +62,7 @@ class AotiSession:
             with self._alone:
                 found = self._loader.boxed_run(given)
         except Exception as error:
-            raise TruelineError(f"the program failed on a request that it accepted: {first_line(error)}") from error
+            raise refusal_of(error, inputs) from error
         if len(found) != len(self.signature.outputs):
             raise TruelineError(f"the program gave {len(found)} outputs, expected {len(self.signature.outputs)}")
         return to_arrays(self.signature, tuple(found))

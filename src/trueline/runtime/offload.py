@@ -18,8 +18,9 @@ import msgspec
 import torch
 
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import BundleError, RequestError, TruelineError, first_line
+from trueline.errors import BundleError
 from trueline.runtime import onnx, subprogram, tensors, torch_export, torch_weights
+from trueline.runtime.refusals import refusal_of
 from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
@@ -127,10 +128,8 @@ class OffloadSession:
         try:
             with torch.no_grad():
                 found = self._module(*to_tensors(self.signature, inputs))
-        except (IndexError, *onnx.BAD_INPUT) as error:
-            raise RequestError(f"the program refuses these values: {first_line(error)}") from error
         except Exception as error:
-            raise TruelineError(f"the program failed on a request that it accepted: {first_line(error)}") from error
+            raise refusal_of(error, inputs, blame=isinstance(error, onnx.BAD_INPUT)) from error
         return to_arrays(self.signature, tuple(found))
 
 

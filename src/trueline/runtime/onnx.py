@@ -2,13 +2,18 @@
 
 ONNX drops an exported program's guards, so the Session enforces the proven range itself. Threads do not spin: that
 would take the processor from other requests. Processes that share weights open the graph that the first of them had
-rewritten and the weights that it had packed, in a mapped file. Source of the settings:
-`onnxruntime_session_options_config_keys.h`.
+rewritten and the weights that it had packed, in a mapped file.
+
+By default each program has an arena of its own, without a bound, which keeps what its largest run has needed: a request
+of 8 MB left 5 GB. In a server all share one, which is bounded and shrunk after large runs. A run that needs more fails
+and takes nothing: what a program needs may depend on values, which no other bound covers. Weights stay outside.
+Sources: `onnxruntime_session_options_config_keys.h`, `onnxruntime_run_options_config_keys.h`, BFCArena.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +21,13 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from trueline import events
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import BundleError, RequestError, TruelineError, UsageError, first_line, join_names
+from trueline.errors import BundleError, UsageError, first_line, join_names
 from trueline.runtime import shared_weights
+from trueline.runtime.refusals import refusal_of
 from trueline.runtime.session import DEFAULTS, SessionSettings
 
 if TYPE_CHECKING:
@@ -34,10 +41,7 @@ _ORT_TYPES = {
     "FP32": "tensor(float)",
     "FP64": "tensor(double)",
 }
-BAD_INPUT = (
-    onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument,
-    onnxruntime.capi.onnxruntime_pybind11_state.RuntimeException,
-)
+BAD_INPUT = (state.InvalidArgument, state.RuntimeException)
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _UNLIKELY = 0xA5
@@ -48,6 +52,19 @@ _TO_SHARE = {
     "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
     "session.save_external_prepacked_constant_initializers": "1",
 }
+_AS_REQUESTED = 1
+"""Of `arena_extend_strategy`: a region is as large as the request for it; the default doubles them."""
+_FIRST_BYTES = 2**20
+_SHARED = {"session.use_env_allocators": "1", "session.use_device_allocator_for_initializers": "1"}
+_SHRINK = ("memory.enable_memory_arena_shrinkage", "cpu:0")
+_IDENTITY = (
+    b'\x08\x07:7\n\x10\n\x01x\x12\x01y"\x08Identity\x12\x01gZ\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01b\x0f\n'
+    b"\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
+)
+"""An ONNX model, y = x: only a run can shrink the arena."""
+_lock = threading.Lock()
+_bound_bytes = 0
+_shrinker: onnxruntime.InferenceSession | None = None
 
 
 @final
@@ -69,10 +86,8 @@ class OnnxSession:
         feeds = {name: array if array.flags.c_contiguous else array.copy() for name, array in inputs.items()}
         try:
             found = self._session.run(self._names, feeds)
-        except BAD_INPUT as error:
-            raise RequestError(f"the program refuses these values: {first_line(error)}") from error
         except Exception as error:
-            raise TruelineError(f"the program failed on a request that it accepted: {first_line(error)}") from error
+            raise refusal_of(error, inputs, blame=isinstance(error, BAD_INPUT)) from error
         return dict(zip(self._names, found, strict=True))
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None] | None:
@@ -183,6 +198,7 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
+    _share(options)
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     return options
@@ -197,3 +213,42 @@ def _check_interface(session: onnxruntime.InferenceSession, signature: Signature
         expected = {spec.name: _ORT_TYPES[spec.datatype] for spec in wanted}
         if has != expected:
             raise BundleError(f"{path} has {role} {has}, its signature says {expected}")
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Programs that are opened from now on share one arena of at most `num_bytes`. The first call counts."""
+    global _bound_bytes, _shrinker
+    with _lock:
+        if _bound_bytes:
+            return
+        where = state.OrtMemoryInfo(
+            "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, state.OrtMemType.DEFAULT
+        )
+        settings = {
+            "max_mem": num_bytes,
+            "arena_extend_strategy": _AS_REQUESTED,
+            "initial_chunk_size_bytes": _FIRST_BYTES,
+            "max_dead_bytes_per_chunk": -1,
+        }
+        onnxruntime.create_and_register_allocator(where, onnxruntime.OrtArenaCfg(settings))
+        _bound_bytes = num_bytes
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        _share(options)
+        _shrinker = onnxruntime.InferenceSession(_IDENTITY, options, providers=[_CPU])
+
+
+def _share(options: onnxruntime.SessionOptions) -> None:
+    """A session with `options` uses the shared arena, if there is one."""
+    if _bound_bytes:
+        for key, value in _SHARED.items():
+            options.add_session_config_entry(key, value)
+
+
+def shrink_memory() -> None:
+    """Returns the unused memory of the shared arena, if there is one. Blocks for about 0.2 ms per megabyte."""
+    if _shrinker is None:
+        return
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry(*_SHRINK)
+    _shrinker.run(["y"], {"x": np.zeros(1, np.float32)}, options)

@@ -87,6 +87,15 @@ class Bindable(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldsMemory(Protocol):
+    """A Session that keeps memory of its largest run which only it can give back."""
+
+    def release_memory(self) -> None:
+        """Gives back what no run needs now; the next run may take longer."""
+        ...
+
+
 _CUDA = re.compile(r"cuda(:(\d+))?")
 
 

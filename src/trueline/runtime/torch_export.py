@@ -11,8 +11,9 @@ from torch.export.passes import move_to_device_pass
 from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import BundleError, RequestError, TruelineError
+from trueline.errors import BundleError
 from trueline.runtime import tensors, torch_export_archive, torch_weights
+from trueline.runtime.refusals import refusal_of
 from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import one_line, to_arrays, to_tensors
 
@@ -60,8 +61,6 @@ class ExportSession:
         try:
             with torch.no_grad(), tensors.autocast(self._settings, self._device):
                 found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))
-        except IndexError as error:
-            raise RequestError(f"the program refuses these values: {one_line(error)}") from error
         except Exception as error:
-            raise TruelineError(f"the program failed on a request that it accepted: {one_line(error)}") from error
+            raise refusal_of(error, inputs) from error
         return to_arrays(self.signature, found, cast=tensors.casts(self._settings))

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import BundleError, RequestError, TruelineError
+from trueline.errors import BundleError, TruelineError
 from trueline.runtime import tensors, torch_weights, torchscript_archive
+from trueline.runtime.refusals import refusal_of
 from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
 
@@ -74,9 +75,7 @@ class TorchScriptSession:
             with torch.inference_mode():
                 found = self._module(*to_tensors(self.signature, inputs, self._device))
         except Exception as error:
-            if "index out of range" in str(error):
-                raise RequestError(f"the program refuses these values: {first(error)}") from error
-            raise TruelineError(f"the program failed on a request that it accepted: {first(error)}") from error
+            raise refusal_of(error, inputs) from error
         answer = tuple(found) if isinstance(found, (tuple, list)) else (found,)
         if len(answer) != len(self.signature.outputs):
             raise TruelineError(f"the program gave {len(answer)} outputs, expected {len(self.signature.outputs)}")

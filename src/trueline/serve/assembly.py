@@ -13,6 +13,7 @@ import msgspec
 
 from trueline.bundle.signing import Trusted
 from trueline.errors import RequestError, UsageError
+from trueline.serve import host
 from trueline.serve.handlers.loader import ArchiveLoader, name_in_store
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models.catalog import Models
@@ -105,6 +106,7 @@ def _how(settings: ServeSettings) -> VersionOptions:
             device=settings.device,
             precision=settings.precision,
             native=settings.allow_code,
+            memory_bytes=settings.run_memory_bytes or host.run_memory_of(processes=1),
             most_threads=settings.most_threads,
             shared=None if settings.shared_weights is None else Path(settings.shared_weights),
         ),

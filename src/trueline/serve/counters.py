@@ -40,6 +40,12 @@ class VersionStats:
     queue_s: float = 0.0
     infer_s: float = 0.0
     last_at: float = 0.0  # of the last answer, in seconds since the epoch; 0: none
+    running: set[int] = field(default_factory=set)
+    """Threads in which the program runs now."""
+    largest_values: int = 0
+    """Numbers in the inputs of the largest run beside the loop since memory was last given back."""
+    largest_at: float = 0.0
+    """When the last run of at least half that size ended, in monotonic seconds."""
     runs_by_rows: dict[int, list[float]] = field(default_factory=dict)
     """Rows of a run -> number of such runs, and their seconds."""
 
@@ -53,6 +59,11 @@ class VersionStats:
             runs = self.runs_by_rows[rows] = [0, 0.0]
         runs[0] += 1
         runs[1] += took_s
+
+    def count_size(self, values: int, now: float) -> None:
+        """A run of `values` numbers ended at `now`."""
+        if 2 * values >= self.largest_values:
+            self.largest_values, self.largest_at = max(values, self.largest_values), now
 
     def count_answers(self, began_s: list[float], decode_s: float, encode_s: float, now: float, at: float) -> None:
         """Requests that began at `began_s`, in order, and were answered together at `now`, `at` since the epoch."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 _MIB, _GIB = 2**20, 2**30
 _MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _LIBC = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _APART_BYTES = 2**20
@@ -83,6 +85,31 @@ def _memory() -> tuple[int, int] | None:
         return int(lines["MemTotal"].split()[0]) * 1024, int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
+
+
+def resident_bytes() -> int:
+    """Memory that this process has; 0 where the kernel does not report it."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def usable_bytes() -> int:
+    """Memory of the machine, or of the control group that this process is in; 0: unknown."""
+    memory = _memory()
+    bounds = [] if memory is None else [memory[0]]
+    for path in _CGROUP_LIMITS:
+        try:
+            bounds.append(int(path.read_text()))
+        except (OSError, ValueError):  # "max", or another version of control groups
+            continue
+    return min(bounds, default=0)
+
+
+def run_memory_of(*, processes: int) -> int:
+    """The default of what the runs of one of `processes` may hold: of all together, half of the memory there is."""
+    return usable_bytes() // 2 // processes
 
 
 def gpus() -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from trueline.serve.models.loader import Refused, ResolvedSource
 from trueline.serve.models.sources import Entry, Sources, Store, check_name, in_thread
 from trueline.serve.models.watchers import AliasFollower, StateFollower, StoreFollower, every
 from trueline.serve.process.listeners import Field, Ports
+from trueline.serve.process.memory import LOOK_S, MemoryKeeper
 from trueline.serve.process.signals import Stop
 from trueline.serve.settings import ServeSettings
 from trueline.web.access_log import AccessLog, AccessLogMiddleware
@@ -93,8 +94,9 @@ async def _listen(ports: Ports, parts: Parts, log: AccessLog | None) -> None:
 
 
 def _followers(parts: Parts, record: dict[str, Field]) -> Iterator[Coroutine[Any, Any, None]]:
-    """Follow the state file, the store and the alias."""
+    """Follow the state file, the store, the alias and the memory in use."""
     core, settings, fleet = parts.core, parts.core.settings, parts.core.fleet
+    yield every(LOOK_S, MemoryKeeper(fleet.models, partial(in_thread, asyncio.get_running_loop())).look)
     if core.state is not None:
         state = StateFollower(fleet, core.state, core.sources.find, core.keys, parts.extension.companion)
         yield every(FOLLOW_S, state.look)

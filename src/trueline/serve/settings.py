@@ -46,6 +46,9 @@ class ServeSettings:
     max_body_bytes: int = setting(
         64 * 2**20, "Largest request body, also after decompression.", metavar="MIB", flag="max-body", low=1, unit=2**20
     )
+    run_memory_bytes: int = setting(
+        0, "Most memory of runs; 0: half of the machine's.", metavar="MIB", flag="run-memory", low=0, unit=2**20
+    )
     model_store: str | None = _folder("Folder of bundles that clients may load by name on the management port.")
     workflow_store: str | None = _folder("Folder of TorchServe's workflows; by default the model store.")
     models: str = setting(
@@ -111,6 +114,7 @@ class ServeOptions(TypedDict, total=False):
     max_delay_s: float | None
     max_queue: int
     max_body_bytes: int
+    run_memory_bytes: int
     model_store: str | Path | None
     workflow_store: str | Path | None
     models: str

@@ -52,6 +52,8 @@ class RuntimeOptions:
     native: bool = False  # whether machine code may be loaded
     shared: Path | None = None
     """Folder of the weights that several server processes share; None: there is one process."""
+    memory_bytes: int = 0
+    """Bound of what the runs of all programs hold at once in ONNX Runtime; 0: no bound."""
     most_threads: int = 0
     """Upper bound where `threads` is 0, so that several processes share the cores; 0: no bound."""
 
@@ -180,6 +182,10 @@ def load(bundle: Bundle, way: RuntimeOptions, *, max_batch: int, digest: str | N
 
 
 def _load(bundle: Bundle, way: RuntimeOptions, max_batch: int) -> Loaded:
+    if way.memory_bytes and way.program in ("onnx", "offload"):
+        from trueline.runtime.onnx import limit_memory  # it imports ONNX Runtime
+
+        limit_memory(way.memory_bytes)
     with host.opening():
         session = open_program(
             bundle,

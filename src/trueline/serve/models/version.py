@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -110,7 +111,7 @@ class ProgramVersion(VersionRecord):
         self._first = self._names[0]
         self._check = Check(loaded.session.signature)
         self._batcher = Batcher(
-            self._run,
+            self._run_counted,
             policy,
             executor,
             loop,
@@ -162,6 +163,15 @@ class ProgramVersion(VersionRecord):
         padding = loaded.plan.padding
         key = padding.key(inputs) if padding else tuple([inputs[name].shape[1:] for name in self._names])
         return batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
+
+    def _run_counted(self, inputs: Mapping[str, Array]) -> Outputs:
+        thread = threading.get_ident()
+        self.stats.running.add(thread)
+        try:
+            return self._run(inputs)
+        finally:
+            self.stats.running.discard(thread)
+            self.stats.count_size(sum([array.size for array in inputs.values()]), time.monotonic())
 
     def _run(self, inputs: Mapping[str, Array]) -> Outputs:
         began = time.perf_counter()

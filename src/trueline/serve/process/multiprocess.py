@@ -21,6 +21,7 @@ from typing import Any
 
 from trueline import events
 from trueline.errors import TruelineError, rebuild_error
+from trueline.serve import host
 from trueline.serve.handlers.workdir import WEIGHTS, WorkDir
 from trueline.serve.process.signals import Stop
 from trueline.serve.settings import ServeSettings, to_arguments
@@ -73,6 +74,8 @@ def _fix_ports(settings: ServeSettings) -> Iterator[ServeSettings]:
         held.callback(weights.remove)
         fixed["shared_weights"] = str(weights.folder)
         fixed["most_threads"] = max(1, len(os.sched_getaffinity(0)) // settings.processes)
+        memory = host.run_memory_of(processes=settings.processes)
+        fixed["run_memory_bytes"] = settings.run_memory_bytes // settings.processes or memory
         yield replace(settings, processes=1, shared=True, lifeline=True, **fixed)
 
 

@@ -1,0 +1,104 @@
+"""What a runtime refuses is said in the client's words: the input's name, its value, what the program takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trueline.bundle import Dim, Golden, Signature
+from trueline.errors import RequestError, TooLarge, TruelineError
+from trueline.runtime.open import open_program
+from trueline.runtime.refusals import refusal_of
+from worlds import bundles
+
+IDS = {"x": np.zeros((2, 3), np.float32), "ids": np.array([[1, 9]])}
+ORT = "[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : Non-zero status code returned while running {} node. Name:'{}' Status Message: {}"  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Exception(ORT.format("Gather", "node_embedding_1", "indices element out of data bounds, idx=9 must be within")),
+        Exception(ORT.format("GatherND", "node_index_1", "invalid index found, index = 9")),
+        Exception(ORT.format("ScatterND", "node_index_put_1", "invalid indice found, indice = 9")),
+        Exception(
+            ORT.format(
+                "GatherElements",
+                "node_gather_1",
+                "/onnxruntime_src/a/gather_elements.cc:150 GatherElements op: Value in indices must be within bounds "
+                "[-5 , 4]. Actual value is 9",
+            )
+        ),
+        IndexError("index 9 is out of bounds for dimension 0 with size 5"),
+        RuntimeError("index 9 is out of bounds for dimension 1 with size 5"),
+    ],
+)
+def test_an_index_beyond_a_table_names_the_input_the_value_and_its_place(error: Exception) -> None:
+    found = refusal_of(error, IDS)
+    assert isinstance(found, RequestError)
+    assert "input 'ids' has 9 at [0, 1]" in found.message
+    assert "node_" not in found.message
+    assert "/onnxruntime_src" not in found.message
+
+
+def test_an_index_without_a_value_names_the_only_input_that_can_hold_it() -> None:
+    found = refusal_of(IndexError("index out of range in self"), IDS)
+    assert found.message.endswith("input 'ids' has values from 1 to 9, one of them is outside of a table")
+
+
+def test_an_index_that_the_program_computed_names_all_inputs_that_can_lead_to_it() -> None:
+    inputs = {"a": np.array([1]), "b": np.array([2]), "c": np.array([0.5])}
+    found = refusal_of(IndexError("index 12 is out of bounds for dimension 0 with size 5"), inputs)
+    assert "inputs 'a' INT64 [1], 'b' INT64 [1] lead to the index 12, which is outside of a table of 5" in found.message
+
+
+def test_other_refusals_give_the_inputs_and_no_name_of_the_graph() -> None:
+    text = ORT.format("Split", "node_split_1", "/src/core/split.cc:9 Invalid value in 'split'. Split size 5 exceeds 2.")
+    found = refusal_of(Exception(text), IDS, blame=True)
+    assert isinstance(found, RequestError)
+    assert "inputs 'x' FP32 [2, 3], 'ids' INT64 [1, 2]" in found.message
+    assert "node_split_1" not in found.message
+    assert "/src" not in found.message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Available memory of 1000 is smaller than requested bytes of 2000"),
+        RuntimeError("Failed to allocate memory for requested buffer of size 2000"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000 bytes."),
+        MemoryError(),
+    ],
+)
+def test_a_run_that_needs_too_much_memory_is_the_requests_fault_and_says_what_to_do(error: Exception) -> None:
+    found = refusal_of(error, IDS)
+    assert isinstance(found, TooLarge)
+    assert "'ids' INT64 [1, 2]" in found.message
+    assert "--run-memory" in found.hint
+
+
+def test_what_is_nobodys_fault_stays_the_programs() -> None:
+    found = refusal_of(RuntimeError("matmul dimension mismatch"), IDS)
+    assert type(found) is TruelineError
+
+
+def test_a_program_of_onnx_runtime_names_the_input_and_not_its_node(tmp_path: Path) -> None:
+    session = open_program(table(tmp_path / "b"))
+    with pytest.raises(RequestError, match=r"input 'ids' has 9 at \[0, 1\].* takes -5 to 4") as refused:
+        session.run({"ids": np.array([[1, 9]])})
+    assert "node_embedding_1" not in refused.value.message
+
+
+def table(out: Path) -> bundles.Bundle:
+    """Rows of three numbers by id, from 0 to 4."""
+    from onnx import helper
+
+    ids, found = bundles.spec("ids", "batch", "length", datatype="INT64"), bundles.spec("y", "batch", "length", 3)
+    rows, given = np.arange(15, dtype=np.float32).reshape(5, 3), np.array([[1, 2], [0, 4]])
+    model = bundles.graph(
+        [helper.make_node("Gather", ["t", "ids"], ["y"], name="node_embedding_1")], [ids], [found], {"t": rows}
+    )
+    signature = Signature(inputs=(ids,), outputs=(found,), dims={"batch": Dim(), "length": Dim()})
+    return bundles.bundle(out, model, signature, [Golden(case="2", inputs={"ids": given}, outputs={"y": rows[given]})])
