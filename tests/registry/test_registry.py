@@ -368,3 +368,11 @@ def test_a_digest_in_the_registry_that_is_none_names_no_folder(digest: str) -> N
     )
     with pytest.raises(RegistryError, match="which is no SHA-256"):
         find.to_version(found)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no route to postgresql://ann:hunter2@db/x"), ValueError("token=hunter2 is bad")]
+)
+def test_an_error_of_the_registry_names_no_password(error: Exception) -> None:
+    told = store._translate(error, "postgresql://ann:hunter2@db/mlflow?password=hunter2").message
+    assert "hunter2" not in told

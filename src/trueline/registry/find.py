@@ -17,6 +17,7 @@ from trueline import files
 from trueline.bundle.read import open_bundle
 from trueline.errors import BundleError, RegistryError, StorageError, UsageError, closest, join_names
 from trueline.registry import store
+from trueline.storage.object_store import redact_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -101,7 +102,7 @@ def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
         names = [model.name for model in client.search_registered_models()]
         near = closest(name, names)
         raise RegistryError(
-            f"no model '{name}' is registered in {client.tracking_uri} (has: {join_names(names)})",
+            f"no model '{name}' is registered in {redact_uri(client.tracking_uri)} (has: {join_names(names)})",
             hint=f"did you mean '{near}'?" if near else "`trueline register BUNDLE` adds one",
         ) from error
     quoted = name.replace("'", "\\'")

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from trueline.errors import RegistryError, TruelineError
 from trueline.files import sha256_bytes, storage_error
+from trueline.storage.object_store import redact_text, redact_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -114,9 +115,10 @@ def _translate(error: Exception, uri: str) -> TruelineError:
         where = _database(uri) or Path(tempfile.gettempdir())
         return storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), where)
     if isinstance(error, OSError):
-        return RegistryError(f"the model registry at {uri} cannot be used: {error}", hint="check the tracking URI")
+        why = f"the model registry at {redact_uri(uri)} cannot be used: {redact_text(text)}"
+        return RegistryError(why, hint="check the tracking URI")
     first = (text.splitlines() or [type(error).__name__])[0]
-    return RegistryError(f"the model registry refuses: {first}", hint="check the tracking URI")
+    return RegistryError(f"the model registry refuses: {redact_text(first)}", hint="check the tracking URI")
 
 
 @contextmanager

@@ -25,6 +25,8 @@ PRIORITY_HEADER = b"x-trueline-priority"
 """1 is the most urgent; the parameter of an infer request takes precedence."""
 MAX_NAME = 256
 """Characters of an input's name; a longer one is not echoed."""
+MANY_INPUTS = 64
+"""Fewer are read and refused one by one, by name."""
 MAX_CACHED = 64
 """Shapes of outputs for which a template caches the JSON of binary answers."""
 
@@ -133,6 +135,7 @@ def decode_with_inputs(
     except RecursionError as error:
         raise RequestError("the body nests too deeply") from error
     specs = {spec.name: spec for spec in signature.inputs}
+    check_count(len(request.inputs), len(specs))
     inputs: dict[str, Array] = {}
     for given in request.inputs:
         if len(given.name) > MAX_NAME:
@@ -147,6 +150,12 @@ def decode_with_inputs(
     urgent = request.parameters.get("priority") if request.parameters else None
     call = InferCall(inputs, outputs, request.id, timeout_s(request.parameters), as_bytes, urgent)
     return call, request.inputs
+
+
+def check_count(given: int, taken: int) -> None:
+    """Raises RequestError for far more inputs than the model takes, before they are read (CVE-2026-47628)."""
+    if given > max(MANY_INPUTS, taken):
+        raise RequestError(f"the request has {given} inputs, the model takes {taken}")
 
 
 def _binary_outputs(

@@ -41,6 +41,8 @@ _CONTENTS = {
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
+MAX_INPUTS = 4096
+"""No model has more; each costs more than its bytes (CVE-2026-47628)."""
 _OPEN = frozenset({"ServerLive", "ServerReady"})
 _MANAGED = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
 
@@ -52,6 +54,8 @@ def _text(parameter: Any) -> Any:
 def read_inputs(request: pb.ModelInferRequest) -> dict[str, Array]:
     """The request's tensors by name. Raises RequestError."""
     raw = request.raw_input_contents
+    if len(request.inputs) > MAX_INPUTS:
+        raise RequestError(f"the request has {len(request.inputs)} inputs, at most {MAX_INPUTS} are allowed")
     if raw and len(raw) != len(request.inputs):
         raise RequestError(f"expected {len(request.inputs)} raw_input_contents, one for each input, got {len(raw)}")
     inputs: dict[str, Array] = {}
