@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-data bench-capture bench-serve bench-torchserve clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -132,6 +132,10 @@ bench: bench-train bench-serve  ## each benchmark prints a table, then one line 
 
 bench-serve: peers-serving  ## cost and limits of serving, compared with LitServe, MLServer, BentoML and Ray Serve
 	$(BIN)/python bench/serve.py $(BENCH)
+
+# COLLECTIONS=serve/test/postman of a checkout of github.com/pytorch/serve; NEWMAN='node_modules/.bin/newman' if it is not on PATH
+bench-torchserve: $(STAMP)  ## TorchServe's Postman collections, given by COLLECTIONS=DIR, against a server here (needs newman)
+	$(BIN)/python -m bench.torchserve "$(COLLECTIONS)" $(if $(NEWMAN),--newman "$(NEWMAN)") $(BENCH)
 
 peers-serving: $(STAMP)  ## environments of the servers to compare with; one that cannot be installed is left out
 	for name in litserve mlserver bentoml ray; do \

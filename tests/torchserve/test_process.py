@@ -143,6 +143,9 @@ def test_archives_are_registered_scaled_described_and_unregistered_in_torchserve
         later = management.post("/models", params=third)
         assert (later.status_code, later.json()["status"]) == (202, "Processing worker updates...")
         assert client.post("/predictions/double/3.0", json={"x": 4}).json() == {"doubled": 8}
+        kept = management.delete("/models/double")
+        assert (kept.status_code, kept.json()["type"]) == (403, "InvalidModelVersionException")
+        assert management.delete("/models/double/3.0/?timeout=1").status_code == 200
         gone = management.delete("/models/double")
         assert gone.json() == {"status": 'Model "double" unregistered'}
         assert not Path(f"/proc/{facts['workers'][0]['pid']}").exists()

@@ -20,7 +20,7 @@ from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import RuntimeOptions, VersionOptions
 from trueline.serve.models.sources import Sources, Store, in_thread
-from trueline.serve.protocols.dispatch import NO_RESOURCE, is_oip
+from trueline.serve.protocols.dispatch import NO_METHOD, NO_RESOURCE, is_oip
 from trueline.serve.protocols.oip.rest import Repository
 from trueline.serve.protocols.router import Extension, Routes
 from trueline.serve.settings import ServeSettings
@@ -164,9 +164,10 @@ class _MetricsOnly:
         self._routes = routes
 
     def answer(self, request: Request) -> Response | asyncio.Future[Response]:
-        if request.path != "/metrics":
-            return self.refuse(request.path, 404, NO_RESOURCE)
-        return self._routes.handle_uncached(request)
+        path, about = request.path.rstrip("/"), request.method == "OPTIONS"
+        if path in ("/metrics", "/api-description") or (about and not path):
+            return self._routes.handle_uncached(request)
+        return self.refuse(request.path, *((404, NO_RESOURCE) if path else (405, NO_METHOD)))
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         return self._routes.errors_of("/metrics").encode_malformed(path, status, message)

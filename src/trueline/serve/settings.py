@@ -51,6 +51,9 @@ class ServeSettings:
     )
     model_store: str | None = _folder("Folder of bundles that clients may load by name on the management port.")
     workflow_store: str | None = _folder("Folder of TorchServe's workflows; by default the model store.")
+    allowed_urls: str = setting(
+        "", "Let clients load from http(s) addresses that match one of these, with commas.", metavar="REGEX"
+    )
     models: str = setting(
         "", 'JSON with defaults of model-config.yaml by MODEL/VERSION; "" is for all archives.', metavar="JSON"
     )
@@ -117,6 +120,7 @@ class ServeOptions(TypedDict, total=False):
     run_memory_bytes: int
     model_store: str | Path | None
     workflow_store: str | Path | None
+    allowed_urls: str
     models: str
     load: str
     watch: bool

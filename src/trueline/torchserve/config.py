@@ -21,7 +21,7 @@ from trueline.serve.handlers.envelopes import NAMES
 _LINE = re.compile(r"((?:\\.|[^\\=:\s])*)\s*[=:]?\s*(.*)", re.DOTALL)
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 _UNUSED_FOR = {
-    "clients load names of the store, never URLs": "allowed_urls use_env_allowed_urls",
+    "set TS_ALLOWED_URLS with enable_envvars_config=true": "use_env_allowed_urls",
     "handlers never see variables that look like secrets": "blacklist_env_vars",
     "nothing is installed for an archive; put it into the server's environment": "install_py_dep_per_model",
     "models are managed on the management port, with its token": "enable_model_api model_api_enabled",
@@ -233,6 +233,7 @@ _TRANSLATED: dict[str, Callable[[str], dict[str, Any]]] = {
     "load_models": _set("load", lambda value: "" if value.lower() == "none" else value),
     "model_store": _set("model_store"),
     "workflow_store": _set("workflow_store"),
+    "allowed_urls": _set("allowed_urls"),
     "models": _models,
     "service_envelope": _for_all("serviceEnvelope", _envelope),
     "decode_input_request": _for_all("decodeInputRequest", _flag),

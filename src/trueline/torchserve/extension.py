@@ -57,10 +57,17 @@ def extend(core: Core) -> TorchServe:
         store = Store(Path(settings.workflow_store), name_in_store)
     workflows = Workflows(
         core.fleet, loop, lambda work: in_thread(loop, work), core.sources.find_allowed, store=store,
-        state=core.state, handlers=core.handlers,
+        state=core.state, handlers=core.handlers, download=core.sources.download,
     )  # fmt: skip
     strict = settings.torchserve_strict
     management = Management(
-        core.fleet, core.store, core.sources.find_allowed, loop, core.keys, workflows, strict=strict
+        core.fleet,
+        core.store,
+        core.sources.find_allowed,
+        loop,
+        core.keys,
+        workflows,
+        strict=strict,
+        forget=core.sources.forget,
     )
     return TorchServe(management, workflows, core.keys, strict=strict)

@@ -7,7 +7,6 @@ processes. Beyond TorchServe: traffic splits, canaries and shadows.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -27,12 +26,13 @@ from trueline.serve.traffic import canary
 from trueline.serve.traffic.rollout import Traffic
 from trueline.storage.object_store import redact_uri
 from trueline.torchserve import responses
-from trueline.torchserve.responses import describe_version, parse_int, pretty
-from trueline.torchserve.workflows.executor import Workflow
+from trueline.torchserve.parameters import number_of, parameters_of, parse_int, url_of
+from trueline.torchserve.responses import describe_version, pretty
+from trueline.torchserve.workflows import routes as workflow_routes
 from trueline.torchserve.workflows.registry import Workflows
 from trueline.version import __version__
 from trueline.web.auth import Keys
-from trueline.web.messages import Request, Response, query_of
+from trueline.web.messages import Request, Response, query_of, segments_of
 
 Find = Callable[[str], Awaitable[ResolvedSource]]
 Work = Coroutine[Any, Any, Response]
@@ -59,14 +59,16 @@ class Management:
     def __init__(
         self, fleet: Fleet, store: Store | None, find: Find, loop: asyncio.AbstractEventLoop,
         keys: Keys | None = None, workflows: Workflows | None = None, *, strict: bool = False,
+        forget: Callable[[str], None] = lambda url: None,
     ) -> None:  # fmt: skip
-        """`find` locates a source that the operator allows; /token renews `keys`; `strict`: TorchServe's status codes
+        """`find` locates a source that the operator allows, and `forget` deletes it if that was a download; /token
+        renews `keys`; `strict`: TorchServe's status codes
         also where Trueline's are more precise.
         """
         self._strict, self._workflows, self._keys = strict, workflows, keys
         self._traffic = Traffic(fleet, loop)
         self._fleet, self._models = fleet, fleet.models
-        self._store, self._find, self._loop = store, find, loop
+        self._store, self._find, self._loop, self._forget = store, find, loop, forget
         self._loading: set[asyncio.Task[Servable]] = set()
         """Registrations that were answered before their end."""
 
@@ -99,11 +101,11 @@ class Management:
     def _route(self, request: Request) -> Response | Work:
         query = query_of(request.target)
         method = "GET" if request.method == "HEAD" else request.method
-        match method, request.path.split("/")[1:]:
+        match method, segments_of(request.path):
             case _, ["models", *rest]:
                 return self._route_models(request, method, rest, query)
             case _, ["workflows", *rest] if self._workflows is not None:
-                return self._route_workflows(self._workflows, request, method, rest)
+                return workflow_routes.route(self._workflows, method, rest, query, request)
             case "GET", ["v1", "models", model]:
                 ready = self._models.find(model).state == "ready"
                 return reply(200, pretty({"name": model, "ready": ready}))
@@ -115,13 +117,15 @@ class Management:
                 return dashboard.try_page()
             case "GET" | "POST", ["ping"]:
                 return responses.status("Healthy")
+            case _, [""] | ["v1", "models", _]:
+                raise MethodNotAllowed(NO_METHOD)
             case _:
                 raise NotFound(NO_RESOURCE)
 
     def _route_models(self, request: Request, method: str, parts: list[str], query: dict[str, str]) -> Response | Work:
         match method, parts:
             case "POST", []:
-                return self._register(query | _parameters(request))
+                return self._register(query | parameters_of(request))
             case "GET", []:
                 return self._list(query)
             case "GET", [model]:
@@ -131,11 +135,11 @@ class Management:
             case "GET", [model, version]:
                 return self._describe(model, version, query)
             case "PUT", [model]:
-                return self._scale(model, self._models.default(model), query, named=False)
+                return self._scale(model, query.get("model_version"), query)
             case "PUT", [model, "split"]:
                 return self._split(model, query)
             case "PUT", [model, version]:
-                return self._scale(model, version, query, named=True)
+                return self._scale(model, version, query)
             case "PUT", [model, version, "canary"]:
                 return self._canary(model, version, query)
             case "PUT", [model, version, "shadow"]:
@@ -154,59 +158,52 @@ class Management:
                 return self._unregister(model, parts[1] if len(parts) == 2 else None)
             case "OPTIONS", [model]:
                 return reply(200, pretty(openapi.of_model(self._models.find(model), __version__)))
-            case _:
+            case _, [] | [_] | [_, _] | [_, _, "set-default" | "canary" | "shadow"]:
                 raise MethodNotAllowed(NO_METHOD)
-
-    def _route_workflows(
-        self, workflows: Workflows, request: Request, method: str, parts: list[str]
-    ) -> Response | Work:
-        query = query_of(request.target)
-        match method, parts:
-            case "POST", []:
-                return _register_workflow(workflows, query | _parameters(request))
-            case "GET", []:
-                registered = workflows.desired_workflows()
-                page, names = responses.page(sorted(registered), query)
-                urls = {name: redact_uri(registered[name].source) for name in names}
-                page["workflows"] = [{"workflowName": name, "workflowUrl": url} for name, url in urls.items()]
-                return reply(200, pretty(page))
-            case "GET", [name]:
-                return reply(200, pretty([_describe_workflow(workflows.find(name))]))
-            case "DELETE", [name]:
-                return _unregister_workflow(workflows, name)
             case _:
-                raise MethodNotAllowed(NO_METHOD)
+                raise NotFound(NO_RESOURCE)
 
     async def _register(self, given: Mapping[str, str]) -> Response:
-        url = _url_of(given)
-        found = await self._find(url)
-        entries = self._store.entries() if self._store is not None else []
-        entry = next(((one.model, one.version) for one in entries if one.source == url), ("", "1"))
-        model = check_name("model", given.get("model_name") or found.name or entry[0])
-        version = check_name("version", given.get("model_version") or found.version or entry[1])
-        runtime = given.get("runtime") or "python"
+        url, runtime = url_of(given), given.get("runtime", "python")
         if runtime not in ("python", "python2", "python3"):
             raise RequestError(f"Invalid RuntimeType value: {runtime[:32]}")
+        found = await self._find(url)
+        loading = self._loop.create_task(self._load(found, url, given))
+        waits = given.get("synchronous", "true").lower() == "true"
         workers = parse_int(given.get("initial_workers"), 0)
-        how = VersionOptions(
-            max_batch=max(1, parse_int(given.get("batch_size"), 64)),
-            max_delay_s=parse_int(given["max_batch_delay"], 0) / 1e3 if "max_batch_delay" in given else None,
-            workers=workers,
-        )
-        own = {name: value for name, value in given.items() if name in _OF_ARCHIVES}
-        how = replace(how, max_queue=self._fleet.how.max_queue, way=self._fleet.how.way, given=own)
-        waits = given.get("synchronous", "").lower() != "false"
-        loading = self._loop.create_task(self._fleet.load(found, model, version, source=url, how=how))
-        if self._strict and workers and not waits and not await self._ends_at_once(loading):
+        if self._strict and workers > 0 and not waits and not await self._ends_at_once(loading):
             return responses.status("Processing worker updates...", 202)
         loaded = await loading
         workers = loaded.policy.lanes if loaded.handler is not None else workers
-        text = f'Model "{model}" Version: {version} registered with {workers} initial workers'
-        if not workers:
+        text = f'Model "{loaded.model}" Version: {loaded.version} registered with {workers} initial workers'
+        if workers <= 0:
             text += ". Use scale workers API to add workers for the model."
         elif not waits:  # the workers are ready all the same: a failure was reported
             return responses.status("Processing worker updates...", 202)
         return responses.status(text)
+
+    async def _load(self, found: ResolvedSource, url: str, given: Mapping[str, str]) -> Servable:
+        """Loads what is registered; if that fails, what was downloaded for it is deleted."""
+        try:
+            entries = self._store.entries() if self._store is not None else []
+            named = [(one.model, one.version) for one in entries if url == one.source or found.path == one.path]
+            usual = next(iter(named), ("", "1"))
+            model = check_name("model", given.get("model_name") or found.name or usual[0])
+            version = check_name("version", given.get("model_version") or found.version or usual[1])
+            how = VersionOptions(
+                max_batch=max(1, parse_int(given.get("batch_size"), 64)),
+                max_delay_s=max(0, parse_int(given["max_batch_delay"], 0)) / 1e3
+                if "max_batch_delay" in given
+                else None,
+                workers=max(0, parse_int(given.get("initial_workers"), 0)),
+                max_queue=self._fleet.how.max_queue,
+                way=self._fleet.how.way,
+                given={name: value for name, value in given.items() if name in _OF_ARCHIVES},
+            )
+            return await self._fleet.load(found, model, version, source=url, how=how)
+        except BaseException:
+            self._forget(url)
+            raise
 
     async def _ends_at_once(self, loading: asyncio.Task[Servable]) -> bool:
         """Whether the registration has ended already, as for a name in use; else its end is logged later."""
@@ -223,15 +220,18 @@ class Management:
         if error is not None:
             events.emit("registration.failed", why=str(error))
 
-    def _scale(self, model: str, version: str, query: Mapping[str, str], *, named: bool) -> Response | Work:
+    def _scale(self, model: str, named: str | None, query: Mapping[str, str]) -> Response | Work:
+        """`named`: the version in the path or the query; None: the default."""
         least = parse_int(query.get("min_worker"), 1)
         most = parse_int(query.get("max_worker"), least)
-        if least < 0 or most < 0:
+        if most < least:
+            raise RequestError("max_worker cannot be less than min_worker.")
+        version = named or self._models.default(model)
+        self._models.find(model, version)
+        if least < 0:
             raise _NegativeWorkers(
                 f"min_worker and max_worker are 0 or more; got {least} and {most}", strict=self._strict
             )
-        if most < least:
-            raise RequestError("max_worker cannot be less than min_worker.")
         workers = self._fleet.scale(model, version, most)
         if query.get("synchronous", "false").lower() != "true":
             return responses.status("Processing worker updates...", 202)
@@ -257,17 +257,22 @@ class Management:
 
     def _canary(self, model: str, version: str, query: Mapping[str, str]) -> Response:
         rule = canary.CanaryRule(
-            max_error_rate=_number(query, "max_error_rate", canary.MAX_ERROR_RATE),
-            max_latency_ratio=_number(query, "max_latency_ratio", canary.MAX_LATENCY_RATIO),
+            max_error_rate=number_of(query, "max_error_rate", canary.MAX_ERROR_RATE),
+            max_latency_ratio=number_of(query, "max_latency_ratio", canary.MAX_LATENCY_RATIO),
             min_requests=parse_int(query.get("min_requests"), canary.MIN_REQUESTS),
             promote_after=parse_int(query.get("promote_after"), 0),
         )
-        weight = _number(query, "weight", 10.0) / 100
+        weight = number_of(query, "weight", 10.0) / 100
         self._traffic.begin_canary(model, version, weight, rule)
         return responses.status(f'Version "{version}" is a canary of model "{model}" with {weight:.3g} of its requests')
 
     async def _unregister(self, model: str, version: str | None) -> Response:
+        """Without a version: the default, which has to be the last."""
+        version = version or self._models.default(model)
+        source = self._models.find(model, version).source
         await self._fleet.retire(model, version)
+        if not any(one.source == source for one in self._models.all()):
+            self._forget(source)
         return responses.status(f'Model "{model}" unregistered')
 
     def _renew(self, keys: Keys, kind: str) -> Response:
@@ -305,56 +310,9 @@ class Management:
         return reply(200, pretty(descriptions))
 
 
-async def _register_workflow(workflows: Workflows, given: Mapping[str, str]) -> Response:
-    workflow = await workflows.register(_url_of(given), given.get("workflow_name", ""), given)
-    return responses.status(f"Workflow {workflow.name} has been registered and scaled successfully.")
-
-
-async def _unregister_workflow(workflows: Workflows, name: str) -> Response:
-    await workflows.unregister(name)
-    return responses.status(f'Workflow "{name}" unregistered')
-
-
-def _describe_workflow(workflow: Workflow) -> dict[str, Any]:
-    """The common settings of its models and its graph."""
-    common = workflow.spec.common
-    dag = ", ".join(f"{node}=[{', '.join(nexts)}]" for node, nexts in workflow.spec.dag.items())
-    return {
-        "workflowName": workflow.name, "workflowUrl": redact_uri(workflow.registered.source),
-        "minWorkers": common.min_workers, "maxWorkers": common.max_workers, "batchSize": common.batch_size,
-        "maxBatchDelay": common.max_batch_delay, "workflowDag": f"{{{dag}}}",
-    }  # fmt: skip
-
-
-def _url_of(given: Mapping[str, str]) -> str:
-    if "url" not in given:
-        raise RequestError("Parameter url is required.")
-    if not given["url"]:
-        raise NotFound("empty url")
-    return given["url"]
-
-
 def _decode(body: bytes | bytearray) -> Any:
     """JSON as its value, else the text."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return bytes(body).decode("utf-8", "replace")
-
-
-def _parameters(request: Request) -> dict[str, str]:
-    """Parameters from a JSON body; another body is ignored, as in TorchServe."""
-    if b"json" not in request.headers.get(b"content-type", b"").lower() or not request.body:
-        return {}
-    try:
-        found = msgspec.json.decode(request.body, type=dict[str, str | int | bool | float | None])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON object of parameters: {error}") from error
-    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in found.items()}
-
-
-def _number(query: Mapping[str, str], name: str, default: float) -> float:
-    try:
-        return float(query.get(name, default))
-    except ValueError as error:
-        raise RequestError(f"{name} is a number, got '{query[name][:32]}'") from error

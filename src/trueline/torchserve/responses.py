@@ -17,9 +17,11 @@ from trueline.errors import Overloaded, RequestError
 from trueline.serve.handlers.messages import reply
 from trueline.serve.handlers.worker import DIED, HandlerFailed, Hung
 from trueline.serve.models.catalog import UnknownModel, UnknownVersion
+from trueline.serve.models.downloads import AlreadyStored
 from trueline.serve.models.servable import Servable
 from trueline.serve.protocols.dispatch import extra
 from trueline.storage.object_store import redact_uri
+from trueline.torchserve.parameters import parse_int
 from trueline.web.auth import Forbidden, Unauthorized
 from trueline.web.messages import Response
 
@@ -38,19 +40,6 @@ NO_KEY = "Token Authorization failed. Token either incorrect, expired, or not pr
 def pretty(value: dict[str, Any] | list[Any]) -> bytes:
     """JSON, indented by two spaces, with a line feed at the end."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-
-
-def parse_int(text: str | None, default: int) -> int:
-    """An integer of a query; for anything else, and beyond 32 bits, TorchServe takes the default.
-
-    >>> parse_int("-2", 1), parse_int("9" * 400, 1), parse_int("1e3", 1)
-    (-2, 1, 1)
-    """
-    try:
-        number = default if text is None else int(text)
-    except ValueError:
-        return default
-    return number if -(2**31) <= number < 2**31 else default
 
 
 def page(names: Sequence[str], query: Mapping[str, str]) -> tuple[dict[str, Any], Sequence[str]]:
@@ -93,6 +82,8 @@ def _translate(found: RequestError, *, strict: bool) -> tuple[int, str, str | No
         return 500, DIED, "InternalServerException"
     if strict and isinstance(found, Overloaded):
         return 503, found.message, None
+    if strict and isinstance(found, AlreadyStored):
+        return 500, found.message, found.torchserve_type
     if strict and isinstance(found, Unauthorized | Forbidden):
         return 400, NO_KEY, "InvalidKeyException"
     if isinstance(found, UnknownModel):

@@ -1,7 +1,7 @@
 """The route table of TorchServe's inference API and of SageMaker's; /invocations is also MLflow's.
 
     /ping
-    /predictions/{m}[/{ver}[/more/path]], /explanations/{m}[/{ver}]
+    /predictions/{m}[/{ver}[/more/path]], /explanations/{m}[/{ver}[/more/path]]
     /wfpredict/{workflow}
     /invocations, /models/{m}/invoke, /{m}/predict, /{m}/{ver}/predict     the query becomes parameters
 
@@ -42,14 +42,12 @@ class TorchServeRoutes:
     def match(self, parts: list[str]) -> RouteHandler | None:
         """The handler for the path of `parts`."""
         match parts:
-            case ["predictions", model]:
-                return lambda request: self._predict_or_describe(request, model)
-            case ["predictions", model, version, *rest]:
-                return lambda request: self._predict(request, model, version, "/".join(rest))
-            case ["explanations", model]:
-                return lambda request: self._dispatch.explain(request, model)
-            case ["explanations", model, version]:
-                return lambda request: self._dispatch.explain(request, model, version)
+            case ["predictions", model, *rest]:
+                version, more = next(iter(rest), None), "/".join(rest[1:])
+                return lambda request: self._predict_or_describe(request, model, version, more)
+            case ["explanations", model, *rest]:
+                version = next(iter(rest), None)
+                return lambda request: self._explain_or_describe(request, model, version)
             case ["invocations"]:
                 return self._invoke
             case ["models", model, "invoke"] | [model, "predict"]:
@@ -63,10 +61,15 @@ class TorchServeRoutes:
             case _:
                 return None
 
-    def _predict_or_describe(self, request: Request, model: str) -> Answer:
+    def _predict_or_describe(self, request: Request, model: str, version: str | None, more: str) -> Answer:
         if request.method == "OPTIONS":
-            return json(200, openapi.of_model(self._dispatch.models.find(model), __version__))
-        return self._predict(request, model, None)
+            return json(200, openapi.of_model(self._dispatch.models.find(model, version), __version__))
+        return self._predict(request, model, version, more)
+
+    def _explain_or_describe(self, request: Request, model: str, version: str | None) -> Answer:
+        if request.method == "OPTIONS":
+            return json(200, openapi.of_model(self._dispatch.models.find(model, version), __version__))
+        return self._dispatch.explain(request, model, version)
 
     def _ping(self, request: Request) -> Response:
         allow(request, ("GET", "POST", "HEAD"), NO_METHOD)

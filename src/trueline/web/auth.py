@@ -135,7 +135,7 @@ class AuthMiddleware:
         if is_open(request.path):
             return self._app.answer(request)
         path, kind = request.path, self._kind
-        if path == "/token":
+        if path.rstrip("/") == "/token":
             kind = "API"
         elif path.startswith("/v2/repository/models/"):
             kind = "management"

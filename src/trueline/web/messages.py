@@ -230,13 +230,25 @@ def path_of(target: bytes) -> str:
     return unquote(path, errors="replace") if "%" in path else path
 
 
+def segments_of(path: str) -> list[str]:
+    """The segments of a path; slashes at its end make none, as in TorchServe (Java's String.split).
+
+    >>> segments_of("/models/noop/"), segments_of("/"), segments_of("/a//b")
+    (['models', 'noop'], [''], ['a', '', 'b'])
+    """
+    return path.rstrip("/").split("/")[1:] or [""]
+
+
 def query_of(target: bytes) -> dict[str, str]:
-    """The decoded parameters of a request target; the last of those with the same name.
+    """The decoded parameters of a request target; the first of those with the same name, as in TorchServe.
 
     >>> query_of(b"/invocations?model_name=a%20b&x=")
     {'model_name': 'a b', 'x': ''}
     """
-    return dict(_pairs(target))
+    found: dict[str, str] = {}
+    for name, value in _pairs(target):
+        found.setdefault(name, value)
+    return found
 
 
 def query_all(target: bytes, name: str) -> list[str]:

@@ -364,18 +364,26 @@ SECOND = """
     def handle(data, context):
         if data is None:
             return
-        return [[2 * value for value in request[0]["data"]] for request in data]
+        return [2 if row["data"] == "two" else [2 * value for value in row["data"][0]] for row in data]
 """
 
 
 def test_the_second_protocol_is_read_and_answered_around_a_handler_for_every_request_of_a_batch(tmp_path: Path) -> None:
-    tensor = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1.5, 2.0]}
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1.5, 2.0]}
+    text = {"name": "t", "shape": [1], "datatype": "BYTES", "data": ["two"]}
 
     async def act(pool: Pool) -> None:
-        first, second = (pool.submit(posted({"inputs": [tensor]} | told)) for told in ({"id": "q"}, {}))
-        output = {"name": "predict", "shape": [2], "datatype": "FP64", "data": [3.0, 4.0]}
+        asked = {"id": "q", "inputs": [tensor, text]}, {"inputs": [tensor]}
+        first, second = (pool.submit(posted(one)) for one in asked)
+        output = {"name": "x", "shape": [2], "datatype": "FP64", "data": [3.0, 4.0]}
+        number = {"name": "t", "shape": [1], "datatype": "INT64", "data": [2]}
         model = {"model_name": "noop", "model_version": "1.0"}
-        assert json.loads((await first).body) == {"id": "q", **model, "outputs": [output]}
+        assert json.loads((await first).body) == {"id": "q", **model, "outputs": [output, number]}
         assert json.loads((await second).body) == {"id": "r7", **model, "outputs": [output]}
+        flawed = {"an object with a name": 3, "shape": tensor | {"shape": [3]}, "to be lists": tensor | {"data": 3}}
+        for words, wrong in flawed.items():
+            with pytest.raises(HandlerFailed, match=words) as refused:
+                await pool.submit(posted({"inputs": [wrong]}))
+            assert refused.value.status == 400
 
     in_pool(launch(tmp_path, SECOND, envelope="kservev2", batch_size=2, max_batch_delay_s=0.2), act)

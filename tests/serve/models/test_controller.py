@@ -288,7 +288,9 @@ def test_the_default_version_stays_while_there_are_others(store_app: StoreApp) -
         )
     status, said = store_app.manage("DELETE", "/models/pair/1")
     assert (status, said["type"]) == (403, "InvalidModelVersionException")
-    assert said["message"] == "Cannot remove default version for model pair"
+    assert said["message"].startswith("Cannot remove default version for model pair; set another")
+    assert store_app.manage("DELETE", "/models/pair") == (status, said), "the default, when none is named"
+    assert store_app.models.versions("pair") == ["1", "2"]
     assert store_app.manage("DELETE", "/models/pair/2")[0] == 200
     assert store_app.manage("DELETE", "/models/pair/1")[0] == 200
 

@@ -36,7 +36,7 @@ class HandlerPlan:
     batch_size: int = 1
     max_batch_delay_s: float = 0.1
     response_timeout_s: float = 120.0
-    startup_timeout_s: float = 120.0
+    startup_timeout_s: float = 120.0  # 0, from a call alone: no worker is ready in time, as in TorchServe
     max_retry_s: float = 300.0  # how long a dying worker is restarted before it is given up
     client_timeout_s: float = 0.0  # for a whole request; 0: the timeouts of start and response together
     queue_size: int = 100
@@ -69,7 +69,7 @@ def draw_up(
         batch_size=max(1, int(_count(given, "batch_size", _number(config, "batchSize", 1)))),
         max_batch_delay_s=delay_ms / 1e3,
         response_timeout_s=_count(given, "response_timeout", _number(config, "responseTimeout", 120)) or 120.0,
-        startup_timeout_s=_count(given, "startup_timeout", _number(config, "startupTimeout", 120)) or 120.0,
+        startup_timeout_s=_count(given, "startup_timeout", _number(config, "startupTimeout", 120) or 120.0),
         max_retry_s=_number(config, "maxRetryTimeoutInSec", 300),
         client_timeout_s=_number(config, "clientTimeoutInMills", 0) / 1e3,
         queue_size=max(1, int(_number(config, "jobQueueSize", 100))),

@@ -3,7 +3,8 @@
     body        each request's body, without its name
     json        {"instances": [...]} of every request, joined; {"predictions": [...]} for each
     kserve      the same, and {"explanations": [...]} for explanations
-    kservev2    {"inputs": [tensor, ...]}; {"id", "model_name", "model_version", "outputs": [tensor]}
+    kservev2    {"inputs": [tensor, ...]} of every request, joined; {"id", "model_name", "model_version", "outputs":
+                [tensor, ...]} for each
 
 TorchServe's `kserve` and `kservev2` answer only the first request of a batch; here all are answered.
 Source: ts/torch_handler/request_envelope of TorchServe.
@@ -50,36 +51,56 @@ def _instances(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
 
 
 def _tensors(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
+    """The handler gets the inputs of all requests in one list and returns an answer for each input, or for each
+    request; the outputs have the names of the inputs.
+    """
     bodies = [_object(row) for row in data]
-    found = answer([_get_list(one, "inputs") for one in bodies], context)
-    if not isinstance(found, list) or len(found) != len(data):
-        raise _prediction_error(f"the handler has to return a list of {len(data)} answers, one for each request", 503)
-    model = context.manifest["model"]
-    return [
-        {
-            "id": str(one["id"]) if "id" in one else context.get_request_id(index),
-            "model_name": model["modelName"],
-            "model_version": str(model.get("modelVersion") or "1.0"),
-            "outputs": [_tensor(values, explain=context.get_request_header(index, "explain") == "True")],
-        }
-        for index, (one, values) in enumerate(zip(bodies, found, strict=True))
-    ]
+    parts = [[_reshape(one) for one in _get_list(body, "inputs")] for body in bodies]
+    found = answer([one for part in parts for one in part], context)
+    count = sum(map(len, parts))
+    if not isinstance(found, list) or len(found) not in (count, len(data)):
+        raise _prediction_error(f"the handler has to return a list of {count} answers, one for each input", 503)
+    model, answers, at = context.manifest["model"], [], 0
+    for index, (body, part) in enumerate(zip(bodies, parts, strict=True)):
+        values = found[at : at + len(part)] if len(found) == count else [found[index]]
+        at += len(part)
+        answers.append(
+            {
+                "id": str(body.get("id") or "").strip() or context.get_request_id(index),
+                "model_name": model["modelName"],
+                "model_version": str(model.get("modelVersion") or "1.0"),
+                "outputs": [_tensor(one["name"], value) for one, value in zip(part, values, strict=False)],
+            }
+        )
+    return answers
 
 
-def _tensor(values: Any, *, explain: bool) -> dict[str, Any]:
+def _reshape(tensor: Any) -> dict[str, Any]:
+    """An input with its data nested as its shape says; of texts the first, as in TorchServe."""
     import numpy as np
 
-    array = np.asarray(values)
+    if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
+        raise _prediction_error("each of 'inputs' has to be an object with a name, shape, datatype and data", 400)
+    values, shape = tensor.get("data"), tensor.get("shape")
+    if not isinstance(values, list) or not isinstance(shape, list):
+        raise _prediction_error(f"'data' and 'shape' of input '{tensor['name'][:64]}' have to be lists", 400)
+    if tensor.get("datatype") == "BYTES":
+        return tensor | {"data": values[0] if values else ""}
+    try:
+        return tensor | {"data": np.array(values).reshape(shape).tolist()}
+    except (TypeError, ValueError) as error:
+        raise _prediction_error(f"'data' of input '{tensor['name'][:64]}' is not of shape {shape}", 400) from error
+
+
+def _tensor(name: str, values: Any) -> dict[str, Any]:
+    import numpy as np
+
+    array = np.atleast_1d(np.asarray(values))
     kind = array.dtype.kind
     datatype = "BYTES"
     if kind in _KINDS:
         datatype = "BOOL" if kind == "b" else f"{_KINDS[kind]}{8 * array.dtype.itemsize}"
-    return {
-        "name": "explain" if explain else "predict",
-        "shape": list(array.shape),
-        "datatype": datatype,
-        "data": array.reshape(-1).tolist() if array.shape else array.tolist(),
-    }
+    return {"name": name, "shape": list(array.shape), "datatype": datatype, "data": array.reshape(-1).tolist()}
 
 
 def _body(row: dict[str, Any]) -> Any:

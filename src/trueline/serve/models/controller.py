@@ -174,7 +174,10 @@ class Fleet:
             names = self.models.versions(model) if version is None else [version]
             others = len(self.models.versions(model)) > 1
             if version is not None and others and self.models.default(model) == version:
-                raise _DefaultVersion(f"Cannot remove default version for model {model}")
+                raise _DefaultVersion(
+                    f"Cannot remove default version for model {model}",
+                    hint="set another default version first, or remove the others",
+                )
             default, split = self.models.default(model), self.models.split(model)
             gone = [self.models.remove(model, name) for name in names]
             kept = {one: self._desired.pop(one) for one in gone if one in self._desired}

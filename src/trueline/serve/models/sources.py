@@ -24,14 +24,25 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from trueline import files
 from trueline.bundle import schema, signing
 from trueline.bundle.read import Bundle, open_folder, unpack
 from trueline.errors import BundleError, NotFound, RegistryError, RequestError, UsageError, rebuild_error
+from trueline.serve.models.downloads import (
+    AllowedUrls,
+    AlreadyStored,
+    DownloadFailed,
+    NotAllowed,
+    download,
+    file_of,
+    is_http,
+)
 from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.settings import ServeSettings
 from trueline.storage.checkpoint_store import translate_errors
+from trueline.storage.object_store import redact_uri
 
 if TYPE_CHECKING:
     from trueline.bundle.schema import BundleManifest
@@ -162,11 +173,14 @@ class Sources:
     def __init__(self, settings: ServeSettings, store: Store | None, loop: asyncio.AbstractEventLoop) -> None:
         self._uri = settings.tracking_uri
         self._signed = settings.trusted_keys is not None
+        self._allowed, self._strict = AllowedUrls.parse(settings.allowed_urls), settings.torchserve_strict
         self._registry = settings.tracking_uri is not None or (settings.source or "").startswith("models:/")
         self._store, self._loop = store, loop
 
     async def find(self, source: str) -> ResolvedSource:
         """For operators: a path, a URL, a registry URI, or an entry of the store."""
+        if self._allowed.allows(source) and (kept := find_download(self._store, source)) is not None:
+            return ResolvedSource(path=kept)
         if self._store is not None and not source.startswith(("/", "models:/")) and not is_url(source):
             return ResolvedSource(path=self._store.find(source))
         return await in_thread(self._loop, lambda: resolve(source, self._uri, signed=self._signed))
@@ -175,9 +189,57 @@ class Sources:
         """For clients. Raises NotFound for what they may not load."""
         if url.startswith("models:/") and self._registry:
             return await in_thread(self._loop, lambda: resolve(url, self._uri, signed=self._signed))
-        if self._store is None or ":" in url:
-            raise NotFound(f"Given URL {url[:128]} does not match any allowed URL(s)")
+        if self._store is None or (":" in url and not is_http(url)):
+            raise NotAllowed(url)
+        if is_http(url):
+            return ResolvedSource(path=await self.download(url, self._store))
         return ResolvedSource(path=self._store.find(url))
+
+    async def download(self, url: str, store: Store) -> Path:
+        """The new file of `store` with what is at `url`.
+
+        Raises NotFound, AlreadyStored, DownloadFailed, StorageError.
+        """
+        name, suffix = file_of(url), signing.SUFFIX
+        if self._strict and not self._allowed.patterns:  # TorchServe allows every address
+            if (store.folder / name).exists():
+                raise AlreadyStored(name)
+            raise DownloadFailed(f"Failed to download archive from: {redact_uri(url)[:128]}", hint="see --allowed-urls")
+
+        def work() -> Path:
+            path = download(url, name, store.folder, self._allowed)
+            if self._signed:
+                with contextlib.suppress(DownloadFailed):  # an unsigned archive is refused later
+                    parts = urlsplit(url)
+                    signed = urlunsplit(parts._replace(path=parts.path + suffix))
+                    download(signed, name + suffix, store.folder, self._allowed, max_bytes=signing.MAX_BYTES)
+            return path
+
+        return await in_thread(self._loop, work)
+
+    def forget(self, url: str) -> None:
+        """Deletes what was downloaded from `url`; nothing is served from it any more."""
+        if self._allowed.allows(url):
+            forget(self._store, url)
+
+
+def find_download(store: Store | None, source: str) -> Path | None:
+    """The file of `store` that was downloaded from the address `source`, if there is one."""
+    if store is None or not is_http(source):
+        return None
+    try:
+        path = store.folder / file_of(source)
+    except RequestError:
+        return None
+    return path if path.is_file() else None
+
+
+def forget(store: Store | None, source: str) -> None:
+    """Deletes what was downloaded from `source`, when nothing is served from it any more, as TorchServe does."""
+    path = find_download(store, source)
+    if path is not None:
+        for file in (path, path.with_name(path.name + signing.SUFFIX)):
+            file.unlink(missing_ok=True)
 
 
 def in_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> asyncio.Future[T]:

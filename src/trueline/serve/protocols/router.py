@@ -32,7 +32,7 @@ from trueline.serve.protocols.dispatch import (
 from trueline.serve.protocols.oip.rest import InferPaths, OipRoutes, Repository, infer_of
 from trueline.version import __version__
 from trueline.web.access_log import AccessLog
-from trueline.web.messages import App, InlineFuture, Request, Response, query_all
+from trueline.web.messages import App, InlineFuture, Request, Response, query_all, segments_of
 from trueline.web.parser import IN_THREAD_BYTES, HttpLimits, check_coding, decompress
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Routes:
     def _route(self, request: Request) -> Answer:
         if b"content-encoding" in request.headers:
             return self._handle_encoded(request)
-        parts = request.path.split("/")[1:]
+        parts = segments_of(request.path)
         named = infer_of(parts)
         if named is not None:
             return self._infer.answer(request, *named)

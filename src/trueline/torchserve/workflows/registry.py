@@ -24,8 +24,9 @@ from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.desired_state import DesiredState, DesiredWorkflow
+from trueline.serve.models.downloads import NotAllowed, is_http
 from trueline.serve.models.loader import Refused, ResolvedSource, public_reason
-from trueline.serve.models.sources import NotInStore, Store, check_name
+from trueline.serve.models.sources import NotInStore, Store, check_name, find_download, forget
 from trueline.torchserve.workflows import archive as war
 from trueline.torchserve.workflows.archive import War
 from trueline.torchserve.workflows.executor import UnknownWorkflow, Workflow
@@ -62,14 +63,15 @@ class Workflows:
     def __init__(
         self, fleet: Fleet, loop: asyncio.AbstractEventLoop, in_thread: InThread,
         find: Callable[[str], Awaitable[ResolvedSource]], *, store: Store | None = None, state: Path | None = None,
-        handlers: Limits | None = None,
+        handlers: Limits | None = None, download: Callable[[str, Store], Awaitable[Path]] | None = None,
     ) -> None:  # fmt: skip
         """`find` locates a model's archive by its URL, `store` holds the workflows' archives, `state` is the file of
-        the desired state. `handlers` limits the processes that run archives' code; None: none runs.
+        the desired state. `handlers` limits the processes that run archives' code; None: none runs. `download` puts
+        what is at an http(s) address into the store; None: no address is allowed.
         """
         self._fleet, self._models = fleet, fleet.models
         self._loop, self._in_thread = loop, in_thread
-        self._find, self._store, self._handlers = find, store, handlers
+        self._find, self._store, self._handlers, self._download = find, store, handlers, download
         self._keeper = desired_state.Keeper(state, "workflows")
         self._served: dict[str, Workflow] = {}
         self._missing: dict[str, tuple[DesiredWorkflow, str]] = {}
@@ -115,7 +117,15 @@ class Workflows:
         await self._register(entry, name, replace_it=True)
 
     async def _register(self, entry: DesiredWorkflow, name: str, *, replace_it: bool) -> Workflow:
-        path = self._path(entry.source)
+        path = await self._path(entry)
+        try:
+            return await self._register_at(path, entry, name, replace_it=replace_it)
+        except BaseException:
+            if not entry.digest:  # not one of the state file
+                forget(self._store, entry.source)
+            raise
+
+    async def _register_at(self, path: Path, entry: DesiredWorkflow, name: str, *, replace_it: bool) -> Workflow:
         place = await self._in_thread(WorkDir)
         try:
             found: War = await self._in_thread(partial(_unpack, path, place.folder, entry.digest))
@@ -139,8 +149,9 @@ class Workflows:
             await before.retire()
         return workflow
 
-    def _path(self, url: str) -> Path:
-        """Raises CodeNotAllowed, NotFound."""
+    async def _path(self, entry: DesiredWorkflow) -> Path:
+        """Raises CodeNotAllowed, NotFound, DownloadFailed, AlreadyStored."""
+        url = entry.source
         if self._handlers is None:
             raise CodeNotAllowed(
                 f"'{url[:128]}' is a workflow, whose handlers are code, and this server runs none",
@@ -148,14 +159,18 @@ class Workflows:
             )
         if self._store is None:
             raise NotStored("Workflow store has not been configured.")
-        if "://" in url:
-            raise NotStored(f"Given URL {url[:128]} does not match any allowed URL(s)")
+        if entry.digest and (kept := find_download(self._store, url)) is not None:
+            return kept
         try:
+            if is_http(url) and self._download is not None:
+                return await self._download(url, self._store)
+            if "://" in url:
+                raise NotAllowed(url)
             return self._store.find(url)
         except NotInStore as error:
             raise NotStored(f"Workflow not found in workflow store: {url[:128]}") from error
         except NotFound as error:
-            raise NotStored(error.message) from error
+            raise NotStored(error.message, hint=error.hint) from error
 
     async def _start(self, name: str, found: War, entry: DesiredWorkflow, place: WorkDir) -> Workflow:
         """Starts all nodes. Raises NotRegistered; none remains then."""
@@ -255,6 +270,7 @@ class Workflows:
             self._replace(name, None)
             if found is not None:
                 await found.retire()
+                forget(self._store, found.registered.source)
             events.emit("workflow.retired", workflow=name)
 
     async def restore(self, state: DesiredState) -> list[str]:
