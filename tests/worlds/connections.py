@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from trueline.web.connection import Connection
 from trueline.web.header_cache import HeaderCache
 from trueline.web.messages import InlineFuture, Request, Response
+from trueline.web.origin import PageRule
 from trueline.web.parser import HttpLimits, RequestParser
 from trueline.web.server import HttpServer
 
@@ -119,10 +120,13 @@ class World:
 
 
 def world(
-    limits: HttpLimits = LIMITS, loop: asyncio.AbstractEventLoop | None = None, heads: HeaderCache | None = None
+    limits: HttpLimits = LIMITS,
+    loop: asyncio.AbstractEventLoop | None = None,
+    heads: HeaderCache | None = None,
+    pages: PageRule | None = None,
 ) -> World:
     app, clock, wire = Echo(loop=loop), Clock(), Wire()
-    server = HttpServer(app, limits, clock)  # type: ignore[arg-type]
+    server = HttpServer(app, limits, clock, pages=pages)  # type: ignore[arg-type]
     connection = server()
     if heads is not None:
         connection._heads = connection._parser._heads = heads

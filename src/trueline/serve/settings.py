@@ -34,6 +34,9 @@ class ServeSettings:
     cors_origin: str = setting("", "Allow pages of this origin, or *, to read answers.", metavar="ORIGIN")
     cors_methods: str = setting("", "Methods for such pages; by default all of the server.", metavar="METHODS")
     cors_headers: str = setting("", "Further request headers for such pages.", metavar="HEADERS")
+    allowed_hosts: str = setting(
+        "", "Without tokens: further names of the server, with commas, as behind a proxy; * for any.", metavar="NAMES"
+    )
     program: str = setting("", "Run this program of the bundle, not its default.", metavar="FORMAT")
     device: str = setting("", "cuda, cuda:1, or OpenVINO's GPU; by default the CPU.", metavar="DEVICE")
     precision: str = setting("", "bf16 or fp16; the golden records are checked with it.", metavar="NAME")
@@ -109,6 +112,7 @@ class ServeOptions(TypedDict, total=False):
     cors_origin: str
     cors_methods: str
     cors_headers: str
+    allowed_hosts: str
     program: str
     device: str
     precision: str

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Generic, Literal, Protocol, TypeVar
 
 from trueline.web.messages import Answer, App, Request, Response, date_line
+from trueline.web.origin import PageRule
 from trueline.web.parser import HttpLimits
 
 STALLED_S = 1.0
@@ -94,8 +95,14 @@ class Shared(Generic[P]):
     """What the connections of one server share: its App, its limits, and each other."""
 
     def __init__(
-        self, app: App, limits: HttpLimits, loop: asyncio.AbstractEventLoop, is_vital: Callable[[str], bool]
+        self,
+        app: App,
+        limits: HttpLimits,
+        loop: asyncio.AbstractEventLoop,
+        is_vital: Callable[[str], bool],
+        pages: PageRule | None,
     ) -> None:
+        self.pages = pages
         self.app = app
         self.limits = limits
         self.loop = loop

@@ -40,7 +40,7 @@ class Connection(asyncio.Protocol):
         self._loop = server.loop
         self._heads = HeaderCache(server.limits.body_bytes)
         self._waiting: deque[Request | Response] = deque()
-        self._parser = RequestParser(server.limits, self._heads, server.loop.time, self._waiting.append)
+        self._parser = RequestParser(server.limits, self._heads, server.loop.time, self._waiting.append, server.pages)
         self.client = ""
         """Its address."""
         self._heard = 0.0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from trueline.web import origin
 from trueline.web.messages import Request, RequestHead
 
 END = b"\r\n\r\n"
@@ -22,7 +23,7 @@ MAX_MISSES = 8
 """In a row; after these a connection makes a layout of one head in `_LEARN_EVERY`: its heads have little in common."""
 _LEARN_EVERY = 64
 _METHODS = ("GET", "POST")
-_NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade"])
+_NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade", *origin.HEADERS])
 _LENGTH = b"content-length"
 _FIXED = frozenset([b"host", b"connection", b"te", b"trailer", b"keep-alive", b"proxy-connection"])
 """Headers by which a connection or its framing is decided: another value needs the parser."""

@@ -15,6 +15,7 @@ import msgspec
 from trueline.errors import RequestError, TooLarge, UnsupportedMedia
 from trueline.web.header_cache import HeaderCache
 from trueline.web.messages import Request
+from trueline.web.origin import PageRule
 
 CODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 IN_THREAD_BYTES = 64 * 2**10
@@ -99,9 +100,18 @@ class RequestParser:
     """The requests of one connection as they arrive. Public attributes describe the current one."""
 
     def __init__(
-        self, limits: HttpLimits, heads: HeaderCache, now: Callable[[], float], take: Callable[[Request], object]
+        self,
+        limits: HttpLimits,
+        heads: HeaderCache,
+        now: Callable[[], float],
+        take: Callable[[Request], object],
+        pages: PageRule | None = None,
     ) -> None:
-        """`take` is called with each whole request; `heads` notes the head of one that arrived whole."""
+        """`take` is called with each whole request; `heads` notes the head of one that arrived whole.
+
+        `pages`: which web pages may send requests.
+        """
+        self._pages = pages
         self._limits = limits
         self._heads = heads
         self._now = now
@@ -191,6 +201,10 @@ class RequestParser:
         headers = self._headers
         if b"host" not in headers and self._parser.get_http_version() == "1.1":
             raise RequestRejected(400, "HTTP/1.1 requests need a Host header")
+        if self._pages is not None:
+            fault = self._pages.find_fault(self._parser.get_method().decode("ascii"), self.target, headers)
+            if fault:
+                raise RequestRejected(403, fault)
         length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
         if length is not None and int(length) > self._limits.body_bytes:
             raise self._too_large(f"{int(length)} bytes")

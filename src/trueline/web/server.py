@@ -13,6 +13,7 @@ from collections.abc import Callable
 from trueline.web.admission import Shared
 from trueline.web.connection import Connection
 from trueline.web.messages import App, date_line
+from trueline.web.origin import PageRule
 from trueline.web.parser import HttpLimits
 
 
@@ -26,9 +27,13 @@ class HttpServer(Shared[Connection]):
         loop: asyncio.AbstractEventLoop,
         *,
         is_vital: Callable[[str], bool] = lambda path: False,
+        pages: PageRule | None = None,
     ) -> None:
-        """Requests to the paths that `is_vital`, such as health checks, are answered with all connections in use."""
-        super().__init__(app, limits, loop, is_vital)
+        """Requests to the paths that `is_vital`, such as health checks, are answered with all connections in use.
+
+        `pages`: which web pages may send requests; None: all, since clients need a token.
+        """
+        super().__init__(app, limits, loop, is_vital, pages)
 
     def __call__(self) -> Connection:
         return Connection(self)

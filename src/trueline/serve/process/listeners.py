@@ -10,6 +10,7 @@ from trueline import events
 from trueline.serve.protocols.dispatch import is_vital
 from trueline.serve.settings import ServeSettings
 from trueline.web.messages import App
+from trueline.web.origin import PageRule
 from trueline.web.parser import HttpLimits
 from trueline.web.server import HttpServer
 from trueline.web.sockets import (
@@ -61,7 +62,8 @@ class Ports:
         context = None if self._secured is None else make_ssl_context(self._secured)
         sock = listen(settings.host, number, guarded=settings.guarded, shared=settings.shared)
         limits = _limits_of(what, settings.max_body_bytes, self._open_files)
-        server = HttpServer(app, limits, self._loop, is_vital=is_vital if what == "data" else _all_are_vital)
+        vital = is_vital if what == "data" else _all_are_vital
+        server = HttpServer(app, limits, self._loop, is_vital=vital, pages=self._page_rule(what))
         handshake_s = None if context is None else limits.receive_s
         listener = await self._loop.create_server(
             server, sock=sock, ssl=context, ssl_handshake_timeout=handshake_s, backlog=BACKLOG
@@ -69,6 +71,15 @@ class Ports:
         found = sock.getsockname()[1]
         events.emit("server.listening", what=what, host=settings.host, port=found)
         self._http.append(_HttpPort(what, server, listener, found))
+
+    def _page_rule(self, what: str) -> PageRule | None:
+        """None where clients need a token. A certificate names the hosts itself, but a browser sends a client's own."""
+        settings = self._settings
+        if settings.key_file is not None:
+            return None
+        origin = "" if what == "metrics" else settings.cors_origin
+        secured = self._secured is not None
+        return PageRule.of(settings.host, allowed=settings.allowed_hosts, origin=origin, any_host=secured)
 
     async def open_grpc(self, what: Literal["grpc", "grpc_management"], handlers: Sequence[Any], number: int) -> None:
         from trueline.serve.protocols import grpc_base as calls  # slow to import
