@@ -24,6 +24,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from trueline import events
+from trueline.bundle import external_data
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, UsageError, first_line, join_names
 from trueline.runtime import shared_weights
@@ -132,6 +133,7 @@ def open_model(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSe
     """The program at `path` as ONNX Runtime opens it. Raises BundleError, and UsageError for a setting it has not."""
     settings.precise("ONNX Runtime", (), otherwise="capture or compress to the precision that it is to compute in")
     providers = _providers(settings)
+    external_data.check(path)
     onnxruntime.disable_telemetry_events()
     try:
         session = _open_shared(path, settings) or onnxruntime.InferenceSession(

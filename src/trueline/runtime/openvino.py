@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from trueline.bundle import external_data
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, UsageError, join_names
 from trueline.runtime.refusals import refusal_of
@@ -41,6 +42,7 @@ class OpenVinoSession:
         except ImportError as error:
             message = "OpenVINO is not installed, and this program needs it"
             raise UsageError(message, hint="pip install 'trueline[openvino]'") from error
+        external_data.check(path)
         core = openvino.Core()
         device = _device(core, settings)
         config: dict[str, Any] = {
