@@ -183,3 +183,36 @@ def test_an_address_names_a_file_of_the_store_or_is_refused() -> None:
 def test_a_pattern_that_is_none_is_an_error_of_the_start() -> None:
     with pytest.raises(UsageError, match="is no regular expression"):
         AllowedUrls.parse("https://[")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "::1", "::ffff:127.0.0.1", "::7f00:1", "64:ff9b::7f00:1", "64:ff9b:1::7f00:1", "2002:7f00:1::",
+        "2001:0:7f00:1::", "::ffff:0:7f00:1", "fec0::1", "fd00::1", "fe80::1", "10.0.0.1", "100.64.0.1", "192.0.0.8",
+        "192.88.99.1", "198.18.0.1", "240.0.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1", "5f00::1",
+    ],
+)  # fmt: skip
+def test_no_form_of_an_address_that_is_not_public_is_reached_by_a_pattern_for_every_host(address: str) -> None:
+    with pytest.raises(RequestError, match="private network"):
+        downloads._check(ipaddress.ip_address(address), "http://x/y.mar", named=False)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["169.254.169.254", "168.63.129.16", "192.0.0.192", "100.100.100.200", "fd00:ec2::254", "2002:a9fe:a9fe::"],
+)
+def test_the_metadata_of_no_cloud_is_reached_even_by_name(address: str) -> None:
+    with pytest.raises(RequestError, match="private network"):
+        downloads._check(ipaddress.ip_address(address), "http://x/y.mar", named=True)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "64:ff9b::808:808"])
+def test_a_public_address_is_reached(address: str) -> None:
+    downloads._check(ipaddress.ip_address(address), "http://x/y.mar", named=False)
+
+
+def test_a_long_address_meets_no_pattern() -> None:
+    allowed = AllowedUrls.parse("https://h/.*/.*/.*[.]mar")
+    assert allowed.allows("https://h/a/b/c.mar")
+    assert not allowed.allows("https://h" + "/" * 1_000_000)  # 10**12 steps of the pattern

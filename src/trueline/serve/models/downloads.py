@@ -38,6 +38,12 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _OTHER_HOST = "a-host-that-no-pattern-names.invalid"
 _HTTP = re.compile(r"https?://", re.IGNORECASE)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""Every public IPv6 address. Outside are IPv4 in old forms (::/96, ::ffff:0:0:0/96, local NAT64) and site-local ones,
+which Python calls global."""
+_SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24")))
+_METADATA = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "192.0.0.192", "100.100.100.200", "fd00:ec2::254")))
+"""Of machines at Azure, Oracle, Alibaba and AWS, beside the link-local ones."""
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -93,7 +99,8 @@ class AllowedUrls:
             ) from error
 
     def allows(self, url: str) -> bool:
-        return any(one.fullmatch(url) for one in self.patterns)
+        """False for a long one: an ordinary pattern with two `.*` takes time squared in the length."""
+        return len(url) <= _URL_CHARACTERS and any(one.fullmatch(url) for one in self.patterns)
 
     def names_host(self, url: str) -> bool:
         """Whether a pattern allows `url` for its host, and not the same address on any host.
@@ -218,13 +225,19 @@ def _resolve(host: str, port: int) -> _Address:
 def _check(address: _Address, url: str, *, named: bool) -> None:
     """Raises DownloadFailed for an address that clients may not reach through the server."""
     inner = _unwrap(address)
-    never = inner.is_link_local or inner.is_multicast or inner.is_unspecified
-    if never or (not named and not (inner.is_global and address.is_global)):
+    never = inner.is_link_local or inner.is_multicast or inner.is_unspecified or inner in _METADATA
+    if never or (not named and not (_is_public(inner) and address.is_global)):
         raise DownloadFailed(
             f"Failed to download archive from: {redact_uri(url)[:128]}: its host is on this machine or in a private "
             "network",
             hint="a pattern of --allowed-urls that names the host allows it, unless the address is link-local",
         )
+
+
+def _is_public(address: _Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.is_global and address in _UNICAST
+    return address.is_global and not any(address in network for network in _SPECIAL)
 
 
 def _unwrap(address: _Address) -> _Address:

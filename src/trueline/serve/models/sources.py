@@ -200,8 +200,11 @@ class Sources:
 
         Raises NotFound, AlreadyStored, DownloadFailed, StorageError.
         """
+        any_address = self._strict and not self._allowed.patterns  # TorchServe's default
+        if not any_address and ".." not in url and not self._allowed.allows(url):
+            raise NotAllowed(url)
         name, suffix = file_of(url), signing.SUFFIX
-        if self._strict and not self._allowed.patterns:  # TorchServe allows every address
+        if any_address:
             if (store.folder / name).exists():
                 raise AlreadyStored(name)
             raise DownloadFailed(f"Failed to download archive from: {redact_uri(url)[:128]}", hint="see --allowed-urls")
