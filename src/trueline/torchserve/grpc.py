@@ -38,6 +38,7 @@ from trueline.wire import torchserve_pb2 as pb
 
 INFERENCE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
 MANAGEMENT = "org.pytorch.serve.grpc.management.ManagementAPIsService"
+_NO_NAME = "Parameter model_name is required."
 _WHOLE = ("data", "body")
 """Names of a single input that is the whole body over HTTP."""
 _MANAGED: dict[str, tuple[type[Any], str, set[str] | None]] = {
@@ -74,7 +75,7 @@ def _interceptor(
         if strict and not isinstance(error, HandlerFailed):
             if error.status == 401:
                 return grpc.StatusCode.PERMISSION_DENIED
-            if kind == "inference" and error.status in (404, 503):
+            if kind == "inference" and (error.status in (404, 503) or error.message == _NO_NAME):
                 return grpc.StatusCode.INTERNAL
         return grpc_base.code_of(error)
 
@@ -130,7 +131,7 @@ class Inference:
 
     async def _ask(self, request: pb.PredictionsRequest, context: Context, *, named: bool = False) -> HandlerAnswer:
         if not request.model_name:
-            raise RequestError("Parameter model_name is required.")
+            raise RequestError(_NO_NAME)
         key = header(context, KEY_HEADER.decode())
         found = self._routes.models.find(
             request.model_name,
@@ -231,7 +232,7 @@ class Managed:
 def _path_of(request: Any) -> str:
     """The path of the model that a request names. Raises RequestError."""
     if not request.model_name:
-        raise RequestError("Parameter model_name is required.")
+        raise RequestError(_NO_NAME)
     path = f"/models/{quote(request.model_name, safe='')}"
     return f"{path}/{quote(request.model_version, safe='')}" if request.model_version else path
 

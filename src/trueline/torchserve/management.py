@@ -91,7 +91,7 @@ class Management:
             return self._refuse_for(request, error)
 
     def _refuse_for(self, request: Request, error: Exception) -> Response:
-        if isinstance(error, UnknownVersion):
+        if isinstance(error, UnknownVersion) and request.path.rstrip("/").endswith("/set-default"):
             message = f"Model version {error.version} does not exist for model {error.model}"
             return responses.refusal(404, message, kind="ModelVersionNotFoundException")
         if isinstance(error, RequestError):

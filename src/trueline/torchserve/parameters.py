@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from trueline.errors import NotFound, RequestError
+from trueline.errors import RequestError
+from trueline.serve.models.sources import NotInStore
 from trueline.web.messages import Request
 
 _INT = re.compile(r"[+-]?[0-9]{1,10}")
@@ -37,11 +38,11 @@ def number_of(query: Mapping[str, str], name: str, default: float) -> float:
 
 
 def url_of(given: Mapping[str, str]) -> str:
-    """Raises RequestError, NotFound."""
+    """Raises RequestError, NotInStore."""
     if "url" not in given:
         raise RequestError("Parameter url is required.")
     if not given["url"]:
-        raise NotFound("empty url")
+        raise NotInStore("empty url")
     return given["url"]
 
 

@@ -56,7 +56,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class NotInStore(NotFound):
-    pass
+    torchserve_type = "ModelNotFoundException"
+
+
+class OutsideStore(NotInStore):
+    """The name of an entry would leave the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +89,12 @@ class Store:
         self._name_of = name_of
 
     def find(self, source: str) -> Path:
-        """The path of the entry `source`. Raises NotFound for a path outside the store, NotInStore."""
+        """The path of the entry `source`. Raises NotInStore, OutsideStore."""
         parts = source.split("/")
         named = len(parts) <= 2 and all(map(NAME.fullmatch, parts))
         path = (self.folder / source).resolve() if named else None
         if path is None or not path.is_relative_to(self.folder):
-            raise NotFound(f"Relative path is not allowed in url: {source[:128]}")
+            raise OutsideStore(f"Relative path is not allowed in url: {source[:128]}")
         if not path.exists():
             raise NotInStore(f"Model not found at: {source[:128]}")
         return path

@@ -26,7 +26,7 @@ from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.desired_state import DesiredState, DesiredWorkflow
 from trueline.serve.models.downloads import NotAllowed, is_http
 from trueline.serve.models.loader import Refused, ResolvedSource, public_reason
-from trueline.serve.models.sources import NotInStore, Store, check_name, find_download, forget
+from trueline.serve.models.sources import NotInStore, OutsideStore, Store, check_name, find_download, forget
 from trueline.torchserve.workflows import archive as war
 from trueline.torchserve.workflows.archive import War
 from trueline.torchserve.workflows.executor import UnknownWorkflow, Workflow
@@ -167,6 +167,8 @@ class Workflows:
             if "://" in url:
                 raise NotAllowed(url)
             return self._store.find(url)
+        except OutsideStore as error:
+            raise NotStored(error.message) from error
         except NotInStore as error:
             raise NotStored(f"Workflow not found in workflow store: {url[:128]}") from error
         except NotFound as error:
