@@ -34,7 +34,7 @@ _MAX_DIGITS = 15
 class HeadLayout:
     """The heads that equal one head but for the values of `gaps`."""
 
-    __slots__ = ("_gaps", "_head", "_headers", "_length", "_start")
+    __slots__ = ("gaps", "head", "headers", "length", "start")
 
     def __init__(self, request: Request, lines: Sequence[bytes], gaps: Sequence[int]) -> None:
         """`lines` are those of the head of `request`, which the parser made; `gaps` index lines of the form
@@ -49,38 +49,14 @@ class HeadLayout:
                 text = b"\r\n"
             else:
                 text += line + b"\r\n"
-        self._start, *rest = *texts, text + b"\r\n"
-        self._gaps = tuple(zip(names, rest, strict=True))
-        self._headers = request.headers
-        self._length = None if _LENGTH in names else int(request.headers.get(_LENGTH, 0))
-        self._head = RequestHead(request.method, request.target, request.path, frozenset(names))
-
-    def find(self, data: bytes, body_bytes: int) -> Request | None:
-        """The request, if `data` is exactly one whole request of this layout with at most `body_bytes` of body."""
-        at = len(self._start)
-        if not data.startswith(self._start):
-            return None
-        headers = self._headers
-        if self._gaps:
-            headers = headers.copy()
-            for name, text in self._gaps:
-                value = _VALUE.match(data, at)
-                if value is None or not data.startswith(text, end := value.end()):
-                    return None
-                headers[name] = value.group()
-                at = end + len(text)
-            if at > MAX_HEAD_BYTES:
-                return None
-        length = self._length
-        if length is None:
-            digits = headers[_LENGTH]
-            if not digits.isdigit() or len(digits) > _MAX_DIGITS:
-                return None
-            length = int(digits)
-        if len(data) - at != length or length > body_bytes:
-            return None
-        head = self._head
-        return Request(head.method, head.target, headers, data[at:], True, False, head)
+        self.start, *rest = *texts, text + b"\r\n"
+        """The text up to the first gap."""
+        self.gaps = tuple(zip(names, rest, strict=True))
+        """The name of each header that varies, and the text after its value."""
+        self.headers = request.headers
+        self.length = None if _LENGTH in names else int(request.headers.get(_LENGTH, 0))
+        """Of the body; None: it varies."""
+        self.head = RequestHead(request.method, request.target, request.path, frozenset(names))
 
 
 class HeaderCache:
@@ -101,10 +77,28 @@ class HeaderCache:
 
     def find(self, data: bytes) -> Request | None:
         """The request, if `data` is exactly one whole request of a known layout."""
-        request = None if self._layout is None else self._layout.find(data, self._body_bytes)
-        if request is not None:
-            self._misses = 0
-        return request
+        layout = self._layout
+        if layout is None or not data.startswith(layout.start):
+            return None
+        at, headers, length = len(layout.start), layout.headers, layout.length
+        if layout.gaps:
+            headers = headers.copy()
+            for name, text in layout.gaps:
+                value = _VALUE.match(data, at)
+                if value is None or not data.startswith(text, end := value.end()):
+                    return None
+                headers[name] = value[0]
+                at = end + len(text)
+            if at > MAX_HEAD_BYTES:
+                return None
+            if length is None:
+                digits = headers[_LENGTH]
+                if not digits.isdigit() or len(digits) > _MAX_DIGITS or (length := int(digits)) > self._body_bytes:
+                    return None
+        if len(data) - at != length:
+            return None
+        self._misses, head = 0, layout.head
+        return Request(head.method, head.target, headers, data[at:], True, False, head)
 
     def keep(self, data: bytes, request: Request) -> None:
         """Notes the head of `data`, from which the parser has made `request`."""

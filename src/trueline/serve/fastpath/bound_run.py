@@ -59,12 +59,13 @@ class CachedReply:
         self,
         request: Request,
         handle_uncached: HandleUncached,
-        form: tuple[InputReader, Spans],
+        reader: InputReader,
+        spans: Spans,
         request_id: bytes | None,
         began: float,
     ) -> Response | InlineFuture | None:
-        """The response to `request`, whose inputs `form` reads and whose decoding began at `began`; None:
-        the uncached path has to answer it.
+        """The response to `request`, whose inputs lie at `spans` and whose decoding began at `began`; None: the
+        uncached path has to answer it.
         """
         runs = self.runs
         if not runs.open:
@@ -72,12 +73,12 @@ class CachedReply:
         mode = runs.batcher.run_mode()
         if mode == "queue":
             return None
-        pieces = form[0].pieces(request.body, form[1])
+        pieces = reader.pieces(request.body, spans)
         if pieces is None:
             return None
         arrays, since = self.arrays, perf_counter()
         if mode == "turn":
-            return arrays.hold(PendingRequest(self, request, handle_uncached, pieces, request_id, began, since))
+            return arrays.hold(PendingRequest(self, request, handle_uncached, pieces, request_id, (began, since)))
         for view, piece in zip(arrays.views, pieces, strict=True):
             view[: len(piece)] = piece
         run = arrays.run_of(self.rows)
@@ -95,20 +96,25 @@ class CachedReply:
         return response
 
 
-@dataclass(slots=True, eq=False)
 class PendingRequest(InlineFuture):
     """A request that waits for the end of a turn."""
 
-    reply: CachedReply
-    request: Request
-    handle_uncached: HandleUncached
-    pieces: Sequence[bytes | bytearray]
-    request_id: bytes | None
-    began: float
-    since: float
+    __slots__ = ("began", "handle_uncached", "pieces", "reply", "request", "request_id", "since")
 
-    def __post_init__(self) -> None:
-        InlineFuture.__init__(self)
+    def __init__(
+        self,
+        reply: CachedReply,
+        request: Request,
+        handle_uncached: HandleUncached,
+        pieces: Sequence[bytes | bytearray],
+        request_id: bytes | None,
+        times: tuple[float, float],
+    ) -> None:
+        """`times`: when decoding began and when it ended."""
+        super().__init__()
+        self.reply, self.request, self.handle_uncached = reply, request, handle_uncached
+        self.pieces, self.request_id = pieces, request_id
+        self.began, self.since = times
 
     def take_uncached_path(self) -> None:
         answer = self.handle_uncached(self.request)

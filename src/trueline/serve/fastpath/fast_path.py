@@ -15,7 +15,7 @@ others wait, and those whose run fails. All caches are bounded, and what is used
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,7 +29,7 @@ from trueline.web.messages import InlineFuture, Request, Response, render_lead
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
     from trueline.serve.counters import ServerStats
-    from trueline.serve.fastpath.bound_run import BoundArrays, BoundRuns, EncodeReply, HandleUncached
+    from trueline.serve.fastpath.bound_run import BoundArrays, BoundRuns, EncodeReply, HandleUncached, Spans
     from trueline.serve.fastpath.templates import Template, TemplateCache
 
 OCTETS = b"application/octet-stream"
@@ -104,7 +104,7 @@ class InferHead(msgspec.Struct, eq=False):
     templates: TemplateCache | None = None
     """Those of the version to which all these requests go."""
     last: Template | None = None
-    """That of the last request."""
+    """That of the last request of a known form."""
     refusal: CachedRefusal | None = None
 
 
@@ -139,33 +139,36 @@ class InferFastPath:
             known = self.find_head(request)
         if known is None or known.changes != models.changes:
             return None
-        if known.templates is not None and not models.shadows:
-            answer = self._try_reply(request, known, known.templates)
-            if answer is not None:
-                return answer
-        if known.refusal is not None and known.refusal.holds_for(request.body):
+        template, body = known.last, request.body
+        if template is not None and not models.shadows:
+            began = perf_counter()
+            values: list[bytes] = []
+            spans = template.match(body, known.json_bytes, values)
+            if spans is None:
+                template, spans = self._find_other(known, body, values)
+            if spans is not None and template.reply is not None and _is_in_time(template, values):
+                template.uses += 1
+                at = template.texts.id_at
+                request_id = bytes(values[at]) if at >= 0 else None
+                reply = template.reply
+                answer = reply.try_answer(request, self._handle_uncached, template, spans, request_id, began)
+                if answer is not None:
+                    return answer
+        if known.refusal is not None and known.refusal.holds_for(body):
             return known.refusal.response
         return None
 
-    def _try_reply(
-        self, request: Request, known: InferHead, templates: TemplateCache
-    ) -> Response | InlineFuture | None:
-        began = perf_counter()
-        values: list[bytes] = []
-        found = templates.find(request.body, known.json_bytes, values, known.last)
+    def _find_other(
+        self, known: InferHead, body: bytes | bytearray, values: list[bytes]
+    ) -> tuple[Template, Spans | None]:
+        """Like `TemplateCache.find` for a body that is not of the form of the last."""
+        assert known.templates is not None
+        assert known.last is not None
+        found = known.templates.find(body, known.json_bytes, values, None)
         if found is None:
-            return None
-        template, spans = found
-        known.last = template
-        if template.reply is None:
-            return None
-        at, request_id = template.texts.timeout_at, None
-        if at >= 0 and 0 < int(values[at]) < MIN_TIMEOUT_US:
-            return None
-        at = template.texts.id_at
-        if at >= 0:
-            request_id = bytes(values[at])
-        return template.reply.try_answer(request, self._handle_uncached, (template, spans), request_id, began)
+            return known.last, None
+        known.last = found[0]
+        return found
 
     def find_head(self, request: Request) -> InferHead | None:
         """What is known of requests with the head of this one."""
@@ -193,7 +196,10 @@ class InferFastPath:
                 return
             known.templates = version.templates
         found = version.templates.find(request.body, known.json_bytes, [], known.last)
-        if found is None or found[0].reply is not None or found[0].tries >= MAX_TRIES:
+        if found is None:
+            return
+        known.last = found[0]
+        if found[0].reply is not None or found[0].tries >= MAX_TRIES:
             return
         template, plain = found[0], found[0].call
         template.tries += 1
@@ -219,6 +225,12 @@ class InferFastPath:
     def _forget_if_changed(self, known: InferHead) -> None:
         if known.changes != self._models.changes:
             known.changes, known.templates, known.last, known.refusal = self._models.changes, None, None, None
+
+
+def _is_in_time(template: Template, values: Sequence[bytes]) -> bool:
+    """Whether the request has no deadline that is near."""
+    at = template.texts.timeout_at
+    return at < 0 or not 0 < int(values[at]) < MIN_TIMEOUT_US
 
 
 def _key_of(request: Request) -> object:
@@ -247,8 +259,12 @@ def _encode_bytes(
         if request_id is not None:
             head = before_id + request_id + after_id
             lead = leads.get(len(head)) or leads.setdefault(len(head), lead_of(len(head)))
-        tensors = [view[at * step : at * step + size] for view, step, size in places]
-        return Response(200, b"".join([head, *tensors]), OCTETS, lead[0], False, None, lead[1])
+        if len(places) == 1:
+            ((view, step, size),) = places
+            body = head + view[at * step : at * step + size]
+        else:
+            body = b"".join([head, *[view[at * step : at * step + size] for view, step, size in places]])
+        return Response(200, body, OCTETS, lead[0], False, None, lead[1])
 
     return encode
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from trueline.bundle.signature import NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
-from trueline.serve.fastpath.texts import Texts, skeleton
+from trueline.serve.fastpath.texts import Text, Texts, skeleton
 from trueline.serve.tensors import arrays, codec
 
 if TYPE_CHECKING:
@@ -89,6 +89,10 @@ class Template(msgspec.Struct, eq=False):
     """Requests of one form; `call` is what they ask, without inputs and without what their gaps say."""
 
     texts: Texts
+    before: Text
+    """The first of them."""
+    after: Sequence[tuple[_Bytes | _Numbers, Text]]
+    """Each input of a JSON request, and the text after it."""
     inputs: Sequence[_Bytes | _Numbers]
     call: codec.InferCall
     names: tuple[str, ...]
@@ -97,6 +101,8 @@ class Template(msgspec.Struct, eq=False):
     """That follow the JSON of a binary request."""
     places: Spans
     """Of the inputs behind the JSON of a binary request."""
+    end: Text | None = None
+    """The text after the last input of a JSON request."""
     reply: CachedReply | None = None
     """How these requests are answered, if it is cached."""
     tries: int = 0
@@ -105,26 +111,26 @@ class Template(msgspec.Struct, eq=False):
 
     def match(self, body: Body, json_bytes: int | None, values: list[bytes]) -> Spans | None:
         """Where the inputs lie, with the values of the gaps added to `values`; None for a request of another form."""
-        if json_bytes is None:
-            return self._match_json(body, values)
-        text = self.texts.texts[0]
-        if len(body) - json_bytes != self.binary_bytes or text.match(body, 0, values) != json_bytes:
-            return None
-        return [(json_bytes + start, json_bytes + end) for start, end in self.places]
-
-    def _match_json(self, body: Body, values: list[bytes]) -> Spans | None:
-        before, *after = self.texts.texts
-        at = before.match(body, 0, values)
+        before = self.before
+        if before.rest:
+            at = before.match(body, 0, values)
+        else:  # in place: this is what costs the shortest requests most
+            at = len(before.first) if body.startswith(before.first) else -1
+        if json_bytes is not None:
+            if at != json_bytes or len(body) - at != self.binary_bytes:
+                return None
+            return [(at + start, at + end) for start, end in self.places]
         if at < 0 or self.binary_bytes is not None:
             return None
-        spans, last = [], after[-1]
-        for one, text in zip(self.inputs, after, strict=True):
-            if text is last and not text.rest:
+        spans = []
+        for one, text in self.after:
+            if text is self.end and not text.rest:
                 end = len(body) - len(text.first)
-            elif one.depth == 1:
-                end = body.find(b"]", at) + 1
-            else:
-                end = body.find(text.first, at)
+                if end < at or not body.endswith(text.first):
+                    return None
+                spans.append((at, end))
+                return spans
+            end = body.find(b"]", at) + 1 if one.depth == 1 else body.find(text.first, at)
             if end < at:
                 return None
             spans.append((at, end))
@@ -135,6 +141,8 @@ class Template(msgspec.Struct, eq=False):
 
     def pieces(self, body: Body, spans: Spans) -> list[Body] | None:
         """The bytes of each input; None for malformed ones."""
+        if self.binary_bytes is not None:
+            return [body[start:end] for start, end in spans]
         made = []
         for one, (start, end) in zip(self.inputs, spans, strict=True):
             piece = one.read_bytes(body, start, end)
@@ -257,7 +265,11 @@ class TemplateCache:
         elif self._size >= MAX_TEMPLATES:
             self._remove(*min(self._all(), key=lambda pair: pair[1].uses))
         names = tuple([one.name for one in inputs])
-        self._by_text.setdefault(key, []).append(Template(made, inputs, call, names, binary_bytes, places))
+        before, *after = made.texts
+        around = tuple(zip(inputs, after, strict=True)) if after else ()
+        end = after[-1] if after else None
+        template = Template(made, before, around, inputs, call, names, binary_bytes, places, end)
+        self._by_text.setdefault(key, []).append(template)
         self._size += 1
         self._made += 1
         if self._made % MAX_TEMPLATES == 0:  # what was used long ago counts less
