@@ -195,5 +195,5 @@ def quantile_ms(answers: Sequence[Answer], q: float, status: int = 200) -> float
 
 def http(path: str, body: bytes, *headers: str, method: str = "POST") -> bytes:
     """The bytes of a request."""
-    lines = [f"{method} {path} HTTP/1.1", "host: bench", *headers, f"content-length: {len(body)}"]
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", *headers, f"content-length: {len(body)}"]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

@@ -4,10 +4,15 @@
 
     overhead   processor time of the server for each request above ONNX Runtime's own, binary and JSON, and that of a
                bare Python server that reads and writes as many bytes
-    peers      requests/s of a small model at 32 connections, and processor time of the whole server for each of them;
-               the same of LitServe, MLServer, BentoML and Ray Serve, where bench/peers/serving.sh has installed them
-               under --venvs; batching on in each. Also the processor time of ONNX Runtime alone (`raw`) and of a bare
-               Python server that reads and writes as many bytes (`floor`), to compare with other machines
+    clients    32 connections that send what clients send (see _clients.py: every request has floats with all their
+               digits, an id, a trace and a length of its own): processor time of the server for each request over that
+               of a naive asyncio server with ONNX Runtime (_sketch.py), in turns, medians; the same with uvloop in the
+               sketch; and the best case, a constant body
+    peers      requests/s of a small model on such requests over those of LitServe, MLServer, BentoML and Ray Serve at
+               their better settings, where bench/peers/serving.sh has installed them under --venvs, in turns, medians;
+               processor time of the whole server for each request. Then the same with the constant body of the best
+               case. Also the processor time of ONNX Runtime alone (`raw`) and of a bare Python server that reads and
+               writes as many bytes (`floor`), to compare with other machines
     image      requests/s of a 602 kB tensor
     compute    ResNet-18 at 224: throughput over ONNX Runtime in a loop with its best batch size
     rollouts   register, make default, retire, repeatedly under load: failed and hung requests
@@ -47,10 +52,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _clients import STREAMS, clients, constant, ids_of
 from _floor import floor
-from _load import HUNG, Answer, closed_loop, paced, quantile_ms, rate
+from _load import HUNG, Answer, Requests, closed_loop, paced, quantile_ms, rate
 from _load import http as request_of
 from _served import binary_body, json_body, mean_of_image, mlp, resnet18, sealed, session
+from _sketch import sketch
 from _table import report
 from hostile import LARGEST_BYTES, largest_body, measure
 from peers import serving
@@ -146,11 +153,11 @@ def overhead(bench: Bench) -> Figures:
     return found
 
 
-def asked_by_32(pid: int, port: int, request: bytes, seconds: float) -> tuple[float, float]:
+def asked_by_32(pid: int, port: int, request: Requests, seconds: float) -> tuple[float, float]:
     """Requests a second at 32 connections, and microseconds of processor time for each of them, of the whole server."""
-    closed_loop(port, request, clients=32, seconds=min(1.0, seconds / 2))
+    closed_loop(port, request, clients=STREAMS, seconds=min(1.0, seconds / 2))
     spent = tree_cpu_s(pid)
-    answers = closed_loop(port, request, clients=32, seconds=seconds)
+    answers = closed_loop(port, request, clients=STREAMS, seconds=seconds)
     spent = tree_cpu_s(pid) - spent
     bad = [one.status for one in answers if one.status != 200]
     if bad or not answers:
@@ -158,36 +165,98 @@ def asked_by_32(pid: int, port: int, request: bytes, seconds: float) -> tuple[fl
     return rate(answers), spent / len(answers) * 1e6
 
 
+OIP_PATH = "/v2/models/mlp/infer"
+SENT = "256 floats with all digits, id, traceparent, x-request-id and length of its own in each request; 32 connections"
+
+
+def check_ids(port: int, requests: list[list[bytes]]) -> None:
+    """Raises SystemExit unless each answer has the id of its request."""
+    for one in requests[0]:
+        with connect(port) as client:
+            client.sendall(one)
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += client.recv(65536)
+        if json.loads(answer.partition(b"\r\n\r\n")[2])["id"] != ids_of([one])[0]:
+            raise SystemExit("an answer has not the id of its request")
+
+
+def clients_beside_sketch(bench: Bench) -> Figures:
+    bundle = bench.bundle("mlp", mlp)
+    sent, best_case = clients(OIP_PATH), constant(OIP_PATH)
+    program, turns = bundle.program_path(), 2 if bench.quick else 7
+    spent_us: dict[str, list[float]] = {}
+    with start(bundle.path) as server, sketch(program) as plain, sketch(program, uvloop=True) as with_uvloop:
+        ours = (server.pid, server.port)
+        for _, port in (ours, plain, with_uvloop):
+            check_ids(port, sent)
+        servers: list[tuple[str, tuple[int, int], Requests]] = [
+            ("trueline", ours, sent),
+            ("sketch", plain, sent),
+            ("sketch_uvloop", with_uvloop, sent),
+            ("best_case", ours, best_case),
+            ("sketch_best_case", plain, best_case),
+        ]
+        for _ in range(turns):
+            for name, (pid, port), requests in servers:
+                spent_us.setdefault(name, []).append(asked_by_32(pid, port, requests, bench.seconds / 3)[1])
+    ratios = [ours / naive for ours, naive in zip(spent_us["trueline"], spent_us["sketch"], strict=True)]
+    return {
+        "clients_vs_sketch": round(statistics.median(ratios), 2),
+        "clients_us": {name: round(statistics.median(each), 1) for name, each in spent_us.items()},
+        "clients_sent": SENT,
+    }
+
+
 def peers(bench: Bench) -> Figures:
     """Every server gets the same model, the same number of connections, and its own protocol's JSON."""
     bundle = bench.bundle("mlp", mlp)
-    rps: dict[str, float] = {}
-    spent_us: dict[str, float] = {"raw": raw_cpu_us(bundle, ROW, min(1.0, bench.seconds))}
-    with start(bundle.path) as server:
-        for name, binary in (("trueline", False), ("trueline_binary", True)):
-            request = asking("mlp", ROW, binary=binary)
-            rps[name], spent_us[name] = asked_by_32(server.pid, server.port, request, bench.seconds)
-        with connect(server.port) as client:
-            answer_bytes = first_answer(client, request)
-    with floor(len(request), answer_bytes) as (pid, port):
-        _, spent_us["floor"] = asked_by_32(pid, port, request, bench.seconds / 2)
+    sent, best_case = clients(OIP_PATH), constant(OIP_PATH)
+    rps: dict[str, list[float]] = {}
+    spent_us: dict[str, list[float]] = {"raw": [raw_cpu_us(bundle, ROW, min(1.0, bench.seconds))]}
+    ratios: dict[str, dict[str, float]] = {"clients": {}, "best_case": {}}
     missing: dict[str, str] = {}
-    for name in serving.PEERS:
-        python = bench.venvs / name / "bin" / "python"
-        if not python.exists():
-            missing[name] = "not installed; run make peers-serving"
-            continue
-        try:
-            with serving.running(name, python, bundle.program_path(), bench.folder / name) as (pid, port, ask):
-                rps[name], spent_us[name] = asked_by_32(pid, port, ask(ROW), bench.seconds)
-        except serving.NotServed as error:
-            missing[name] = str(error)
-    best = max((value for name, value in rps.items() if not name.startswith("trueline")), default=None)
+
+    def ask(name: str, pid: int, port: int, requests: Requests) -> float:
+        found, spent = asked_by_32(pid, port, requests, bench.seconds / 2)
+        rps.setdefault(name, []).append(found)
+        spent_us.setdefault(name, []).append(spent)
+        return found
+
+    with start(bundle.path) as server:
+        ask("trueline_binary", server.pid, server.port, asking("mlp", ROW, binary=True))
+        with connect(server.port) as client:
+            answer_bytes = first_answer(client, best_case)
+        with floor(len(best_case), answer_bytes) as (pid, port):
+            spent_us["floor"] = [asked_by_32(pid, port, best_case, bench.seconds / 2)[1]]
+        for name in serving.PEERS:
+            python = bench.venvs / serving.venv_of(name) / "bin" / "python"
+            if not python.exists():
+                missing[name] = "not installed; run make peers-serving"
+                continue
+            try:
+                with serving.running(name, python, bundle.program_path(), bench.folder / name) as (pid, port, how):
+                    for kind, own, theirs in (
+                        ("clients", sent, clients(how.path, how.body)),
+                        ("best_case", best_case, constant(how.path, how.body)),
+                    ):
+                        suffix = "" if kind == "clients" else "_best_case"
+                        turns = [
+                            ask("trueline" + suffix, server.pid, server.port, own)
+                            / ask(name + suffix, pid, port, theirs)
+                            for _ in range(1 if bench.quick else 3)
+                        ]
+                        ratios[kind][name] = statistics.median(turns)
+            except serving.NotServed as error:
+                missing[name] = str(error)
     return {
-        "rps_vs_best_peer": None if best is None else round(rps["trueline"] / best, 2),
-        "peers": {name: round(value) for name, value in rps.items()},
-        "cpu_us": {name: round(value, 1) for name, value in spent_us.items()},
+        "clients_vs_best_peer": round(min(ratios["clients"].values()), 2) if ratios["clients"] else None,
+        "best_case_vs_best_peer": round(min(ratios["best_case"].values()), 2) if ratios["best_case"] else None,
+        "clients_vs_peers": {name: round(ratio, 2) for name, ratio in ratios["clients"].items()},
+        "peers": {name: round(statistics.median(each)) for name, each in rps.items()},
+        "cpu_us": {name: round(statistics.median(each), 1) for name, each in spent_us.items()},
         "peers_missing": missing,
+        "clients_sent": SENT,
     }
 
 
@@ -497,6 +566,7 @@ def _after_largest(bundle: Bundle) -> dict[str, float]:
 
 PARTS: dict[str, Callable[[Bench], Figures]] = {
     "overhead": overhead,
+    "clients": clients_beside_sketch,
     "peers": peers,
     "image": image,
     "compute": compute,

@@ -115,7 +115,7 @@ def infer_request(digits: int) -> bytes:
     values = [round(float(v), digits) for v in np.random.default_rng(2).uniform(0, 1, 256)]
     tensor = {"name": "x", "shape": [1, 256], "datatype": "FP32", "data": values}
     body = json.dumps({"inputs": [tensor]}, separators=(",", ":")).encode()
-    head = "POST /v2/models/mlp/infer HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json"
+    head = "POST /v2/models/mlp/infer HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json"
     return f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 

@@ -1,5 +1,6 @@
 """The servers that bench/serve.py compares with: how each is written, started and asked. Every one runs the same ONNX
-model in ONNX Runtime with one thread, in one worker, with batches of at most 32 after at most a millisecond.
+model in ONNX Runtime with one thread, in one worker, with batches of at most 32 after at most a millisecond, or where
+the name ends in `-unbatched` without batches, which suits some of them better for a small model.
 """
 
 from __future__ import annotations
@@ -12,12 +13,22 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+
+from _clients import Body, constant, oip
 
 READY_S = 180.0
-Ask = Callable[[Any], bytes]
+
+
+class Ask(NamedTuple):
+    """How a peer is asked."""
+
+    path: str
+    body: Body
+    """Some protocols have no id: BentoML's does not."""
+
 
 _RUNTIME = """
 import numpy as np, onnxruntime
@@ -36,13 +47,15 @@ class Api(litserve.LitAPI):
     def batch(self, inputs):
         return np.stack(inputs)
     def predict(self, x):
+        if BATCH == 1:
+            return self.session.run(None, {"x": x[None]})[0][0]
         return self.session.run(None, {"x": x})[0]
     def unbatch(self, outputs):
         return list(outputs)
     def encode_response(self, output):
         return {"y": output.tolist()}
 if __name__ == "__main__":
-    api = Api(max_batch_size=32, batch_timeout=0.001)
+    api = Api(max_batch_size=BATCH, batch_timeout=0.001 if BATCH > 1 else 0.0)
     litserve.LitServer(api, accelerator="cpu").run(port=PORT, num_api_servers=1, generate_client_file=False)
 """
 _MLSERVER = """
@@ -94,37 +107,34 @@ class NotServed(Exception):
     """The peer did not come up; its log says why."""
 
 
-def _post(path: str, body: Any) -> bytes:
-    said = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(said)}"
-    return head.encode() + b"\r\n\r\n" + said
-
-
-def _flat(x: Any) -> list[float]:
-    return [round(float(value), 1) for value in x.ravel()]
-
-
-def _tensor(x: Any) -> dict[str, Any]:
-    return {"inputs": [{"name": "x", "shape": list(x.shape), "datatype": "FP32", "data": _flat(x)}]}
-
-
 PEERS: dict[str, tuple[str, str, list[str], Ask]] = {
-    "litserve": ("server.py", _LITSERVE, ["server.py"], lambda x: _post("/predict", {"x": _flat(x)})),
+    "litserve": (
+        "server.py",
+        _LITSERVE,
+        ["server.py"],
+        Ask("/predict", lambda values, request_id: {"id": request_id, "x": values}),
+    ),
     "mlserver": (
         "peer_model.py",
         _MLSERVER,
         ["-c", "from mlserver.cli import main; main()", "start", "."],
-        lambda x: _post("/v2/models/mlp/infer", _tensor(x)),
+        Ask("/v2/models/mlp/infer", oip),
     ),
     "bentoml": (
         "service.py",
         _BENTOML,
         ["-m", "bentoml", "serve", "service:Mlp", "--port", "PORT"],
-        lambda x: _post("/infer", {"x": [_flat(x)]}),
+        Ask("/infer", lambda values, request_id: {"x": [values]}),
     ),
-    "ray": ("server.py", _RAY, ["server.py"], lambda x: _post("/", {"x": _flat(x)})),
+    "ray": ("server.py", _RAY, ["server.py"], Ask("/", lambda values, request_id: {"id": request_id, "x": values})),
 }
 """By name: file, source, command line after `python`, and its request."""
+PEERS |= {f"{name}-unbatched": PEERS[name] for name in ("litserve", "mlserver")}
+
+
+def venv_of(name: str) -> str:
+    """The environment of a peer."""
+    return name.partition("-")[0]
 
 
 def _free_port() -> int:
@@ -136,15 +146,17 @@ def _free_port() -> int:
 def _write(name: str, folder: Path, model: Path, port: int) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     file, source, command, _ = PEERS[name]
-    (folder / file).write_text(f"MODEL = {str(model)!r}\nPORT = {port}\n{_RUNTIME}\n{source}")
-    if name == "mlserver":
+    batch = 1 if name.endswith("-unbatched") else 32
+    (folder / file).write_text(f"MODEL = {str(model)!r}\nPORT = {port}\nBATCH = {batch}\n{_RUNTIME}\n{source}")
+    if venv_of(name) == "mlserver":
         further = {"grpc_port": _free_port(), "metrics_port": _free_port(), "metrics_endpoint": None}
         (folder / "settings.json").write_text(
             json.dumps({"host": "127.0.0.1", "http_port": port, "parallel_workers": 0, "debug": False} | further)
         )
         (folder / "model-settings.json").write_text(
             json.dumps(
-                {"name": "mlp", "implementation": "peer_model.Model", "max_batch_size": 32, "max_batch_time": 0.001}
+                {"name": "mlp", "implementation": "peer_model.Model"}
+                | ({"max_batch_size": batch, "max_batch_time": 0.001} if batch > 1 else {})
             )
         )
     return [str(port) if word == "PORT" else word for word in command]
@@ -153,8 +165,6 @@ def _write(name: str, folder: Path, model: Path, port: int) -> list[str]:
 @contextlib.contextmanager
 def running(name: str, python: Path, model: Path, folder: Path) -> Iterator[tuple[int, int, Ask]]:
     """The peer's process, its port and how to ask it, once it has answered. Raises NotServed."""
-    import numpy as np
-
     port = _free_port()
     command = _write(name, folder, model, port)
     ask = PEERS[name][3]
@@ -164,7 +174,7 @@ def running(name: str, python: Path, model: Path, folder: Path) -> Iterator[tupl
             [str(python), *command], cwd=folder, stdout=log, stderr=log, env=settings, start_new_session=True
         )
         try:
-            _wait(process, port, ask(np.zeros((1, 256), np.float32)), folder / "log.txt")
+            _wait(process, port, constant(ask.path, ask.body), folder / "log.txt")
             yield process.pid, port, ask
         finally:
             with contextlib.suppress(ProcessLookupError):
