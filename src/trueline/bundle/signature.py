@@ -8,7 +8,7 @@ range, and all dimensions with one name are equal within a request. Guards are f
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -69,6 +69,11 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def dtype(self) -> np.dtype[np.generic]:
         return NUMPY_DTYPES[self.datatype]
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The dimensions that have no fixed size."""
+        return tuple(size for size in self.shape if isinstance(size, str))
 
     @property
     def needs(self) -> str:
@@ -204,10 +209,14 @@ class Check:
     first, in a few microseconds for all inputs; if they do not fit, `signature.check` raises the error.
     """
 
-    __slots__ = ("_guards", "_has_masks", "_passed", "_signature", "_table")
+    __slots__ = ("_guards", "_has_masks", "_more", "_passed", "_signature", "_table")
 
-    def __init__(self, signature: Signature) -> None:
+    def __init__(
+        self, signature: Signature, more: Callable[[Signature, Mapping[str, Array]], None] | None = None
+    ) -> None:
+        """`more` checks further what depends on datatypes and shapes alone."""
         self._signature = signature
+        self._more = more
         self._has_masks = bool(signature.rows)
         self._passed: set[object] = set()
         self._table = [_plan_check(signature, spec) for spec in signature.inputs]
@@ -219,6 +228,8 @@ class Check:
         if form not in self._passed:
             if not self._fits(inputs):
                 self._signature.check(inputs)
+            if self._more is not None:
+                self._more(self._signature, inputs)
             if len(self._passed) >= _MANY:
                 self._passed = set()
             self._passed.add(form)

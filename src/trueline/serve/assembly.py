@@ -106,6 +106,8 @@ def _how(settings: ServeSettings) -> VersionOptions:
             device=settings.device,
             precision=settings.precision,
             native=settings.allow_code,
+            max_values=settings.max_values,
+            max_size=settings.max_size,
             memory_bytes=settings.run_memory_bytes or host.run_memory_of(processes=1),
             most_threads=settings.most_threads,
             shared=None if settings.shared_weights is None else Path(settings.shared_weights),

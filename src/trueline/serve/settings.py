@@ -41,7 +41,9 @@ class ServeSettings:
     device: str = setting("", "cuda, cuda:1, or OpenVINO's GPU; by default the CPU.", metavar="DEVICE")
     precision: str = setting("", "bf16 or fp16; the golden records are checked with it.", metavar="NAME")
     threads: int = setting(0, "Threads of one run; 0: one if runs are short, else the runtime's.", metavar="N", low=0)
-    max_batch: int = setting(64, "Largest batch.", low=1)
+    max_batch: int = setting(64, "Most rows of one run.", low=1)
+    max_values: int = setting(0, "Most numbers of one request; 0: as proven.", metavar="N", low=0)
+    max_size: int = setting(0, "Largest size of a free dimension; 0: as proven.", metavar="N", low=0)
     max_delay_s: float | None = _seconds(
         None, "How long an idle model waits for more requests; by default learned.", flag="max-delay"
     )
@@ -118,6 +120,8 @@ class ServeOptions(TypedDict, total=False):
     precision: str
     threads: int
     max_batch: int
+    max_values: int
+    max_size: int
     max_delay_s: float | None
     max_queue: int
     max_body_bytes: int

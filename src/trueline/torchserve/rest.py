@@ -103,6 +103,7 @@ class TorchServeRoutes:
             return self._dispatch.handle(request, found, found.handler, rest=rest, query=older)
         check_media(request)
         self._dispatch.check_room(request, found)
+        found.program.bounds.check_text(request.body)
         media = request.headers.get(b"content-type", b"")
         rows = predict.decode_mlflow(request.body, media, found.program.signature) if scored else None
         encode: Callable[[Outputs], Response]

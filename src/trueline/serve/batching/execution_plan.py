@@ -52,6 +52,8 @@ class ExecutionPlan:
     """Requests of at most this many input values run on the event loop."""
     latency_s: dict[int, float]
     """Median time of a run by rows."""
+    cuts: bool = False
+    """Whether rows are independent, so that a request with more rows than a run may have is cut."""
     padding: Padding | None = None
     """How requests of several lengths share a run; None: they do not."""
 
@@ -89,7 +91,8 @@ def draw_up(session: Session, cases: Sequence[Golden], *, max_batch: int, by_rec
         inline = _num_values(cases[0].inputs) if latency[1] < INLINE_S else 0
         return ExecutionPlan(batch=False, why=why, max_batch=1, inline_values=inline, latency_s=latency)
     dim = signature.dims[symbol]
-    dependent = BY_RECORD if by_record else row_dependence(session, cases, dim)
+    depends = row_dependence(session, cases, dim)
+    dependent = BY_RECORD if by_record else depends
     bound = max_batch if dim.max is None else min(max_batch, dim.max)
     latency, inline = _measure(session, cases[0].inputs, dim)
     return ExecutionPlan(
@@ -98,6 +101,7 @@ def draw_up(session: Session, cases: Sequence[Golden], *, max_batch: int, by_rec
         max_batch=bound,
         inline_values=inline,
         latency_s=latency,
+        cuts=not depends,
         padding=None if dependent else padding_of(session, cases),
     )
 

@@ -153,7 +153,7 @@ class Batcher:
         return True
 
     def hold(self) -> None:
-        """Short requests are held until the end of this turn of the loop, which then calls `release`."""
+        """Requests are active without waiting or running, as short ones until the end of a turn; `release` follows."""
         self._held += 1
 
     def release(self, requests: int) -> None:
@@ -163,19 +163,28 @@ class Batcher:
         self._notify_if_empty()
 
     def submit(
-        self, inputs: Arrays, rows: int, key: object, timeout_s: float | None = None, priority: int = USUAL
+        self,
+        inputs: Arrays,
+        rows: int,
+        key: object,
+        timeout_s: float | None = None,
+        priority: int = USUAL,
+        *,
+        accepted: bool = False,
     ) -> asyncio.Future[Outputs]:
         """A future of the outputs; cancelling it withdraws the request. Raises Overloaded when the queue is full.
 
         The future raises DeadlineExceeded after `timeout_s`, waiting or running, and Overloaded when a more urgent
-        request takes its place. Requests of one turn of the loop run together.
+        request takes its place. Requests of one turn of the loop run together. `accepted`: a further piece of a request
+        that was.
         """
         now = self._loop.time()
         num_bytes = values = 0
         for array in inputs.values():
             num_bytes += array.nbytes
             values += array.size
-        self._make_room(num_bytes, priority)
+        if not accepted:
+            self._make_room(num_bytes, priority)
         item = Item(inputs, rows, key, num_bytes, now, None, None, priority, values)
         item.future = promise = _Promise(lambda: self._withdraw(item), self._loop)
         if timeout_s is not None:

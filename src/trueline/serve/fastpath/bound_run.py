@@ -287,6 +287,8 @@ class BoundRuns:
         arrays = self.kinds.get(kind)
         if arrays is None and len(self.kinds) < MAX_KINDS:
             rows = inputs[self.names[0]].shape[0] if self.by_rows else 1
+            if self.by_rows and rows > self.batcher.policy.max_batch:
+                return None
             capacity = max(rows, min(self.batcher.full_rows, self.values * rows // values))
             arrays = BoundArrays(self, self.program, inputs, outputs, by_rows=self.by_rows, capacity=capacity)
             self.kinds[kind] = arrays

@@ -22,6 +22,7 @@ from trueline.bundle.signature import NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
 from trueline.serve.fastpath.texts import Text, Texts, skeleton
 from trueline.serve.tensors import arrays, codec
+from trueline.serve.tensors.bounds import UNBOUNDED, RequestBounds
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -70,7 +71,7 @@ class _Numbers(msgspec.Struct, frozen=True):
         """The input; None when it does not fit the shape, or is malformed."""
         text = memoryview(body)[start:end]
         try:
-            if arrays.depth_of(text) != self.depth:
+            if end - start > arrays.most_bytes(self.shape) or arrays.depth_of(text) != self.depth:
                 return None
             array = arrays.parse(text, self.datatype, self.depth, self.name)
         except RequestError:
@@ -165,10 +166,10 @@ class Template(msgspec.Struct, eq=False):
 class TemplateCache:
     """The templates of requests to one version, whose `signature` decides what they mean."""
 
-    __slots__ = ("_by_text", "_last", "_made", "_signature", "_size")
+    __slots__ = ("_bounds", "_by_text", "_last", "_made", "_signature", "_size")
 
-    def __init__(self, signature: Signature) -> None:
-        self._signature = signature
+    def __init__(self, signature: Signature, bounds: RequestBounds = UNBOUNDED) -> None:
+        self._signature, self._bounds = signature, bounds
         self._by_text: dict[bytes, list[Template]] = {}
         self._last: Template | None = None
         self._size = self._made = 0
@@ -182,7 +183,7 @@ class TemplateCache:
             call = found[0].decode(body, found[1], values)
             if call is not None:
                 return call
-        call, given = codec.decode_with_inputs(body, self._signature, json_bytes)
+        call, given = codec.decode_with_inputs(body, self._signature, json_bytes, self._bounds)
         if found is None:
             if json_bytes is None:
                 self._keep_json(body, call, given)

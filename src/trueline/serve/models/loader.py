@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
@@ -18,14 +18,18 @@ import msgspec
 from trueline import events
 from trueline.bundle import signing
 from trueline.bundle.read import Bundle
+from trueline.bundle.signature import Signature
 from trueline.bundle.signing import Trusted
 from trueline.errors import BundleError, RequestError, TruelineError
 from trueline.runtime.open import open_program, replay
 from trueline.serve import host
-from trueline.serve.batching.execution_plan import draw_up
+from trueline.serve.batching.execution_plan import batch_symbol, draw_up
 from trueline.serve.models.desired_state import DesiredVersion
 from trueline.serve.models.servable import Loaded, Servable
+from trueline.serve.tensors import bounds
 
+RECORDS = "batch"
+"""What a capture calls the symbol that counts records."""
 V = TypeVar("V", bound=Servable)
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?:?\s*")
 
@@ -52,6 +56,10 @@ class RuntimeOptions:
     native: bool = False  # whether machine code may be loaded
     shared: Path | None = None
     """Folder of the weights that several server processes share; None: there is one process."""
+    max_values: int = 0
+    """Most numbers of one request, and of its answer; 0: from what the bundle proves."""
+    max_size: int = 0
+    """Largest size of a free dimension of one request; 0: from what the bundle proves."""
     memory_bytes: int = 0
     """Bound of what the runs of all programs hold at once in ONNX Runtime; 0: no bound."""
     most_threads: int = 0
@@ -117,6 +125,11 @@ class VersionOptions:
             raise Refused(f"the settings of model '{model}' version '{version}' are not valid: {error}") from error
         return replace(
             self,
+            way=replace(
+                self.way,
+                max_values=found.max_values or self.way.max_values,
+                max_size=found.max_size or self.way.max_size,
+            ),
             max_batch=found.batch_size or self.max_batch,
             max_delay_s=self.max_delay_s if found.max_batch_delay is None else found.max_batch_delay / 1e3,
             workers=self.workers if found.min_workers is None else found.min_workers,
@@ -130,9 +143,11 @@ class _OfBundle(msgspec.Struct, frozen=True, rename="camel"):
     batch_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_batch_delay: _Count | None = None
     min_workers: _Count | None = None
+    max_values: _Count = 0
+    max_size: _Count = 0
 
 
-_OF_BUNDLES = ("batchSize", "maxBatchDelay", "minWorkers")
+_OF_BUNDLES = ("batchSize", "maxBatchDelay", "minWorkers", "maxValues", "maxSize")
 
 
 class Loader(Protocol[V]):
@@ -204,13 +219,40 @@ def _load(bundle: Bundle, way: RuntimeOptions, max_batch: int) -> Loaded:
         max_abs_error=max(one.max_abs_error for one in replayed.values()),
         took_s=time.perf_counter() - began,
     )
+    plan = draw_up(session, bundle.golden(), max_batch=max_batch, by_record=bundle.program(way.program).by_record)
     return Loaded(
         session=session,
         digest=bundle.digest,
         platform=PLATFORMS[way.program],
         golden_cases=len(replayed),
-        plan=draw_up(session, bundle.golden(), max_batch=max_batch, by_record=bundle.program(way.program).by_record),
+        plan=plan,
+        bounds=bounds.of_program(
+            session.signature,
+            _shapes_of_probes(bundle, way.program),
+            row_symbol=_row_symbol(session.signature),
+            cuts=plan.cuts,
+            max_batch=max_batch,
+            max_values=way.max_values,
+            max_size=way.max_size,
+        ),
     )
+
+
+def _shapes_of_probes(bundle: Bundle, program: str) -> Iterator[bounds.Shapes]:
+    """Shapes on which `program` was compared with the model."""
+    for golden in bundle.golden():
+        yield {name: array.shape for name, array in {**golden.inputs, **golden.outputs}.items()}
+    for evidence in bundle.evidence():
+        if evidence.format == program and evidence.verdict == "agrees":
+            yield evidence.shapes
+
+
+def _row_symbol(signature: Signature) -> str | None:
+    """The symbol that counts records; that of the inputs alone if the capture called it so."""
+    symbol, _ = batch_symbol(signature)
+    if symbol is not None or any(spec.shape[:1] != (RECORDS,) for spec in signature.inputs):
+        return symbol
+    return RECORDS
 
 
 def public_reason(error: TruelineError) -> str:

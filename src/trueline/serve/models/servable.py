@@ -11,6 +11,7 @@ from trueline.errors import NotReady, Overloaded, RequestError
 from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.counters import VersionStats
 from trueline.serve.fastpath.fast_path import CachedProgram
+from trueline.serve.tensors.bounds import UNBOUNDED, RequestBounds
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -77,6 +78,8 @@ class Loaded:
     platform: str
     golden_cases: int
     plan: ExecutionPlan
+    bounds: RequestBounds = UNBOUNDED
+    """Of one request."""
 
 
 class Handler(Protocol):
@@ -112,6 +115,8 @@ class Program(CachedProgram, Protocol):
     def loaded(self) -> Loaded: ...
     @property
     def signature(self) -> Signature: ...
+    @property
+    def bounds(self) -> RequestBounds: ...
 
     def no_room(self, priority: int) -> Overloaded | None:
         """Why a request of `priority` is rejected now; the same object until the queue changes."""

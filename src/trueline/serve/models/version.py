@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +19,7 @@ from trueline.errors import NotReady, Overloaded, RequestError
 from trueline.runtime.session import Bindable
 from trueline.serve.batching.execution_plan import batch_symbol
 from trueline.serve.batching.latency_model import LatencyModel
+from trueline.serve.batching.pieces import PIECE_S, cut, join, slices, submit_in_pieces
 from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.batching.queue import Batcher
 from trueline.serve.fastpath.bound_run import BoundRuns
@@ -28,9 +30,13 @@ from trueline.serve.models.servable import NO_WORKER, Loaded, VersionRecord
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
+    from trueline.serve.batching.execution_plan import ExecutionPlan
     from trueline.serve.models.servable import Outputs
+    from trueline.serve.tensors.bounds import RequestBounds
 
 MAX_LANES = 32
+MAX_RUNS = 64
+"""Of one piece of a large request."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -44,6 +50,9 @@ class ProgramVersion(VersionRecord):
     _names: tuple[str, ...] = ()
     _first: str = ""
     _check: Check | None = None
+    _run_rows: int = sys.maxsize
+    """Most rows of one run; a request with more is cut, or refused by the check."""
+    _piece_rows: int = 1
     bound_runs: BoundRuns | None = None
 
     @property
@@ -71,6 +80,10 @@ class ProgramVersion(VersionRecord):
     @property
     def signature(self) -> Signature:
         return self.loaded.session.signature
+
+    @property
+    def bounds(self) -> RequestBounds:
+        return self.loaded.bounds
 
     @property
     def templates(self) -> TemplateCache:
@@ -106,10 +119,14 @@ class ProgramVersion(VersionRecord):
         """Opens the version to requests."""
         self._loaded, self._executor = loaded, executor
         self.since = time.time()
-        self._templates = TemplateCache(loaded.session.signature)
+        self._templates = TemplateCache(loaded.session.signature, loaded.bounds)
         self._names = tuple([spec.name for spec in loaded.session.signature.inputs])
         self._first = self._names[0]
-        self._check = Check(loaded.session.signature)
+        self._check = Check(loaded.session.signature, loaded.bounds.check)
+        if loaded.plan.cuts:
+            self._run_rows, self._piece_rows = loaded.plan.max_batch, rows_of_piece(loaded.plan)
+        elif loaded.bounds.rows is not None:
+            self._run_rows = loaded.bounds.rows
         self._batcher = Batcher(
             self._run_counted,
             policy,
@@ -153,30 +170,63 @@ class ProgramVersion(VersionRecord):
         values = 0
         for array in inputs.values():
             values += array.size
-        if values <= loaded.plan.inline_values and batcher.alone():
+        rows = _rows(inputs, self._first)
+        if values <= loaded.plan.inline_values and rows <= self._run_rows and batcher.alone():
             began = time.perf_counter()
             outputs = self._run(inputs)
-            self.stats.count_run(1, _rows(inputs, self._first), time.perf_counter() - began, 0.0)
+            self.stats.count_run(1, rows, time.perf_counter() - began, 0.0)
             return outputs
         assert self._check is not None
         self._check(inputs)
         padding = loaded.plan.padding
         key = padding.key(inputs) if padding else tuple([inputs[name].shape[1:] for name in self._names])
-        return batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
+        if rows <= self._piece_rows or not loaded.plan.cuts:
+            return batcher.submit(inputs, rows, key, timeout_s, priority)
+        return self._ask_in_pieces(inputs, rows, key, timeout_s, priority)
+
+    def _ask_in_pieces(
+        self, inputs: Mapping[str, Array], rows: int, key: object, timeout_s: float | None, priority: int
+    ) -> asyncio.Future[Outputs]:
+        loaded, batcher = self._loaded, self._batcher
+        assert loaded is not None
+        assert batcher is not None
+        sizes = cut(rows, self._piece_rows, _row_step(loaded))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def submit(piece: Mapping[str, Array], rows: int, first: bool) -> asyncio.Future[Outputs]:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            return batcher.submit(piece, rows, key, left_s, priority, accepted=not first)
+
+        answer = submit_in_pieces(submit, slices(inputs, sizes), asyncio.get_running_loop())
+        batcher.hold()  # between two pieces, none of them waits
+        answer.add_done_callback(lambda _: batcher.release(1))
+        return answer
 
     def _run_counted(self, inputs: Mapping[str, Array]) -> Outputs:
         thread = threading.get_ident()
         self.stats.running.add(thread)
         try:
-            return self._run(inputs)
+            return self._run_cut(inputs)
         finally:
             self.stats.running.discard(thread)
             self.stats.count_size(sum([array.size for array in inputs.values()]), time.monotonic())
 
+    def _run_cut(self, inputs: Mapping[str, Array]) -> Outputs:
+        """In runs of at most as many rows as one may have."""
+        loaded, rows = self.loaded, _rows(inputs, self._first)
+        if rows <= self._run_rows or not loaded.plan.cuts:
+            return self._run(inputs)
+        sizes = cut(rows, self._run_rows, _row_step(loaded))
+        return join([self._run(piece) for piece, _ in slices(inputs, sizes)])
+
     def _run(self, inputs: Mapping[str, Array]) -> Outputs:
         began = time.perf_counter()
         try:
-            return self.loaded.session.run(inputs)
+            loaded = self.loaded
+            outputs = loaded.session.run(inputs)
+            if loaded.bounds.open_answer:
+                loaded.bounds.check_answer(outputs)
+            return outputs
         except RequestError as error:
             error.message = without_paths(error.message)
             raise
@@ -186,9 +236,24 @@ class ProgramVersion(VersionRecord):
             raise
 
 
+def _row_step(loaded: Loaded) -> int:
+    symbol, _ = batch_symbol(loaded.session.signature)
+    return 1 if symbol is None else loaded.session.signature.dims[symbol].multiple_of
+
+
+def rows_of_piece(plan: ExecutionPlan) -> int:
+    """Rows of a piece of a large request, which takes about PIECE_S: its runs follow each other in one thread."""
+    rows, took_s = max(plan.latency_s.items())
+    run_s = max(1e-6, took_s * plan.max_batch / rows)
+    return plan.max_batch * min(MAX_RUNS, max(1, int(PIECE_S / run_s)))
+
+
 def _rows(inputs: Mapping[str, Array], first: str) -> int:
-    shape = inputs[first].shape
-    return shape[0] if shape else 1
+    """Of inputs without the `first`, which the check refuses, more than any run takes."""
+    array = inputs.get(first)
+    if array is None:
+        return sys.maxsize
+    return array.shape[0] if array.ndim else 1
 
 
 @dataclass(frozen=True, slots=True)

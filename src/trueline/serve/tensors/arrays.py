@@ -71,18 +71,26 @@ def _struct_format(count: int, dtype: np.dtype[np.generic]) -> str:
     return f"={count}{_CODES[dtype.kind][dtype.itemsize]}"
 
 
+def most_bytes(shape: Sequence[int]) -> int:
+    """Bytes of JSON that the values of `shape` usually need at most; a longer text is counted before it is read."""
+    return 64 * math.prod(shape) + 1024
+
+
 class FlatReader:
     """Reads a flat list of `count` values into the bytes of an array of `dtype`."""
 
-    __slots__ = ("_count", "_decode", "_pack")
+    __slots__ = ("_count", "_decode", "_most", "_pack")
 
     def __init__(self, count: int, dtype: np.dtype[np.generic]) -> None:
         self._count = count
+        self._most = most_bytes((count,))
         self._decode = _decoder(dtype.kind, 1).decode
         self._pack = struct.Struct(_struct_format(count, dtype)).pack
 
     def __call__(self, text: memoryview) -> bytes | None:
         """None for what `parse` would reject, and for another count."""
+        if len(text) > self._most:
+            return None
         try:
             values = self._decode(text)
             return self._pack(*values) if len(values) == self._count else None

@@ -16,6 +16,7 @@ from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature, Tensor
 from trueline.errors import RequestError, closest, join_names
 from trueline.serve.batching.policy import PRIORITIES, USUAL
 from trueline.serve.tensors import arrays
+from trueline.serve.tensors.bounds import UNBOUNDED, RequestBounds
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -27,6 +28,8 @@ MAX_NAME = 256
 """Characters of an input's name; a longer one is not echoed."""
 MANY_INPUTS = 64
 """Fewer are read and refused one by one, by name."""
+REGION = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
+NO_REGIONS = "this server reads and writes none: send tensors in the request, as binary data where they are large"
 MAX_CACHED = 64
 """Shapes of outputs for which a template caches the JSON of binary answers."""
 
@@ -118,12 +121,15 @@ def decode(body: bytes | bytearray, signature: Signature, json_bytes: int | None
 
 
 def decode_with_inputs(
-    body: bytes | bytearray, signature: Signature, json_bytes: int | None = None
+    body: bytes | bytearray, signature: Signature, json_bytes: int | None = None, bounds: RequestBounds = UNBOUNDED
 ) -> tuple[InferCall, Sequence[GivenInput]]:
-    """The same with each input as declared in the JSON; a raw request declares none."""
+    """The same with each input as declared in the JSON; a raw request declares none. Raises TooLarge beyond `bounds`,
+    before values are read.
+    """
     if json_bytes == 0:
         names = tuple(spec.name for spec in signature.outputs)
         return InferCall(arrays.raw_input(body, signature), names, None, None, frozenset(names)), ()
+    bounds.check_text(body, json_bytes)
     tail = None
     if json_bytes is not None:
         tail = arrays.Tail(memoryview(body)[json_bytes:])
@@ -137,9 +143,13 @@ def decode_with_inputs(
     specs = {spec.name: spec for spec in signature.inputs}
     check_count(len(request.inputs), len(specs))
     inputs: dict[str, Array] = {}
+    count = 0
     for given in request.inputs:
-        if len(given.name) > MAX_NAME:
-            raise RequestError(f"the name of an input has {len(given.name)} characters, at most {MAX_NAME} are allowed")
+        check_name(given.name, "an input")
+        check_no_region(f"input '{given.name}'", given.parameters)
+        _check_shape(given)
+        count += math.prod(given.shape)
+        bounds.check_values(count)
         if given.name in inputs:
             raise RequestError(f"input '{given.name}' is given twice")
         inputs[given.name] = _read_input(given, specs.get(given.name), tail)
@@ -152,10 +162,34 @@ def decode_with_inputs(
     return call, request.inputs
 
 
-def check_count(given: int, taken: int) -> None:
+def check_count(given: int, known: int, what: str = "inputs", does: str = "takes") -> None:
     """Raises RequestError for far more inputs than the model takes, before they are read (CVE-2026-47628)."""
-    if given > max(MANY_INPUTS, taken):
-        raise RequestError(f"the request has {given} inputs, the model takes {taken}")
+    if given > max(MANY_INPUTS, known):
+        raise RequestError(f"the request has {given} {what}, the model {does} {known}")
+
+
+def check_name(name: str, what: str) -> None:
+    """Raises RequestError for a name that is too long to be repeated in an error."""
+    if len(name) > MAX_NAME:
+        raise RequestError(f"the name of {what} has {len(name)} characters, at most {MAX_NAME} are allowed")
+
+
+def check_no_region(what: str, parameters: Mapping[str, Any] | None) -> None:
+    """Raises RequestError for a tensor in shared memory: a region is a file of this machine that a client names.
+
+    Source: Triton's page extension_shared_memory; its CVE-2025-23319 and its siblings.
+    """
+    if parameters and any(name in parameters for name in REGION):
+        raise RequestError(f"{what} is in a shared-memory region; {NO_REGIONS}")
+
+
+def check_no_classes(output: str, parameters: Mapping[str, Any] | None) -> None:
+    """Raises RequestError for an output that is requested as classes."""
+    if parameters and parameters.get("classification"):
+        raise RequestError(
+            f"output '{output}' requests classification, which is not supported",
+            hint="request the output itself, and sort its values",
+        )
 
 
 def _binary_outputs(
@@ -173,7 +207,6 @@ def _binary_outputs(
 
 def _read_input(given: GivenInput, spec: TensorSpec | None, tail: arrays.Tail | None) -> Array:
     _check_datatype(given, spec)
-    _check_shape(given)
     size = given.parameters.get("binary_data_size") if given.parameters is not None else None
     if size is not None:
         if given.data:
@@ -231,15 +264,17 @@ def _check_outputs(given: list[_Output] | None, signature: Signature) -> tuple[s
     if not given:
         return known
     names = tuple(output.name for output in given)
+    check_count(len(names), len(known), "outputs", "gives")
     for output in given:
+        check_name(output.name, "an output")
+        check_no_region(f"output '{output.name}'", output.parameters)
         if output.name not in known:
             near = closest(output.name, known)
             raise RequestError(
                 f"unexpected output '{output.name[:MAX_NAME]}' (the model gives: {join_names(known)})",
                 hint=f"did you mean '{near}'?" if near else "",
             )
-        if output.parameters and output.parameters.get("classification"):
-            raise RequestError(f"output '{output.name}' requests classification, which is not supported")
+        check_no_classes(output.name, output.parameters)
     if len(set(names)) != len(names):
         twice = join_names(name for name in known if names.count(name) > 1)
         raise RequestError(f"an output is requested twice: {twice}")

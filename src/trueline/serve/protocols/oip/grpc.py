@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature
-from trueline.errors import RequestError
+from trueline.errors import MethodNotAllowed, RequestError
 from trueline.serve.models.servable import Servable
 from trueline.serve.protocols import grpc_base
 from trueline.serve.protocols.dispatch import KEY_HEADER
@@ -43,6 +43,9 @@ _CONTENTS = {
 }
 MAX_INPUTS = 4096
 """No model has more; each costs more than its bytes (CVE-2026-47628)."""
+_REGIONS = tuple(
+    f"{kind}SharedMemory{act}" for kind in ("System", "Cuda") for act in ("Status", "Register", "Unregister")
+)
 _OPEN = frozenset({"ServerLive", "ServerReady"})
 _MANAGED = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
 
@@ -56,14 +59,13 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, Array]:
     raw = request.raw_input_contents
     if len(request.inputs) > MAX_INPUTS:
         raise RequestError(f"the request has {len(request.inputs)} inputs, at most {MAX_INPUTS} are allowed")
+    for given in request.inputs:
+        codec.check_name(given.name, "an input")
+        codec.check_no_region(f"input '{given.name}'", given.parameters)
     if raw and len(raw) != len(request.inputs):
         raise RequestError(f"expected {len(request.inputs)} raw_input_contents, one for each input, got {len(raw)}")
     inputs: dict[str, Array] = {}
     for i, given in enumerate(request.inputs):
-        if len(given.name) > codec.MAX_NAME:
-            raise RequestError(
-                f"the name of an input has {len(given.name)} characters, at most {codec.MAX_NAME} are allowed"
-            )
         if given.name in inputs:
             raise RequestError(f"input '{given.name}' is given twice")
         if given.datatype not in NUMPY_DTYPES:
@@ -110,6 +112,11 @@ def write_outputs(
 def _output_names(request: pb.ModelInferRequest, signature: Signature) -> tuple[str, ...]:
     known = tuple(spec.name for spec in signature.outputs)
     names = tuple(output.name for output in request.outputs)
+    codec.check_count(len(names), len(known), "outputs", "gives")
+    for output in request.outputs:
+        codec.check_name(output.name, "an output")
+        codec.check_no_region(f"output '{output.name}'", output.parameters)
+        codec.check_no_classes(output.name, {key: _text(value) for key, value in output.parameters.items()})
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) != len(names):
         raise RequestError(f"unexpected inference output '{(unknown or list(names))[0][: codec.MAX_NAME]}'")
@@ -144,6 +151,8 @@ class OipService:
         methods["ModelStreamInfer"] = self._interceptor.bidirectional(
             "ModelStreamInfer", pb.ModelInferRequest, self._stream, _encode_error
         )
+        for name in _REGIONS:  # the message is not read
+            methods[name] = self._interceptor.unary(name, pb.ServerLiveRequest, _refuse_region)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def _check(self, name: str, context: Context) -> None:
@@ -234,6 +243,10 @@ class OipService:
     ) -> pb.RepositoryModelUnloadResponse:
         await self._routes.oip.repository.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
+
+
+async def _refuse_region(request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+    raise MethodNotAllowed(f"shared-memory regions are not supported; {codec.NO_REGIONS}")
 
 
 def _encode_error(request: pb.ModelInferRequest, code: grpc.StatusCode, message: str) -> pb.ModelStreamInferResponse:

@@ -115,6 +115,8 @@ class OipRoutes:
                 return self._repository_act(request, model, act)
             case ["repository", "index"]:
                 return self._index(request)
+            case ["systemsharedmemory" | "cudasharedmemory", *_]:
+                raise RequestError(f"shared-memory regions are not supported; {codec.NO_REGIONS}")
             case ["models", model, "explain"]:
                 return self._dispatch.explain(request, model)
             case [] | [""]:
@@ -203,6 +205,7 @@ class OipRoutes:
             return self._dispatch.handle(request, servable, servable.handler)
         check_media(request)
         self._dispatch.check_room(request, servable)
+        servable.program.bounds.check_text(request.body)
         call = predict.decode_v1(request.body, servable.program.signature)
         return self._dispatch.ask(
             request,
