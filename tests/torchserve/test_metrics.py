@@ -46,7 +46,9 @@ def labels_by_name(page: str) -> dict[str, set[str]]:
     """The labels of each sample; a page that is not Prometheus' text raises ValueError."""
     families = list(text_string_to_metric_families(page))
     assert len({family.name for family in families}) == len(families), "each metric is told once"
-    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    samples = [sample for family in families for sample in family.samples]
+    # the parser adds `_total` to the names of counters that have none
+    return {one.name if one.name in page else one.name.removesuffix("_total"): set(one.labels) for one in samples}
 
 
 @pytest.mark.slow
@@ -147,3 +149,31 @@ def test_a_driver_that_fails_is_an_event_and_no_readings(tmp_path: Path, monkeyp
 def test_what_is_no_reading_is_an_error() -> None:
     with pytest.raises(ValueError, match="not enough values"):
         parse_gpus("Failed to initialize NVML")
+
+
+def types_in(page: str) -> dict[str, str]:
+    """The declared type of each name, as a scraper of the text format reads it."""
+    heads = [line.split(" ") for line in page.splitlines() if line.startswith("# TYPE ")]
+    return {name: kind for _, _, name, kind in heads}
+
+
+def test_metrics_have_the_types_of_torchserves_list_and_names_of_their_samples(tmp_path: Path) -> None:
+    with servers.TinyApp(tmp_path) as app:
+        app.ask("POST", "/predictions/tiny", b"[[1, 2, 3]]")
+        page = app.ask("GET", "/metrics").body.decode()
+    types = types_in(page)
+    counters = {name for name in NAMES if name.startswith(("Requests", "ts_"))}
+    assert {name for name in NAMES if types[name] == "counter"} == counters
+    assert {types[name] for name in NAMES.keys() - counters} == {"gauge"}
+    samples = {re.split(r"[{ ]", line)[0] for line in page.splitlines() if not line.startswith("#")}
+    assert types.keys() >= {re.sub(r"_(bucket|count|sum)$", "", name) for name in samples}
+    assert "unknown" not in types.values()
+    assert "untyped" not in types.values()
+
+
+def test_the_process_reports_its_own_time_memory_files_and_start(tmp_path: Path) -> None:
+    with servers.TinyApp(tmp_path) as app:
+        types = types_in(app.ask("GET", "/metrics").body.decode())
+    assert types["process_cpu_seconds_total"] == "counter"
+    for name in ("process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"):
+        assert types[name] == "gauge"

@@ -403,7 +403,7 @@ def test_metrics_count_what_was_answered(tmp_path: Path) -> None:
     assert samples[("trueline_request_seconds_count", None)] == 1
     assert samples[("trueline_run_rows_bucket", "1.0")] == 0
     assert samples[("trueline_run_rows_bucket", "2.0")] == 1
-    assert samples[("Requests2XX", None)] == 1
+    assert samples[("Requests2XX_total", None)] == 1  # the parser adds `_total`
     assert samples[("ts_inference_requests_total", None)] == 1
     app.close()
 

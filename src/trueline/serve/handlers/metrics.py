@@ -84,7 +84,7 @@ class Measures:
 
         own = {"model_name": self._model, "model_version": self._version, "Hostname": host}
         for name, family in list(self._families.items()):
-            found = Metric(name, f"Counted by the handler of {self._model}.", "unknown")
+            found = Metric(name, f"Counted by the handler of {self._model}.", family.kind)
             for key, value in list(family.series.items()):
                 labels = dict(key) | own
                 if not isinstance(value, Histogram):

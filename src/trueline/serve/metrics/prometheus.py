@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ["model", "version"]
 _HOST_LABELS = re.compile(rb'\{Hostname=("[^"\n]*"),Level="Host"\}')
+_COUNTER = re.compile(rb"^# HELP (?P<name>\S+)_total (.*\n)# TYPE (?P=name)_total (counter\n)(\w+)", re.M)
 _TIMES = {
     "QueueTime": "Milliseconds that a request waited",
     "WorkerThreadTime": "Milliseconds that a request spent between the loop and the model's thread",
@@ -76,11 +77,14 @@ class Collector:
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client at a scrape."""
+        from prometheus_client import ProcessCollector
+
         yield from self._collect_server()
         yield from self._collect_versions()
         yield from self._collect_torchserve()
         yield from self._collect_times()
         yield from self._collect_handlers()
+        yield from ProcessCollector(registry=None).collect()
 
     def _collect_server(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -93,12 +97,12 @@ class Collector:
         yield GaugeMetricFamily("trueline_ready", "1 when every version is ready.", value=float(self._models.ready))
         for head in (2, 4, 5):
             count = sum(n for status, n in by_status.items() if status // 100 == head)
-            yield self._host_metric(f"Requests{head}XX", f"Answers of status {head}xx", count)
+            yield self._host_metric(f"Requests{head}XX", f"Answers of status {head}xx", count, "counter")
         for name, (text, value) in host.readings().items():
             yield self._host_metric(name, text, value)
 
-    def _host_metric(self, name: str, text: str, value: float) -> Metric:
-        metric = _torchserve_metric(name, text)
+    def _host_metric(self, name: str, text: str, value: float, kind: str = "gauge") -> Metric:
+        metric = _torchserve_metric(name, text, kind)
         metric.add_sample(name, {"Level": "Host", "Hostname": self._host}, value)
         return metric
 
@@ -121,9 +125,9 @@ class Collector:
         yield from (request, run, rows, waiting, failed)
 
     def _collect_torchserve(self) -> Iterator[Metric]:
-        requests = _torchserve_metric("ts_inference_requests_total", "Inference requests")
-        latency = _torchserve_metric("ts_inference_latency_microseconds", "Their time")
-        queued = _torchserve_metric("ts_queue_latency_microseconds", "How long they waited")
+        requests = _torchserve_metric("ts_inference_requests_total", "Inference requests", "counter")
+        latency = _torchserve_metric("ts_inference_latency_microseconds", "Their time", "counter")
+        queued = _torchserve_metric("ts_queue_latency_microseconds", "How long they waited", "counter")
         for version in self._models.all():
             labels = {"model_name": version.model, "model_version": version.version, "hostname": self._host}
             requests.add_sample(requests.name, labels, version.stats.request_s.count)
@@ -184,10 +188,11 @@ class Collector:
         return [metric for metric in (prediction, handler) if metric.samples]
 
 
-def _torchserve_metric(name: str, text: str) -> Metric:
+def _torchserve_metric(name: str, text: str, kind: str = "gauge") -> Metric:
+    """Of the type that it has in TorchServe's metrics.yaml."""
     from prometheus_client.metrics_core import Metric
 
-    return Metric(name, f"{text}, under TorchServe's name.", "unknown")
+    return Metric(name, f"{text}, under TorchServe's name.", kind)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
@@ -210,8 +215,16 @@ def page(collector: Collector, names: Collection[str] = ()) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     with collector.lock:
-        text = generate_latest(registry)
+        text = _COUNTER.sub(_name_counter, generate_latest(registry))
     return _HOST_LABELS.sub(rb'{Level="Host",Hostname=\1,}', _select(text, names) if names else text)
+
+
+def _name_counter(match: re.Match[bytes]) -> bytes:
+    """The head of a counter named as its samples: prometheus_client adds `_total`, TorchServe does not."""
+    name, help_line, type_line, sample = match.groups()
+    if sample.startswith(name + b"_total"):
+        return match[0]
+    return b"# HELP %b %b# TYPE %b %b%b" % (name, help_line, name, type_line, sample)
 
 
 def _select(text: bytes, names: Collection[str]) -> bytes:
