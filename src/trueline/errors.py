@@ -21,7 +21,8 @@
         ├── TooLarge              413: body or tensor over its bound
         ├── UnsupportedMedia      415: a content type or encoding that is not supported
         ├── Overloaded            429: the queue is full; come back after `retry_after_s`
-        ├── NotReady              503: the model is loading or draining
+        ├── NotReady              503: the model is loading or draining, or no worker can answer
+        ├── ServerFault           503, or 507 without room: the server's disk, memory or limits; not the client's fault
         └── DeadlineExceeded      504: no answer within the request's deadline
 
 A message gives the value, what was expected, and (in `hint`) what to do next. A class exists where callers can react
@@ -138,8 +139,23 @@ class Overloaded(RequestError):
 
 
 class NotReady(RequestError):
+    """`retry_after_s`: when it may be over; None: unknown."""
+
     code = "not_ready"
     status = 503
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class ServerFault(RequestError):
+    code = "server_fault"
+    status = 503
+
+    def __init__(self, message: str, *, hint: str = "", status: int = 503) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
 
 
 class DeadlineExceeded(RequestError):

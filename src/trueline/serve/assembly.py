@@ -74,7 +74,9 @@ def assemble(settings: ServeSettings) -> Parts:
     state = Path(settings.state) if settings.state is not None else None
     how, in_a_thread = _how(settings), partial(in_thread, loop)
     archives = ArchiveLoader(how, handlers_of(settings), loop, in_a_thread)
-    fleet = Fleet(Models(), loop, in_a_thread, how=how, state=state, loaders=[archives])
+    fleet = Fleet(
+        Models(), loop, in_a_thread, how=how, state=state, loaders=[archives], strict=settings.torchserve_strict
+    )
     core = Core(
         settings=settings,
         fleet=fleet,

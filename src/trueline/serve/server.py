@@ -7,7 +7,7 @@ once, and that it is ready after the golden records were reproduced. Loads and l
 import asyncio
 import gc
 import os
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from trueline import events
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
-from trueline.errors import UsageError, join_names
+from trueline.errors import RequestError, UsageError, join_names
 from trueline.serve.assembly import Parts, assemble
 from trueline.serve.handlers import archive
 from trueline.serve.models import desired_state, sources
@@ -111,6 +111,8 @@ async def _begin(parts: Parts) -> dict[str, Field]:
     """Restores the desired state, then loads what the settings name; returns the fields of the announcement."""
     settings, fleet, store, sources = parts.core.settings, parts.core.fleet, parts.core.store, parts.core.sources
     models = fleet.models
+    models.locating = True
+    entries = await _expect(parts)
     if settings.state is not None:
         kept = desired_state.read(Path(settings.state))
         for missing in await fleet.restore(kept, sources.find):
@@ -120,19 +122,62 @@ async def _begin(parts: Parts) -> dict[str, Field]:
     record: dict[str, Field] = {"model": "", "version": "", "digest": ""}
     if settings.source is not None and not settings.resumed:
         record = await _load_source(settings, settings.source, fleet, sources)
+    models.locating = False
     if store is not None and not settings.resumed:
-        for entry in _entries_to_load(settings.load, store):
-            if models.get(entry.model, entry.version) is not None:
-                continue
-            await fleet.load(ResolvedSource(path=entry.path), entry.model, entry.version, source=entry.source)
-            fleet.set_default(entry.model, entry.version)  # the newest comes last
+        await _load_entries(parts, entries)
         for name, own in fleet.how.usual.items():
             model, _, version = name.partition("/")
             if own.get("defaultVersion") is True and models.get(model, version) is not None:
-                fleet.set_default(model, version)
+                await _prefer(fleet, model, version)
     gc.collect()
     gc.freeze()
     return record | {"models": ",".join(models.names())}
+
+
+async def _expect(parts: Parts) -> list[Entry]:
+    """Shows what the state file lists and what is loaded from the store as loading; returns the entries of the store.
+
+    Those that `--load all` finds are `optional`: one that cannot be served does not make the others unavailable.
+    """
+    settings, fleet, store = parts.core.settings, parts.core.fleet, parts.core.store
+    if settings.state is not None:
+        fleet.expect_all(desired_state.read(Path(settings.state)))
+    if store is None or settings.resumed:
+        return []
+    found = await in_thread(asyncio.get_running_loop(), partial(_entries_to_load, settings.load, store))
+    new = [one for one in found if fleet.models.get(one.model, one.version) is None]
+    for entry in new:
+        fleet.expect(entry.model, entry.version, entry.source, optional=settings.load == "all")
+    return new
+
+
+async def _load_entries(parts: Parts, entries: Sequence[Entry]) -> None:
+    """Loads entries of the store. One that fails stays as failed, with the reason; raises the first error if nothing at
+    all can be served and nothing will change that (without --watch).
+    """
+    settings, fleet = parts.core.settings, parts.core.fleet
+    first: Exception | None = None
+    for entry in entries:
+        found = fleet.models.get(entry.model, entry.version)
+        if found is not None and found.state == "ready":
+            continue
+        try:
+            await fleet.load(ResolvedSource(path=entry.path), entry.model, entry.version, source=entry.source)
+        except Exception as error:  # noqa: BLE001 - blind on purpose: one bundle fails, never the others
+            first = first or error
+            fleet.note_failure(entry.model, entry.version, error)
+            continue
+        await _prefer(fleet, entry.model, entry.version)  # the newest comes last
+    if first is not None and not settings.watch and all(one.state == "failed" for one in fleet.models.all()):
+        raise first
+
+
+async def _prefer(fleet: Fleet, model: str, version: str) -> None:
+    """Makes `version` the default if it can answer."""
+    try:
+        await fleet.make_default(model, version)
+    except RequestError as error:
+        events.emit("default.refused", model=model, version=version, why=error.message)
 
 
 def _entries_to_load(load: str, store: Store) -> list[Entry]:
@@ -179,6 +224,8 @@ async def _load_source(settings: ServeSettings, source: str, fleet: Fleet, sourc
     kept = _whole(source) if found.version is None else f"models:/{found.name}/{found.version}"
     identify = partial(_identify, found.path, settings.name or found.name, settings.version or found.version)
     name, version = await in_thread(asyncio.get_running_loop(), identify)
+    fleet.expect(name, version, kept, optional=False)
+    fleet.models.locating = False
     try:
         made = await fleet.load(found, name, version, source=kept, replace_it=True)
     except Refused as error:

@@ -30,6 +30,7 @@ from trueline.serve.protocols import grpc_base
 from trueline.serve.protocols.dispatch import KEY_HEADER
 from trueline.serve.protocols.grpc_base import Context, header
 from trueline.serve.protocols.router import Routes
+from trueline.torchserve import responses
 from trueline.torchserve.management import Management
 from trueline.web.access_log import AccessLog
 from trueline.web.auth import Keys, TokenKind
@@ -89,7 +90,7 @@ class Inference:
     def __init__(
         self, routes: Routes, keys: Keys | None, log: AccessLog | None = None, *, strict: bool = False
     ) -> None:
-        self._routes = routes
+        self._routes, self._strict = routes, strict
         self._calls = _interceptor("inference", keys, log, strict=strict)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -108,7 +109,8 @@ class Inference:
         )
 
     async def _ping(self, request: pb.Nothing, context: Context) -> pb.HealthResponse:
-        return pb.HealthResponse(health="Unhealthy" if self._routes.dispatch.sick else "Healthy")
+        healthy = responses.is_healthy(self._routes.dispatch, strict=self._strict)
+        return pb.HealthResponse(health="Healthy" if healthy else "Unhealthy")
 
     async def _predictions(self, request: pb.PredictionsRequest, context: Context) -> pb.PredictionResponse:
         answer = await self._ask(request, context)

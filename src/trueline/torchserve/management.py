@@ -13,6 +13,7 @@ import msgspec
 
 from trueline import events
 from trueline.errors import MethodNotAllowed, NotFound, RequestError
+from trueline.serve.faults import find_fault
 from trueline.serve.handlers.messages import reply
 from trueline.serve.metrics import dashboard
 from trueline.serve.models.catalog import UnknownVersion
@@ -21,7 +22,7 @@ from trueline.serve.models.loader import ResolvedSource, VersionOptions
 from trueline.serve.models.servable import HandlerRequest, Servable
 from trueline.serve.models.sources import Store, check_name
 from trueline.serve.protocols import openapi
-from trueline.serve.protocols.dispatch import NO_METHOD, NO_RESOURCE
+from trueline.serve.protocols.dispatch import NO_METHOD, NO_RESOURCE, extra
 from trueline.serve.traffic import canary
 from trueline.serve.traffic.rollout import Traffic
 from trueline.storage.object_store import redact_uri
@@ -94,8 +95,9 @@ class Management:
         if isinstance(error, UnknownVersion) and request.path.rstrip("/").endswith("/set-default"):
             message = f"Model version {error.version} does not exist for model {error.model}"
             return responses.refusal(404, message, kind="ModelVersionNotFoundException")
+        error = find_fault(error) or error
         if isinstance(error, RequestError):
-            return responses.error(error, strict=self._strict)
+            return responses.error(error, extra(error), strict=self._strict)
         return responses.server_fault(request.path, error)
 
     def _route(self, request: Request) -> Response | Work:
@@ -107,7 +109,7 @@ class Management:
             case _, ["workflows", *rest] if self._workflows is not None:
                 return workflow_routes.route(self._workflows, method, rest, query, request)
             case "GET", ["v1", "models", model]:
-                ready = self._models.find(model).state == "ready"
+                ready = not self._models.obstacle(model)
                 return reply(200, pretty({"name": model, "ready": ready}))
             case "GET", ["token"] if self._keys is not None and request.method == "GET":
                 return self._renew(self._keys, query.get("type", ""))
@@ -146,8 +148,7 @@ class Management:
                 self._traffic.set_shadow(model, version)
                 return responses.status(f'Version "{version}" shadows model "{model}"')
             case "PUT", [model, version, "set-default"]:
-                self._fleet.set_default(model, version)
-                return responses.status(f'Default version successfully updated for model "{model}" to "{version}"')
+                return self._set_default(model, version)
             case "DELETE", [model, "canary"]:
                 self._traffic.end_canary(model)
                 return responses.status(f'Canary of model "{model}" ended')
@@ -243,6 +244,19 @@ class Management:
         if version.handler is not None:
             await version.handler.wait_ready()
         return responses.status(text)
+
+    def _set_default(self, model: str, version: str) -> Response | Work:
+        """Waits for a worker that is starting: until it is ready, the default before answers."""
+
+        async def wait() -> Response:
+            await self._fleet.wait_able(model, version)
+            return switch()
+
+        def switch() -> Response:
+            self._fleet.set_default(model, version)
+            return responses.status(f'Default version successfully updated for model "{model}" to "{version}"')
+
+        return wait() if not self._strict and self._models.obstacle(model, version) else switch()
 
     def _split(self, model: str, query: Mapping[str, str]) -> Response:
         try:

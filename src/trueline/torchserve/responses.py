@@ -19,7 +19,7 @@ from trueline.serve.handlers.worker import DIED, HandlerFailed, Hung
 from trueline.serve.models.catalog import UnknownModel, UnknownVersion
 from trueline.serve.models.downloads import AlreadyStored
 from trueline.serve.models.servable import Servable
-from trueline.serve.protocols.dispatch import extra
+from trueline.serve.protocols.dispatch import Dispatch, extra
 from trueline.storage.object_store import redact_uri
 from trueline.torchserve.parameters import parse_int
 from trueline.web.auth import Forbidden, Unauthorized
@@ -57,6 +57,18 @@ def page(names: Sequence[str], query: Mapping[str, str]) -> tuple[dict[str, Any]
 
 def status(word: str, code: int = 200) -> Response:
     return reply(code, pretty({"status": word}))
+
+
+def is_healthy(dispatch: Dispatch, *, strict: bool) -> bool:
+    """Whether requests would be answered now. With `strict` as in TorchServe: a model that is scaled to zero workers is
+    healthy, and so is one whose workers died until they are given up.
+    """
+    return not dispatch.sick and (strict or dispatch.ready)
+
+
+def health(dispatch: Dispatch, *, strict: bool) -> Response:
+    healthy = is_healthy(dispatch, strict=strict)
+    return status("Healthy") if healthy else status("Unhealthy", 500)
 
 
 def refusal(code: int, message: str, *, kind: str | None = None, extra: bytes = b"", scoring: bool = False) -> Response:

@@ -73,7 +73,7 @@ class TorchServeRoutes:
 
     def _ping(self, request: Request) -> Response:
         allow(request, ("GET", "POST", "HEAD"), NO_METHOD)
-        return responses.status("Unhealthy", 500) if self._dispatch.sick else responses.status("Healthy")
+        return responses.health(self._dispatch, strict=self._strict)
 
     def _workflow(self, request: Request, name: str) -> Answer:
         allow(request, PREDICT_METHODS, NO_METHOD)

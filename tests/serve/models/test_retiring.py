@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trueline import events
-from trueline.errors import NotReady, Overloaded, StorageError
+from trueline.errors import NotReady, Overloaded, ServerFault, StorageError
 from trueline.serve import host
 from trueline.serve.batching.execution_plan import ExecutionPlan
 from trueline.serve.batching.policy import Policy
@@ -23,7 +23,7 @@ from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Launch
 from trueline.serve.models.catalog import Models, UnknownModel
 from trueline.serve.models.controller import Fleet
-from trueline.serve.models.loader import Refused, ResolvedSource
+from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.servable import HandlerRequest, Loaded
 from trueline.serve.models.sources import Store
 from trueline.serve.models.split import Split
@@ -500,14 +500,14 @@ def test_a_version_whose_taking_over_cannot_be_written_down_leaves_the_old_one_w
 
         with monkeypatch.context() as patched:
             patched.setattr(house.fleet, "_keep", full)
-            with pytest.raises(Refused):
+            with pytest.raises(ServerFault):
                 await house.load("1", second)
         assert house.models.find("tiny") is old
         assert house.fleet.desired_state() == before
         assert await answers([ask(old, 1)]) == [2.0]
         with monkeypatch.context() as patched:
             patched.setattr(house.fleet, "_keep", full)
-            with pytest.raises(Refused):
+            with pytest.raises(ServerFault):
                 await house.load("2", Gated(5))
         assert house.models.versions("tiny") == ["1"]
 

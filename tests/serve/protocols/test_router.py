@@ -355,7 +355,9 @@ def test_a_model_that_loads_or_failed_is_503_with_the_reason_and_the_server_is_n
     assert app.ask("GET", "/v2/models/slow").status == 503
     assert app.ask("GET", "/v2/health/ready").status == 503
     assert json.loads(app.ask("GET", "/v2/health/ready").body) == {"ready": False}
-    assert app.ask("GET", "/ping").status == 200
+    assert app.ask("GET", "/ping").status == 500
+    refused = app.ask("POST", "/v2/models/slow/infer", BODY)
+    assert b"retry-after: 1\r\n" in refused.headers
     slow.fail("the golden record '4' differs")
     found = app.ask("GET", "/v2/models/slow/ready")
     assert (found.status, json.loads(found.body)["reason"]) == (503, "the golden record '4' differs")

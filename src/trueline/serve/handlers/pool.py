@@ -20,7 +20,7 @@ from trueline.serve.handlers import sequences
 from trueline.serve.handlers.config import MAX_WORKERS, backoff_s, gather
 from trueline.serve.handlers.sequences import Dropped, SequencePart, Sequences
 from trueline.serve.handlers.worker import Launch, NoSequence, StartFailed, Worker
-from trueline.serve.models.servable import NO_WORKER, HandlerAnswer, HandlerRequest
+from trueline.serve.models.servable import NO_WORKER, NO_WORKERS, HandlerAnswer, HandlerRequest
 
 MAX_QUEUE_BYTES = 256 * 2**20  # of the requests that wait for one model; a single request may be larger
 OnBatch = Callable[[int, float, float], None]
@@ -55,10 +55,13 @@ class Pool:
         *,
         on_batch: OnBatch | None = None,
         on_metrics: Callable[[Any], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """`on_batch(requests, seconds, seconds waited by all)` is called after each answered batch."""
+        """`on_batch(requests, seconds, seconds waited by all)` is called after each answered batch, `on_ready` when a
+        worker becomes ready.
+        """
         self.launch, self._loop = launch, loop
-        self._on_batch, self._on_metrics = on_batch, on_metrics
+        self._on_batch, self._on_metrics, self._on_ready = on_batch, on_metrics, on_ready
         self._slots: list[_Slot] = []
         self._numbers = 0
         self._queue: list[_Job] = []
@@ -79,6 +82,15 @@ class Pool:
     @property
     def num_workers(self) -> int:
         return sum(not slot.leaving for slot in self._slots)
+
+    @property
+    def obstacle(self) -> str:
+        """Why a request would not be answered now; empty if a worker takes it."""
+        if not self.num_workers:
+            return "its workers died and were given up; scale it to start others" if self._given_up else NO_WORKERS
+        if any(slot.worker is not None and slot.worker.ready and not slot.leaving for slot in self._slots):
+            return ""
+        return "its workers are starting"
 
     @property
     def sick(self) -> bool:
@@ -134,7 +146,10 @@ class Pool:
     async def wait_ready(self) -> None:
         """Returns when every worker has been ready once. Raises StartFailed."""
         firsts = [slot.first for slot in self._slots]
-        await asyncio.gather(*(asyncio.shield(one) for one in firsts))
+        ends = await asyncio.gather(*(asyncio.shield(one) for one in firsts), return_exceptions=True)
+        for error in ends:
+            if isinstance(error, Exception):  # the first of a worker that was removed meanwhile is cancelled
+                raise error
 
     def _add(self) -> None:
         slot = _Slot(self._numbers, self._loop.create_future())
@@ -213,6 +228,8 @@ class Pool:
             if slot.first.done():
                 slot.first = self._loop.create_future()  # its failure is over
             slot.first.set_result(None)
+            if self._on_ready is not None:
+                self._on_ready()
             self._pump()
             return await asyncio.shield(worker.ended), worker.answered > 0
         finally:

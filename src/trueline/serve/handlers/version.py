@@ -102,7 +102,13 @@ class HandlerVersion(VersionRecord):
 
     @property
     def sick(self) -> bool:
-        return self.state == "failed" or (self._pool is not None and self._pool.sick)
+        return (self.state == "failed" and not self.optional) or (self._pool is not None and self._pool.sick)
+
+    @property
+    def obstacle(self) -> str:
+        if self.state != "ready" or self._pool is None:
+            return self.reason or self.state
+        return self._pool.obstacle
 
     @property
     def policy(self) -> Policy:
@@ -168,10 +174,13 @@ class HandlerVersion(VersionRecord):
             weights=options.weights,
             beside=options.shared,
         )
-        pool = Pool(launch, loop, on_batch=self._count, on_metrics=self.measures.add)
+        pool = Pool(launch, loop, on_batch=self._count, on_metrics=self.measures.add, on_ready=self._rely)
         with self._start_errors():
             await pool.begin(plan.workers)
         self._pool, self.archive, self.since, self.state = pool, found, time.time(), "ready"
+
+    def _rely(self) -> None:
+        self.optional = False
 
     @contextmanager
     def _start_errors(self) -> Iterator[None]:

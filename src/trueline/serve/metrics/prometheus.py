@@ -116,13 +116,15 @@ class Collector:
         rows = HistogramMetricFamily("trueline_run_rows", "Rows of one run.", labels=_LABELS)
         waiting = GaugeMetricFamily("trueline_waiting_requests", "Requests in the queue.", labels=_LABELS)
         failed = CounterMetricFamily("trueline_failed_requests", "Requests on which the model failed.", labels=_LABELS)
+        able = GaugeMetricFamily("trueline_version_ready", "1 when a request would be answered now.", labels=_LABELS)
         for version in self._models.all():
             labels, stats = [version.model, version.version], version.stats
             for family, histogram in ((request, stats.request_s), (run, stats.batch_s), (rows, stats.batch_rows)):
                 family.add_metric(labels, _buckets(histogram), histogram.total)
             waiting.add_metric(labels, version.num_waiting)
             failed.add_metric(labels, stats.failed)
-        yield from (request, run, rows, waiting, failed)
+            able.add_metric(labels, float(not version.obstacle))
+        yield from (request, run, rows, waiting, failed, able)
 
     def _collect_torchserve(self) -> Iterator[Metric]:
         requests = _torchserve_metric("ts_inference_requests_total", "Inference requests", "counter")

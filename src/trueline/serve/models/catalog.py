@@ -8,14 +8,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trueline import events
-from trueline.errors import NotFound, RequestError, join_names
+from trueline.errors import NotFound, NotReady, RequestError, join_names
 from trueline.runtime.compare import compare
-from trueline.serve.models.servable import Servable
+from trueline.serve.models.servable import LOADING_S, Servable
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import ProgramVersion
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
+
+
+class StillLoading(NotReady):
+    """The server has not found yet what it is to serve."""
+
+    def __init__(self, model: str) -> None:
+        why = "the server is still loading, and it may be among its models"
+        super().__init__(f"model '{model[:64]}' is not served yet: {why}", retry_after_s=LOADING_S)
 
 
 class UnknownModel(NotFound):
@@ -118,6 +126,8 @@ class Models:
         """Whether everything requested at start is loaded. From then on the server stays ready while further models
         load, and when nothing is served.
         """
+        self.locating = False
+        """Whether names of what is loaded at start are not known yet; an unknown model may be one of them."""
 
     def add(self, model: str, version: str) -> ProgramVersion:
         made = ProgramVersion(model=model, version=version)
@@ -152,11 +162,11 @@ class Models:
 
     def find(self, model: str, version: str | None = None, key: str = "") -> Servable:
         """The version; without `version` the split chooses one, else it is the default. Requests with the same `key` go
-        to the same version. Raises UnknownModel, UnknownVersion.
+        to the same version. Raises UnknownModel, UnknownVersion, StillLoading.
         """
         versions = self._versions.get(model)
         if versions is None:
-            raise UnknownModel(model, list(self._versions))
+            raise StillLoading(model) if self.locating else UnknownModel(model, list(self._versions))
         if version is None:
             split = self._splits.get(model)
             version = self._defaults[model] if split is None else split.choose(key)
@@ -209,14 +219,39 @@ class Models:
         self.find(model)
         return list(self._versions[model])
 
+    def of(self, model: str) -> list[Servable]:
+        """The versions of a model; none for an unknown one."""
+        return list(self._versions.get(model, {}).values())
+
     def all(self) -> list[Servable]:
         """Safe in the thread of a scrape, while versions are added and removed."""
         return [version for versions in list(self._versions.values()) for version in list(versions.values())]
 
+    def targets(self, model: str, version: str | None = None) -> list[Servable]:
+        """Where requests for `version` of `model` go; without `version` to the default, or to several of a split."""
+        split = self._splits.get(model) if version is None else None
+        weights = {} if split is None else split.weights
+        names = [name for name, weight in weights.items() if weight] or [version or self._defaults.get(model, "")]
+        return [one for name in names if (one := self.get(model, name)) is not None]
+
+    def obstacle(self, model: str, version: str | None = None) -> str:
+        """Why a request would not be answered now; empty if it would. Raises UnknownModel, UnknownVersion."""
+        self.find(model, version)
+        return next((one.obstacle for one in self.targets(model, version) if one.obstacle), "")
+
     @property
     def ready(self) -> bool:
-        """Whether every model has a default version that is ready."""
-        fine = ("ready", "loading") if self.started else ("ready",)
-        defaults = list(self._defaults.items())  # in a scrape's thread one may have been removed
-        found = [one for model, version in defaults if (one := self.get(model, version)) is not None]
-        return all(version.state in fine for version in found) and (bool(found) or self.started)
+        """Whether requests to every model would be answered now.
+
+        Once the server has started, a version that loads does not count, nor one that is `optional` while another model
+        answers: registered without workers, or a damaged bundle among those of a store.
+        """
+        if self.locating:
+            return False
+        found = [one for model in list(self._defaults) for one in self.targets(model)]  # safe in a scrape's thread
+        if not self.started:
+            return bool(found) and not any(one.obstacle for one in found)
+        settled = [one for one in found if one.state != "loading"]
+        if any(one.obstacle and not one.optional for one in settled):
+            return False
+        return not settled or not all(one.obstacle for one in settled)

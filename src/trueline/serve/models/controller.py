@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from trueline import events
-from trueline.errors import NotReady, RequestError, TruelineError
+from trueline.errors import RequestError, TruelineError
 from trueline.serve import host
+from trueline.serve.faults import find_fault
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion, Keeper
 from trueline.serve.models.loader import Loader, Refused, ResolvedSource, VersionOptions, public_reason
@@ -44,13 +45,15 @@ class Fleet:
         how: VersionOptions | None = None,
         state: Path | None = None,
         loaders: Sequence[Loader[Any]] = (),
+        strict: bool = False,
     ) -> None:
         """`how`: the defaults of all versions; `in_thread` runs what blocks; `state`: the state file;
-        `loaders` come before the one for bundles.
+        `loaders` come before the one for bundles; `strict`: a version without workers may become the default, as in
+        TorchServe.
         """
         self.models = models
         self.how = how or VersionOptions()
-        self._loop, self._in_thread = loop, in_thread
+        self._loop, self._in_thread, self._strict = loop, in_thread, strict
         self._keeper = Keeper(state, "models")
         self._loaders = (*loaders, BundleLoader(self.how, loop, in_thread))
         self._locks: dict[str, asyncio.Lock] = {}
@@ -77,43 +80,71 @@ class Fleet:
     ) -> Servable:
         """Makes a version ready and serves it, with `replace_it` in place of one of the same name.
 
-        Raises Conflict for an existing name without `replace_it`, Refused if it cannot be served; an older version then
-        stays.
+        Raises Conflict for an existing name without `replace_it`, and for one that would be replaced by a version
+        without workers; Refused if it cannot be served, ServerFault if the server cannot load it now. An older version
+        then stays.
         """
-        async with self.lock(model):
-            self._check_free(model)
-            before = self.models.get(model, version)
-            if before is not None and before.state == "ready" and not replace_it:
-                raise Conflict(f"Model version {version} is already registered for model {model}")
-            loader = next(one for one in self._loaders if one.accepts(found.path))
-            made: Servable = loader.create(found, model, version, source)
-            fresh = before is None
-            if fresh:
-                self.models.show(made)
-            events.emit("version.loading", model=model, version=version)
-            began = time.perf_counter()
-            try:
-                self._desired[made] = await loader.load(made, found, how, digest)
-                made.load_s = time.perf_counter() - began
-                self.models.show(made)
-                self._keep()
-            except BaseException as error:
-                self._desired.pop(made, None)
-                if made.handler is not None and made.state == "ready":
-                    self._retire(made)
-                if fresh:
-                    self.models.remove(model, version)
-                elif before is not None:
-                    self.models.show(before)
-                if isinstance(error, TruelineError) and not isinstance(error, RequestError):
-                    reason = public_reason(error)
-                    events.emit("version.failed", model=model, version=version, why=reason)
-                    raise Refused(f"model '{model}' version '{version}' is not served: {reason}") from error
-                raise
-            events.emit("version.ready", model=model, version=version, digest=made.digest)
+        self._check_free(model)
+        loader = next(one for one in self._loaders if one.accepts(found.path))
+        made: Servable = loader.create(found, model, version, source)
+        made.optional = how is not None and how.workers == 0
+        fresh = self.models.get(model, version) is None
+        if fresh:
+            self.models.show(made)  # at once: its requests are "loading" while another operation holds the lock
+        try:
+            async with self.lock(model):
+                before = None if fresh else self.models.get(model, version)
+                if before is not None and before.state == "ready" and not replace_it:
+                    raise Conflict(f"Model version {version} is already registered for model {model}")
+                self._check_free(model)
+                events.emit("version.loading", model=model, version=version)
+                await self._load_over(before, made, loader.load(made, found, how, digest), idle=made.optional)
+        except BaseException:
+            if fresh and self.models.get(model, version) is made:
+                self.models.remove(model, version)
+            raise
+        return made
+
+    async def _load_over(
+        self, before: Servable | None, made: Servable, work: Awaitable[DesiredVersion], *, idle: bool
+    ) -> None:
+        """Loads `made` and serves it in place of `before`, which stays if that fails; `idle`: also if `before` has
+        workers and `made` has none.
+        """
+        began = time.perf_counter()
+        try:
+            self._desired[made] = await work
+            made.load_s = time.perf_counter() - began
+            if before is not None and not before.obstacle and not idle:
+                self._check_workers(made)
+            if before is not None and made.obstacle:
+                made.optional = before.optional
+            self.models.show(made)
+            self._keep()
+        except BaseException as error:
+            self._desired.pop(made, None)
+            if made.handler is not None and made.state == "ready":
+                self._retire(made)
             if before is not None:
-                self._retire(before)
-            return made
+                self.models.show(before)
+            shown = self._load_error(made, error)
+            if shown is not None:
+                raise shown from error
+            raise
+        events.emit("version.ready", model=made.model, version=made.version, digest=made.digest)
+        if before is not None and before.state == "ready":
+            self._retire(before)
+        elif before is not None:
+            self._desired.pop(before, None)
+
+    def _load_error(self, made: Servable, error: BaseException) -> RequestError | None:
+        """What the caller of a failed load gets instead of `error`, without a path; None: `error` itself."""
+        fault = find_fault(error)
+        if fault is None and (isinstance(error, RequestError) or not isinstance(error, TruelineError)):
+            return None
+        reason = public_reason(error) if isinstance(error, TruelineError) and fault is None else str(fault)
+        events.emit("version.failed", model=made.model, version=made.version, why=reason)
+        return fault or Refused(f"model '{made.model}' version '{made.version}' is not served: {reason}")
 
     def _check_free(self, model: str) -> None:
         """Raises Conflict for a node of a workflow, which only the workflow changes."""
@@ -124,14 +155,41 @@ class Fleet:
                 hint=f"unregister the workflow (DELETE /workflows/{owners[0]}) and register the workflow again",
             )
 
+    def _check_workers(self, version: Servable) -> None:
+        """Raises Conflict for a version that would take requests and has no worker to answer them."""
+        if version.state == "ready" and not version.policy.lanes:
+            model, name = version.model, version.version
+            raise Conflict(
+                f"version {name} of model {model} has no worker: its requests would fail",
+                hint=f"start one first (PUT /models/{model}/{name}?min_worker=1&synchronous=true), or register it with "
+                "initial_workers=1",
+            )
+
+    async def make_default(self, model: str, version: str) -> None:
+        """`set_default`, once a worker of the version can answer. Raises NotStarted, too."""
+        await self.wait_able(model, version)
+        self.set_default(model, version)
+
+    async def wait_able(self, model: str, version: str) -> None:
+        """Returns when a worker of the version can answer, or it has none. Raises NotFound, NotReady, NotStarted."""
+        found = self.models.find(model, version)
+        found.check_ready()
+        if found.obstacle and found.handler is not None:
+            await found.handler.wait_ready()
+
     def set_default(self, model: str, version: str) -> None:
-        """Raises NotFound, NotReady, Conflict."""
+        """Raises NotFound, NotReady, Conflict (also for a version without workers, unless the server is strict)."""
+        if not self._strict and (self.models.split(model) is not None or self.models.default(model) != version):
+            self._check_workers(self.models.find(model, version))
         self._redirect(model, lambda: self.models.set_default(model, version))
         events.emit("default.set", model=model, version=version)
 
     def set_split(self, model: str, weights: Mapping[str, float]) -> None:
-        """Raises NotFound, NotReady, Conflict, RequestError."""
-        self._redirect(model, lambda: self.models.set_split(model, Split(dict(weights))))
+        """Raises NotFound, NotReady, RequestError, Conflict (also for a share of a version without workers)."""
+        split = Split(dict(weights))
+        for version in [name for name, weight in split.weights.items() if weight]:
+            self._check_workers(self.models.find(model, version))
+        self._redirect(model, lambda: self.models.set_split(model, split))
         shares = ", ".join(f"{version}: {weight:g}" for version, weight in weights.items())
         events.emit("split.set", model=model, weights=shares)
 
@@ -243,6 +301,7 @@ class Fleet:
     async def restore(self, state: DesiredState, find: Callable[[str], Awaitable[ResolvedSource]]) -> list[str]:
         """Loads what the state file lists; returns messages for what could not be loaded, which stays desired."""
         missing: list[str] = []
+        self.expect_all(state)
         for name, model in state.models.items():
             with self.following(name):
                 missing += await self._restore(name, model, find)
@@ -258,18 +317,46 @@ class Fleet:
             try:
                 found = await find(desired.source)
                 await self.load(found, name, version, source=desired.source, how=how, digest=desired.digest)
-            except TruelineError as error:
-                missing.append(f"{name} version {version}: {error.message}")
-                failed = self.models.add(name, version)
-                failed.source = desired.source
-                failed.fail(error.message if isinstance(error, RequestError) else "its bundle is not available")
-                self._desired[failed] = desired
+            except Exception as error:  # noqa: BLE001 - blind on purpose: one version fails, never the server
+                missing.append(f"{name} version {version}: {self.note_failure(name, version, error)}")
+                if (failed := self.models.get(name, version)) is not None:
+                    self._desired[failed] = desired
         if model.split:
             try:
-                self.set_split(name, model.split)
-            except NotReady as error:
+                self._redirect(name, lambda: self.models.set_split(name, Split(dict(model.split))))
+            except RequestError as error:
                 missing.append(f"the split of {name}: {error.message}")
         return missing
+
+    def expect_all(self, state: DesiredState) -> None:
+        """`expect` for what the state file lists; the default of a model comes first."""
+        for name, model in state.models.items():
+            for version in sorted(model.versions, key=lambda version: version != model.default):
+                wish = model.versions[version]
+                self.expect(name, version, wish.source, optional=not wish.workers)
+
+    def expect(self, model: str, version: str, source: str, *, optional: bool) -> None:
+        """Shows a version that will be loaded: until then its requests are answered with 503 and Retry-After."""
+        if self.models.get(model, version) is None:
+            made = self.models.add(model, version)
+            made.source, made.optional = source, optional
+
+    def note_failure(self, model: str, version: str, error: Exception) -> str:
+        """Shows why an expected version is not served, to clients without a path; returns the whole reason."""
+        found = self.models.get(model, version)
+        if found is None:
+            found = self.models.add(model, version)
+        known = error if isinstance(error, RequestError) else find_fault(error)
+        unloaded = f"model '{model}' version '{version}' is not served: "
+        reason = "the server failed to load it; its log says why"
+        if known is not None:
+            reason = known.message.removeprefix(unloaded)
+        if isinstance(error, TruelineError) and known is None:
+            reason = "its bundle is not available"
+        if found.state != "ready":  # else an older one stays
+            found.state, found.reason = "failed", reason
+            events.emit("version.unavailable", model=model, version=version, why=str(error))
+        return str(error) or type(error).__name__
 
 
 class _DefaultVersion(RequestError):

@@ -29,6 +29,9 @@ NO_WORKER = (
     "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
 )
 """TorchServe's message for a model that is scaled to zero workers."""
+NO_WORKERS = "it has no worker; scale it to one or more (PUT /models/{m}/{v}?min_worker=1)"
+LOADING_S = 1.0
+"""The Retry-After of a version that loads; most are ready within it."""
 
 
 class NoTensors(RequestError):
@@ -126,9 +129,10 @@ class Servable(Protocol):
     """A version of a model that answers requests: `ask` takes tensors, `handler` takes whole requests.
 
     Call all methods on the loop. `handler` is None for a version that takes tensors; for others `program` and `ask`
-    raise NoTensors. `digest` (of the loaded bytes) and `policy` raise NotReady. `sick`: it cannot answer and will not
-    recover by itself. `full`: its queue accepts a request only in place of a less urgent one. `load_times`: seconds
-    from start to ready by TorchServe's names of workers.
+    raise NoTensors. `digest` (of the loaded bytes) and `policy` raise NotReady. `obstacle`: why a request would not be
+    answered now; empty if it would. `optional`: the server is ready without it, because no client relies on it yet.
+    `sick`: it cannot answer, will not recover by itself, and is not optional. `full`: its queue accepts a request only
+    in place of a less urgent one. `load_times`: seconds from start to ready by TorchServe's names of workers.
     """
 
     model: str
@@ -138,12 +142,15 @@ class Servable(Protocol):
     source: str
     workflow: str
     at_start: bool
+    optional: bool
     since: float
     load_s: float
     stats: VersionStats
 
     @property
     def handler(self) -> Handler | None: ...
+    @property
+    def obstacle(self) -> str: ...
     @property
     def program(self) -> Program: ...
     @property
@@ -186,6 +193,7 @@ class VersionRecord:
     source: str = ""  # its source as the request or the state file named it
     workflow: str = ""  # the workflow that it is a node of; it is loaded and retired with that alone
     at_start: bool = False  # whether it was loaded before the server was ready
+    optional: bool = False  # found in a store or registered without workers, and never able to answer yet
     since: float = 0.0  # when it became ready, in seconds since the epoch
     load_s: float = 0.0
     stats: VersionStats = field(default_factory=VersionStats)
@@ -196,7 +204,8 @@ class VersionRecord:
 
     def not_ready(self) -> NotReady:
         why = f": {self.reason}" if self.reason else ""
-        return NotReady(f"model '{self.model}' version '{self.version}' is {self.state}{why}")
+        wait_s = LOADING_S if self.state == "loading" else None
+        return NotReady(f"model '{self.model}' version '{self.version}' is {self.state}{why}", retry_after_s=wait_s)
 
     def fail(self, reason: str) -> None:
         self.state, self.reason = "failed", reason

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from trueline import files
+from trueline import events, files
 from trueline.bundle import schema, signing
 from trueline.bundle.read import Bundle, open_folder, unpack
-from trueline.errors import BundleError, NotFound, RegistryError, RequestError, UsageError, rebuild_error
+from trueline.errors import BundleError, NotFound, RegistryError, RequestError, ServerFault, UsageError, rebuild_error
 from trueline.serve.models.downloads import (
     AllowedUrls,
     AlreadyStored,
@@ -89,32 +89,41 @@ class Store:
         self._name_of = name_of
 
     def find(self, source: str) -> Path:
-        """The path of the entry `source`. Raises NotInStore, OutsideStore."""
+        """The path of the entry `source`. Raises NotInStore, OutsideStore; ServerFault when the store is away."""
         parts = source.split("/")
         named = len(parts) <= 2 and all(map(NAME.fullmatch, parts))
         path = (self.folder / source).resolve() if named else None
         if path is None or not path.is_relative_to(self.folder):
             raise OutsideStore(f"Relative path is not allowed in url: {source[:128]}")
         if not path.exists():
+            if not self.folder.is_dir():
+                raise ServerFault(
+                    "the model store of this server is away", hint="send the request again when it is back"
+                )
             raise NotInStore(f"Model not found at: {source[:128]}")
         return path
 
     def entries(self) -> list[Entry]:
-        """All bundles and archives."""
+        """All bundles and archives that can be read. Raises OSError when the store itself cannot be listed."""
         found: list[Entry] = []
         for path in sorted(self._visible(self.folder)):
-            if _is_bundle(path):
-                found.append(Entry(_stem(path), "1", path.name, path))
-            elif (name := self._name_of(path)) is not None:
-                found.append(Entry(*name, path.name, path))
-            elif path.is_dir():
-                inner = sorted(self._visible(path))
-                found += [
-                    Entry(path.name, _stem(one), f"{path.name}/{one.name}", one) for one in inner if _is_bundle(one)
-                ]
-                named = [(self._name_of(one), one) for one in inner]
-                found += [Entry(*name, f"{path.name}/{one.name}", one) for name, one in named if name is not None]
+            try:
+                found += self._entries_at(path)
+            except OSError as error:  # one unreadable entry hides no other
+                events.emit("store.unreadable", entry=path.name, why=str(error))
         return found
+
+    def _entries_at(self, path: Path) -> list[Entry]:
+        if _is_bundle(path):
+            return [Entry(_stem(path), "1", path.name, path)]
+        if (name := self._name_of(path)) is not None:
+            return [Entry(*name, path.name, path)]
+        if not path.is_dir():
+            return []
+        inner = sorted(self._visible(path))
+        found = [Entry(path.name, _stem(one), f"{path.name}/{one.name}", one) for one in inner if _is_bundle(one)]
+        named = [(self._name_of(one), one) for one in inner]
+        return found + [Entry(*name, f"{path.name}/{one.name}", one) for name, one in named if name is not None]
 
     def of(self, model: str) -> list[Entry]:
         """The versions of one model, the newest last: by number if all are numbers, else by name."""

@@ -26,7 +26,7 @@ from trueline.serve.fastpath.bound_run import BoundRuns
 from trueline.serve.fastpath.templates import TemplateCache
 from trueline.serve.models.desired_state import DesiredVersion
 from trueline.serve.models.loader import ResolvedSource, VersionOptions, load, without_paths
-from trueline.serve.models.servable import NO_WORKER, Loaded, VersionRecord
+from trueline.serve.models.servable import NO_WORKER, NO_WORKERS, Loaded, VersionRecord
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -70,8 +70,14 @@ class ProgramVersion(VersionRecord):
         return self
 
     @property
+    def obstacle(self) -> str:
+        if self.state != "ready":
+            return self.reason or self.state
+        return "" if self._batcher is None or self._batcher.policy.lanes else NO_WORKERS
+
+    @property
     def sick(self) -> bool:
-        return self.state == "failed"
+        return self.state == "failed" and not self.optional
 
     @property
     def digest(self) -> str:
@@ -141,11 +147,13 @@ class ProgramVersion(VersionRecord):
             by_rows, values = batch_symbol(loaded.session.signature)[0] is not None, loaded.plan.inline_values
             self.bound_runs = BoundRuns(loaded.session, self._names, self._batcher, self.stats, loop, by_rows, values)
         self.state = "ready"
+        self.optional = self.optional and not policy.lanes
 
     def scale(self, lanes: int) -> None:
         _ = self.loaded
         assert self._batcher is not None
         self._batcher.scale(min(lanes, MAX_LANES))
+        self.optional = self.optional and not lanes
 
     async def retire(self) -> None:
         if self._batcher is None:

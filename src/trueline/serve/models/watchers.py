@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 from trueline import events
 from trueline.bundle import schema
 from trueline.errors import RegistryError, TruelineError, rebuild_error
+from trueline.serve.faults import find_fault
 from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion
@@ -78,9 +79,11 @@ class StoreFollower:
         self._history = StoreHistory()
         self._shown: dict[str, str] = {}
         self._entries: dict[Name, Entry] = {}
+        self._expected: set[Name] = set()  # shown, and not served yet
         for entry in self._followed_entries():
             found = stamp(entry.path)
-            if found is not None and self._fleet.models.get(entry.model, entry.version) is not None:
+            served = self._fleet.models.get(entry.model, entry.version)
+            if found is not None and served is not None and served.state == "ready":
                 self._history.note_loaded((entry.model, entry.version), found)
                 self._shown[entry.model] = fleet.models.default(entry.model)
 
@@ -93,35 +96,56 @@ class StoreFollower:
         entries = await asyncio.to_thread(self._followed_entries)
         self._entries = {(entry.model, entry.version): entry for entry in entries}
         now = {name: found for name, entry in self._entries.items() if (found := stamp(entry.path)) is not None}
-        for act, name in self._history.look(now):
+        acts = self._history.look(now)
+        for name, entry in self._entries.items():  # until it is loaded, its requests are 503 instead of 404
+            if name not in self._history.loaded and name not in self._history.refused:
+                self._fleet.expect(*name, entry.source, optional=True)
+                self._expected.add(name)
+        for name in [one for one in self._expected if one not in now]:
+            self._forget(name)
+        for act, name in acts:
             if act == "load":
                 await self._load_entry(self._entries[name], now[name])
             else:
                 await self._retire(*name)
 
+    def _forget(self, name: Name) -> None:
+        """Removes a bundle that left the store before it could be served."""
+        self._expected.discard(name)
+        self._history.refused.pop(name, None)
+        found = self._fleet.models.get(*name)
+        if found is not None and found.state in ("loading", "failed"):
+            self._fleet.models.remove(*name)
+
     async def _load_entry(self, entry: Entry, found: Stamp) -> None:
         name = (entry.model, entry.version)
         try:
             await self._fleet.load(ResolvedSource(path=entry.path), *name, source=entry.source, replace_it=True)
-        except TruelineError as error:
-            self._history.refused[name] = found
-            events.emit("follow.refused", model=entry.model, version=entry.version, why=error.message)
+        except Exception as error:  # noqa: BLE001 - blind on purpose: one bundle fails, never the others
+            if find_fault(error) is None:  # else the bundle may be fine: it is tried again at the next look
+                self._history.refused[name] = found
+            why = self._fleet.note_failure(*name, error)
+            events.emit("follow.refused", model=entry.model, version=entry.version, why=why)
             return
         self._history.note_loaded(name, found)
-        self._show_newest(entry.model)
+        self._expected.discard(name)
+        await self._show_newest(entry.model)
 
-    def _show_newest(self, model: str) -> None:
+    async def _show_newest(self, model: str) -> None:
         """Makes the newest version the default, unless an operator has set another."""
         models = self._fleet.models
         chosen = self._shown.get(model)
         if chosen is not None and models.default(model) != chosen:
             return
-        served = [
-            one.version for one in self._store.of(model) if self._fleet.models.get(model, one.version) is not None
-        ]
+        able = [one.version for one in models.of(model) if not one.obstacle]
+        served = [one.version for one in self._store.of(model) if one.version in able]
         if served:
             if models.default(model) != served[-1]:
-                self._fleet.set_default(model, served[-1])
+                try:
+                    await self._fleet.make_default(model, served[-1])
+                except TruelineError as error:
+                    events.emit("follow.refused", model=model, version=served[-1], why=error.message)
+                    return
             self._shown[model] = served[-1]
 
     async def _retire(self, model: str, version: str) -> None:
@@ -131,7 +155,7 @@ class StoreFollower:
         try:
             if self._fleet.models.default(model) == version:
                 self._shown.pop(model, None)
-                self._show_newest(model)
+                await self._show_newest(model)
             others = len(self._fleet.models.versions(model)) > 1
             await self._fleet.retire(model, version if others else None)
         except TruelineError as error:
@@ -144,8 +168,8 @@ async def every(interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
         await asyncio.sleep(interval_s)
         try:
             await act()
-        except (TruelineError, OSError) as error:
-            events.emit("follow.failed", why=str(error))
+        except Exception as error:  # noqa: BLE001 - blind on purpose: the next call may succeed
+            events.emit("follow.failed", why=f"{type(error).__name__}: {error}")
 
 
 class AliasFollower:
@@ -287,13 +311,18 @@ class StateFollower:
                     replace_it=True,
                     digest=wish.digest,
                 )
-            elif now.workers != wish.workers:
+            elif now.workers < wish.workers:
                 fleet.scale(name, version, wish.workers)
         split = fleet.models.split(name)
         if fleet.models.default(name) != want.default or (split is not None and not want.split):
-            fleet.set_default(name, want.default)
+            await fleet.make_default(name, want.default)
         if want.split and (split is None or dict(split.weights) != want.split):
+            for version in want.split:
+                await fleet.wait_able(name, version)
             fleet.set_split(name, want.split)
+        for version, wish in want.versions.items():  # after the traffic has moved
+            if version in have and have[version].workers > wish.workers:
+                fleet.scale(name, version, wish.workers)
         for version in fleet.models.versions(name):
             if version not in want.versions and version in fleet.desired_state().models[name].versions:
                 await fleet.retire(name, version)

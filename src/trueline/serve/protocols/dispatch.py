@@ -16,6 +16,7 @@ from trueline import events
 from trueline.errors import MethodNotAllowed, NotFound, NotReady, Overloaded, RequestError, UnsupportedMedia
 from trueline.serve.batching.policy import USUAL
 from trueline.serve.counters import ServerStats
+from trueline.serve.faults import find_fault
 from trueline.serve.handlers import messages
 from trueline.serve.handlers.messages import encode_answer
 from trueline.serve.models.catalog import Models
@@ -78,6 +79,15 @@ class Dispatch:
         self._standing: tuple[Overloaded, Response] | None = None
 
     @property
+    def ready(self) -> bool:
+        """Whether requests to every model would be answered now; see `Models.ready`."""
+        return self.models.ready and not self.draining
+
+    def obstacle(self, model: str, version: str | None = None) -> str:
+        """Why a request would not be answered now; empty if it would. Raises UnknownModel, UnknownVersion."""
+        return self.models.obstacle(model, version) or ("draining" if self.draining else "")
+
+    @property
     def sick(self) -> bool:
         """Whether something cannot answer, and will not recover by itself."""
         lost = self._companion is not None and self._companion.sick
@@ -86,6 +96,7 @@ class Dispatch:
     def error(self, path: str, error: Exception) -> Response:
         """The response for `error` on `path`."""
         errors = self._errors_of(path)
+        error = find_fault(error) or error
         if isinstance(error, RequestError):
             return errors.encode_error(error, path)
         where = traceback.format_exception(error)[-1].strip()
@@ -100,7 +111,7 @@ class Dispatch:
         answer: asyncio.Future[Response] = self._loop.create_future()
 
         def finish(work: asyncio.Future[T]) -> None:
-            failure = NotReady("the server stops") if work.cancelled() else work.exception()
+            failure = NotReady("the server stops", retry_after_s=1.0) if work.cancelled() else work.exception()
             if answer.done():
                 return
             try:
@@ -272,6 +283,8 @@ def check_media(request: Request) -> None:
 def extra(error: RequestError) -> bytes:
     """Header lines of an error's response."""
     if isinstance(error, Overloaded):
+        return b"retry-after: %d\r\n" % max(1, round(error.retry_after_s))
+    if isinstance(error, NotReady) and error.retry_after_s is not None:
         return b"retry-after: %d\r\n" % max(1, round(error.retry_after_s))
     if isinstance(error, Method):
         return b"allow: %b\r\n" % error.allowed.encode()

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from trueline import events
 from trueline.errors import PortInUse, RequestError
+from trueline.serve.faults import find_fault
 from trueline.web.access_log import CLIENT_CLOSED, AccessLog, GrpcCallLog
 
 CODES = {
@@ -26,6 +27,7 @@ CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 FAILED = "the model failed on this request; the server's log says why"
 
@@ -148,6 +150,7 @@ class AuthInterceptor:
 
     def _describe(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
         """Status code and message for the client."""
+        error = find_fault(error) or error
         if isinstance(error, RequestError):
             hint = f"; {error.hint}" if error.hint else ""
             return self.code(error), error.message + hint
@@ -175,6 +178,7 @@ def _parse(kind: type[Any], data: bytes) -> Any:
 
 
 def _status(error: Exception) -> int:
+    error = find_fault(error) or error
     return error.status if isinstance(error, RequestError) else 500
 
 

@@ -165,7 +165,7 @@ class Routes:
     def _health(self, request: Request) -> Response:
         """In the form of MLflow's scoring server."""
         allow(request, PAGE_METHODS, NO_METHOD)
-        return Response(200 if self.models.ready and not self.dispatch.draining else 503, b"\n")
+        return Response(200 if self.dispatch.ready else 503, b"\n")
 
     def _document(self) -> openapi.Document:
         workflows = self._companion.names() if self._companion is not None else ()

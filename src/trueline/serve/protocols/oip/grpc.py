@@ -194,11 +194,11 @@ class OipService:
         return pb.ServerLiveResponse(live=True)
 
     async def _ready(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._models.ready and not self._routes.dispatch.draining)
+        return pb.ServerReadyResponse(ready=self._routes.dispatch.ready)
 
     async def _model_ready(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        servable = self._models.find(request.name, request.version or None)
-        return pb.ModelReadyResponse(ready=servable.state == "ready" and not self._routes.dispatch.draining)
+        why = self._routes.dispatch.obstacle(request.name, request.version or None)
+        return pb.ModelReadyResponse(ready=not why)
 
     async def _server_metadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(

@@ -125,7 +125,7 @@ class OipRoutes:
             case ["health", "live"]:
                 page = lambda: json(200, {"live": True})  # noqa: E731
             case ["health", "ready"]:
-                ready = self._models.ready and not self._dispatch.draining
+                ready = self._dispatch.ready
                 page = lambda: json(200 if ready else 503, {"ready": ready})  # noqa: E731
             case ["models", "stats"]:
                 page = lambda: json(200, triton.statistics(self._models, None, None))  # noqa: E731
@@ -146,19 +146,17 @@ class OipRoutes:
             case None:
                 return lambda: json(200, triton.describe(models.find(model, version), models.versions(model)))
             case "ready":
-                return lambda: self._model_ready(models.find(model, version))
+                return lambda: self._model_ready(model, version)
             case "stats":
                 return lambda: json(200, triton.statistics(models, model, version))
             case "config":
                 return lambda: json(200, triton.configuration(models.find(model, version)))
         raise NotFound("Not Found")
 
-    def _model_ready(self, version: Servable) -> Response:
-        ready = version.state == "ready" and not self._dispatch.draining
-        body: dict[str, object] = {"name": version.model, "version": version.version, "ready": ready}
-        if not ready:
-            body["reason"] = version.reason or ("draining" if self._dispatch.draining else version.state)
-        return json(200 if ready else 503, body)
+    def _model_ready(self, model: str, version: str | None) -> Response:
+        why = self._dispatch.obstacle(model, version)
+        body: dict[str, object] = {"name": model, "version": version or self._models.default(model), "ready": not why}
+        return json(503, body | {"reason": why}) if why else json(200, body)
 
     def _index(self, request: Request) -> Response:
         allow(request, ("POST",), "Method Not Allowed")
@@ -192,7 +190,7 @@ class OipRoutes:
                 return self._dispatch.explain(request, action.removesuffix(":explain"))
             case [model]:
                 allow(request, ("GET", "HEAD"), "Method Not Allowed")
-                ready = self._models.find(model).state == "ready" and not self._dispatch.draining
+                ready = not self._dispatch.obstacle(model)
                 return json(200 if ready else 503, {"name": model, "ready": ready})
             case _:
                 raise NotFound("Not Found")
@@ -247,7 +245,7 @@ class Repository:
         await self._fleet.load(
             ResolvedSource(path=entry.path), model, entry.version, source=entry.source, replace_it=True
         )
-        self._fleet.set_default(model, entry.version)
+        await self._fleet.make_default(model, entry.version)
         for version in older:
             await self._fleet.retire(model, version)
         return Response(200, b"")

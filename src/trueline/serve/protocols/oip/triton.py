@@ -133,7 +133,16 @@ def _tensor(spec: TensorSpec, batched: bool) -> dict[str, Any]:
 def index(versions: Iterable[Servable], *, ready_only: bool) -> list[dict[str, str]]:
     """`POST v2/repository/index`."""
     return [
-        {"name": one.model, "version": one.version, "state": _STATES[one.state], "reason": one.reason}
+        {"name": one.model, "version": one.version, "state": _state_of(one), "reason": one.reason or _obstacle(one)}
         for one in versions
-        if not ready_only or one.state == "ready"
+        if not ready_only or not one.obstacle
     ]
+
+
+def _state_of(version: Servable) -> str:
+    return "UNAVAILABLE" if _obstacle(version) else _STATES[version.state]
+
+
+def _obstacle(version: Servable) -> str:
+    """Why a loaded version does not answer."""
+    return version.obstacle if version.state == "ready" else ""
