@@ -5,13 +5,15 @@ SIGKILL, or a full disk) sees the old content or the new, never a part. Digests 
 the rename(2) and fsync(2) pages; directories are fsynced too, because a rename changes an entry of its directory.
 """
 
+import ctypes
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,13 +21,36 @@ from trueline.errors import StorageError
 
 PARTIAL = ".partial-"
 """Prefix of unfinished files and folders, which may be deleted when their writer is gone."""
+_OLD = ".old-"
+"""Prefix of a folder that is being replaced; with the folder's name behind it, by which `recover` puts it back."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
+"""Errors of renameat2(2) on a file system or kernel that cannot exchange two names."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of link(2) on a file system without hard links."""
 
 
 def user_cache() -> Path:
-    """`$XDG_CACHE_HOME/trueline`, or `~/.cache/trueline`: everything in it can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trueline"
+    """`$XDG_CACHE_HOME/trueline`, or `~/.cache/trueline`, for this user alone: everything in it can be made again."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trueline"
+    with suppress(OSError):  # writing into it fails with the reason
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def hold_lock(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Excludes other processes that hold the lock `path`, a file of this user alone that is never written.
+
+    A symbolic link in its place is not followed: another user of a shared folder may have put it there (CWE-59).
+    Raises OSError; BlockingIOError when another process holds the lock and `wait` is false.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(handle)
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -147,10 +172,12 @@ def _link(partial: Path, path: Path) -> bool:
 def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields an empty folder that becomes `path` when the block succeeds, and vanishes when it fails.
 
-    An existing `path` is an error unless `replace`, which exchanges it by two renames: for a moment a reader may find
-    nothing, but never a mixture. Raises StorageError.
+    An existing `path` is an error unless `replace`, which exchanges the two in one step (renameat2(2)). Where the file
+    system cannot, there are two renames: for a moment a reader may find nothing, never a mixture, and `recover` undoes
+    a replacement whose process was killed between them. Raises StorageError.
     """
     path = Path(path)
+    recover(path.parent)
     if path.exists() and not replace:
         raise StorageError(f"{path} exists already", hint="choose another name or ask to replace it")
     partial: Path | None = None
@@ -160,13 +187,13 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
         partial.chmod(0o755)
         yield partial
         _fsync_tree(partial)
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=path.parent))
-            os.rename(path, old / "old")
+        if not path.exists():
+            os.rename(partial, path)
+        elif not _exchange(partial, path):
+            old = path.with_name(_OLD + path.name)
+            os.rename(path, old)
             os.rename(partial, path)
             shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.rename(partial, path)
         _fsync_dir(path.parent)
     except OSError as error:
         raise storage_error(error, path) from error
@@ -175,9 +202,35 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step; False where the file system cannot. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in _NO_EXCHANGE:
+        return False
+    raise OSError(error, os.strerror(error), str(other))
+
+
+def recover(folder: Path) -> None:
+    """Puts folders back that were being replaced in `folder` when their process was killed; removes replaced ones."""
+    for old in folder.glob(_OLD + "*"):
+        path = old.with_name(old.name.removeprefix(_OLD))
+        with suppress(OSError):  # another process recovers it, or replaces it at this moment
+            if path.exists():
+                shutil.rmtree(old)
+            else:
+                os.rename(old, path)
+
+
 def sweep(folder: Path) -> int:
-    """Removes the unfinished entries of dead writers in `folder`; returns their number. Call it only where no other
-    writer can be active."""
+    """Removes the unfinished entries of dead writers in `folder`, after `recover`; returns their number. Call it only
+    where no other writer can be active."""
+    recover(folder)
     entries = list(folder.glob(PARTIAL + "*"))
     for entry in entries:
         if entry.is_dir():

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -197,15 +196,20 @@ def test_each_file_and_folder_of_a_tree_is_on_the_disk_before_the_trees_name(tmp
         assert before.index(("fsync", inner)) < before.index(("fsync", folder))
 
 
-def test_a_tree_that_takes_anothers_place_is_on_the_disk_before_the_old_one_moves(tmp_path, disk):
+def test_a_tree_that_takes_anothers_place_is_on_the_disk_before_the_old_one_moves(tmp_path, disk, monkeypatch):
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "old").write_text("")
     with files.atomic_dir(tmp_path / "tree", replace=True) as partial:
         (partial / "new").write_text("")
+    assert disk == [("fsync", "new"), ("fsync", "partial"), ("fsync", tmp_path.name)]
+    disk.clear()
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    with files.atomic_dir(tmp_path / "tree", replace=True) as partial:
+        (partial / "newer").write_text("")
     assert disk == [
-        ("fsync", "new"),
+        ("fsync", "newer"),
         ("fsync", "partial"),
-        ("rename", "tree", "old"),
+        ("rename", "tree", ".old-tree"),
         ("rename", "partial", "tree"),
         ("fsync", tmp_path.name),
     ]
@@ -271,8 +275,9 @@ def test_a_tree_is_taken_apart_only_when_another_has_its_name(tmp_path, monkeypa
 
 def test_the_cache_lies_where_the_environment_says_and_else_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/else")
-    assert files.user_cache() == Path("/somewhere/else/trueline")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "else"))
+    assert files.user_cache() == tmp_path / "else" / "trueline"
+    assert files.user_cache().stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert files.user_cache() == tmp_path / ".cache" / "trueline"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -340,17 +345,44 @@ def test_sweeping_removes_files_and_folders_under_construction_and_nothing_else(
     assert (tmp_path / "kept" / "deep" / "file").exists()
 
 
-def test_a_tree_that_makes_way_lies_under_construction_beside_its_place(tmp_path, monkeypatch):
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trueline import files
+point, place = sys.argv[1], Path(sys.argv[2])
+if point != "exchange":
+    files._exchange = lambda one, other: False
+rename, rmtree = os.rename, files.shutil.rmtree
+def strike(): os.kill(os.getpid(), signal.SIGKILL)
+def renamed(source, target):
+    rename(source, target)
+    if Path(target).name.startswith(".old-") == (point == "between"): strike()
+os.rename = renamed
+files.shutil.rmtree = lambda *_, **more: strike()
+with files.atomic_dir(place, replace=True) as partial:
+    (partial / "new").write_text("")
+"""
+
+
+@pytest.mark.parametrize(("point", "held"), [("between", "old"), ("after", "new"), ("exchange", "new")])
+def test_a_writer_that_is_killed_while_it_replaces_a_tree_leaves_the_old_or_the_new_one(tmp_path, point, held):
     (tmp_path / "tree").mkdir()
-    moved, real = [], os.rename
+    (tmp_path / "tree" / "old").write_text("")
+    process = subprocess.run([sys.executable, "-c", KILLED, point, str(tmp_path / "tree")], check=False)
+    assert process.returncode == -9
+    files.sweep(tmp_path)
+    assert [entry.name for entry in (tmp_path / "tree").iterdir()] == [held]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tree"]
 
-    def renamed(source, target):
-        moved.append(Path(target))
-        return real(source, target)
 
-    monkeypatch.setattr(os, "rename", renamed)
-    with files.atomic_dir(tmp_path / "tree", replace=True):
+def test_a_lock_is_for_its_user_alone_and_follows_no_link(tmp_path):
+    with files.hold_lock(tmp_path / "lock"):
+        assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+        with pytest.raises(BlockingIOError), files.hold_lock(tmp_path / "lock", wait=False):
+            pass
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "trap").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic"), files.hold_lock(tmp_path / "trap"):
         pass
-    old, new = moved
-    assert (old.name, old.parent.parent, new) == ("old", tmp_path, tmp_path / "tree")
-    assert old.parent.name.startswith(files.PARTIAL)
+    assert victim.read_text() == "precious"

@@ -10,7 +10,7 @@ import pytest
 
 from trueline.bundle import Bundle, Dim, Golden, Signature, pack
 from trueline.errors import BundleError, StorageError
-from trueline.serve.models import sources
+from trueline.serve.models import fetch
 from worlds import bundles
 from worlds.s3 import CHECKING, KEY, SECRET, SERVERS
 
@@ -53,19 +53,19 @@ def test_a_bundle_comes_from_s3_verified_and_only_the_one_of_its_digest(
     bundle_bucket: tuple[str, Bundle], name: str, tmp_path: Path
 ) -> None:
     root, bundle = bundle_bucket
-    found = sources.fetch(f"{root}/{name}#sha256:{bundle.digest}", tmp_path / "cache")
+    found = fetch.fetch(f"{root}/{name}#sha256:{bundle.digest}", tmp_path / "cache")
     assert found.digest == bundle.digest
     assert found.program_path().read_bytes() == bundle.program_path().read_bytes()
     with pytest.raises(BundleError, match="expected 000000000000"):
-        sources.fetch(f"{root}/{name}#sha256:{'0' * 64}", tmp_path / "other")
+        fetch.fetch(f"{root}/{name}#sha256:{'0' * 64}", tmp_path / "other")
     with pytest.raises(BundleError, match="there is no bundle at"):
-        sources.fetch(f"{root}/nobody.tlb", tmp_path / "other")
+        fetch.fetch(f"{root}/nobody.tlb", tmp_path / "other")
 
 
 def test_what_vouches_for_a_bundle_in_s3_lies_beside_it(bundle_bucket: tuple[str, Bundle]) -> None:
     root, _ = bundle_bucket
-    assert sources.signature_of(f"{root}/digits.tlb") == "trueline-signature-1 a b\n"
-    assert sources.signature_of(f"{root}/digits.bundle/") is None
+    assert fetch.signature_of(f"{root}/digits.tlb") == "trueline-signature-1 a b\n"
+    assert fetch.signature_of(f"{root}/digits.bundle/") is None
 
 
 @pytest.mark.parametrize("s3_endpoint", CHECKING, indirect=True)
@@ -78,5 +78,5 @@ def test_a_store_that_refuses_the_key_is_an_error_and_names_no_secret(
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": "another-secret-altogether", "endpoint_url": s3_endpoint})
     with pytest.raises((StorageError, BundleError)) as refused:
-        sources.fetch(f"{bundle_bucket[0]}/digits.tlb", tmp_path / "cache")
+        fetch.fetch(f"{bundle_bucket[0]}/digits.tlb", tmp_path / "cache")
     assert "another-secret" not in str(refused.value)

@@ -154,3 +154,15 @@ def test_a_job_that_runs_has_finished_or_would_be_another_one_is_not_resumed_and
     (job_dir / "summary.json").unlink()
     (job_dir / "train.py").write_text("other\n")
     refused("was changed since the job")
+
+
+def test_a_new_job_is_for_its_user_alone_and_a_folder_that_is_there_keeps_its_mode(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0)
+    try:
+        shared = tmp_path / "shared"
+        shared.mkdir(mode=0o770)
+        folders = [api._new(JOB, None), api._new(JOB, tmp_path / "named" / "job"), api._new(JOB, shared)]
+    finally:
+        os.umask(before)
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700, 0o770]

@@ -110,3 +110,8 @@ def test_a_head_that_was_learned_lets_no_page_in():
 
 def test_a_server_whose_clients_need_a_token_leaves_pages_to_it():
     assert world().send(post(b"{}", PAGE)).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_request_with_two_hosts_is_refused():
+    assert world(pages=PageRule.of("t")).send(get("/a", "host: 127.0.0.1")).startswith(b"HTTP/1.1 400 ")
+    assert world().send(get("/a", "Host: t")).startswith(b"HTTP/1.1 400 ")

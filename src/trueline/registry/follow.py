@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import fcntl
 import gc
 import json
 import logging
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,9 +304,9 @@ def _alive(job_dir: Path) -> bool:
 
 @contextmanager
 def _alone(job_dir: Path) -> Iterator[None]:
-    with (job_dir / "mlflow.lock").open("w") as lock:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(files.hold_lock(job_dir / "mlflow.lock", wait=False))
         except BlockingIOError as error:
             raise UsageError(f"another process logs {job_dir} to MLflow already", hint="let it, or end it") from error
         yield

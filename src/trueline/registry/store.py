@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from trueline import files
 from trueline.errors import RegistryError, TruelineError
-from trueline.files import sha256_bytes, storage_error
+from trueline.files import sha256_bytes
 from trueline.storage.object_store import redact_text, redact_uri
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def _alone(uri: str) -> Iterator[None]:
         yield
         return
     key = sha256_bytes(str(database).encode())[:16]
-    with (Path(tempfile.gettempdir()) / f"trueline-mlflow-{os.getuid()}-{key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with files.hold_lock(files.user_cache() / f"mlflow-{key}.lock"):
         yield
 
 
@@ -113,7 +112,7 @@ def _translate(error: Exception, uri: str) -> TruelineError:
     text = str(error)
     if "disk is full" in text or "No space left" in text or "disk I/O error" in text:
         where = _database(uri) or Path(tempfile.gettempdir())
-        return storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), where)
+        return files.storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), where)
     if isinstance(error, OSError):
         why = f"the model registry at {redact_uri(uri)} cannot be used: {redact_text(text)}"
         return RegistryError(why, hint="check the tracking URI")

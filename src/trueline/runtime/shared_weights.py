@@ -14,8 +14,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,7 +55,7 @@ class Hold:
             return
         os.close(users)
         try:
-            with _alone(self._folder, wait=False):
+            with files.hold_lock(self._folder / _LOCK, wait=False):
                 _clear(self._folder, keep="")
         except OSError:  # another process looks, and clears; or the folder is gone with its owner
             return
@@ -69,7 +68,7 @@ def hold(place: SharedDir, make: Callable[[Path], None], *, program_bytes: int) 
     """
     folder, path = place.folder, place.folder / place.key
     try:
-        with _alone(folder, wait=True):
+        with files.hold_lock(folder / _LOCK):
             _clear(folder, keep=place.key)
             if not path.exists():
                 _make(path, make, program_bytes)
@@ -97,19 +96,8 @@ def _make(path: Path, make: Callable[[Path], None], program_bytes: int) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-@contextmanager
-def _alone(folder: Path, *, wait: bool) -> Iterator[None]:
-    """Excludes other processes in the block. Raises BlockingIOError when one is busy and `wait` is false."""
-    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(handle)
-
-
 def _clear(folder: Path, *, keep: str) -> None:
-    """Removes unused files, and what processes that died while writing left. Call it within `_alone`."""
+    """Removes unused files, and what processes that died while writing left. Call it within the lock."""
     for entry in folder.iterdir():
         if entry.is_dir() and entry.name != keep and not _is_held(entry):
             shutil.rmtree(entry, ignore_errors=True)

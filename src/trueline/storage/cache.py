@@ -131,7 +131,7 @@ class BlockCache:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
                 file.write(_TRAILER.pack(zlib.crc32(data), len(data)))
-                os.fchmod(handle, 0o644)
+                os.fchmod(handle, 0o600)
             os.utime(name, (self._now(), self._now()))
             os.replace(name, path)
         except BaseException:
@@ -165,7 +165,8 @@ class BlockCache:
         handle = -1
         with contextlib.suppress(OSError):
             (self._folder / "locks").mkdir(parents=True, exist_ok=True)
-            handle = os.open(self._folder / "locks" / name, os.O_RDWR | os.O_CREAT, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            handle = os.open(self._folder / "locks" / name, flags, 0o600)
             fcntl.flock(handle, fcntl.LOCK_EX)
         try:
             yield

@@ -261,7 +261,7 @@ def _new(job: JobSettings, job_dir: str | Path | None) -> Path:
     folder = _next_free(job.name) if job_dir is None else Path(job_dir).resolve()
     if JobDir(folder).settings.exists():
         raise UsageError(f"{folder} holds a job already", hint="add --resume to continue it, or choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the model, what it learned from, and secrets
     job_settings.save(replace(job, name=folder.name, checkpoints=_absolute(job.checkpoints)), folder)
     return folder
 
@@ -271,7 +271,7 @@ def _expect_room(checkpoints: str) -> None:
     where = parse_location(checkpoints)
     if isinstance(where, Path):
         try:
-            where.mkdir(parents=True, exist_ok=True)
+            where.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot write checkpoints to {where}: {error.strerror}", hint="name another") from error
     there = checkpoint.steps(where)
@@ -293,7 +293,7 @@ def _next_free(name: str) -> Path:
     while True:
         folder = Path("runs").resolve() / f"{name}-{number}"
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(mode=0o700, parents=True)
             return folder
         except FileExistsError:
             number += 1

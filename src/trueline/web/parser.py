@@ -187,7 +187,10 @@ class RequestParser:
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value) + 4)
         if not self._in_body:  # trailers are counted and dropped
-            self._headers[name.lower()] = value
+            name = name.lower()
+            if name == b"host" and name in self._headers:
+                raise RequestRejected(400, "a request has one Host header (RFC 9112, 3.2)")
+            self._headers[name] = value
 
     def _count_head(self, size: int) -> None:
         self.silent_bytes = 0

@@ -5,9 +5,8 @@ It records each version's source and digest; a bundle that was replaced since th
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -74,19 +73,18 @@ def read(path: Path) -> DesiredState:
 def lock_file(path: Path) -> Iterator[None]:
     """Excludes other processes that lock the file, too. Raises StorageError."""
     beside = path.with_name(path.name + ".lock")
-    try:
-        lock = beside.open("ab")
-    except OSError as error:
-        raise StorageError(f"cannot write {beside}: {error.strerror or error}") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        try:
+            held.enter_context(files.hold_lock(beside))
+        except OSError as error:
+            raise StorageError(f"cannot write {beside}: {error.strerror or error}") from error
         yield
 
 
 def write(path: Path, state: DesiredState) -> None:
     """Raises StorageError; the file is then unchanged."""
     kept = {name: value for name, value in msgspec.structs.asdict(state).items() if name != "workflows" or value}
-    files.write_atomic(path, msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
+    files.write_atomic(path, msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n", mode=0o600)
 
 
 class Keeper:

@@ -13,7 +13,7 @@ import pytest
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotFound, RequestError, UsageError
 from trueline.serve.fastpath.templates import TemplateCache
-from trueline.serve.models import sources
+from trueline.serve.models import fetch
 from trueline.serve.models.sources import Sources, Store
 from trueline.serve.settings import ServeSettings
 from trueline.serve.tensors import arrays, codec
@@ -106,9 +106,9 @@ def test_a_known_kind_of_request_is_of_its_length_and_else_read_anew(cut: int) -
 @pytest.mark.parametrize("mark", ["sha256:" + "a" * 63, "sha256:" + "a" * 65, "sha256:" + "A" * 64, "sha256:",
                                   "a" * 64, "sha256:" + "a" * 64 + " ", "sha1:" + "a" * 40, ""])  # fmt: skip
 def test_a_digest_behind_a_url_is_whole_or_refused(mark: str) -> None:
-    assert sources.split_digest("s3://b/d#sha256:" + "a" * 64) == ("s3://b/d", "a" * 64)
+    assert fetch.split_digest("s3://b/d#sha256:" + "a" * 64) == ("s3://b/d", "a" * 64)
     with pytest.raises(UsageError, match="is no digest of a bundle"):
-        sources.split_digest(f"s3://b/d#{mark}")
+        fetch.split_digest(f"s3://b/d#{mark}")
 
 
 @pytest.mark.parametrize("url", ["models:/digits@champion", "s3://bucket/digits.tlb", "file:///etc/passwd", "C:digits",
