@@ -19,6 +19,7 @@ from trueline.web.messages import (
     render_plain,
 )
 from trueline.web.parser import RequestParser, RequestRejected, UpgradeRequested, Waits, judge
+from trueline.web.response_encoding import coding_for, encode
 
 PIECE_BYTES = 8 * 2**10
 """Parsed at a time: one read holds thousands of small requests."""
@@ -229,6 +230,10 @@ class Connection(asyncio.Protocol):
     def _finish(self, response: Response) -> None:
         request = self._current
         assert request is not None
+        coding = coding_for(request, response) if len(response.body) > LONG_BYTES else None
+        if coding is not None:
+            self._await(self._loop.run_in_executor(None, encode, response, coding))
+            return
         streamed = response.pieces is not None
         close = response.close or not request.keep_alive or self._server.draining or (streamed and request.http_1_0)
         self._write(response, request, close=close)

@@ -181,6 +181,39 @@ def test_the_repository_loads_and_unloads_over_grpc(client: Any) -> None:
     assert refused.value.status() == "StatusCode.NOT_FOUND"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client, mine: client.register_system_shared_memory("r", "/r", 64, headers=mine),
+        lambda client, mine: client.get_system_shared_memory_status(headers=mine),
+        lambda client, mine: client.unregister_system_shared_memory(headers=mine),
+        lambda client, mine: client.register_cuda_shared_memory("r", b"0" * 64, 0, 64, headers=mine),
+        lambda client, mine: client.unregister_cuda_shared_memory(headers=mine),
+    ],
+)
+def test_calls_for_regions_of_shared_memory_are_refused_in_words(client: Any, call: Any) -> None:
+    with pytest.raises(client_of.InferenceServerException) as refused:
+        call(client, token())
+    assert "UNIMPLEMENTED" in str(refused.value)
+    assert "shared-memory regions are not supported" in str(refused.value)
+
+
+def test_tensors_in_shared_memory_and_classes_are_refused_over_grpc(client: Any) -> None:
+    mine, array = token(), np.zeros((1, 3), np.float32)
+    there = client_of.InferInput("x", [1, 3], "FP32")
+    there.set_shared_memory("r", 12)
+    out = client_of.InferRequestedOutput("y")
+    out.set_shared_memory("r", 12)
+    for inputs, outputs, words in (
+        ([there], None, "input 'x' is in a shared-memory region"),
+        ([given(array)], [out], "output 'y' is in a shared-memory region"),
+        ([given(array)], [client_of.InferRequestedOutput("y", class_count=3)], "requests classification"),
+    ):
+        with pytest.raises(client_of.InferenceServerException, match=words) as refused:
+            client.infer("tiny", inputs, outputs=outputs, headers=mine)
+        assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
 def test_a_grpc_port_in_use_is_one_clear_error(grpc_server: RunningServer, tmp_path: Path) -> None:
     source = bundles.double_plus(tmp_path / "tiny.bundle").path
     with pytest.raises(PortInUse, match=f"port {grpc_server.grpc_port} on 127.0.0.1 is in use"):

@@ -116,7 +116,7 @@ class OipRoutes:
             case ["repository", "index"]:
                 return self._index(request)
             case ["systemsharedmemory" | "cudasharedmemory", *_]:
-                raise RequestError(f"shared-memory regions are not supported; {codec.NO_REGIONS}")
+                raise NotFound(f"shared-memory regions are not supported; {codec.NO_REGIONS}")
             case ["models", model, "explain"]:
                 return self._dispatch.explain(request, model)
             case [] | [""]:
