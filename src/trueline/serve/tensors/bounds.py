@@ -24,6 +24,7 @@ LEAST_VALUES = 2**22
 """As many numbers are accepted at least: 16 MiB of FP32."""
 LEAST_SIZE = 4096
 """A free dimension may be as large at least."""
+_COUNTED = 2**20
 LARGER = 16
 """How many times as large as the largest probe a free dimension may be."""
 
@@ -50,10 +51,12 @@ class RequestBounds:
         length = len(text) if num_bytes is None else num_bytes
         if length <= 2 * self.values:
             return
-        start = bytes(text) if num_bytes is None else bytes(text[:num_bytes])
-        count = start.count(b",") + 1
-        if count > self.values + start.count(b":"):
-            raise _too_many("the body has", count, self.values)
+        count, names, view = 1, 0, memoryview(text)[:length]
+        for at in range(0, length, _COUNTED):  # text of commas alone is refused after a part of it
+            piece = bytes(view[at : at + _COUNTED])
+            count, names = count + piece.count(b","), names + piece.count(b":")
+            if count > self.values + names:
+                raise _too_many("the body has at least", count, self.values)
 
     def check_values(self, count: int) -> None:
         """Raises TooLarge for inputs of `count` numbers."""
