@@ -211,7 +211,7 @@ def test_missing_external_data_is_named_by_bundle_and_refused_by_session(
     (tmp_path / "b" / data).unlink()
     with pytest.raises(BundleError, match=data.replace(".", r"\.")):
         open_bundle(tmp_path / "b")
-    with pytest.raises(BundleError, match=rf"reads its weights from '{Path(data).name}', which is no file beside it"):
+    with pytest.raises(BundleError, match=r"no ONNX program that this ONNX Runtime can open"):
         open_session("onnx", bundle.program_path(), bundle.signature)
 
 

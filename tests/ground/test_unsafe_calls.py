@@ -34,6 +34,7 @@ KNOWN = {
     "batch/predict.py": {"np.load"},  # the same
     "cli/jobs/chaos.py": {"os.execvp"},  # a list of words
     "data/loading/worker_pool.py": {"pickle.loads"},  # what a fork of this process wrote to memory without a name
+    "serve/offload/frames.py": {"pickle.loads"},  # what a process of this package wrote to memory without a name
     "runtime/torchscript.py": {"torch.jit.load"},  # after torchscript_archive has checked every member and operator
     "runtime/torch_export.py": {"torch.export.load"},  # after torch_export_archive has checked every member
     "torchserve/compat/ts/torch_handler/base_handler.py": {"torch.load", "torch.jit.load"},  # in a handler's process

@@ -30,7 +30,7 @@ from trueline.serve.protocols.oip.rest import Repository
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.extension import TorchServe
 from trueline.torchserve.management import Management
-from trueline.web.messages import Request, Response
+from trueline.web.messages import InlineFuture, Request, Response
 from worlds import bundles
 from worlds.waiting import until
 
@@ -90,9 +90,13 @@ class _WithoutSocket:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
 
-    def run(self, work: Awaitable[Any]) -> Any:
+    def run(self, work: Awaitable[Any] | InlineFuture) -> Any:
         async def waited() -> Any:
-            return await work
+            if not isinstance(work, InlineFuture):
+                return await work
+            done = self.loop.create_future()
+            work.add_done_callback(lambda answer: done.set_result(answer.result()))
+            return await done
 
         return self.loop.run_until_complete(waited())
 
@@ -136,6 +140,7 @@ class TinyApp(_WithoutSocket):
 
     def close(self) -> None:
         self.pool.shutdown()
+        self.routes.close()
         super().close()
 
 

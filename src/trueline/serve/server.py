@@ -71,6 +71,7 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
         await asyncio.gather(*chores, return_exceptions=True)  # ends the process that watches the registry
         if parts.tracer is not None:
             await loop.run_in_executor(None, parts.tracer.shutdown)
+        parts.routes.close()
         await fleet.close()
         if companion is not None:
             await companion.close()

@@ -10,7 +10,6 @@ Source: TorchServe 0.12's InferenceRequestHandler, as the contract page has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from trueline.serve.handlers import messages
 from trueline.serve.handlers.messages import encode_answer, reply
 from trueline.serve.protocols import openapi, predict
 from trueline.serve.protocols.dispatch import NO_METHOD, PREDICT_METHODS, allow, check_media, json
+from trueline.serve.tensors.bounds import decode_within
 from trueline.serve.tensors.codec import PRIORITY_HEADER
 from trueline.torchserve import responses
 from trueline.torchserve.workflows.executor import UnknownWorkflow
@@ -80,8 +80,12 @@ class TorchServeRoutes:
         if self._workflows is None:
             raise UnknownWorkflow(name)
         found = self._workflows.find(name)
-        decoded = messages.decode_request(request, explain=False)
-        return self._dispatch.respond(request.path, found.predict(decoded, strict=self._strict), _encode_workflow)
+
+        def predict(form: messages.Parts | None) -> Answer:
+            decoded = messages.decode_request(request, form, explain=False)
+            return self._dispatch.respond(request.path, found.predict(decoded, strict=self._strict), _encode_workflow)
+
+        return self._dispatch.decode_form(request, predict)
 
     def _invoke(self, request: Request) -> Answer:
         """SageMaker's route, and MLflow's: the query names the model, unless there is only one."""
@@ -103,26 +107,21 @@ class TorchServeRoutes:
             return self._dispatch.handle(request, found, found.handler, rest=rest, query=older)
         check_media(request)
         self._dispatch.check_room(request, found)
-        found.program.bounds.check_text(request.body)
-        media = request.headers.get(b"content-type", b"")
-        rows = predict.decode_mlflow(request.body, media, found.program.signature) if scored else None
-        encode: Callable[[Outputs], Response]
-        if rows is not None:
-            inputs = rows.inputs
-            encode = partial(_encode_predictions, rows)
-        else:
-            records = json_records.decode(request.body, found.program.signature)
-            inputs = records.inputs
-            encode = partial(_encode_records, records)
-        return self._dispatch.ask(request, found, inputs, None, encode, began, request.headers.get(PRIORITY_HEADER))
+        media = request.headers.get(b"content-type", b"") if scored else None
 
+        def ask(decoded: json_records.JsonRecords | predict.PredictBatch) -> Answer:
+            encode = partial(self._encode, request.path, decoded)
+            priority = request.headers.get(PRIORITY_HEADER)
+            return self._dispatch.ask(request, found, decoded.inputs, None, encode, began, priority)
 
-def _encode_records(records: json_records.JsonRecords, outputs: Outputs) -> Response:
-    return reply(200, json_records.encode(outputs, single=records.single))
+        args = (found.program.bounds, predict.decode_records, found.program.signature, media)
+        return self._dispatch.decode(request, ask, decode_within, *args)
 
-
-def _encode_predictions(rows: predict.PredictBatch, outputs: Outputs) -> Response:
-    return Response(200, predict.encode(outputs, rows))
+    def _encode(self, path: str, decoded: json_records.JsonRecords | predict.PredictBatch, outputs: Outputs) -> Answer:
+        if isinstance(decoded, predict.PredictBatch):
+            return self._dispatch.encode(path, outputs, partial(Response, 200), predict.encode, outputs, decoded)
+        work = partial(json_records.encode, single=decoded.single)
+        return self._dispatch.encode(path, outputs, partial(reply, 200), work, outputs)
 
 
 def _encode_workflow(answer: HandlerAnswer) -> Response:

@@ -1,10 +1,8 @@
 """Receives HTTP/1.1 within `HttpLimits`: bytes in, whole requests out.
 
-llhttp (httptools) parses; `decompress` reads gzip and deflate bodies. This module knows neither responses nor
-transports. Sources: RFC 9110, RFC 9112.
+llhttp (httptools) parses. This module knows neither responses nor transports. Sources: RFC 9110, RFC 9112.
 """
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,14 +10,9 @@ from typing import Literal
 import httptools
 import msgspec
 
-from trueline.errors import RequestError, TooLarge, UnsupportedMedia
 from trueline.web.header_cache import HeaderCache
 from trueline.web.messages import Request
 from trueline.web.origin import PageRule
-
-CODINGS = frozenset({"gzip", "x-gzip", "deflate"})
-IN_THREAD_BYTES = 2**10
-"""A longer body is decompressed in a thread: deflate makes up to 1,032 bytes of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,41 +260,3 @@ def _rejection_of(error: httptools.HttpParserError) -> RequestRejected | None:
     if isinstance(error, httptools.HttpParserCallbackError):
         return None
     return RequestRejected(400, f"malformed HTTP request: {error}")
-
-
-def check_coding(coding: str) -> None:
-    """Raises UnsupportedMedia."""
-    if coding not in CODINGS:
-        raise UnsupportedMedia(
-            f"content-encoding '{coding[:64]}' is not read here; send gzip, deflate or the plain body"
-        )
-
-
-def decompress(body: bytes | bytearray, coding: str, limit_bytes: int) -> bytes:
-    """The plain body. Raises TooLarge beyond `limit_bytes`, RequestError for a torn one.
-
-    >>> decompress(zlib.compress(b"abc"), "deflate", 10)
-    b'abc'
-    """
-    check_coding(coding)
-    plain, left = bytearray(), bytes(body)
-    while left:
-        reader = zlib.decompressobj(_window(left, coding))
-        try:
-            plain += reader.decompress(left, limit_bytes + 1 - len(plain))
-        except zlib.error as error:
-            raise RequestError(f"the body is no {coding}: {error}") from error
-        if len(plain) > limit_bytes:
-            raise TooLarge(f"the opened body has more than {limit_bytes} bytes, which is what this server takes")
-        if not reader.eof:
-            raise RequestError(f"the body is torn: its {coding} does not end")
-        left = reader.unused_data if coding != "deflate" else b""
-    return bytes(plain)
-
-
-def _window(body: bytes, coding: str) -> int:
-    """zlib's wbits. Some clients send deflate without zlib's two bytes in front."""
-    if coding != "deflate":
-        return 31
-    has_head = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
-    return 15 if has_head else -15

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trueline.bundle import Dim, Signature
 from trueline.errors import RequestError, TooLarge
 from trueline.serve.tensors import arrays, codec
-from trueline.web import parser as coding
+from trueline.web import compression as coding
 from worlds import bundles
 from worlds.servers import TinyApp
 
@@ -144,12 +144,12 @@ def test_an_output_without_elements_has_no_bytes() -> None:
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, lambda body: zlib.compress(body, wbits=-15)])
-@pytest.mark.parametrize("id_bytes", [1, 2 * coding.IN_THREAD_BYTES], ids=["small", "in a thread"])
+@pytest.mark.parametrize("id_bytes", [1, 2 * coding.ON_LOOP_BYTES], ids=["small", "in a thread"])
 def test_compressed_bodies_are_answered_as_plain_ones(app: TinyApp, pack: Any, id_bytes: int) -> None:
     id = np.random.default_rng(0).bytes(id_bytes).hex()
     tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0, 1, 2]}
     body = pack(json.dumps({"id": id, "inputs": [tensor]}).encode())
-    assert (len(body) > coding.IN_THREAD_BYTES) == (id_bytes > 1)
+    assert (len(body) > coding.ON_LOOP_BYTES) == (id_bytes > 1)
     coded = "gzip" if pack is gzip.compress else "deflate"
     found = json.loads(app.ask("POST", "/v2/models/tiny/infer", body, content_encoding=coded).body)
     assert found["id"] == id

@@ -24,18 +24,30 @@ _NO_CACHE = (
     b"cache-control: no-cache; no-store, must-revalidate, private\r\n"
     b"expires: Thu, 01 Jan 1970 00:00:00 UTC\r\n"
 )
-_Parts = list[tuple[str, str, bytes | bytearray]]
+_MULTIPART, _URLENCODED = "multipart/form-data", "application/x-www-form-urlencoded"
+Parts = list[tuple[str, str, bytes | bytearray]]
 
 
-def decode_request(request: Request, *, explain: bool, url_path: str = "", query: bool = False) -> HandlerRequest:
-    """Raises RequestError for a form that cannot be read."""
+def form_of(request: Request) -> str:
+    """The content type of a body that is a form; empty for another one."""
     content_type = request.headers.get(b"content-type", b"").decode("latin-1")
-    kind = content_type.partition(";")[0].strip().lower()
-    parts: _Parts = []
-    if kind == "multipart/form-data":
-        parts = _multipart(content_type, request.body)
-    elif kind == "application/x-www-form-urlencoded":
-        parts = _form(request.body)
+    return content_type if content_type.partition(";")[0].strip().lower() in (_MULTIPART, _URLENCODED) else ""
+
+
+def decode_parts(body: bytes | bytearray, content_type: str) -> Parts:
+    """The parts of a form; empty for a body that is none. Raises RequestError for one that cannot be read."""
+    if content_type.partition(";")[0].strip().lower() == _MULTIPART:
+        return _multipart(content_type, body)
+    return _form(body)
+
+
+def decode_request(
+    request: Request, form: Parts | None = None, *, explain: bool, url_path: str = "", query: bool = False
+) -> HandlerRequest:
+    """`form` are the parts of a body that is a form, if they are known. Raises RequestError."""
+    content_type = request.headers.get(b"content-type", b"").decode("latin-1")
+    kind = form_of(request) if form is None else ""
+    parts = decode_parts(request.body, kind) if kind else form or []
     parameters = query_of(request.target) if query else {}
     if not parts and (request.body or not parameters):
         parts = [("body", content_type, request.body)]
@@ -49,7 +61,7 @@ def decode_request(request: Request, *, explain: bool, url_path: str = "", query
     return HandlerRequest(request_id=str(uuid.uuid4()), parts=parts, headers=headers)
 
 
-def _form(body: bytes | bytearray) -> _Parts:
+def _form(body: bytes | bytearray) -> Parts:
     """The fields of a form; empty if it is no form."""
     try:
         fields = parse_qsl(bytes(body), keep_blank_values=True, strict_parsing=True, max_num_fields=MAX_PARTS)
@@ -58,7 +70,7 @@ def _form(body: bytes | bytearray) -> _Parts:
         return []
 
 
-def _multipart(content_type: str, body: bytes | bytearray) -> _Parts:
+def _multipart(content_type: str, body: bytes | bytearray) -> Parts:
     from werkzeug.exceptions import RequestEntityTooLarge
     from werkzeug.http import parse_options_header
     from werkzeug.sansio.multipart import Data, Epilogue, Field, File, MultipartDecoder
@@ -67,7 +79,7 @@ def _multipart(content_type: str, body: bytes | bytearray) -> _Parts:
     if not 0 < len(boundary) <= 200:
         raise RequestError("a multipart body needs the boundary that its content type names")
     decoder = MultipartDecoder(boundary.encode("latin-1", "replace"), max_parts=MAX_PARTS)
-    parts: _Parts = []
+    parts: Parts = []
     try:
         decoder.receive_data(bytes(body))
         decoder.receive_data(None)

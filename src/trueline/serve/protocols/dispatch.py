@@ -21,6 +21,7 @@ from trueline.serve.handlers import messages
 from trueline.serve.handlers.messages import encode_answer
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.servable import Handler, Servable
+from trueline.serve.offload.process import LONG_BYTES, LONG_VALUES, Offload
 from trueline.serve.tensors import codec
 from trueline.web.messages import JSON, Request, Response
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from trueline.serve.models.watchers import Companion
 
     Answer = Response | asyncio.Future[Response]
-    Encode = Callable[[Outputs], Response]
+    Encode = Callable[[Outputs], Answer]
     RouteHandler = Callable[[Request], Answer]
     """Answers one request, now or later. Raises RequestError, NotFound."""
 
@@ -76,6 +77,7 @@ class Dispatch:
         self._companion = companion
         self.draining = False
         self._loop = loop
+        self.offload = Offload(loop)
         self._standing: tuple[Overloaded, Response] | None = None
 
     @property
@@ -104,9 +106,7 @@ class Dispatch:
         logging.getLogger("trueline").debug("request failed", exc_info=error)
         return errors.encode_failure()
 
-    def respond(
-        self, path: str, waiting: asyncio.Future[T], encode: Callable[[T], Response]
-    ) -> asyncio.Future[Response]:
+    def respond(self, path: str, waiting: asyncio.Future[T], encode: Callable[[T], Answer]) -> asyncio.Future[Response]:
         """The response that `encode` makes of the result of `waiting`, which ends when the response is cancelled."""
         answer: asyncio.Future[Response] = self._loop.create_future()
 
@@ -120,12 +120,37 @@ class Dispatch:
                 response = encode(work.result())
             except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
                 response = self.error(path, error)
-            self.stats.by_status[response.status] += 1
-            answer.set_result(response)
+            if isinstance(response, Response):
+                self.stats.by_status[response.status] += 1
+                answer.set_result(response)
+                return
+            response.add_done_callback(lambda late: None if answer.done() else answer.set_result(late.result()))
+            answer.add_done_callback(lambda _: response.cancel())
 
         waiting.add_done_callback(finish)
         answer.add_done_callback(lambda _: waiting.cancel())
         return answer
+
+    def decode(
+        self, request: Request, then: Callable[[T], Answer], work: Callable[..., T], *args: object,
+        json_bytes: int | None = None,
+    ) -> Answer:  # fmt: skip
+        """`then` of what `work(body, *args)` returns; a long body, or long JSON in it, is decoded beside the loop."""
+        body = request.body
+        size = len(body) if json_bytes is None else json_bytes
+        if size <= LONG_BYTES:
+            return then(work(body, *args))
+        request.head = None
+        return self.respond(request.path, self.offload.run(work, body, *args, num_bytes=size), then)
+
+    def encode(
+        self, path: str, outputs: Outputs, wrap: Callable[[T], Response], work: Callable[..., T], *args: object
+    ) -> Answer:
+        """`wrap` of what `work(*args)` returns, which writes `outputs` as JSON; many numbers beside the loop."""
+        values = sum(array.size for array in outputs.values())
+        if values <= LONG_VALUES:
+            return wrap(work(*args))
+        return self.respond(path, self.offload.run(work, *args, num_bytes=8 * values), wrap)
 
     def find(self, request: Request, model: str, version: str | None) -> Servable:
         """The version that answers `request`. Raises UnknownModel, UnknownVersion."""
@@ -143,8 +168,10 @@ class Dispatch:
     ) -> tuple[Overloaded, Response] | None:
         """Why the queue takes no infer request, and the response, made once while that holds; None: it may take it.
 
-        A body whose JSON may name a priority is decoded first.
+        A body whose JSON may name a priority, or is long, is decoded first.
         """
+        if (len(body) if json_bytes is None else json_bytes) > LONG_BYTES:
+            return None
         if body.find(b"priority", 0, json_bytes) >= 0 or body.find(b"\\", 0, json_bytes) >= 0:
             return None
         refused = version.program.no_room(USUAL if priority is None else codec.priority(priority))
@@ -165,9 +192,18 @@ class Dispatch:
         query: bool = False,
     ) -> Answer:
         began = perf_counter()
-        ask = messages.decode_request(request, explain=explain, url_path=rest, query=query)
-        version.stats.decode_s += perf_counter() - began
-        return self.respond(request.path, handler.handle(ask, alone=explain), encode_answer)
+
+        def hand_on(parts: messages.Parts | None) -> Answer:
+            ask = messages.decode_request(request, parts, explain=explain, url_path=rest, query=query)
+            version.stats.decode_s += perf_counter() - began
+            return self.respond(request.path, handler.handle(ask, alone=explain), encode_answer)
+
+        return self.decode_form(request, hand_on)
+
+    def decode_form(self, request: Request, then: Callable[[messages.Parts | None], Answer]) -> Answer:
+        """`then` of the parts of a body that is a form; None: it is another one."""
+        kind = messages.form_of(request)
+        return then(None) if not kind else self.decode(request, then, messages.decode_parts, kind)
 
     def explain(self, request: Request, model: str, version: str | None = None) -> Answer:
         """The handler's explanation. Raises RequestError, NotFound."""
@@ -196,7 +232,7 @@ class Dispatch:
 
     def _finish(
         self, version: Servable, inputs: dict[str, Any], began: float, encode: Encode, outputs: Outputs
-    ) -> Response:
+    ) -> Answer:
         run = perf_counter()
         response = encode(outputs)
         self.count_answer(version, inputs, outputs, began, run)

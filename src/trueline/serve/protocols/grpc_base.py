@@ -37,6 +37,8 @@ HANDSHAKE_S, IDLE_S = 10, 300
 Context = grpc.aio.ServicerContext[Any, Any]
 Check = Callable[[str, Context], None]
 """Rejects a call of a method by raising RequestError."""
+Read = Callable[[bytes], Awaitable[Any]]
+"""The request in a message's bytes. Raises RequestError."""
 
 
 def code_of(error: RequestError) -> grpc.StatusCode:
@@ -68,15 +70,18 @@ class AuthInterceptor:
     face: str = "grpc"
 
     def unary(
-        self, name: str, kind: type[Any], answer: Callable[[Any, Context], Awaitable[Any]]
+        self, name: str, kind: type[Any] | Read, answer: Callable[[Any, Context], Awaitable[Any]]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """One request, one response. An exception becomes the call's status, without internal details."""
+        """One request, one response. An exception becomes the call's status, without internal details.
+
+        `kind` is the request's message, or reads its bytes.
+        """
 
         async def call(data: bytes, context: Context) -> bytes:
             line = self._line(name, data, context)
             try:
                 self.check(name, context)
-                request = line.note_model(_parse(kind, data))
+                request = line.note_model(await _read(kind, data))
                 response: bytes = (await answer(request, context)).SerializeToString()
             except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
                 return await self._end(line, error, context)
@@ -94,7 +99,7 @@ class AuthInterceptor:
             line, size = self._line(name, data, context), 0
             try:
                 self.check(name, context)
-                request = line.note_model(_parse(kind, data))
+                request = line.note_model(await _read(kind, data))
                 async for answer in answers(request, context):
                     piece: bytes = answer.SerializeToString()
                     size += len(piece)
@@ -109,7 +114,7 @@ class AuthInterceptor:
     def bidirectional(
         self,
         name: str,
-        kind: type[Any],
+        kind: type[Any] | Read,
         answers: Callable[[Any, Context], AsyncIterator[Any]],
         encode_error: Callable[[Any, grpc.StatusCode, str], Any],
     ) -> grpc.RpcMethodHandler[Any, Any]:
@@ -124,7 +129,7 @@ class AuthInterceptor:
                 request = None
                 try:
                     self.check(name, context)
-                    request = line.note_model(_parse(kind, data))
+                    request = line.note_model(await _read(kind, data))
                     async for answer in answers(request, context):
                         piece: bytes = answer.SerializeToString()
                         size += len(piece)
@@ -169,10 +174,13 @@ class AuthInterceptor:
         await context.abort(code, message)
 
 
-def _parse(kind: type[Any], data: bytes) -> Any:
+async def _read(kind: type[Any] | Read, data: bytes) -> Any:
     """Raises RequestError for bytes that are no such message."""
+    if not isinstance(kind, type):
+        return await kind(data)
+    message: Any = kind
     try:
-        return kind.FromString(data)
+        return message.FromString(data)
     except DecodeError as error:
         raise RequestError(f"the call's bytes are no {kind.__name__}") from error
 

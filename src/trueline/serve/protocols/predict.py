@@ -101,6 +101,14 @@ def decode_mlflow(body: bytes | bytearray, media: bytes, signature: Signature) -
     return decode_v1(msgspec.json.encode({form: given[form]}), signature)
 
 
+def decode_records(
+    body: bytes | bytearray, signature: Signature, media: bytes | None
+) -> json_records.JsonRecords | PredictBatch:
+    """The records in a body, or with its type `media` MLflow's table. Raises RequestError."""
+    table = None if media is None else decode_mlflow(body, media, signature)
+    return table or json_records.decode(body, signature)
+
+
 def _parse(decoder: msgspec.json.Decoder[Any], text: msgspec.Raw) -> Any:
     try:
         return decoder.decode(text)

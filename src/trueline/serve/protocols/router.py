@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from time import time
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -32,8 +33,9 @@ from trueline.serve.protocols.dispatch import (
 from trueline.serve.protocols.oip.rest import InferPaths, OipRoutes, Repository, infer_of
 from trueline.version import __version__
 from trueline.web.access_log import AccessLog
+from trueline.web.compression import ON_LOOP_BYTES, Decompressor
 from trueline.web.messages import App, InlineFuture, Request, Response, query_all, segments_of
-from trueline.web.parser import IN_THREAD_BYTES, HttpLimits, check_coding, decompress
+from trueline.web.parser import HttpLimits
 
 if TYPE_CHECKING:
     from trueline.serve.protocols.dispatch import Answer, RouteHandler
@@ -90,6 +92,7 @@ class Routes:
         if extension is not None:
             self._tables.append(extension.routes(self.dispatch))
         self._body_bytes = body_bytes
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="decompress")
         self._loop = loop
         self._collector = prometheus.Collector(models, self.stats)
         document = _page(lambda: json(200, self._document()))
@@ -172,40 +175,30 @@ class Routes:
         return openapi.data_plane(self.models.all(), __version__, workflows)
 
     def _handle_encoded(self, request: Request) -> Answer:
-        """The response to a request with a compressed body; a large one is decompressed in a thread."""
+        """The response to a request with a compressed body; one that becomes long is decompressed in a thread."""
         coding = request.headers[b"content-encoding"].decode("latin-1").lower()
         request.headers = {key: value for key, value in request.headers.items() if key != b"content-encoding"}
         request.head = None
         if coding == "identity":
             return self._route(request)
-        check_coding(coding)
-        if len(request.body) <= IN_THREAD_BYTES:
-            request.body = decompress(request.body, coding, self._body_bytes)
+        opening = Decompressor(request.body, coding, self._body_bytes)
+        plain = opening.run(ON_LOOP_BYTES)
+        if plain is not None:
+            request.body = plain
             return self._route(request)
-        response: asyncio.Future[Response] = self._loop.create_future()
-        body = self._loop.run_in_executor(None, decompress, request.body, coding, self._body_bytes)
 
-        def handle(decompressed: asyncio.Future[bytes]) -> None:
-            if response.done():
-                return
-            try:
-                request.body = decompressed.result()
-            except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
-                failure = self.dispatch.error(request.path, error)
-                self.stats.by_status[failure.status] += 1
-                response.set_result(failure)
-                return
-            answer = self.handle_uncached(request)
-            if isinstance(answer, Response):
-                response.set_result(answer)
-                return
-            answer.add_done_callback(
-                lambda late: None if response.done() or late.cancelled() else response.set_result(late.result())
-            )
-            response.add_done_callback(lambda _: answer.cancel())
+        def handle(plain: bytearray | None) -> Answer:
+            assert plain is not None  # run to its end
+            request.body = plain
+            return self._route(request)
 
-        body.add_done_callback(handle)
-        return response
+        waiting = self._loop.run_in_executor(self._threads, opening.run)
+        return self.dispatch.respond(request.path, waiting, handle)
+
+    def close(self) -> None:
+        """Ends the processes and threads that read bodies."""
+        self.dispatch.offload.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _metrics(self, request: Request) -> Answer:
         allow(request, PAGE_METHODS, NO_METHOD)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ _ELEMENTS: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 _LITTLE = sys.byteorder == "little"
 _SMALL_BYTES = 4096
 """A smaller array is copied faster than viewed."""
+PIECE_BYTES = 2**20
+"""A longer flat list is read in pieces: its numbers would take twenty times as much memory as Python objects."""
 LENGTH_HEADER = b"inference-header-content-length"
 
 
@@ -103,6 +105,9 @@ def parse(text: msgspec.Raw | bytes | memoryview, datatype: str, depth: int, nam
     if depth > MAX_DEPTH:
         raise RequestError(f"data of input '{name}' nests more than {MAX_DEPTH} lists")
     dtype = NUMPY_DTYPES[datatype]
+    if depth == 1 and len(view := memoryview(text)) > PIECE_BYTES:
+        pieces = [parse(piece, datatype, 1, name) for piece in _split_flat(view, name)]
+        return np.concatenate(pieces)
     try:
         values = _decoder(dtype.kind, depth).decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -119,6 +124,23 @@ def parse(text: msgspec.Raw | bytes | memoryview, datatype: str, depth: int, nam
         raise RequestError(f"data of input '{name}' has a value out of the range of {datatype}") from error
     except ValueError as error:
         raise RequestError(f"data of input '{name}' is ragged: its lists differ in length") from error
+
+
+def _split_flat(text: memoryview, name: str) -> Iterator[bytes]:
+    """A long list without lists in it as shorter ones, so that no more values than theirs are objects at a time.
+
+    Raises RequestError for what cannot be one.
+    """
+    whole = bytes(text)
+    begin, end = whole.find(b"[") + 1, whole.rfind(b"]")
+    while begin <= end:
+        comma = whole.find(b",", begin + PIECE_BYTES // 2, end)
+        cut = end if comma < 0 else comma
+        piece = whole[begin:cut]
+        if not piece.strip():
+            raise RequestError(f"data of input '{name}' is no list: it has a comma too many")
+        yield b"[%b]" % piece
+        begin = cut + 1
 
 
 def format_size(number: int) -> str:

@@ -8,9 +8,9 @@ a larger request is cut into runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trueline.bundle.signature import Signature, TensorSpec
 from trueline.errors import TooLarge
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     Shapes = Mapping[str, tuple[int, ...]]
 
+T = TypeVar("T")
 LEAST_VALUES = 2**22
 """As many numbers are accepted at least: 16 MiB of FP32."""
 LEAST_SIZE = 4096
 """A free dimension may be as large at least."""
-_COUNTED = 2**20
 LARGER = 16
 """How many times as large as the largest probe a free dimension may be."""
 
@@ -51,12 +51,10 @@ class RequestBounds:
         length = len(text) if num_bytes is None else num_bytes
         if length <= 2 * self.values:
             return
-        count, names, view = 1, 0, memoryview(text)[:length]
-        for at in range(0, length, _COUNTED):  # text of commas alone is refused after a part of it
-            piece = bytes(view[at : at + _COUNTED])
-            count, names = count + piece.count(b","), names + piece.count(b":")
-            if count > self.values + names:
-                raise _too_many("the body has at least", count, self.values)
+        start = bytes(text) if num_bytes is None else bytes(text[:num_bytes])
+        count = start.count(b",") + 1
+        if count > self.values + start.count(b":"):
+            raise _too_many("the body has", count, self.values)
 
     def check_values(self, count: int) -> None:
         """Raises TooLarge for inputs of `count` numbers."""
@@ -100,6 +98,12 @@ def _too_many(what: str, count: int, most: int) -> TooLarge:
 
 
 UNBOUNDED = RequestBounds(values=2**1024, answer_values=2**1024)  # no shape of 32 dimensions has as many
+
+
+def decode_within(body: bytes | bytearray, bounds: RequestBounds, work: Callable[..., T], *args: object) -> T:
+    """`work(body, *args)`, for a body whose values are within `bounds`. Raises TooLarge."""
+    bounds.check_text(body)
+    return work(body, *args)
 
 
 def _count(spec: TensorSpec, sizes: Mapping[str, int]) -> int:

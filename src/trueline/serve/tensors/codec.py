@@ -112,12 +112,14 @@ class Encoded(msgspec.Struct, frozen=True):
     json_bytes: int | None
 
 
-def decode(body: bytes | bytearray, signature: Signature, json_bytes: int | None = None) -> InferCall:
+def decode(
+    body: bytes | bytearray, signature: Signature, json_bytes: int | None = None, bounds: RequestBounds = UNBOUNDED
+) -> InferCall:
     """The call in an infer request's body, of which the first `json_bytes` are JSON (None: all). Raises RequestError.
 
     Names and shapes are checked only as far as reading the data needs it; `Signature.check` does the rest.
     """
-    return decode_with_inputs(body, signature, json_bytes)[0]
+    return decode_with_inputs(body, signature, json_bytes, bounds)[0]
 
 
 def decode_with_inputs(

@@ -7,42 +7,34 @@ queue on; a cancelled call withdraws its request. Source: open_inference_grpc.pr
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import metadata
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import numpy as np
 
-from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature
+from trueline.bundle.signature import Signature
 from trueline.errors import MethodNotAllowed, RequestError
-from trueline.serve.models.servable import Servable
+from trueline.serve.offload.process import LONG_BYTES
 from trueline.serve.protocols import grpc_base
 from trueline.serve.protocols.dispatch import KEY_HEADER
 from trueline.serve.protocols.grpc_base import Context, header
 from trueline.serve.protocols.oip import triton as extensions
+from trueline.serve.protocols.oip.grpc_tensors import LongRequest, decode_long, parse, read_inputs, write_outputs
 from trueline.serve.protocols.router import Routes
-from trueline.serve.tensors import arrays, codec
+from trueline.serve.tensors import codec
 from trueline.web.access_log import AccessLog
 from trueline.web.auth import Keys, TokenKind
 from trueline.wire import inference_pb2 as pb
 
 if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
+    pass
 
+LONG_MESSAGE_BYTES = 2**20
+"""A longer message is read beside the loop, whatever it holds."""
+InferRequest = pb.ModelInferRequest | LongRequest
 SERVICE = "inference.GRPCInferenceService"
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    "INT64": "int64_contents",
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-}
-MAX_INPUTS = 4096
-"""No model has more; each costs more than its bytes (CVE-2026-47628)."""
 _REGIONS = tuple(
     f"{kind}SharedMemory{act}" for kind in ("System", "Cuda") for act in ("Status", "Register", "Unregister")
 )
@@ -52,61 +44,6 @@ _MANAGED = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
 
 def _text(parameter: Any) -> Any:
     return getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
-
-
-def read_inputs(request: pb.ModelInferRequest) -> dict[str, Array]:
-    """The request's tensors by name. Raises RequestError."""
-    raw = request.raw_input_contents
-    if len(request.inputs) > MAX_INPUTS:
-        raise RequestError(f"the request has {len(request.inputs)} inputs, at most {MAX_INPUTS} are allowed")
-    for given in request.inputs:
-        codec.check_name(given.name, "an input")
-        codec.check_no_region(f"input '{given.name}'", given.parameters)
-    if raw and len(raw) != len(request.inputs):
-        raise RequestError(f"expected {len(request.inputs)} raw_input_contents, one for each input, got {len(raw)}")
-    inputs: dict[str, Array] = {}
-    for i, given in enumerate(request.inputs):
-        if given.name in inputs:
-            raise RequestError(f"input '{given.name}' is given twice")
-        if given.datatype not in NUMPY_DTYPES:
-            raise RequestError(f"input '{given.name}' has datatype {given.datatype[:32]}, which no model here takes")
-        if len(given.shape) > arrays.MAX_DEPTH or not all(0 <= size < 2**31 for size in given.shape):
-            raise RequestError(f"input '{given.name}' has a shape that no tensor has: {list(given.shape)[:8]}")
-        if raw and given.HasField("contents"):
-            raise RequestError(f"input '{given.name}' has contents beside raw_input_contents")
-        if raw:
-            inputs[given.name] = arrays.array_of(given.name, given.datatype, given.shape, raw[i])
-        else:
-            inputs[given.name] = _from_contents(given)
-    return inputs
-
-
-def _from_contents(given: pb.ModelInferRequest.InferInputTensor) -> Array:
-    field = _CONTENTS.get(given.datatype)
-    if field is None:
-        raise RequestError(f"input '{given.name}' is {given.datatype}, which is sent in raw_input_contents only")
-    values = getattr(given.contents, field)
-    dtype = NUMPY_DTYPES[given.datatype]
-    wide = np.array(values, dtype=dtype if dtype.kind in "fb" else np.int64 if dtype.kind == "i" else np.uint64)
-    size = int(np.prod([1, *given.shape], dtype=object))
-    if wide.size != size:
-        raise RequestError(f"input '{given.name}' has {wide.size} {field}, its shape {list(given.shape)} says {size}")
-    array = wide.astype(dtype)
-    if dtype.kind in "iu" and not np.array_equal(array, wide):
-        raise RequestError(f"input '{given.name}' has a value out of the range of {given.datatype}")
-    return array.reshape(tuple(given.shape))
-
-
-def write_outputs(
-    version: Servable, request: pb.ModelInferRequest, names: Iterable[str], outputs: dict[str, Array]
-) -> pb.ModelInferResponse:
-    """The response, its tensors as raw bytes."""
-    response = pb.ModelInferResponse(model_name=version.model, model_version=version.version, id=request.id)
-    for name in names:
-        array = outputs[name]
-        response.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
-        response.raw_output_contents.append(bytes(arrays.as_bytes(name, array)))
-    return response
 
 
 def _output_names(request: pb.ModelInferRequest, signature: Signature) -> tuple[str, ...]:
@@ -140,7 +77,6 @@ class OipService:
             "ModelReady": (pb.ModelReadyRequest, self._model_ready),
             "ServerMetadata": (pb.ServerMetadataRequest, self._server_metadata),
             "ModelMetadata": (pb.ModelMetadataRequest, self._model_metadata),
-            "ModelInfer": (pb.ModelInferRequest, self._infer),
             "ModelConfig": (pb.ModelConfigRequest, self._config),
             "ModelStatistics": (pb.ModelStatisticsRequest, self._statistics),
             "RepositoryIndex": (pb.RepositoryIndexRequest, self._index),
@@ -148,8 +84,9 @@ class OipService:
             "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self._unload),
         }
         methods = {name: self._interceptor.unary(name, kind, answer) for name, (kind, answer) in unary.items()}
+        methods["ModelInfer"] = self._interceptor.unary("ModelInfer", self._read, self._infer)
         methods["ModelStreamInfer"] = self._interceptor.bidirectional(
-            "ModelStreamInfer", pb.ModelInferRequest, self._stream, _encode_error
+            "ModelStreamInfer", self._read, self._stream, _encode_error
         )
         for name in _REGIONS:  # the message is not read
             methods[name] = self._interceptor.unary(name, pb.ServerLiveRequest, _refuse_region)
@@ -163,29 +100,38 @@ class OipService:
 
     # requests
 
-    async def _infer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+    async def _read(self, data: bytes) -> InferRequest:
+        """A message with raw bytes is copied, one with typed contents is read value by value."""
+        if len(data) <= LONG_MESSAGE_BYTES:
+            request = parse(data)
+            if request.raw_input_contents or len(data) <= LONG_BYTES:
+                return request
+        text, inputs = await self._routes.dispatch.offload.run(decode_long, data, num_bytes=len(data))
+        return LongRequest(pb.ModelInferRequest.FromString(text), inputs)
+
+    async def _infer(self, given: InferRequest, context: Context) -> pb.ModelInferResponse:
         began = perf_counter()
+        request = given.message if isinstance(given, LongRequest) else given
         key = header(context, KEY_HEADER.decode())
         version = self._models.find(
             request.model_name, request.model_version or None, "" if key is None else key.decode("latin-1")
         )
-        inputs, names = read_inputs(request), _output_names(request, version.program.signature)
+        inputs = given.inputs if isinstance(given, LongRequest) else read_inputs(request)
+        names = _output_names(request, version.program.signature)
         parameters = {name: _text(value) for name, value in request.parameters.items()}
         timeout_s = codec.timeout_s(parameters)
         left_s = context.time_remaining()
         limits = [seconds for seconds in (timeout_s, left_s) if seconds is not None]
         version.stats.decode_s += perf_counter() - began
-        given = parameters.get("priority", header(context, codec.PRIORITY_HEADER.decode()))
-        answer = version.ask(inputs, min(limits, default=None), codec.priority(given))
+        urgent = parameters.get("priority", header(context, codec.PRIORITY_HEADER.decode()))
+        answer = version.ask(inputs, min(limits, default=None), codec.priority(urgent))
         outputs = answer if isinstance(answer, dict) else await answer
         run = perf_counter()
         response = write_outputs(version, request, names, outputs)
         self._routes.dispatch.count_answer(version, inputs, outputs, began, run)
         return response
 
-    async def _stream(
-        self, request: pb.ModelInferRequest, context: Context
-    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+    async def _stream(self, request: InferRequest, context: Context) -> AsyncIterator[pb.ModelStreamInferResponse]:
         yield pb.ModelStreamInferResponse(infer_response=await self._infer(request, context))
 
     # metadata
@@ -249,5 +195,5 @@ async def _refuse_region(request: pb.ServerLiveRequest, context: Context) -> pb.
     raise MethodNotAllowed(f"shared-memory regions are not supported; {codec.NO_REGIONS}")
 
 
-def _encode_error(request: pb.ModelInferRequest, code: grpc.StatusCode, message: str) -> pb.ModelStreamInferResponse:
+def _encode_error(request: InferRequest, code: grpc.StatusCode, message: str) -> pb.ModelStreamInferResponse:
     return pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=request.id))

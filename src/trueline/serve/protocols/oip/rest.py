@@ -13,20 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trueline.errors import NotFound, RequestError
+from trueline.errors import NotFound, RequestError, TooLarge
 from trueline.serve.fastpath.fast_path import OCTETS, InferFastPath, InferHead
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.sources import Entry, Store, check_name
+from trueline.serve.offload.process import LONG_BYTES
 from trueline.serve.protocols import predict
 from trueline.serve.protocols.dispatch import Dispatch, Method, allow, check_media, json, key_of
 from trueline.serve.protocols.oip import triton
 from trueline.serve.tensors import arrays, codec
+from trueline.serve.tensors.bounds import decode_within
 from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
     from trueline.serve.models.servable import Outputs, Servable
     from trueline.serve.protocols.dispatch import Answer, RouteHandler
+
+
+SHORT_BYTES = 256 * 2**10
+"""Of a body without tensors."""
 
 
 class InferPaths:
@@ -51,10 +57,17 @@ class InferPaths:
             if refused is not None:
                 self._fast_path.learn_refusal(head, servable.program, *refused)
                 return refused[1]
-        call = servable.program.templates.decode(request.body, head.json_bytes)
-        priority = head.priority if call.priority is None else call.priority
-        encode = partial(self._encode, servable, call, request)
-        return self._dispatch.ask(request, servable, call.inputs, call.timeout_s, encode, began, priority)
+
+        def ask(call: codec.InferCall) -> Answer:
+            priority = head.priority if call.priority is None else call.priority
+            encode = partial(self._encode, servable, call, request)
+            return self._dispatch.ask(request, servable, call.inputs, call.timeout_s, encode, began, priority)
+
+        size = len(request.body) if head.json_bytes is None else head.json_bytes
+        if size <= LONG_BYTES:
+            return ask(servable.program.templates.decode(request.body, head.json_bytes))
+        args = (servable.program.signature, head.json_bytes, servable.program.bounds)
+        return self._dispatch.decode(request, ask, codec.decode, *args, json_bytes=head.json_bytes)
 
     def _read_head(self, request: Request, model: str, version: str | None) -> InferHead:
         """What the request's head says; it is cached with the head, unless a handler answers."""
@@ -70,12 +83,18 @@ class InferPaths:
         self._fast_path.keep_head(request, made)
         return made
 
-    def _encode(self, version: Servable, call: codec.InferCall, request: Request, outputs: Outputs) -> Response:
+    def _encode(self, version: Servable, call: codec.InferCall, request: Request, outputs: Outputs) -> Answer:
         self._fast_path.learn(request, version.program, call, outputs)
-        made = codec.encode(version.model, version.version, call, outputs)
-        if made.json_bytes is None:
-            return Response(200, made.body)
-        return Response(200, made.body, OCTETS, b"inference-header-content-length: %d\r\n" % made.json_bytes)
+        if call.binary:
+            return _wrap(codec.encode(version.model, version.version, call, outputs))
+        args = (version.model, version.version, call.of({}), outputs)
+        return self._dispatch.encode(request.path, outputs, _wrap, codec.encode, *args)
+
+
+def _wrap(made: codec.Encoded) -> Response:
+    if made.json_bytes is None:
+        return Response(200, made.body)
+    return Response(200, made.body, OCTETS, b"inference-header-content-length: %d\r\n" % made.json_bytes)
 
 
 def infer_of(parts: list[str]) -> tuple[str, str | None] | None:
@@ -160,6 +179,7 @@ class OipRoutes:
 
     def _index(self, request: Request) -> Response:
         allow(request, ("POST",), "Method Not Allowed")
+        _check_short(request)
         try:
             options = msgspec.json.decode(request.body or b"{}", type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -168,6 +188,7 @@ class OipRoutes:
 
     def _repository_act(self, request: Request, model: str, act: str) -> Answer:
         allow(request, ("POST",), "Method Not Allowed")
+        _check_short(request)
         given = _parameters(request.body)
         work = self.repository.load(model, given) if act == "load" else self.repository.unload(model)
         return self._dispatch.respond(request.path, work, lambda response: response)
@@ -203,17 +224,17 @@ class OipRoutes:
             return self._dispatch.handle(request, servable, servable.handler)
         check_media(request)
         self._dispatch.check_room(request, servable)
-        servable.program.bounds.check_text(request.body)
-        call = predict.decode_v1(request.body, servable.program.signature)
-        return self._dispatch.ask(
-            request,
-            servable,
-            call.inputs,
-            None,
-            lambda outputs: Response(200, predict.encode(outputs, call)),
-            began,
-            request.headers.get(codec.PRIORITY_HEADER),
-        )
+        priority = request.headers.get(codec.PRIORITY_HEADER)
+
+        def ask(call: predict.PredictBatch) -> Answer:
+            def encode(outputs: Outputs) -> Answer:
+                wrap = partial(Response, 200)
+                return self._dispatch.encode(request.path, outputs, wrap, predict.encode, outputs, call)
+
+            return self._dispatch.ask(request, servable, call.inputs, None, encode, began, priority)
+
+        program = servable.program
+        return self._dispatch.decode(request, ask, decode_within, program.bounds, predict.decode_v1, program.signature)
 
 
 class Repository:
@@ -266,6 +287,13 @@ class Repository:
 
 class _Parameters(msgspec.Struct):
     parameters: dict[str, Any] = {}
+
+
+def _check_short(request: Request) -> None:
+    """Raises TooLarge: a request without tensors needs no long body, and it is read on the loop."""
+    size = len(request.body)
+    if size > SHORT_BYTES:
+        raise TooLarge(f"the body has {size} bytes, a request without tensors has at most {SHORT_BYTES}")
 
 
 def _parameters(body: bytes | bytearray) -> dict[str, Any]:

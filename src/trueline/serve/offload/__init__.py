@@ -1,0 +1,1 @@
+"""Work on long bodies, in processes beside the event loop."""

@@ -1,0 +1,168 @@
+"""Long bodies are read beside the event loop, with the same answers, the same errors and a bound of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trueline.errors import NotReady, Overloaded, RequestError
+from trueline.serve.offload import child
+from trueline.serve.offload.frames import ALIGNMENT
+from trueline.serve.offload.process import LONG_BYTES, LONG_VALUES, MAX_WAITING, MEDIUM_BYTES, Offload
+from trueline.serve.protocols.oip import grpc_tensors
+from trueline.serve.protocols.oip.rest import SHORT_BYTES
+from trueline.serve.tensors import arrays
+from trueline.web.messages import Request, Response
+from trueline.wire import inference_pb2 as pb
+from worlds.servers import TinyApp
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[TinyApp]:
+    with TinyApp(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.run_until_complete(made.shutdown_default_executor())
+    made.close()
+
+
+@pytest.fixture
+def offload(loop: asyncio.AbstractEventLoop) -> Iterator[Offload]:
+    made = Offload(loop)
+    yield made
+    made.close()
+
+
+def padded(value: object, size: int = LONG_BYTES + 1) -> bytes:
+    return json.dumps(value).encode() + b" " * size
+
+
+INFER = {"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0, 1, 2]}]}
+FORMS: list[tuple[str, Any]] = [
+    ("/v2/models/tiny/infer", INFER),
+    ("/v1/models/tiny:predict", {"instances": [[0, 1, 2]]}),
+    ("/predictions/tiny", [[0, 1, 2]]),
+    ("/invocations", {"dataframe_split": {"columns": ["a", "b", "c"], "data": [[0, 1, 2]]}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_long_body_is_answered_as_a_short_one_and_not_at_once(app: TinyApp, path: str, body: Any, pack: Any) -> None:
+    short = app.ask("POST", path, json.dumps(body).encode())
+    headers = {"content-encoding": "gzip"} if pack is gzip.compress else {}
+    long = app.ask("POST", path, pack(padded(body)), **headers)
+    assert (long.status, long.body) == (200, short.body)
+    request = Request("POST", path.encode(), {name.encode(): b"gzip" for name in headers}, pack(padded(body)))
+    answer = app.routes.answer(request)
+    assert not isinstance(answer, Response)
+    assert app.run(answer).body == short.body
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_a_long_body_is_refused_in_the_words_of_a_short_one(app: TinyApp, path: str, body: Any) -> None:
+    torn = json.dumps(body).encode()[:-1]
+    short, long = (app.ask("POST", path, (b" " * size) + torn) for size in (0, LONG_BYTES + 1))
+    assert short.status == long.status == 400
+    at = len(torn) - 1
+    assert long.body.replace(str(LONG_BYTES + 1 + at).encode(), str(at).encode()) == short.body or path != FORMS[0][0]
+
+
+def test_a_request_without_tensors_has_no_long_body(app: TinyApp) -> None:
+    for path in ("/v2/repository/index", "/v2/repository/models/tiny/load"):
+        refused = app.ask("POST", path, padded({}, SHORT_BYTES))
+        assert refused.status == 413
+        assert str(SHORT_BYTES).encode() in refused.body
+
+
+def test_many_numbers_are_written_as_json_beside_the_loop(app: TinyApp) -> None:
+    outputs = {"y": np.arange(LONG_VALUES + 1, dtype=np.float32)}
+    values = outputs["y"].tolist()
+    made = app.routes.dispatch.encode("/", outputs, lambda body: Response(200, body.encode()), json.dumps, values)
+    assert not isinstance(made, Response)
+    assert json.loads(app.run(made).body) == values
+
+
+def test_arrays_come_back_as_they_were_and_where_runtimes_can_read_them(
+    offload: Offload, loop: asyncio.AbstractEventLoop
+) -> None:
+    text = json.dumps(list(range(100_000)))
+    found = loop.run_until_complete(offload.run(arrays.parse, text.encode(), "FP32", 1, "x", num_bytes=len(text)))
+    assert np.array_equal(found, np.arange(100_000, dtype=np.float32))
+    assert found.ctypes.data % ALIGNMENT == 0
+
+
+def test_errors_of_the_work_arrive_as_themselves(offload: Offload, loop: asyncio.AbstractEventLoop) -> None:
+    with pytest.raises(RequestError, match="'x' is no 1-fold list") as refused:
+        loop.run_until_complete(offload.run(arrays.parse, b"[1, true]", "FP32", 1, "x", num_bytes=9))
+    assert refused.value.status == 400
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        loop.run_until_complete(offload.run(divmod, 1, 0, num_bytes=9))
+
+
+def test_a_process_that_dies_fails_its_body_with_503_and_the_next_is_read(
+    offload: Offload, loop: asyncio.AbstractEventLoop
+) -> None:
+    first = loop.run_until_complete(offload.run(os.getpid, num_bytes=1))
+    with pytest.raises(NotReady, match="has ended"):
+        loop.run_until_complete(offload.run(os.kill, first, signal.SIGKILL, num_bytes=1))
+    assert loop.run_until_complete(offload.run(os.getpid, num_bytes=1)) != first
+
+
+def test_a_process_that_has_grown_ends_and_medium_bodies_do_not_wait_for_long_ones(
+    offload: Offload, loop: asyncio.AbstractEventLoop
+) -> None:
+    long = MEDIUM_BYTES + 1
+    first = loop.run_until_complete(offload.run(os.getpid, num_bytes=long))
+    assert loop.run_until_complete(offload.run(os.getpid, num_bytes=1)) != first
+    assert loop.run_until_complete(offload.run(len, "", num_bytes=long)) == 0
+    assert loop.run_until_complete(offload.run(os.getpid, num_bytes=long)) == first
+    grown = loop.run_until_complete(offload.run(np.ones, child.MAX_GROWN_KIB * 256, num_bytes=long))
+    assert grown.sum() == child.MAX_GROWN_KIB * 256
+    assert loop.run_until_complete(offload.run(os.getpid, num_bytes=long)) != first
+
+
+def test_no_more_bodies_wait_than_there_is_room_for(offload: Offload, loop: asyncio.AbstractEventLoop) -> None:
+    waiting = [offload.run(os.getpid, num_bytes=1) for _ in range(MAX_WAITING)]
+    with pytest.raises(Overloaded, match=str(MAX_WAITING)):
+        offload.run(os.getpid, num_bytes=1)
+    loop.run_until_complete(asyncio.gather(*waiting))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(offload.run(os.getpid, num_bytes=1))
+
+
+def test_typed_and_raw_messages_of_grpc_lose_nothing_on_the_way() -> None:
+    request = pb.ModelInferRequest(model_name="m", id="7")
+    request.inputs.add(name="x", datatype="FP32", shape=[2]).contents.fp32_contents.extend([1.5, 2.5])
+    text, inputs = grpc_tensors.decode_long(request.SerializeToString())
+    left = pb.ModelInferRequest.FromString(text)
+    assert (left.model_name, left.id, left.inputs[0].name) == ("m", "7", "x")
+    assert not left.inputs[0].HasField("contents")
+    assert inputs["x"].tolist() == [1.5, 2.5]
+    with pytest.raises(RequestError, match="no ModelInferRequest"):
+        grpc_tensors.decode_long(b"\xff\xff")
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "INT32"])
+def test_a_flat_list_that_is_read_in_pieces_is_the_same_list(monkeypatch: pytest.MonkeyPatch, datatype: str) -> None:
+    text = json.dumps(list(range(1000)), indent=1).encode()
+    whole = arrays.parse(text, datatype, 1, "x")
+    monkeypatch.setattr(arrays, "PIECE_BYTES", 64)
+    assert np.array_equal(arrays.parse(text, datatype, 1, "x"), whole)
+    for wrong in (text[:-1] + b",]", text.replace(b"500", b"true"), text.replace(b"500", b"5.5.5")):
+        with pytest.raises(RequestError):
+            arrays.parse(wrong, datatype, 1, "x")
