@@ -20,6 +20,7 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import BundleError, CaptureError
+from trueline.runtime import torch_export_archive, torchscript_archive
 from trueline.runtime.compare import compare
 from trueline.runtime.open import open_session
 from worlds import TESTS
@@ -232,3 +233,13 @@ def test_tied_weights_are_right_in_every_format_and_stored_once_where_both_read_
         assert times * one < path.stat().st_size < (times + 1) * one, format
         session = open_session(format, path, exported.signature)
         assert compare(eager.run(eager.example), session.run(eager.example)).agrees
+
+
+@pytest.mark.parametrize("checks", [torch_export_archive.check, torchscript_archive.check])
+def test_a_compressed_member_is_refused_before_it_is_read(tmp_path: Path, checks: Callable[[Path], None]) -> None:
+    """CWE-409: a megabyte of it could become a gigabyte."""
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model/models/model.json", b"0" * 1_000_000)
+    with pytest.raises(BundleError, match="is compressed"):
+        checks(path)

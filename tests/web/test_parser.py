@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,14 @@ def test_a_manifest_names_files_of_its_archive_and_no_others(tmp_path: Path, nam
         made.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
     with pytest.raises(ArchiveError, match="which the archive does not hold"):
         laid_out(tmp_path / "a.mar", tmp_path / "into", Caps())
+
+
+def test_looking_for_a_manifest_opens_no_bomb(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.tar.gz"
+    with tarfile.open(bomb, "w:gz", compresslevel=1) as tar:
+        member = tarfile.TarInfo("zeros")
+        member.size = 200 * 2**20
+        with open("/dev/zero", "rb") as zeros:
+            tar.addfile(member, zeros)
+    with pytest.raises(ArchiveError, match=r"over \d+ bytes unpacked"):
+        archive.peek(bomb)

@@ -95,6 +95,8 @@ def _check_members(archive: zipfile.ZipFile, path: Path) -> None:
     if len(names) != len(set(names)) or len(roots) != 1 or archive.comment:
         raise BundleError(f"{path} is no plain torch.export archive: a name stands twice or it has several roots")
     for member in members:
+        if member.compress_type != zipfile.ZIP_STORED:  # it may become any number of bytes
+            raise BundleError(f"{path}:{member.filename} is compressed", hint="capture the model again")
         name = member.filename.partition("/")[2]
         if name == _SAMPLE and not member.file_size:
             continue

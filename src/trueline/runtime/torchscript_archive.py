@@ -80,6 +80,9 @@ def _check_members(archive: zipfile.ZipFile, path: Path) -> None:
     names = archive.namelist()
     if len(names) != len(set(names)) or len({name.partition("/")[0] for name in names}) != 1 or archive.comment:
         raise BundleError(f"{path} is no plain TorchScript archive: a name stands twice or it has several roots")
+    for member in archive.infolist():
+        if member.compress_type != zipfile.ZIP_STORED:  # it may become any number of bytes
+            raise BundleError(f"{path}:{member.filename} is compressed", hint="capture the model again")
     for name in names:
         inner, where = name.partition("/")[2], f"{path}:{name}"
         if _CODE.fullmatch(inner):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sqlite3
 import struct
 import tarfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,28 @@ def test_the_crc_is_the_one_of_the_standard() -> None:
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     assert recordio.crc32c(long) == crc ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, recordio.compress_snappy])
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_chunk_decompresses_to_its_bound_and_not_a_byte_more(
+    monkeypatch: pytest.MonkeyPatch, compress: Callable[[bytes], bytes], over: int
+) -> None:
+    """CWE-409: what it claims of its records is not known before."""
+    monkeypatch.setattr(recordio, "MAX_CHUNK_BYTES", 200_000)
+    decompress = recordio.decompress_gzip if compress is gzip.compress else recordio.decompress_snappy
+    bomb = compress(b"\0" * (200_000 + over))
+    if not over:
+        assert decompress(bomb) == b"\0" * 200_000
+        return
+    with pytest.raises(ValueError, match="more than 200000 bytes; write chunks"):
+        decompress(bomb)
+
+
+def test_gzip_of_several_members_is_one_and_a_torn_one_is_none() -> None:
+    assert recordio.decompress_gzip(gzip.compress(b"a") + gzip.compress(b"b")) == b"ab"
+    with pytest.raises(EOFError):
+        recordio.decompress_gzip(gzip.compress(b"abc")[:-3])
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ MAGIC = 0x01020304
 DMLC_MAGIC, DMLC_EARLY = 0xCED7230A, 0x3ED7230A
 HEADER = struct.Struct("<5I")
 COMPRESSORS = {"none": 0, "snappy": 1, "gzip": 2}
+MAX_CHUNK_BYTES = 256 * 2**20
+"""After decompression. A megabyte of gzip could otherwise become a gigabyte (CWE-409)."""
 _WHOLE, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3
 _SNAPPY_IDENTIFIER = b"\xff\x06\x00\x00sNaPpY"
 _SNAPPY_COMPRESSED, _SNAPPY_PLAIN, _SNAPPY_BYTES = 0x00, 0x01, 65536
@@ -158,7 +160,7 @@ def _chunk_records(data: bytes, part: FileUnit, file: File) -> pa.Table:
         raise torn_error(file, part.at, "the chunk does not match its CRC-32")
     payload: bytes | memoryview = stored
     if compressor:
-        payload = (decompress_snappy if compressor == COMPRESSORS["snappy"] else gzip.decompress)(stored)
+        payload = (decompress_snappy if compressor == COMPRESSORS["snappy"] else decompress_gzip)(stored)
     return pa.table([_unpack(payload, part, file)], schema=SCHEMA)
 
 
@@ -283,7 +285,7 @@ def decompress_snappy(data: bytes | memoryview) -> bytes:
     view = memoryview(data)
     if bytes(view[: len(_SNAPPY_IDENTIFIER)]) != _SNAPPY_IDENTIFIER:
         raise ValueError(f"snappy stream begins with {bytes(view[:10])!r}, expected its identifier")
-    codec, pieces, at = pa.Codec("snappy"), [], 0
+    codec, pieces, at, size = pa.Codec("snappy"), [], 0, 0
     while at < len(view):
         kind, end = view[at], at + 4 + int.from_bytes(view[at + 1 : at + 4], "little")
         if at + 4 > len(view) or end > len(view):
@@ -291,6 +293,7 @@ def decompress_snappy(data: bytes | memoryview) -> bytes:
         content = view[at + 8 : end]
         if kind == _SNAPPY_PLAIN:
             pieces.append(bytes(content))
+            size += len(content)
         elif kind == _SNAPPY_COMPRESSED:
             # A raw block begins with its length: seven bits a byte, the lowest first, up to a byte below 0x80.
             length = 0
@@ -303,10 +306,34 @@ def decompress_snappy(data: bytes | memoryview) -> bytes:
                     f"snappy chunk at byte {at} claims {length} bytes, at most {_SNAPPY_BYTES} are allowed"
                 )
             pieces.append(codec.decompress(content, decompressed_size=length, asbytes=True))
+            size += length
         elif kind <= 0x7F:
             raise ValueError(f"snappy chunk at byte {at} has the unknown type {kind:#04x}")
+        _check_size(size)
         at = end
     return b"".join(pieces)
+
+
+def decompress_gzip(data: bytes | memoryview) -> bytes:
+    """The content of a gzip stream. Raises ValueError beyond MAX_CHUNK_BYTES, EOFError, zlib.error."""
+    pieces, size, left = list[bytes](), 0, data
+    while left:
+        reader = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        pieces.append(reader.decompress(left, MAX_CHUNK_BYTES + 1 - size))
+        size += len(pieces[-1])
+        _check_size(size)
+        if not reader.eof:
+            raise EOFError("the gzip stream does not end")
+        left = reader.unused_data
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_CHUNK_BYTES:
+        raise ValueError(
+            f"the chunk decompresses to more than {MAX_CHUNK_BYTES} bytes; write chunks of at most 1 MiB, as "
+            "`trueline data convert` does"
+        )
 
 
 def masked_crc32c(data: bytes) -> int:

@@ -241,8 +241,11 @@ class _Bounded:
 
 @contextmanager
 def _tar(file: IO[bytes], caps: Caps) -> Iterator[tarfile.TarFile]:
+    packed_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    most = min(caps.total_bytes, max(caps.ratio_from_bytes, int(caps.ratio * packed_bytes)))
     with gzip.GzipFile(fileobj=file, mode="rb") as opened:
-        bounded: Any = _Bounded(opened, caps.total_bytes + caps.entries * 2048)
+        bounded: Any = _Bounded(opened, most + caps.entries * 2048)
         with tarfile.open(fileobj=bounded, mode="r:") as archive:
             yield archive
 
