@@ -162,7 +162,7 @@ def test_many_clients_at_once_each_get_their_own_answer(tiny_server: RunningServ
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny", "/nowhere"])
 def test_a_body_over_the_bound_is_413_although_the_client_sends_it_all(tiny_server: RunningServer, path: str) -> None:
     with socket.create_connection(("127.0.0.1", tiny_server.port)) as client:
-        client.sendall(f"POST {path} HTTP/1.1\r\nhost: t\r\ncontent-length: {2**30}\r\n\r\n".encode())
+        client.sendall(f"POST {path} HTTP/1.1\r\nhost: 0\r\ncontent-length: {2**30}\r\n\r\n".encode())
         client.sendall(b" " * 2**20)
         assert client.recv(12) == b"HTTP/1.1 413"
 
@@ -170,7 +170,7 @@ def test_a_body_over_the_bound_is_413_although_the_client_sends_it_all(tiny_serv
 def test_a_socket_that_is_half_closed_gets_the_answer_of_a_whole_request_and_none_of_a_part(
     tiny_server: RunningServer,
 ) -> None:
-    whole = f"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: t\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY
+    whole = f"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: 0\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY
     for cut, begins in ((len(whole), b"HTTP/1.1 200"), (len(whole) - 3, b""), (10, b""), (0, b"")):
         with socket.create_connection(("127.0.0.1", tiny_server.port), timeout=60) as client:
             client.sendall(whole[:cut])
@@ -192,7 +192,7 @@ def test_a_large_answer_reaches_a_client_that_reads_slowly(tiny_server: RunningS
     rows = 150_000
     body = json.dumps([[1, 2, 3]] * rows).encode()
     with socket.create_connection(("127.0.0.1", tiny_server.port)) as client:
-        head = f"POST /predictions/tiny HTTP/1.1\r\nhost: t\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /predictions/tiny HTTP/1.1\r\nhost: 0\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         answer = b"".join(iter(lambda: client.recv(4096), b""))
     assert json.loads(answer.partition(b"\r\n\r\n")[2]) == [[3.0, 5.0, 7.0]] * rows
@@ -258,12 +258,12 @@ def test_sigterm_finishes_the_request_under_way_takes_no_new_one_and_exits_well(
         socket.create_connection(("127.0.0.1", running.port)) as busy,
         socket.create_connection(("127.0.0.1", running.port)) as probe,
     ):
-        idle.sendall(b"GET /ping HTTP/1.1\r\nhost: t\r\n\r\n")
+        idle.sendall(b"GET /ping HTTP/1.1\r\nhost: 0\r\n\r\n")
         assert idle.recv(65536).startswith(b"HTTP/1.1 200")
-        head = f"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: t\r\ncontent-length: {len(BODY)}\r\nexpect: 100-continue"
+        head = f"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: 0\r\ncontent-length: {len(BODY)}\r\nexpect: 100-continue"
         busy.sendall(head.encode() + b"\r\n\r\n")
         assert busy.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        probe.sendall(b"GET /v2/health/ready HTTP/1.1\r\nhost: t\r\ncontent-length: 1\r\nexpect: 100-continue\r\n\r\n")
+        probe.sendall(b"GET /v2/health/ready HTTP/1.1\r\nhost: 0\r\ncontent-length: 1\r\nexpect: 100-continue\r\n\r\n")
         assert probe.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
         os.kill(running.pid, signal.SIGTERM)
         assert idle.recv(1) == b""
@@ -283,11 +283,11 @@ def test_a_second_sigterm_leaves_at_once(tiny_bundle: Path) -> None:
     running = serve.start(tiny_bundle)
     with socket.create_connection(("127.0.0.1", running.port)) as busy:
         busy.sendall(
-            b"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: t\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
+            b"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: 0\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
         )
         assert busy.recv(65536).startswith(b"HTTP/1.1 100")
         with socket.create_connection(("127.0.0.1", running.port)) as idle:
-            idle.sendall(b"GET /ping HTTP/1.1\r\nhost: t\r\n\r\n")
+            idle.sendall(b"GET /ping HTTP/1.1\r\nhost: 0\r\n\r\n")
             assert idle.recv(65536)
             os.kill(running.pid, signal.SIGTERM)
             assert idle.recv(1) == b""

@@ -706,18 +706,18 @@ def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) ->
 
 @pytest.mark.slow
 def test_an_act_on_a_workflow_that_cannot_be_written_is_undone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, **_: int) -> None:
         raise StorageError("no room left")
 
     async def act(app: WorkflowApp) -> None:
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)
-            assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 500
+            assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 503
             assert (app.workflows.names(), app.models.names(), laid_out(store)) == ([], [], [])
         assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)
-            assert (await app.manage("DELETE", "/workflows/flow"))[0] == 500
+            assert (await app.manage("DELETE", "/workflows/flow"))[0] == 503
         assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
         assert set(app.models.names()) == {"flow__pre", "flow__double", "flow__triple", "flow__join"}
 
