@@ -2,8 +2,8 @@
 
     python bench/hostile.py ATTACK PORT MODEL SECONDS    is that client, until SECONDS are over
 
-    largest    bodies of 64 MiB of JSON, one after the other
-    bomb       64 kB of gzip that unpack to 64 MiB of JSON, one after the other
+    largest    bodies of 64 MiB of JSON, with as many values as a request may have, one after the other
+    bomb       gzip of the same, some 130 kB, one after the other
     pipelined  1,000 requests in one piece, again and again
     idle       2,000 connections that send nothing
 
@@ -30,15 +30,17 @@ from _load import http, paced
 
 ATTACKS = ("largest", "bomb", "pipelined", "idle")
 LARGEST_BYTES = 64 * 2**20
+MAX_VALUES = 2**22
 PER_SECOND = 200
 _HEADER = "content-type: application/json"
 
 
 def largest_body(size: int = LARGEST_BYTES) -> bytes:
-    """An infer request in JSON of `size` bytes for the model `mlp`."""
-    rows = (size - 200) // (2 * 256)
+    """An infer request in JSON of `size` bytes for the model `mlp`, with as many values as a request may have."""
+    number = b"0." + b"0" * (size // MAX_VALUES - 4)
+    rows = MAX_VALUES // 256 - 1
     head = b'{"inputs":[{"name":"x","shape":[%d,256],"datatype":"FP32","data":[' % rows
-    body = head + b",".join([b"0"] * (rows * 256)) + b"]}]}"
+    body = head + b",".join([number] * (rows * 256)) + b"]}]}"
     return body + b" " * (size - len(body))
 
 

@@ -59,7 +59,7 @@ from _load import http as request_of
 from _served import binary_body, json_body, mean_of_image, mlp, resnet18, sealed, session
 from _sketch import sketch
 from _table import report
-from hostile import LARGEST_BYTES, largest_body, measure
+from hostile import MAX_VALUES, largest_body, measure
 from peers import serving
 from serve_overhead import connect, cpu_s, first_answer, loop_s, pss_mb, runs_of, tree_cpu_s, tree_pss_mb
 from trueline.bundle import Bundle
@@ -543,7 +543,7 @@ def hostile(bench: Bench) -> Figures:
 def _after_largest(bundle: Bundle) -> dict[str, float]:
     """Memory of a new server after one request of the largest size, less what it had before, for each form of it."""
     text = largest_body()
-    tensor, header = binary_body(np.zeros(((LARGEST_BYTES - 200) // 1024, 256), np.float32))
+    tensor, header = binary_body(np.zeros((MAX_VALUES // 256 - 1, 256), np.float32))
     forms = {
         "json": (text, "content-type: application/json"),
         "gzip": (gzip.compress(text), "content-type: application/json", "content-encoding: gzip"),

@@ -112,8 +112,6 @@ class Shared(Generic[P]):
         """The Date header line of this second."""
         self.buffered = 0
         """Bytes of long bodies, of all connections."""
-        self.num_long = 0
-        """Connections' long bodies that were answered or dropped so far."""
         self.vital = VitalOnly(app, limits, is_vital)
         """The App of connections beyond the limit."""
         self.connections: set[P] = set()

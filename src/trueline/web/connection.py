@@ -80,7 +80,6 @@ class Connection(asyncio.Protocol):
         self._unfed = b""
         if self._held:
             self._server.buffered -= self._held
-            self._server.num_long += 1
             self._held = 0
         if self._answering is not None:
             self._answering.cancel()
@@ -274,7 +273,6 @@ class Connection(asyncio.Protocol):
         self._current = None
         self._idle_since = self._loop.time()
         if self._held:
-            self._server.num_long += 1
             self._count_held()
         if close and self._transport is not None:
             self._done_reading = True

@@ -1,7 +1,6 @@
 """The listeners of a server: HTTP for requests, management and metrics; gRPC for requests and management."""
 
 import asyncio
-import ctypes
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,14 +113,10 @@ class Ports:
 
     async def sweep(self) -> None:
         """Ends connections that take too long; runs without end."""
-        held = 0
         while True:
             await asyncio.sleep(SWEEP_S)
             for port in self._http:
                 port.server.sweep()
-            before, held = held, sum(port.server.num_long for port in self._http)
-            if held > before:
-                await self._loop.run_in_executor(None, _trim)
 
     async def drain(self, grace_s: float) -> None:
         """Closes the listeners and returns when the accepted requests are answered; gRPC calls have `grace_s`."""
@@ -157,13 +152,6 @@ def _raise_open_files() -> int:
         return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
-
-
-def _trim() -> None:
-    """Returns to the system what the allocator keeps of long bodies."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def _all_are_vital(path: str) -> bool:
