@@ -305,7 +305,7 @@ def test_the_server_lives_but_is_not_ready_while_it_loads(tmp_path: Path) -> Non
         port = next(found[1] for line in process.stderr if (found := re.search(r"server.listening .*port=(\d+)", line)))
         url = f"http://127.0.0.1:{port}"
         assert servers.get(f"{url}/v2/health/live").json() == {"live": True}
-        assert servers.get(f"{url}/ping").status_code == 200
+        assert servers.get(f"{url}/ping").status_code == 500
         assert servers.get(f"{url}/v2/health/ready").status_code == 503
         source.open("wb").close()
         assert json.loads(process.stdout.readline())["code"] == "bundle"
