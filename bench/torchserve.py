@@ -159,7 +159,7 @@ def first_of(answer: dict[str, Any]) -> Any:
 
 
 def copy_file(site: Site, checkout: Path, name: str) -> None:
-    """A file to send: the checkout's, else one that stands for it."""
+    """A file to send: that of the checkout, else one made here in its place."""
     target, source = site.work / name, checkout / "test" / name
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_file():
@@ -168,7 +168,7 @@ def copy_file(site: Site, checkout: Path, name: str) -> None:
         tensor = {"name": "input-0", "shape": [1], "datatype": "INT64", "data": [1]}
         target.write_text(json.dumps({"id": "1", "inputs": [tensor]}))
     else:
-        target.write_text(json.dumps({"instances": [{"data": 1}]}) if name.endswith("json") else "stands for a file")
+        target.write_text(json.dumps({"instances": [{"data": 1}]}) if name.endswith("json") else "made in place of the file")
 
 
 @contextmanager
