@@ -168,7 +168,7 @@ def copy_file(site: Site, checkout: Path, name: str) -> None:
         tensor = {"name": "input-0", "shape": [1], "datatype": "INT64", "data": [1]}
         target.write_text(json.dumps({"id": "1", "inputs": [tensor]}))
     else:
-        target.write_text(json.dumps({"instances": [{"data": 1}]}) if name.endswith("json") else "made in place of the file")
+        target.write_text(json.dumps({"instances": [{"data": 1}]}) if name.endswith("json") else "made here")
 
 
 @contextmanager
