@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = 58_000 + 3_600
-"""What stood after the house was rebuilt, and bounds, secrets and checks for serving under attack (decision 0019)."""
+MAX_LINES = 58_000 + 3_600 + 3_000
+"""What stood after the house was rebuilt; bounds, secrets and checks for serving under attack (decision 0019); claims
+that are probed or follow from a guard (0020)."""
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
