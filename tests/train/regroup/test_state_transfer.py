@@ -1,5 +1,6 @@
 """Promises of a state on its way to a joiner: who may have it, of which generation it is, whole or not at all."""
 
+import contextlib
 import json
 import socket
 import struct
@@ -8,6 +9,8 @@ import threading
 import pytest
 import torch
 
+from trueline.parallel import handshake
+from trueline.parallel.handshake import Hello, PeerListener
 from trueline.train.regroup import state_transfer
 from trueline.train.regroup.state_transfer import Fetch, Offer
 
@@ -85,18 +88,15 @@ def test_a_state_that_was_withdrawn_is_given_to_nobody(offer, monkeypatch):
 
 
 def answering(data):
-    """The address of a member that answers with `data` and hangs up."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    """The address of a member of the job that answers with `data` and hangs up."""
 
-    def answer():
-        connection, _ = listener.accept()
+    def answer(_hello, connection):
         with connection:
-            connection.recv(1 << 16)
             connection.sendall(data)
         listener.close()
 
-    threading.Thread(target=answer, daemon=True).start()
-    return f"127.0.0.1:{listener.getsockname()[1]}"
+    listener = PeerListener(answer, name="state")
+    return listener.address
 
 
 def message(body):
@@ -131,15 +131,55 @@ def test_a_member_that_is_gone_gives_no_state(offer):
     assert refused(fetched(Fetch(address, 3)), address)
 
 
-def test_a_question_of_any_length_or_kind_does_no_harm(offer):
+def test_a_stranger_that_asks_for_the_state_gets_no_byte_of_it(offer):
     offer.publish(3, STATE)
     host, _, port = offer.address.rpartition(":")
-    for said in (struct.pack("!Q", 1 << 40), message(b"[]"[:1]), message(b"not json"), b"\0"):
+    question = json.dumps({"secret": "guess", "generation": 3}).encode()
+    greeting = b"TLP1" + struct.pack("!Bqq", 1, 3, -1) + bytes(32)
+    for said in (struct.pack("!Q", 1 << 40), message(question), b"not json", b"\0", greeting + bytes(32)):
         with socket.create_connection((host, int(port)), timeout=100) as connection:
             connection.sendall(said)
             connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(1) == b""
+            assert len(received(connection)) in (0, 64), "nothing, or the challenge"
     assert ledger_of(fetched(Fetch(offer.address, 3))) == 7
+
+
+def received(connection):
+    """Everything until the peer closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while more := connection.recv(1 << 16):
+            data += more
+    return data
+
+
+FALSE = message(json.dumps([{"t": 0}, [["float32", [64]]]]).encode()) + bytes(256)
+
+
+@pytest.mark.parametrize("prefix", [b"", bytes(64)], ids=["as before there was a proof", "after a false proof"])
+def test_a_false_state_from_where_a_dead_source_listened_is_not_taken(monkeypatch, prefix):
+    monkeypatch.setenv("TRUELINE_SECRET", "secret")
+    stranger, heard = socket.create_server(("127.0.0.1", 0)), []
+
+    def answer():
+        connection, _ = stranger.accept()
+        with connection, stranger:
+            connection.sendall(prefix + FALSE)
+            heard.append(received(connection))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    address = f"127.0.0.1:{stranger.getsockname()[1]}"
+    assert refused(fetched(Fetch(address, 3)), address)
+    thread.join()
+    assert b"secret" not in heard[0]
+    assert fetched(Fetch(answering(FALSE), 3))[1] == "", "the same bytes from a member of the job are a state"
+
+
+def test_a_connection_for_another_purpose_gets_no_state(offer):
+    offer.publish(3, STATE)
+    with handshake.connect(offer.address, Hello(99, 3), 100) as connection:
+        assert received(connection) == b""
 
 
 def test_whoever_waits_for_a_state_stops_when_it_is_needed_no_more(offer, monkeypatch):

@@ -7,9 +7,7 @@ A streamed state is of the step at which the group formed (`recovery.py`).
 """
 
 import contextlib
-import hmac
 import json
-import os
 import socket
 import struct
 import threading
@@ -21,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from trueline.checkpoint import tree
+from trueline.parallel import handshake
 from trueline.parallel.gloo import GlooGroup
+from trueline.parallel.handshake import Hello, PeerListener, Purpose
 
 CHUNK = 4 << 20
 STREAM_BYTES = 16 << 20
@@ -52,16 +52,13 @@ def _broadcast_flat(group: GlooGroup, flat: torch.Tensor | None, source: int, si
 
 
 class Offer:
-    """Serves a copied state to members that send the job's secret and the state's generation."""
+    """Serves a copied state to workers of this job (`handshake.py`) that name the state's generation."""
 
     def __init__(self) -> None:
-        host = os.environ.get("TRUELINE_HOST", "127.0.0.1")
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET, backlog=64)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        self._secret = os.environ.get("TRUELINE_SECRET", "")
+        self._listener = PeerListener(self._accept, name="state")
+        self.address = self._listener.address
         self._offered: tuple[int, dict[str, Any]] | None = None
         self._change = threading.Condition()
-        threading.Thread(target=self._serve, name="state", daemon=True).start()
 
     def publish(self, generation: int, state: dict[str, Any]) -> None:
         """Offers `state`, which must not change, to the members of `generation`."""
@@ -79,22 +76,18 @@ class Offer:
         self.withdraw()
         self._listener.close()
 
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._answer, args=(connection,), name="state", daemon=True).start()
+    def _accept(self, hello: Hello, connection: socket.socket) -> None:
+        threading.Thread(target=self._answer, args=(hello, connection), name="state", daemon=True).start()
 
-    def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError):  # the joiner is gone, or sent something else
-            connection.settimeout(PATIENCE_S)
-            request = json.loads(_receive(connection, _length(connection, most=4096)))
-            if not hmac.compare_digest(str(request["secret"]), self._secret):
+    def _answer(self, hello: Hello, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # the joiner is gone
+            if hello.purpose != Purpose.STATE:
                 return
+            connection.settimeout(PATIENCE_S)
             with self._change:
-                self._change.wait_for(lambda: self._offered and self._offered[0] >= request["generation"], PATIENCE_S)
+                self._change.wait_for(lambda: self._offered and self._offered[0] >= hello.generation, PATIENCE_S)
                 offered = self._offered
-            if offered is None or offered[0] != request["generation"]:
+            if offered is None or offered[0] != hello.generation:
                 return
             header, tensors = _pack(offered[1])
             connection.sendall(_LENGTH.pack(len(header)) + header)
@@ -125,13 +118,10 @@ class Fetch:
             self._thread.join(0.02)
 
     def _run(self) -> None:
-        host, _, port = self._address.rpartition(":")
-        question = {"secret": os.environ.get("TRUELINE_SECRET", ""), "generation": self._generation}
+        hello = Hello(Purpose.STATE, self._generation)
         try:
-            with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+            with handshake.connect(self._address, hello, handshake.PROOF_S) as connection:
                 connection.settimeout(2 * PATIENCE_S)
-                text = json.dumps(question).encode()
-                connection.sendall(_LENGTH.pack(len(text)) + text)
                 skeleton, shapes = json.loads(_receive(connection, _length(connection, most=1 << 30)))
                 size = sum(_nbytes(dtype, shape) for dtype, shape in shapes)
                 flat = torch.from_numpy(np.frombuffer(_receive(connection, size), np.uint8))
