@@ -22,6 +22,7 @@ from trueline.checkpoint.checkpoint import load_model
 from trueline.data.loading.seeding import seed_generators
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Recipe
+from trueline.recipe.eager_mode import as_trained
 from trueline.recipe.load import load_recipe
 from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import devices
@@ -143,7 +144,7 @@ def _open_values(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
     functions = {"loss": recipe.loss, **metrics}
 
     def answer(start: int, stop: int) -> dict[str, Array]:
-        with torch.no_grad(), seed_generators(start):
+        with torch.no_grad(), as_trained(), seed_generators(start):
             batch = source.read(np.arange(start, stop, dtype=np.int64))
             records = devices.place_batch(batch, devices.of_model(model))
             outputs = call_model(model, records.inputs)

@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 
+from trueline import events
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
 from trueline.capture.claims import prove_padding, takes
 from trueline.capture.ladder import Rung
 from trueline.capture.model.signature import BATCH
+from trueline.capture.proof import fast_path
 from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.prove import versions
 from trueline.capture.subject import Subject
@@ -33,6 +35,9 @@ def seal(
     signature = msgspec.structs.replace(signature.with_rows({}), random=random)
     signature = prove_padding(subject.eager, signature, subject.eager.example)
     manifest = read_manifest(checkpoint) if checkpoint is not None else {}
+    mode = fast_path.describe(subject.eager)
+    if mode:
+        events.emit("model.as_trained", why=mode)
     kept = ("digest", "step", "created", "recipe", "progress")
     lineage: dict[str, Any] = {
         "recipe": {"name": recipe.name, "digest": recipe.digest},
@@ -42,6 +47,7 @@ def seal(
         "attempts": [rung.attempt.as_record() for rung in rungs],
         "versions": versions(),
         "parent": None,
+        **({"eager_mode": mode} if mode else {}),
     }
     digest, step = manifest.get("digest"), manifest.get("step")
     contents = Contents(

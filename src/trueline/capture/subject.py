@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import as_arguments, register_dataclasses
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.model.signature import as_trained
 from trueline.capture.proof.attempt import State
 from trueline.capture.proof.observe import Observation, observe
 from trueline.capture.proof.probes import Probe
@@ -21,6 +20,7 @@ from trueline.checkpoint.checkpoint import load_model
 from trueline.data.source import Source
 from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, join_names
 from trueline.recipe.contract import Mode, Recipe
+from trueline.recipe.eager_mode import as_trained
 from trueline.storage.location import Location
 
 NUM_EXAMPLES = 5

@@ -69,6 +69,7 @@ _WORDS = {
     "agent.lost": "  the engine's agent died and is started again",
     "model.examined": "  is the model a function of its inputs?",
     "model.tracing": "  torch.export traces the model",
+    "model.as_trained": "  {why}",
     "program.retraced": "  torch.export traces it another way: {how}",
     "claim.narrowed": "  the range is narrowed: {to}",
     "program.offloaded": "  offload: {parts} parts go to ONNX Runtime, {kept} of {operators} operators stay",

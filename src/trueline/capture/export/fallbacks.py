@@ -13,9 +13,10 @@ from trueline.bundle.signature import Dim
 from trueline.capture.export.exported import Exported, Fixed
 from trueline.capture.export.tracing import tracing
 from trueline.capture.model.dynamic_dims import resize_tensor
-from trueline.capture.model.signature import BATCH, Calling, TensorModule, as_trained
+from trueline.capture.model.signature import BATCH, Calling, TensorModule
 from trueline.capture.patches import below_python, nonzero_loops, parameter_branches, per_record, size_lengths
 from trueline.errors import CaptureError
+from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import compare
 
 BY_RECORDS = f"{BY_RECORD}: `trueline doctor` may show a rewrite that takes a batch at once"

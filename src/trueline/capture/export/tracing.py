@@ -13,7 +13,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 
 from trueline.capture.model.code_paths import SourceLine, current_line
-from trueline.capture.model.signature import as_trained
 from trueline.capture.patches import (
     Patch,
     causal_mask,
@@ -24,6 +23,7 @@ from trueline.capture.patches import (
     recurrent,
     symbolic_sizes,
 )
+from trueline.recipe.eager_mode import as_trained
 
 PATCH = Patch(issue="none found", versions="torch 2.13", cost="under 0.1 ms", helps=("all",))
 

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, final
 
@@ -10,8 +11,9 @@ import torch
 from trueline.bundle.signature import Array, Signature
 from trueline.capture.model.explicit_state import Explicit, users_own
 from trueline.capture.model.python_state import Recall
-from trueline.capture.model.signature import BATCH, Calling, as_trained, learn
+from trueline.capture.model.signature import BATCH, Calling, learn
 from trueline.errors import CaptureError
+from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import tensors
 from trueline.runtime.session import DEFAULTS, SessionSettings
 from trueline.runtime.tensors import to_arrays, to_tensors
@@ -67,10 +69,12 @@ class EagerSession:
         state = self.module.initial_for(self.signature.sizes(self.example)[BATCH])
         return {name: value.detach().cpu().numpy() for name, value in state.items()}
 
-    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs by name. The caller's arrays are copied first: a module may write into its inputs."""
+    def run(self, inputs: Mapping[str, Array], *, fast_path: bool = False) -> dict[str, Array]:
+        """Outputs by name. The caller's arrays are copied first: a module may write into its inputs. With `fast_path`
+        as torch runs nn.TransformerEncoder by default in evaluation mode, see `recipe.eager_mode`."""
         self.signature.check(inputs)
-        with torch.no_grad(), as_trained(), tensors.autocast(self._settings, self._device):
+        mode = nullcontext() if fast_path else as_trained()
+        with torch.no_grad(), mode, tensors.autocast(self._settings, self._device):
             outputs = self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
         if len(outputs) != len(self.signature.outputs):
             raise CaptureError(

@@ -6,8 +6,7 @@ flag, a number) is part of the call and stays as in the example.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from trueline.capture.model.dynamic_dims import BATCH as BATCH
 from trueline.capture.model.dynamic_dims import Free, Place
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit, preserve_buffers, users_own
 from trueline.errors import CaptureError
+from trueline.recipe.eager_mode import as_trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,21 +207,6 @@ def _signature(specs: Sequence[TensorSpec], outputs: tuple[TensorSpec, ...], lea
     symbols = dict.fromkeys(size for spec in (*specs, *outputs) for size in spec.shape if isinstance(size, str))
     dims = {symbol: Dim(min=least.get(symbol, 1)) for symbol in symbols}
     return Signature(inputs=tuple(specs), outputs=outputs, dims=dims)
-
-
-@contextmanager
-def as_trained() -> Iterator[None]:
-    """Runs nn.TransformerEncoder as it is trained while the block runs.
-
-    Without gradients torch takes a fused path that returns zeros where the padding mask is set, and fails when all is
-    masked; training never takes it, and no exporter follows it. The switch is torch's, for the whole process.
-    """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 _ELSEWHERE = "the model may want a device that is not here: capture runs on the CPU; make tensors on x.device"

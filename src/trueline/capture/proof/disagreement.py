@@ -24,12 +24,12 @@ from trueline.bundle.signature import DATATYPES, Array
 from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import users_own
-from trueline.capture.model.signature import as_trained
 from trueline.capture.onnx import emit
 from trueline.capture.proof.observe import care
 from trueline.capture.proof.probes import Probe, fit, resize
 from trueline.capture.proof.prove import Proof, disagreement
 from trueline.errors import TruelineError
+from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import compare
 from trueline.runtime.session import Session
 from trueline.runtime.tensors import to_tensors

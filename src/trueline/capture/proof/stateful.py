@@ -17,10 +17,10 @@ from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import GIVEN, Explicit
-from trueline.capture.model.signature import as_trained
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.prove import Proof, judge
+from trueline.recipe.eager_mode import as_trained
 from trueline.runtime.session import Session
 from trueline.runtime.tensors import to_arrays, to_tensors
 

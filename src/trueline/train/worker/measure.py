@@ -10,6 +10,7 @@ from trueline.data.loading.seeding import seed_generators
 from trueline.data.source import Source
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Recipe
+from trueline.recipe.eager_mode import as_trained
 from trueline.train import devices
 
 
@@ -31,7 +32,7 @@ def make_measure(recipe: Recipe, model: torch.nn.Module, source: Source) -> Call
     functions |= {f"metric {name}": function for name, function in (recipe.metrics() if recipe.metrics else {}).items()}
 
     def measure(start: int, stop: int) -> dict[str, float]:
-        with torch.no_grad(), seed_generators(start):
+        with torch.no_grad(), as_trained(), seed_generators(start):
             records = devices.place_batch(source.read(np.arange(start, stop, dtype=np.int64)), devices.of_model(model))
             outputs = call_model(model, records.inputs)
             return {
