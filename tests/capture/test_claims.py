@@ -180,7 +180,7 @@ def test_a_model_with_a_memory_is_called_so_with_the_line_that_stores(tmp_path: 
 
 
 def test_a_memory_that_shows_only_after_other_questions_is_called_so_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(NotProven, match=r"keeps a state in the Python attributes it stores \(seen\)") as refused:
+    with pytest.raises(NotProven, match=r"keeps a state in the Python attribute seen") as refused:
         captured(Growing, tmp_path / "b")
     assert marks.place_of(__file__, "growth") in refused.value.message
     assert list(tmp_path.iterdir()) == []

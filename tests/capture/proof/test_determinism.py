@@ -66,7 +66,7 @@ def test_each_kind_of_attribute_is_looked_at(name: str) -> None:
     module = Keeping()
     recall = Recall(module)
     writes: dict[str, Any] = {
-        "seen": lambda: module.seen.mul_(2),
+        "seen": lambda: module.seen.add_(2),
         "numbers": lambda: module.numbers.append(torch.zeros(1)),
         "table": lambda: module.table.update(b=torch.zeros(1)),
         "count": lambda: setattr(module, "count", 7),

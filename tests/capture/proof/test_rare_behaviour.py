@@ -150,13 +150,13 @@ def captured(model: Any, out: Path, **options: Any) -> Bundle:
 @pytest.mark.parametrize(
     ("model", "words", "mark"),
     [
-        (DropsALayer, "draws random numbers outside of torch, and its answer to the same input differed", "seldom"),
+        (DropsALayer, r"draws random numbers outside of torch \(random\), and it answers differently when", "seldom"),
         (NoisyNumpy, "draws random numbers outside of torch, and it answers equal inputs differently", "numpy"),
         (WarmsUp, "keeps a state in the Python attribute calls: it answers differently when that is 999", "warming"),
         (TakesItsScale, r"changes itself when it is first called \(scale, ready\)", "first batch"),
-        (KeepsAMean, r"\(means\): it answers differently after another input of the same sizes", "mean of a size"),
+        (KeepsAMean, r"\(means\): it answers differently after another input", "mean of a size"),
         (TakesAPlainScale, r"\(scale\): it answers differently after another input", "plain scale"),
-        (TakesNotes, r"\(notes\): it answers differently after another input", "notes"),
+        (TakesNotes, r"\(notes.first\): it answers differently after another input", "notes"),
     ],
 )
 def test_what_a_model_does_once_or_seldom_is_called_so_with_its_line(
@@ -186,12 +186,12 @@ def test_what_a_model_held_before_it_was_asked_is_put_back_after_a_look() -> Non
     recall = Recall(model)
     x = torch.ones(2, 4)
     kept = model(x), model.notes.first
-    assert recall.find_changed() == ("notes",)
+    assert recall.find_changed() == ("notes.first",)
     with recall.as_before():
         assert model.notes.first is None
         model(2 * x)
     assert model.notes.first is kept[1]
-    assert recall.find_changed() == ("notes",)
+    assert recall.find_changed() == ("notes.first",)
 
 
 def test_a_model_that_counts_and_answers_the_same_is_captured(tmp_path: Path) -> None:

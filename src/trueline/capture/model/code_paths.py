@@ -137,6 +137,19 @@ def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
                 yield function
 
 
+def is_installed(file: str) -> bool:
+    """Whether `file` belongs to an installed package."""
+    return "/site-packages/" in file
+
+
+@functools.lru_cache(maxsize=20_000)
+def names_in(code: CodeType) -> frozenset[str]:
+    """The names of globals and attributes in `code` and in the functions that it makes, and texts that could be one."""
+    inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    texts = [one for one in code.co_consts if isinstance(one, str) and one.isidentifier()]
+    return frozenset((*code.co_names, *texts)).union(*inner)
+
+
 def brief(trace: str) -> str:
     """`layers.py:13`, the innermost of the user's lines in a stack trace; empty where there is none. A bundle keeps
     this of where a program came from, and no folder."""

@@ -1,207 +1,300 @@
-"""The state that a model keeps in plain Python: in its attributes, in those of its classes, and in the globals and
-closures that its functions use.
+"""The state that a model keeps in plain Python, wherever it is: see `reach.py`.
 
 A table that is made when a size first comes does no harm. A number that is taken from the first input does: with inputs
-in another order the model answers differently. To call it in another order, the values before its first call are
-copied.
+in another order the model answers differently. To call it in another order, what it kept before its first call is put
+back, container by container, so that what two parts share they share again.
 """
 
+import array
 import copy
+import functools
+import random
+import warnings
+import zlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
-from types import CellType, CodeType, FunctionType
+from contextlib import contextmanager, suppress
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType
 from typing import Any, final
 
 import numpy as np
 import torch
 
 from trueline.capture.model import code_paths
-from trueline.capture.model.code_paths import users_functions
+from trueline.capture.model.reach import MISSING, KeptValue, attributes, is_iterator
 
-_OWN = frozenset(vars(torch.nn.Module()))
-"""Attributes of every module."""
-_DEPTH, _WIDTH = 4, 1000
 _LARGEST = 64 << 20
 """Bytes of a tensor above which it is not copied, only looked at."""
-_PLAIN = (bool, int, float, str, list, dict, set, deque, tuple, torch.Tensor, np.ndarray)
-MISSING = object()
+_READ = 1 << 18
+"""Bytes of a tensor that are read to see whether it changed; of a larger one, as many all over it."""
+_WRITTEN_OUT = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid", "builtins", "ipaddress", "zoneinfo"})
+"""Modules of types whose repr is their value."""
 
 
 def take_snapshot(module: torch.nn.Module) -> dict[str, object]:
-    """A trace of each attribute's value, by its path; parameters, buffers and submodules are no attributes here.
+    """A trace of each value that is reached from `module`, by its path.
 
     >>> module = torch.nn.Module()
     >>> module.seen = [1]
     >>> before = take_snapshot(module)
     >>> module.seen.append(2)
-    >>> before["seen"] == take_snapshot(module)["seen"]
-    False
+    >>> find_changed(before, take_snapshot(module))
+    ('seen',)
     """
-    return {kept.path: _trace(kept.value, _DEPTH) for kept in attributes(module)}
+    traces: dict[str, object] = {}
+    for kept in attributes(module):
+        traces.setdefault(kept.path, trace(kept.value))
+    return traces
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptValue:
-    """A value that is kept under a name."""
-
-    path: str
-    holder: Any
-    """A class, a cell of a function, or the dict (of an object, of a file) in which it is kept."""
-    name: str
-    value: Any
-
-    def assign(self, value: Any) -> None:
-        """Keeps `value` instead; removes the name where it is `MISSING`."""
-        if isinstance(self.holder, type):
-            if value is not MISSING:
-                setattr(self.holder, self.name, value)
-            elif self.name in vars(self.holder):
-                delattr(self.holder, self.name)
-        elif isinstance(self.holder, CellType):
-            self.holder.cell_contents = value
-        elif value is not MISSING:
-            self.holder[self.name] = value
-        else:
-            self.holder.pop(self.name, None)
+def find_changed(before: dict[str, object], after: dict[str, object]) -> tuple[str, ...]:
+    """The paths whose values differ; of what is inside a collection, the collection's."""
+    names = {path: None for path, one in after.items() if before.get(path, MISSING) != one}
+    names |= {path: None for path in before if path not in after}
+    return tuple(dict.fromkeys(path.partition("[")[0] for path in names))
 
 
-def attributes(module: torch.nn.Module) -> Iterator[KeptValue]:
-    """The values that the parts of `module`, their classes and the files of these keep."""
-    for prefix, one in module.named_modules():
-        for name, value in vars(one).items():
-            if name not in _OWN:
-                yield KeptValue(path=f"{prefix}.{name}" if prefix else name, holder=vars(one), name=name, value=value)
-    functions = list(users_functions(module))
-    users = {function.__globals__.get("__name__") for function in functions}
-    for kind in {kind for part in module.modules() for kind in type(part).__mro__ if kind.__module__ in users}:
-        for name, value in vars(kind).items():
-            if _is_plain(value) and not name.startswith("__"):
-                yield KeptValue(path=f"{kind.__qualname__}.{name}", holder=kind, name=name, value=value)
-    for function, names in _reach(functions):
-        known, file = function.__globals__, function.__globals__.get("__name__", "")
-        for name in names:
-            if _is_plain(known.get(name, MISSING)):
-                yield KeptValue(path=f"{file}.{name}", holder=known, name=name, value=known[name])
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if not _is_empty(cell) and _is_plain(cell.cell_contents):
-                path = f"{function.__qualname__}.{name}"
-                yield KeptValue(path=path, holder=cell, name=name, value=cell.cell_contents)
+def trace(value: Any) -> object:
+    """Differs after `value` was written to; of a collection its size alone."""
+    if isinstance(value, bool | int | str | bytes | complex | None):
+        return type(value).__name__, value
+    if isinstance(value, float):
+        return "float", value.hex()
+    if isinstance(value, torch.Tensor):
+        return _trace_tensor(value)
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, zlib.crc32(_some(value.reshape(-1)).tobytes())
+    if isinstance(value, dict | list | tuple | deque):
+        return type(value).__name__, len(value)
+    if isinstance(value, set | frozenset):
+        return len(value), frozenset(trace(one) for one in value) if len(value) <= _READ >> 8 else None
+    if isinstance(value, bytearray | array.array):
+        return bytes(value)
+    generator = state_of(value)
+    if generator is not None:
+        return generator
+    return _trace_object(value)
 
 
-def defaults(module: torch.nn.Module) -> Iterator[KeptValue]:
-    """Mutable defaults of the functions of `module`, and of the functions that they use."""
-    for function, _ in _reach(list(users_functions(module))):
-        given = function.__defaults__ or ()
-        names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(given) :] if given else ()
-        for name, value in zip(names, given, strict=True):
-            if type(value) in (list, dict, set):
-                yield KeptValue(path=f"{function.__qualname__}.{name}", holder={}, name=name, value=value)
+def _trace_object(value: Any) -> object:
+    if isinstance(value, FunctionType):
+        return value.__qualname__, id(value.__code__)
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        kept = {} if frame is None else frame.f_locals
+        return "generator", -1 if frame is None else frame.f_lasti, [trace(one) for one in kept.values()]
+    if isinstance(value, functools._lru_cache_wrapper):
+        return "cache", value.cache_info().currsize if _is_own(value) else 0
+    if is_iterator(value):
+        return type(value).__name__, _find_position(value)
+    if isinstance(value, BuiltinFunctionType | type):
+        return id(value)
+    kind = type(value)
+    return kind.__qualname__, repr(value) if kind.__module__ in _WRITTEN_OUT else ""
 
 
-def _is_empty(cell: CellType) -> bool:
+def _trace_tensor(value: torch.Tensor) -> object:
+    form = tuple(value.shape), value.dtype, value.layout
+    if isinstance(value, torch.nn.Parameter) or value.layout is not torch.strided or value.device.type != "cpu":
+        return form, id(value), value._version
     try:
-        return cell.cell_contents is MISSING
-    except ValueError:
-        return True
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, ValueError):
+        return form, id(value), value._version  # a subclass, quantized numbers, a fake tensor
+    return form, zlib.crc32(_some(flat).tobytes()), value._version if value.nbytes > _READ else 0
 
 
-def _reach(waiting: list[FunctionType]) -> list[tuple[FunctionType, set[str]]]:
-    """The functions and the user's functions that they use, each with the names in its code."""
-    reached: list[tuple[FunctionType, set[str]]] = []
-    seen: set[CodeType] = set()
-    while waiting:
-        function = waiting.pop()
-        codes, names = [function.__code__], set[str]()
-        while codes:
-            code = codes.pop()
-            if code in seen:
-                continue
-            seen.add(code)
-            codes += [one for one in code.co_consts if isinstance(one, CodeType)]
-            names |= set(code.co_names)
-        for name in names:
-            value = function.__globals__.get(name, MISSING)
-            if isinstance(value, FunctionType) and code_paths.is_users(value.__code__.co_filename):
-                waiting.append(value)
-        reached.append((function, names))
-    return reached
+def _some(flat: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    step = max(flat.nbytes // _READ, 1)
+    return flat[::step] if step > 1 else flat
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it is a number, a tensor, or a collection."""
-    return value is None or type(value) in _PLAIN
+def _find_position(value: Any) -> str:
+    """Where an iterator is."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 and later: DeprecationWarning
+            _, _, *state = value.__reduce__()
+        plain = [one for one in state if isinstance(one, int | tuple)]
+    except (TypeError, ValueError, AttributeError):
+        plain = []
+    return repr(plain) + (repr(value) if type(value).__name__ in ("count", "repeat") else "")
 
 
-def _trace(value: Any, depth: int) -> object:
-    """Differs after `value` was written to, down to `depth`."""
-    if isinstance(value, int | float | str | bytes | None):
-        return value
+def state_of(value: Any) -> tuple[object, ...] | None:
+    """The state of a generator of random numbers, in a form that can be compared; None for anything else."""
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else ("random", value.getstate())
+    if isinstance(value, np.random.Generator):
+        return ("numpy", repr(value.bit_generator.state))
+    if isinstance(value, np.random.RandomState):
+        kind, keys, *rest = value.get_state(legacy=True)
+        return (kind, np.asarray(keys).tobytes(), *rest)
+    if isinstance(value, torch.Generator):
+        return ("torch", value.get_state().numpy().tobytes())
+    return None
+
+
+@final
+class Memento:
+    """What everything that is reached from `module` held when this was made. Containers are kept by what is in them,
+    tensors that are no parameters by their numbers."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.traces: dict[str, object] = {}
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._values: list[tuple[Any, Any]] = []
+        self._single: list[KeptValue] = []
+        self._iterators: dict[int, tuple[Any, Any]] = {}
+        for kept in attributes(module):
+            self.traces.setdefault(kept.path, trace(kept.value))
+            self._keep(kept)
+
+    def _keep(self, kept: KeptValue) -> None:
+        if kept.kind in ("attribute", "cell", "context") or (kept.kind == "dict" and "__builtins__" in kept.holder):
+            self._single.append(kept)  # a file has more names than those that are used
+        elif kept.kind == "dict":
+            self._containers.setdefault(id(kept.holder), (kept.holder, dict(kept.holder)))
+        value = kept.value
+        if isinstance(value, dict | list | set | deque | bytearray) and id(value) not in self._containers:
+            self._containers[id(value)] = value, _shallow(value)
+        elif is_iterator(value) and id(value) not in self._iterators:
+            self._iterators[id(value)] = value, _copy_iterator(value)
+        elif isinstance(value, torch.Tensor | np.ndarray) or state_of(value) is not None:
+            self._values.append((value, _copy_value(value)))
+
+    def restore(self) -> None:
+        """Puts back what was there. An iterator is replaced by a copy of what it was, where it has a place of its
+        own."""
+        for holder, content in self._containers.values():
+            _refill(holder, self._renew_inside(content))
+        for kept in self._single:
+            now = self._renew(kept.value)
+            if isinstance(kept.holder, CellType) or kept.kind == "context" or not _holds(kept, now):
+                kept.assign(now)
+        for value, copied in self._values:
+            _write_back(value, copied)
+
+    def _renew_inside(self, content: Any) -> Any:
+        if not self._iterators:
+            return content
+        if isinstance(content, dict):
+            return {key: self._renew(one) for key, one in content.items()}
+        return [self._renew(one) for one in content] if isinstance(content, list | deque) else content
+
+    def _renew(self, value: Any) -> Any:
+        original, copied = self._iterators.get(id(value), (None, None))
+        return _copy_iterator(copied) if original is value and copied is not None else value
+
+
+def _holds(kept: KeptValue, value: Any) -> bool:
+    held = kept.holder.get(kept.name) if isinstance(kept.holder, dict) else getattr(kept.holder, kept.name, MISSING)
+    return held is value
+
+
+def _shallow(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else bytes(value) if isinstance(value, bytearray) else list(value)
+
+
+def _refill(holder: Any, content: Any) -> None:
+    if isinstance(holder, dict):
+        same = len(holder) == len(content) and all(
+            one is other and key == name
+            for (key, one), (name, other) in zip(holder.items(), content.items(), strict=True)
+        )
+        if not same:
+            dict.clear(holder)
+            dict.update(holder, content)
+    elif isinstance(holder, bytearray):
+        holder[:] = content
+    elif isinstance(holder, set):
+        if len(holder) != len(content) or not holder.issuperset(content):
+            holder.clear()
+            holder.update(content)
+    elif len(holder) != len(content) or any(one is not other for one, other in zip(holder, content, strict=True)):
+        holder.clear()
+        holder.extend(content)
+
+
+def _copy_iterator(value: Any) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return copy.copy(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _copy_value(value: Any) -> Any:
+    """None for what is not copied: a parameter, a large tensor."""
     if isinstance(value, torch.Tensor):
-        return id(value), tuple(value.shape), value._version
+        kept = isinstance(value, torch.nn.Parameter) or value.nbytes > _LARGEST or value.layout is not torch.strided
+        return None if kept else value.detach().clone()
     if isinstance(value, np.ndarray):
-        return value.shape, value.tobytes() if value.size <= _WIDTH else id(value)
-    if depth and isinstance(value, dict):
-        return len(value), [(str(key), _trace(one, depth - 1)) for key, one in islice(value.items(), _WIDTH)]
-    if depth and isinstance(value, list | tuple | set | frozenset | deque):
-        return len(value), [_trace(one, depth - 1) for one in islice(value, _WIDTH)]
-    if depth and _is_object(value):
-        return id(value), _trace(vars(value), depth - 1)
-    return id(value)
+        return value.copy() if value.nbytes <= _LARGEST and value.flags.writeable else None
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return copy.deepcopy(value.bit_generator.state)
+    return value.get_state()
 
 
-def _is_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module) and not callable(value)
-
-
-def _copy(value: Any, depth: int) -> Any:
-    """A copy of `value` as deep as `_trace` looks."""
+def _write_back(value: Any, copied: Any) -> None:
+    if copied is None:
+        return
     if isinstance(value, torch.Tensor):
-        parameter = isinstance(value, torch.nn.Parameter)
-        return value if parameter or value.nbytes > _LARGEST else value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.nbytes <= _LARGEST else value
-    if depth and type(value) in (dict, list, set, deque, tuple):
-        if len(value) > _WIDTH:
-            return value
-        if isinstance(value, dict):
-            return {key: _copy(one, depth - 1) for key, one in value.items()}
-        return type(value)(_copy(one, depth - 1) for one in value)
-    if depth and _is_object(value) and type(value).__module__ != "builtins":
-        try:
-            made = copy.copy(value)
-            vars(made).update({name: _copy(one, depth - 1) for name, one in vars(value).items()})
-        except Exception:  # noqa: BLE001 - an object of the user's that cannot be copied is left as it is
-            return value
-        return made
-    return value
+        if trace(value) != trace(copied) and value.shape == copied.shape:
+            with torch.no_grad(), suppress(RuntimeError):
+                value.copy_(copied)
+    elif isinstance(value, np.ndarray):
+        value[...] = copied
+    elif isinstance(value, random.Random):
+        value.setstate(copied)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = copied
+    else:
+        value.set_state(copied)
 
 
 @final
 class Recall:
-    """The values of the plain attributes of `module` when this was made."""
+    """What `module` kept when this was made."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._snapshot = take_snapshot(module)
-        self._copies = {kept.path: _copy(kept.value, _DEPTH) for kept in attributes(module)}
+        self._memento = Memento(module)
 
     def find_changed(self) -> tuple[str, ...]:
-        """The attributes that have changed since."""
-        now = take_snapshot(self._module)
-        return tuple(path for path, trace in now.items() if self._snapshot.get(path, MISSING) != trace)
+        """What has changed since, by its path."""
+        return find_changed(self._memento.traces, take_snapshot(self._module))
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Within the block the model has its values of then; afterwards those of now."""
-        names = {*self.find_changed()}
-        now = [kept for kept in attributes(self._module) if kept.path in names]
-        for kept in now:
-            kept.assign(_copy(self._copies.get(kept.path, MISSING), _DEPTH))
+        """Within the block the model keeps what it kept then; afterwards what it keeps now."""
+        now = Memento(self._module)
+        clear_caches(self._module)
+        self._memento.restore()
         try:
             yield
         finally:
-            for kept in now:
-                kept.assign(kept.value)
+            clear_caches(self._module)
+            now.restore()
+
+
+def clear_caches(module: torch.nn.Module) -> None:
+    """Empties the caches of functools: what is in them cannot be seen, and has to be made again the same."""
+    for kept in attributes(module):
+        if isinstance(kept.value, functools._lru_cache_wrapper) and _is_own(kept.value):
+            kept.value.cache_clear()
+
+
+def _is_own(cache: Any) -> bool:
+    """Whether the user's own code fills a cache, and no installed package."""
+    code = getattr(cache.__wrapped__, "__code__", None)
+    return code is None or not code_paths.is_installed(code.co_filename)
+
+
+def random_states() -> tuple[object, object]:
+    """Those of Python's and numpy's shared generators, in a form that can be compared."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)

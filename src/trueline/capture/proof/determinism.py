@@ -8,11 +8,10 @@ Rare behaviour needs more calls: a model that draws from Python's or numpy's gen
 calls, so it is called many times; one that counts its calls is called with its counters set to large numbers.
 """
 
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from types import CodeType
 from typing import Any
 
@@ -27,11 +26,14 @@ from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.model.python_state import KeptValue, attributes, defaults, take_snapshot
+from trueline.capture.model.python_state import find_changed, random_states, take_snapshot
+from trueline.capture.proof.influence import BUDGET_S, Question, Restless, ask, find_influence, find_restless
 from trueline.capture.proof.observe import Observation
+from trueline.capture.proof.sources import Readings, find_outside_influence, read_outside
 from trueline.errors import NotProven, join_names
 from trueline.runtime import compare
 
+UNSTEADY = "the model is not deterministic in evaluation mode"
 RANDOM_HINT = (
     "draw them only `if self.training`, or take them as an input; if the answers are meant to be random, "
     "`trueline capture --allow-random` compares their distribution"
@@ -44,12 +46,16 @@ ATTRIBUTE_HINT = (
     "a plain attribute is no state that a program can hold: make it a buffer (register_buffer; `trueline doctor` shows "
     "the edit where it is proven) and capture with --state explicit, or write only `if self.training`"
 )
-MANY, BUDGET_S = 200, 2.0
-"""Calls of a model that draws outside of torch, and the seconds of this thread after which no further one is made."""
-WIDTH = 100
-"""Numbers of a collection that are looked at."""
-COUNTS = (9, 10, 99, 100, 999, 1000, 9999, 10_000, 1_000_000)
-"""Values that a counter of calls is set to."""
+ELSEWHERE_HINT = (
+    "a program depends on its inputs alone: take the value as an input, or read it once in __init__ and keep it"
+)
+MANY, LOOK_S = 3_000, 0.1
+"""Calls of one input, and the seconds of this thread after which no further one is made; `BUDGET_S` for a model in
+which something changes from call to call."""
+WAYS = 6
+"""Ways through the code on which values that change are looked at."""
+NAMES = 5
+"""Names in a message."""
 ORDERS = 4
 """Pairs of inputs of the same sizes that are given in either order."""
 
@@ -136,15 +142,14 @@ def find_cause(eager: EagerSession, reason: str) -> Unsteady:
     before, drawn = take_snapshot(users), random_states()
     with code_paths.watch() as way, watch:
         eager.run(eager.example)
-    changed = [name for name, trace in take_snapshot(users).items() if before.get(name) != trace]
+    changed = find_changed(before, take_snapshot(users))
     differs = f"it answers equal inputs differently ({reason})" if reason else "a call changes them"
-    unsteady = "the model is not deterministic in evaluation mode"
     if watch.draws and reason:
         operator, place = watch.draws[0]
-        why = f"{unsteady}: {operator} draws random numbers, and {differs}"
+        why = f"{UNSTEADY}: {operator} draws random numbers, and {differs}"
         return Unsteady(why=why, place=place, hint=RANDOM_HINT, random=_same_when_seeded(eager))
     if random_states() != drawn and reason:
-        why = f"{unsteady}: it draws random numbers outside of torch, and {differs}"
+        why = f"{UNSTEADY}: it draws random numbers outside of torch, and {differs}"
         return Unsteady(why=why, place=code_paths.find_line(way, "rand"), hint=OUTSIDE_HINT)
     args, kwargs = eager.calling.arguments(eager.calling.example)
     plain = {key: value for key, value in kwargs.items() if not key.startswith(explicit_state.GIVEN)}
@@ -154,44 +159,92 @@ def find_cause(eager: EagerSession, reason: str) -> Unsteady:
         place = next((place for place in watch.writes if place is not None), None) or _storing_line(way, names)
         why = f"the model keeps a state in its buffers ({join_names(buffers)}): {differs}"
         return Unsteady(why=why, place=place, hint=f"A served program has no memory. {STATE_HINT}")
-    stored = list(dict.fromkeys(name for name, _ in _accesses(way))) or changed
+    stored = list(dict.fromkeys(name for name, _ in _accesses(way))) or list(changed)
     where = f" in the Python attributes it stores ({join_names(stored)})" if stored else ""
     place = _storing_line(way) or _loading_line(way, changed)
     return Unsteady(why=f"the model keeps a state{where}: {differs}", place=place, hint=ATTRIBUTE_HINT)
 
 
 def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
-    """Whether the model keeps values of its inputs in its attributes; a table that is made for a size does no harm. The
-    model as before its first call gets an input, and the same after another of these sizes: the answers have to
-    agree."""
-    for first, second in _pairs(observations):
-        names = eager.recall.find_changed()
-        if not names:
-            return None
-        with eager.recall.as_before():
-            alone = _answer(eager, second)
-        with eager.recall.as_before(), code_paths.watch() as way:
-            _answer(eager, first)
-            after = _answer(eager, second)
-        if alone is None or after is None:
-            continue
-        comparison = compare.compare(alone, after)
-        if not comparison.agrees:
-            return Unsteady(
-                why=f"the model keeps a state in the Python attributes it stores ({join_names(names)}): it answers "
-                f"differently after another input of the same sizes ({comparison.reason})",
-                place=_storing_line(way) or _loading_line(way, names),
-                hint=ATTRIBUTE_HINT,
-            )
+    """Whether an answer depends on what the model was given before; a table that is made for a size does no harm. The
+    model as before its first call answers all inputs in the opposite order, then pairs, then each alone: the answers
+    have to be those that it gave."""
+    answered = [seen for seen in observations if seen.outputs is not None and seen.draws is None]
+    if not answered or not eager.recall.find_changed():
+        return None
+    started, plain = time.thread_time(), [seen for seen in answered if not seen.probe.wild]
+    for order in (plain[::-1], *_pairs(plain), *([seen] for seen in plain)):
+        found = _replay(eager, order)
+        if found is not None:
+            return found
+        if time.thread_time() - started > BUDGET_S:
+            break
+    return _check_ways(eager, answered)
+
+
+def _replay(eager: EagerSession, order: Sequence[Observation]) -> Unsteady | None:
+    """Whether the model as before its first call answers the inputs in this order as it did."""
+    with eager.recall.as_before(), code_paths.watch() as way:
+        for seen in order:
+            outputs = _answer(eager, seen)
+            comparison = compare.compare(seen.outputs or {}, outputs) if outputs is not None else None
+            if comparison is not None and not comparison.agrees:
+                names = eager.recall.find_changed()
+                return Unsteady(
+                    why=f"the model keeps a state in the Python attributes it stores ({_some_names(names)}): it "
+                    f"answers differently after another input ({comparison.reason})",
+                    place=_writing_line(way, names),
+                    hint=ATTRIBUTE_HINT,
+                )
     return None
+
+
+def _check_ways(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
+    """Whether what changes from call to call, on inputs that take another way than the example, changes the answer."""
+    ways = [observations[0].way]
+    for seen in observations[1:]:
+        if len(ways) > WAYS or any(seen.way == way for way in ways):
+            continue
+        ways.append(seen.way)
+        question = ask(eager, seen.probe.inputs)
+        if question is not None:
+            restless = find_restless(eager, seen.probe.inputs)
+            found = _check_influence(question, restless, read_outside(question))
+            if found is not None:
+                return found
+    return None
+
+
+def _check_influence(question: Question, restless: Restless, readings: Readings) -> Unsteady | None:
+    kept = find_influence(question, restless)
+    found = kept or find_outside_influence(question, readings)
+    if found is None:
+        return None
+    if found.draws:
+        why = f"{UNSTEADY}: it draws random numbers outside of torch ({found.path}), and {found.how}"
+        return Unsteady(why=why, place=found.place, hint=OUTSIDE_HINT)
+    if kept is not None:
+        why = f"the model keeps a state in the Python attribute {found.path}: {found.how}"
+        return Unsteady(why=why, place=found.place, hint=ATTRIBUTE_HINT)
+    why = f"the model depends on something beside its inputs ({found.path}): {found.how}"
+    return Unsteady(why=why, place=found.place, hint=ELSEWHERE_HINT)
+
+
+def _some_names(names: Sequence[str]) -> str:
+    return join_names(names[:NAMES]) + (f" and {len(names) - NAMES} others" if len(names) > NAMES else "")
+
+
+def _writing_line(way: Sequence[Event], names: Sequence[str]) -> SourceLine | None:
+    """The line that stores into one of `names`, or else loads one, or else stores any."""
+    last = {path.rpartition(".")[2] for path in names}
+    return _storing_line(way, last) or _loading_line(way, names) or _storing_line(way)
 
 
 def _pairs(observations: Sequence[Observation]) -> Iterator[tuple[Observation, Observation]]:
     """Pairs of the same sizes and other values, each of other sizes than the last."""
     by_sizes: dict[object, list[Observation]] = {}
     for seen in observations:
-        if seen.outputs is not None and seen.draws is None and not seen.probe.wild:
-            by_sizes.setdefault(tuple(value.shape for value in seen.probe.inputs.values()), []).append(seen)
+        by_sizes.setdefault(tuple(value.shape for value in seen.probe.inputs.values()), []).append(seen)
     yield from islice(((some[0], some[-1]) for some in by_sizes.values() if len(some) > 1), ORDERS)
 
 
@@ -204,75 +257,44 @@ def _answer(eager: EagerSession, seen: Observation) -> dict[str, Array] | None:
 
 def check_rare(eager: EagerSession) -> Unsteady | None:
     """Why a model that answered twice the same is no function of its inputs; None when nothing shows it."""
-    users = explicit_state.users_own(eager.module)
-    drawn, counters = random_states(), _whole_numbers(users)
-    with code_paths.watch() as way:
-        answer = eager.run(eager.example)
-    if random_states() != drawn:
-        return _check_many_calls(eager, answer, way)
-    before = {one.path: one.value for one in counters}
-    changed = [one for one in _whole_numbers(users) if before.get(one.path) != one.value]
-    return _check_counts(eager, answer, changed, way)
+    question = ask(eager, eager.example)
+    if question is None:
+        return None
+    drawn = random_states()
+    restless = find_restless(eager, eager.example)
+    draws, readings = random_states() != drawn, read_outside(question)
+    found = _check_influence(question, restless, readings)
+    if found is not None:
+        return found
+    return _check_many_calls(question, readings, draws=draws, budget_s=BUDGET_S if draws or restless else LOOK_S)
 
 
-def _check_many_calls(eager: EagerSession, answer: dict[str, Array], way: Sequence[Event]) -> Unsteady | None:
-    started = time.thread_time()
+def _check_many_calls(question: Question, readings: Readings, *, draws: bool, budget_s: float) -> Unsteady | None:
+    """Calls the model again and again, for longer where something changes from call to call."""
+    started, eager = time.thread_time(), question.eager
+    budget_s = BUDGET_S if readings.lines else budget_s
     for number in range(2, MANY + 1):
-        comparison = compare.compare(answer, eager.run(eager.example))
+        comparison = compare.compare(question.answer, eager.run(eager.example))
         if not comparison.agrees:
-            return Unsteady(
-                why="the model is not deterministic in evaluation mode: it draws random numbers outside of torch, and "
-                f"its answer to the same input differed at call {number} ({comparison.reason})",
-                place=code_paths.find_line(way, "rand"),
-                hint=OUTSIDE_HINT,
-            )
-        if time.thread_time() - started > BUDGET_S:
+            return _differing(question, readings, draws, f"{number} ({comparison.reason})")
+        if time.thread_time() - started > budget_s:
             break
     return None
 
 
-def _whole_numbers(module: torch.nn.Module) -> list[KeptValue]:
-    """KeptValue values that are a whole number, or hold one."""
-    numbers: list[KeptValue] = []
-    for kept in chain(attributes(module), defaults(module)):
-        value = kept.value
-        if type(value) is int:
-            numbers.append(kept)
-        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        numbers += [
-            KeptValue(path=f"{kept.path}[{key!r}]", holder=value, name=key, value=one)
-            for key, one in islice(inside, WIDTH)
-            if type(one) is int
-        ]
-    return numbers
-
-
-def _check_counts(
-    eager: EagerSession, answer: dict[str, Array], counters: Sequence[KeptValue], way: Sequence[Event]
-) -> Unsteady | None:
-    for counter in counters:
-        for count in COUNTS:
-            counter.assign(count)
-            try:
-                comparison = compare.compare(answer, eager.run(eager.example))
-            except Exception:  # noqa: BLE001 - the user's forward at a count it may not know: no answer to compare
-                continue
-            finally:
-                counter.assign(counter.value)
-            if not comparison.agrees:
-                return Unsteady(
-                    why=f"the model keeps a state in the Python attribute {counter.path}: it answers differently when "
-                    f"that is {count} ({comparison.reason})",
-                    place=code_paths.find_line(way, counter.path.partition("[")[0].rpartition(".")[2]),
-                    hint=ATTRIBUTE_HINT,
-                )
-    return None
-
-
-def random_states() -> tuple[object, object]:
-    """Those of Python's and numpy's shared generators, in a form that can be compared."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
+def _differing(question: Question, readings: Readings, draws: bool, when: str) -> Unsteady:
+    """Why its answer to the same input differed at a later call."""
+    differs = f"its answer to the same input differed at call {when}"
+    if draws or "urandom" in readings.lines:
+        place = code_paths.find_line(question.way, "rand") or readings.lines.get("urandom")
+        why = f"{UNSTEADY}: it draws random numbers outside of torch, and {differs}"
+        return Unsteady(why=why, place=place, hint=OUTSIDE_HINT)
+    names = question.eager.recall.find_changed()
+    return Unsteady(
+        why=f"the model keeps a state in the Python attributes it stores ({_some_names(names)}): {differs}",
+        place=_writing_line(question.way, names),
+        hint=ATTRIBUTE_HINT,
+    )
 
 
 def _same_when_seeded(eager: EagerSession) -> bool:

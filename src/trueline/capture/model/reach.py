@@ -1,0 +1,311 @@
+"""Everything that a model can reach, place by place: what it and its parts keep in attributes of any kind, and what
+their functions use: closures, defaults, globals, classes.
+
+Walked are containers, objects of the user's own classes, functions and methods, iterators and weak references. torch,
+numpy and the standard library are walked where they hold the user's values (a deque, a hook, a partial), not inside.
+"""
+
+import contextvars
+import functools
+import gc
+import itertools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trueline.capture.model import code_paths
+
+MISSING = object()
+AT_MOST = 200_000
+"""Places that are looked at."""
+WIDTH = 1000
+"""Elements of a collection that are looked at, from its beginning; of a sequence the last 16 too."""
+_SKIPPED = frozenset(
+    {"_io", "abc", "asyncio", "concurrent", "enum", "importlib", "io", "logging", "re", "socket", "typing", "unittest"}
+)
+"""Modules of the standard library whose objects keep nothing that an answer could depend on."""
+_LIBRARIES = frozenset({"torch", "numpy", "trueline", "onnxruntime"})
+Kind = Literal["dict", "index", "attribute", "cell", "context", "element", "inside"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptValue:
+    """A value and the place where it is kept."""
+
+    path: str
+    holder: Any
+    """The dict, sequence, object, class or cell in which it is kept; of a tuple's element, the place of the tuple."""
+    name: Any
+    """The key, index or attribute."""
+    value: Any
+    kind: Kind
+
+    @property
+    def attribute(self) -> str:
+        """The name in code: of `meters[0].total["rows"]`, `total`."""
+        return self.path.partition("[")[0].removesuffix("()").rpartition(".")[2]
+
+    def assign(self, value: Any) -> bool:
+        """Keeps `value` instead, and removes the name where that is `MISSING`; False where that is not possible."""
+        try:
+            if self.kind == "cell":
+                self.holder.cell_contents = value
+            elif self.kind == "context":
+                self.holder.set(value)
+            elif self.kind == "attribute" and value is MISSING:
+                delattr(self.holder, self.name)
+            elif self.kind == "attribute":
+                setattr(self.holder, self.name, value)
+            elif self.kind == "dict" and value is MISSING:
+                self.holder.pop(self.name, None)
+            elif self.kind in ("dict", "index"):
+                self.holder[self.name] = value
+            elif self.kind == "element":
+                whole = self.holder.value
+                changed = [value if index == self.name else one for index, one in enumerate(whole)]
+                return bool(self.holder.assign(whole._make(changed) if hasattr(whole, "_make") else tuple(changed)))
+            else:
+                return False
+        except (AttributeError, TypeError, IndexError, KeyError, ValueError):
+            return False
+        return True
+
+
+def attributes(module: torch.nn.Module) -> Iterator[KeptValue]:
+    """Every place that is reached from `module`, each object once, what is near before what is far. Of an installed
+    package only functions are followed whose names occur in code that is reached."""
+    seen: set[int] = {id(vars(module))}
+    waiting = deque(_attributes_of(module, ""))
+    named, unnamed = {"forward"}, dict[str, list[KeptValue]]()
+    kept_alive: list[Any] = []  # an id is unique as long as its object lives
+    count = 0
+    while waiting and count < AT_MOST:
+        kept = waiting.popleft()
+        value = kept.value
+        if kept.name and isinstance(value, FunctionType) and kept.kind == "inside" and kept.name not in named:
+            unnamed.setdefault(kept.name, []).append(kept)
+            continue
+        count += 1
+        yield kept
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        kept_alive.append(value)
+        waiting.extend(_children(kept))
+        if isinstance(value, FunctionType):
+            for name in code_paths.names_in(value.__code__) - named:
+                named.add(name)
+                waiting.extend(unnamed.pop(name, ()))
+
+
+_LEAVES = (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, torch.dtype, torch.device, CodeType)
+
+
+def _children(kept: KeptValue) -> Iterable[KeptValue]:
+    path, value = kept.path, kept.value
+    if isinstance(value, torch.nn.Module):
+        return _attributes_of(value, path)
+    if isinstance(value, dict):
+        return itertools.chain(_items(path, value), _fields(path, value))
+    if isinstance(value, list | tuple | deque):
+        return itertools.chain(_elements(kept), _fields(path, value))
+    if isinstance(value, FunctionType):
+        return _of_function(path, value)
+    if isinstance(value, type):
+        return _of_class(path, value) if _is_users(value) else ()
+    if isinstance(value, ModuleType | BuiltinFunctionType) or _is_skipped(value):
+        return ()
+    return _of_object(path, value)
+
+
+def _attributes_of(module: torch.nn.Module, path: str) -> Iterator[KeptValue]:
+    """The attributes of a module; parameters, buffers and submodules by their own names, as they are in code."""
+    own = vars(module)
+    for name, value in list(own.items()):
+        if name in ("_parameters", "_buffers", "_modules") and isinstance(value, dict):
+            for part, held in list(value.items()):
+                yield KeptValue(path=_join(path, part), holder=value, name=part, value=held, kind="dict")
+        elif name not in _CONSTANT and (not name.startswith("_") or value or name not in _EMPTY):
+            yield KeptValue(path=_join(path, name), holder=own, name=name, value=value, kind="dict")
+    yield _inside(f"{type(module).__qualname__}", type(module))
+
+
+_CONSTANT = frozenset({"training", "_non_persistent_buffers_set", "_is_full_backward_hook"})
+_EMPTY = frozenset(vars(torch.nn.Module()))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _inside(path: str, value: Any) -> KeptValue:
+    return KeptValue(path=path, holder=None, name="", value=value, kind="inside")
+
+
+def _items(path: str, value: dict[Any, Any]) -> Iterator[KeptValue]:
+    for key, one in itertools.islice(list(value.items()), WIDTH):
+        yield KeptValue(path=f"{path}[{_key(key)}]", holder=value, name=key, value=one, kind="dict")
+        if not isinstance(key, (*_LEAVES, tuple)):
+            yield _inside(f"{path}.key", key)
+
+
+def _key(key: Any) -> str:
+    return repr(key) if isinstance(key, (*_LEAVES, tuple)) else f"a {type(key).__name__}"
+
+
+def _elements(kept: KeptValue) -> Iterator[KeptValue]:
+    value, size = kept.value, len(kept.value)
+    kind: Kind = "element" if isinstance(value, tuple) else "index"
+    holder = kept if isinstance(value, tuple) else value
+    for index in range(size) if size <= WIDTH + 16 else itertools.chain(range(WIDTH), range(size - 16, size)):
+        yield KeptValue(path=f"{kept.path}[{index}]", holder=holder, name=index, value=value[index], kind=kind)
+
+
+def _of_function(path: str, function: FunctionType) -> Iterator[KeptValue]:
+    """Its closure, defaults and attributes, and, where it is the user's, the globals that it uses."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield KeptValue(path=f"{path}.{name}", holder=cell, name=name, value=cell.cell_contents, kind="cell")
+        except ValueError:
+            continue  # it has no value yet
+    yield from _fields(path, function)
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    for name, value in zip(reversed(names), reversed(function.__defaults__ or ()), strict=False):
+        yield _inside(f"{function.__qualname__}.{name}", value)
+    for name, value in (function.__kwdefaults__ or {}).items():
+        held = function.__kwdefaults__
+        yield KeptValue(path=f"{function.__qualname__}.{name}", holder=held, name=name, value=value, kind="dict")
+    if code_paths.is_users(function.__code__.co_filename):
+        yield from _globals_of(function)
+
+
+def _globals_of(function: FunctionType) -> Iterator[KeptValue]:
+    known, names = function.__globals__, code_paths.names_in(function.__code__)
+    file = known.get("__name__", "")
+    for name in names:
+        value = known.get(name, MISSING)
+        if isinstance(value, ModuleType):
+            if code_paths.is_users(getattr(value, "__file__", None) or "<"):
+                inside = vars(value)
+                for attribute in names & inside.keys():
+                    path = f"{value.__name__}.{attribute}"
+                    held = inside[attribute]
+                    yield KeptValue(path=path, holder=inside, name=attribute, value=held, kind="dict")
+        elif value is not MISSING:
+            yield KeptValue(path=f"{file}.{name}", holder=known, name=name, value=value, kind="dict")
+
+
+def _of_class(path: str, kind: type) -> Iterator[KeptValue]:
+    """What the user's class and those above it keep, its functions among it."""
+    for one in kind.__mro__:
+        if not _is_users(one):
+            continue
+        for name, value in list(vars(one).items()):
+            if isinstance(value, MemberDescriptorType) or (name.startswith("__") and not callable(value)):
+                continue
+            own = f"{one.__qualname__}.{name}"
+            if name in ("__init__", "__new__"):
+                continue
+            if isinstance(value, FunctionType):
+                yield _method(own, name, value)
+            elif isinstance(value, property | staticmethod | classmethod | functools.cached_property):
+                for part in ("fget", "fset", "func", "__func__"):
+                    yield _method(own, name, getattr(value, part, None))
+            else:
+                yield KeptValue(path=own, holder=one, name=name, value=value, kind="attribute")
+        if isinstance(type(one), type) and _is_users(type(one)):
+            yield _inside(type(one).__qualname__, type(one))
+
+
+def _method(path: str, name: str, value: Any) -> KeptValue:
+    """A function of a class; of an installed one with its name, by which it is followed."""
+    code = getattr(value, "__code__", None)
+    follows = code is None or name.startswith("__") or not code_paths.is_installed(code.co_filename)
+    return KeptValue(path=path, holder=None, name="" if follows else name, value=value, kind="inside")
+
+
+def _of_object(path: str, value: Any) -> Iterator[KeptValue]:
+    if isinstance(value, MethodType):
+        yield _inside(path, value.__func__)
+        yield _inside(f"{path}.__self__", value.__self__)
+    elif isinstance(value, functools.partial):
+        yield _inside(path, value.func)
+        yield _inside(f"{path}.args", value.args)
+        yield _inside(f"{path}.keywords", value.keywords)
+    elif isinstance(value, weakref.ref):
+        yield _inside(f"{path}()", value())
+    elif isinstance(value, contextvars.ContextVar):
+        yield KeptValue(path=f"{path}()", holder=value, name="", value=value.get(None), kind="context")
+    elif isinstance(value, GeneratorType):
+        for name, held in (value.gi_frame.f_locals if value.gi_frame else {}).items():
+            yield _inside(f"{path}.{name}", held)
+    elif is_iterator(value):
+        for at, held in enumerate(gc.get_referents(value)):
+            if not isinstance(held, type):
+                yield _inside(f"{path}.{at}", held)
+    elif isinstance(value, CellType):
+        return
+    else:
+        if isinstance(value, functools._lru_cache_wrapper):
+            yield _inside(f"{path}.__wrapped__", value.__wrapped__)
+        yield from _fields(path, value)
+        if _is_users(type(value)):  # type: ignore[arg-type]
+            yield _inside(type(value).__qualname__, type(value))
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it is an iterator that is written in C: `itertools.count`, `iter([...])`."""
+    kind = type(value)
+    return kind.__module__ in ("itertools", "builtins") and hasattr(kind, "__next__")
+
+
+def _fields(path: str, value: Any) -> Iterator[KeptValue]:
+    """Its attributes, in a `__dict__` and in slots."""
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        for name, one in list(held.items()):
+            if name != "__wrapped__" or not isinstance(value, functools._lru_cache_wrapper):
+                yield KeptValue(path=_join(path, str(name)), holder=held, name=name, value=one, kind="dict")
+    for kind in type(value).__mro__:
+        if kind.__module__ == "builtins" or "__slots__" not in vars(kind):
+            continue
+        for name, member in vars(kind).items():
+            if isinstance(member, MemberDescriptorType):
+                one = getattr(value, name, MISSING)
+                if one is not MISSING:
+                    yield KeptValue(path=f"{path}.{name}", holder=value, name=name, value=one, kind="attribute")
+
+
+@functools.cache
+def _is_users(kind: Any) -> bool:
+    """Whether a class is the user's, or a library's that is no part of torch, numpy or Python."""
+    module = kind.__module__.partition(".")[0]
+    if module in _LIBRARIES or module == "builtins":
+        return False
+    functions = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
+    codes = [function.__code__.co_filename for function in functions if function.__code__.co_filename[:1] != "<"]
+    if codes:
+        return code_paths.is_users(codes[0])
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and code_paths.is_users(file)
+
+
+def _is_skipped(value: Any) -> bool:
+    module = type(value).__module__.partition(".")[0]
+    return module in _SKIPPED or (module in _LIBRARIES and not isinstance(value, torch.nn.Module))

@@ -1,0 +1,286 @@
+"""Does what a model keeps change what it answers? Each value that changes from call to call is replaced by others, and
+each decision that depends on it is taken the other way: see `tainted.py`.
+
+A counter that only a log reads does no harm. One that decides at call 1,234,567 does, however seldom.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any
+
+import numpy as np
+import torch
+
+from trueline.bundle.signature import Array
+from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model.code_paths import Event, SourceLine
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.python_state import Memento, state_of, trace
+from trueline.capture.model.reach import KeptValue, attributes, is_iterator
+from trueline.capture.proof.tainted import Decisions, TaintedDraws, TaintedIterator, TaintWatch, mark, quietly
+from trueline.runtime import compare
+
+COUNTS = (9, 10, 99, 100, 999, 1000, 9999, 10_000, 1_000_000)
+"""Values that a counter of calls is set to."""
+BUDGET_S = 2.0
+"""Seconds of this thread for the values of one input."""
+CONSTANTS = 60
+"""Numbers in the code of the model around which a counter is set."""
+DECISIONS = 40
+"""Decisions that are turned, of those that depend on one value."""
+LONGEST = 1_000_000
+"""Elements of a list that is made longer."""
+_COLLECTIONS = (list, deque, dict, set)
+
+Inputs = Mapping[str, Array]
+Restless = Sequence[tuple[KeptValue, object]]
+"""Places whose values change from call to call, each with an earlier value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Influence:
+    """A kept value that changes the answer."""
+
+    path: str
+    how: str
+    """When the answer is another, and how it differs."""
+    place: SourceLine | None
+    draws: bool = False
+    """Whether what changes the answer is a draw of random numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The model on one input, with its answer."""
+
+    eager: EagerSession
+    inputs: Inputs
+    answer: Inputs
+    way: Sequence[Event]
+
+    def differs(self, memento: Memento) -> str:
+        """How its answer is another now; empty where it is the same, or there is none. The model is then put back."""
+        try:
+            comparison = compare.compare(self.answer, self.eager.run(self.inputs))
+        except Exception:  # noqa: BLE001 - the user's forward with a value that it may not know: no answer to compare
+            return ""
+        finally:
+            memento.restore()
+        return "" if comparison.agrees else comparison.reason
+
+
+def ask(eager: EagerSession, inputs: Inputs) -> Question | None:
+    """None where the model does not answer the input."""
+    with code_paths.watch(ends=True) as way:
+        try:
+            answer = eager.run(inputs)
+        except Exception:  # noqa: BLE001 - the user's forward may refuse the input
+            return None
+    return Question(eager=eager, inputs=inputs, answer=answer, way=way)
+
+
+def find_restless(eager: EagerSession, inputs: Inputs) -> list[tuple[KeptValue, object]]:
+    """What changes each time that the model runs on the same input."""
+    users = explicit_state.users_own(eager.module)
+    seen: list[dict[str, KeptValue]] = []
+    traces: list[dict[str, object]] = []
+    for _ in range(3):
+        if seen:
+            eager.run(inputs)
+        kept = dict[str, KeptValue]()
+        for one in attributes(users):
+            kept.setdefault(one.path, one)
+        seen.append(kept)
+        traces.append({path: trace(one.value) for path, one in kept.items()})
+    before, middle, after = traces
+    restless = []
+    for path, one in seen[-1].items():
+        changes = before.get(path) != middle.get(path) or middle.get(path) != after[path]
+        if changes and not isinstance(one.value, torch.nn.Parameter):
+            earlier = seen[1].get(path)
+            restless.append((one, earlier.value if earlier is not None else None))
+    return restless
+
+
+def find_influence(question: Question, restless: Restless) -> Influence | None:
+    """The first of the values that change whose other values change the answer."""
+    if not restless:
+        return None
+    users = explicit_state.users_own(question.eager.module)
+    memento, started = Memento(users), time.thread_time()
+    constants = _constants(question.way)
+    with quietly():
+        for kept, before in restless:
+            for why, place in _ask(question, memento, kept, before, constants):
+                if why:
+                    place = place or code_paths.find_line(question.way, kept.attribute)
+                    place = place or _deciding_line(question, memento, kept)
+                    return Influence(path=kept.path, how=why, place=place, draws=state_of(kept.value) is not None)
+                if time.thread_time() - started > BUDGET_S:
+                    break
+    return None
+
+
+def _deciding_line(question: Question, memento: Memento, kept: KeptValue) -> SourceLine | None:
+    """The first line that decides by the value."""
+    stand = _taintable(kept.value, None)
+    decisions = Decisions()
+    if stand is not None and kept.assign(stand(decisions)[0]):
+        question.differs(memento)
+    return next((line for line in decisions.lines if line is not None), None)
+
+
+Answer = tuple[str, SourceLine | None]
+
+
+def _ask(
+    question: Question, memento: Memento, kept: KeptValue, before: object, constants: Sequence[float]
+) -> Iterator[Answer]:
+    """Each way in which the answer changes with the value; empty words where it does not."""
+    values = _others(kept.value, before, constants)
+    first = [value for _, value in zip(range(len(COUNTS)), values, strict=False)]
+    for value in first:
+        yield _with(question, memento, kept, value)
+    yield from _turn_decisions(question, memento, kept, before)
+    for value in values:
+        yield _with(question, memento, kept, value)
+
+
+def _with(question: Question, memento: Memento, kept: KeptValue, value: Any) -> Answer:
+    if not kept.assign(value):
+        memento.restore()
+        return "", None
+    why = question.differs(memento)
+    return (f"it answers differently when that is {_words(value)} ({why})" if why else ""), None
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, _COLLECTIONS):
+        return f"of length {len(value)}"
+    return repr(value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else value)[:60]
+
+
+def _turn_decisions(question: Question, memento: Memento, kept: KeptValue, before: object) -> Iterator[Answer]:
+    """With each decision that depends on the value taken the other way."""
+    place = _taintable(kept.value, before)
+    if place is None:
+        return
+    count, flip = 1, -1
+    while flip < min(count, DECISIONS):
+        decisions = Decisions(flip if flip >= 0 else None)
+        value, watch = place(decisions)
+        if not kept.assign(value):
+            return
+        if watch is None:
+            why = question.differs(memento)
+        else:
+            with watch:
+                why = question.differs(memento)
+        if flip < 0:
+            if why:
+                return  # the stand-in itself is not accepted as what it stands for
+            count = len(decisions.lines)
+        elif why:
+            line = decisions.lines[flip] if flip < len(decisions.lines) else None
+            yield f"it answers differently when what depends on that is decided the other way ({why})", line
+        else:
+            yield "", None
+        flip += 1
+
+
+Stand = Callable[[Decisions], tuple[Any, TaintWatch | None]]
+
+
+def _taintable(value: Any, before: object) -> Stand | None:
+    """What makes a stand-in that notes decisions; None for a value that has none."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low = value if isinstance(before, int | float) and before < value else float("-inf")
+        high = value if isinstance(before, int | float) and before > value else float("inf")
+        return lambda decisions: (mark(value, decisions, (low, high)), None)
+    if isinstance(value, torch.Tensor):
+        copied = value.detach().clone()
+
+        def stand(decisions: Decisions) -> tuple[Any, TaintWatch]:
+            tensor = copied.clone()
+            return tensor, TaintWatch(tensor, decisions)
+
+        return stand
+    if is_iterator(value) or isinstance(value, GeneratorType):
+        return lambda decisions: (TaintedIterator(value, decisions), None)
+    if state_of(value) is not None and not isinstance(value, torch.Generator):
+        return lambda decisions: (TaintedDraws(value, decisions), None)
+    return None
+
+
+def _constants(way: Sequence[Event]) -> list[float]:
+    """The numbers in the code that ran, the largest first."""
+    waiting: list[Any] = list(dict.fromkeys(constant for _, code, _ in way for constant in code.co_consts))
+    numbers: set[float] = set()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, tuple | frozenset):
+            waiting += one
+        elif isinstance(one, int | float) and not isinstance(one, bool) and 2 <= abs(one) < 1e15:
+            numbers.add(one)
+    return sorted(numbers, reverse=True)[:CONSTANTS]
+
+
+def _others(value: Any, before: object, constants: Sequence[float]) -> Iterator[Any]:
+    """Other values of that kind: usual counts first, then those around numbers in the code."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | float):
+        step = value - before if isinstance(before, int | float) else 1
+        yield from map(type(value), COUNTS)
+        for one in constants:
+            yield from dict.fromkeys(type(value)(one - less) for less in (step, 1, 0, -1))
+    elif isinstance(value, str):
+        yield from map(str, COUNTS)
+        yield from ("", value + "0", *(f"{int(one)}" for one in constants))
+    elif isinstance(value, bytearray):
+        for count in (*COUNTS, *map(int, constants)):
+            for order in ("big", "little"):
+                yield bytearray(abs(count).to_bytes(max(len(value), 8), order))
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        yield from _other_numbers(value, constants)
+    elif isinstance(value, _COLLECTIONS):
+        yield from _other_lengths(value, constants)
+
+
+def _other_numbers(value: Any, constants: Sequence[float]) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.numel() > 1 << 20 or value.is_quantized:
+            return
+        value, full = value.detach(), torch.full_like
+    elif value.dtype.kind not in "iuf" or value.size > 1 << 20:
+        return
+    else:
+        full = np.full_like  # type: ignore[assignment]
+    for count in (*COUNTS, *(one - less for one in constants for less in (1, 0, -1))):
+        try:
+            yield full(value, count)
+        except (OverflowError, RuntimeError, ValueError):
+            continue
+    yield value * 10 if str(value.dtype) not in ("torch.bool", "bool") else ~value
+
+
+def _other_lengths(value: Any, constants: Sequence[float]) -> Iterator[Any]:
+    lengths = [0, *COUNTS, *(int(one) - less for one in constants for less in (1, 0, -1))]
+    if isinstance(value, list | deque):
+        content = list(value) or [0]
+        limit = getattr(value, "maxlen", None) or LONGEST
+        for length in lengths:
+            if 0 <= length <= limit:
+                longer = (content * (length // len(content) + 1))[-length:] if length else []
+                yield deque(longer, limit) if isinstance(value, deque) else type(value)(longer)
+        return
+    for length in (one for one in lengths if 0 <= one <= LONGEST):
+        if not isinstance(value, dict):
+            yield {*value, *range(10**12, 10**12 + length - len(value))}
+        elif value:
+            table = value.copy()
+            table.update(dict.fromkeys(range(10**12, 10**12 + length - len(value)), next(reversed(value.values()))))
+            yield table

@@ -1,0 +1,280 @@
+"""What a model takes from outside: clocks, the environment, files, shared generators of random numbers.
+
+Where the user's own line reads one of them, the model runs with other values: clocks are moved, variables of the
+environment changed, and each decision on a number that was read is taken the other way. A time that is measured and
+logged does no harm. A file that is read on each call is refused: its content can change.
+"""
+
+import datetime
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model.code_paths import SourceLine
+from trueline.capture.model.python_state import Memento
+from trueline.capture.model.reach import KeptValue, attributes
+from trueline.capture.proof.influence import DECISIONS, Influence, Question
+from trueline.capture.proof.tainted import Decisions, mark, marking, quietly
+
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+CLOCKS = tuple((time, f"{name}{unit}") for name in _CLOCKS for unit in ("", "_ns"))
+_TIMES = {*(name for _, name in CLOCKS), "datetime", "date", "getpid"}
+OTHERS = ((os, "getpid"),)
+_DRAWS = "random uniform gauss normalvariate expovariate betavariate triangular randint randrange getrandbits"
+_NUMPY = "random rand randn random_sample uniform normal randint"
+DRAWS = (*((random, name) for name in _DRAWS.split()), *((np.random, name) for name in _NUMPY.split()))
+BYTES = ((os, "urandom"), (random, "_urandom"))
+SHIFTS_S = (0.37, 61.0, 3600.0, 5 * 3600.0, 13 * 3600.0, 86_400.0, 3 * 86_400.0, 40 * 86_400.0, 3.2e8, 3e9)
+"""Seconds by which clocks are moved."""
+VARIABLES = 4
+"""Variables of the environment that are changed."""
+_STRAY = ("linecache.py", "<frozen", "inspect.py", "traceback.py", "warnings.py", "/logging/", "tokenize.py")
+_ENVIRON = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
+_PASSING = ("/proc/", "/sys/", "/dev/")
+
+
+class Readings:
+    """What one run read: the name of each source, and the first of the user's lines that read it."""
+
+    def __init__(self, flip: int | None = None, shift_s: float = 0.0) -> None:
+        self.decisions = Decisions(flip)
+        self.shift_s = shift_s
+        self.changes = ""
+        """How the answer is another in this run."""
+        self.lines: dict[str, SourceLine | None] = {}
+        self.variables: dict[str, SourceLine | None] = {}
+        self.files: dict[str, SourceLine | None] = {}
+
+    def note(self, name: str) -> None:
+        self.lines.setdefault(name, code_paths.current_line())
+
+    def clock(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def read(*args: Any) -> Any:
+            value = function(*args)
+            if not _is_direct(sys._getframe(1)):
+                return value
+            self.note(name)
+            moved = value + int(self.shift_s * 1e9) if name.endswith("_ns") else value + self.shift_s
+            return mark(moved, self.decisions, (0.0, float("inf")))
+
+        return read
+
+    def other(self, function: Callable[..., Any], name: str, *, numbers: bool) -> Callable[..., Any]:
+        drawing = marking(function, self.decisions, name) if numbers else function
+
+        def read(*args: Any, **options: Any) -> Any:
+            if numbers and not _is_direct(sys._getframe(1)):
+                return function(*args, **options)
+            if code_paths.current_line() is not None:
+                self.note(name)
+            return drawing(*args, **options)
+
+        return read
+
+
+def _is_direct(frame: FrameType) -> bool:
+    return code_paths.is_users(frame.f_code.co_filename)
+
+
+def read_outside(question: Question) -> Readings:
+    """What a call of the model reads."""
+    readings = Readings()
+    memento = Memento(explicit_state.users_own(question.eager.module))
+    with quietly(), _reading(readings, _find_places(question)):
+        readings.changes = question.differs(memento)
+    return readings
+
+
+def find_outside_influence(question: Question, first: Readings) -> Influence | None:
+    """The first thing outside of the model that changes its answer, of those that it read first, or a file that it
+    reads on each call."""
+    for file, line in first.files.items():
+        return Influence(path=file, how="it reads that file on each call, and the content can change", place=line)
+    if first.changes or not (first.lines or first.variables):
+        return None  # a stand-in is not accepted as what it stands for, or nothing is read
+    memento, places = Memento(explicit_state.users_own(question.eager.module)), _find_places(question)
+    with quietly():
+        for readings in _variants(first):
+            with _reading(readings, places):
+                why = question.differs(memento)
+            if why:
+                lines, flip = readings.decisions.lines, readings.decisions.flip
+                place = lines[flip] if flip is not None and flip < len(lines) else next(iter(first.lines.values()))
+                when = "at another time" if flip is None else "when what depends on that is decided the other way"
+                how = f"it answers differently {when} ({why})"
+                draws = flip is not None and not first.lines.keys() & _TIMES
+                return Influence(path=", ".join(first.lines), how=how, place=place, draws=draws)
+        return _find_variable(question, memento, first)
+
+
+def _variants(first: Readings) -> Iterator[Readings]:
+    for flip in range(min(len(first.decisions.lines), DECISIONS)):
+        yield Readings(flip=flip)
+    if first.lines.keys() & _TIMES:
+        for shift_s in SHIFTS_S:
+            yield Readings(shift_s=shift_s)
+
+
+def _find_variable(question: Question, memento: Memento, first: Readings) -> Influence | None:
+    for name, line in list(first.variables.items())[:VARIABLES]:
+        before = os.environ.get(name)
+        for value in (None, "0", "1", "true", "other"):
+            if value == before:
+                continue
+            try:
+                _set_variable(name, value)
+                why = question.differs(memento)
+            finally:
+                _set_variable(name, before)
+            if why:
+                how = f"it answers differently when that is {'not set' if value is None else repr(value)} ({why})"
+                return Influence(path=f"the environment's {name}", how=how, place=line)
+    return None
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _find_places(question: Question) -> list[KeptValue]:
+    """Where the user's code keeps a source itself: `from time import time`."""
+    known = {id(getattr(module, name)) for module, name in (*CLOCKS, *OTHERS)}
+    known |= {id(datetime.datetime), id(datetime.date), id(random.random), id(np.random.rand)}
+    bound = {getattr(random, name) for _, name in DRAWS[: len(_DRAWS.split())]}
+    return [
+        kept
+        for kept in attributes(explicit_state.users_own(question.eager.module))
+        if kept.kind in ("dict", "cell", "attribute")
+        and callable(kept.value)
+        and (id(kept.value) in known or (type(kept.value).__name__ in ("method", "builtin_function_or_method")
+                                         and kept.value in bound))
+    ]  # fmt: skip
+
+
+@contextmanager
+def _reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
+    """Within the block sources are stood in for."""
+    with ExitStack() as stack:
+        stands: list[tuple[Any, Any]] = []
+
+        def replace(module: ModuleType, name: str, stand: Any) -> None:
+            before = getattr(module, name)
+            stands.append((before, stand))
+            setattr(module, name, stand)
+            stack.callback(setattr, module, name, before)
+
+        for module, name in CLOCKS:
+            replace(module, name, readings.clock(getattr(module, name), name))
+        for module, name in (*DRAWS, *OTHERS):
+            replace(module, name, readings.other(getattr(module, name), name, numbers=True))
+        for module, name in BYTES:
+            replace(module, name, readings.other(getattr(module, name), "urandom", numbers=False))
+        moved, day = _datetimes(readings)
+        replace(datetime, "datetime", moved)
+        replace(datetime, "date", day)
+        for kept in places:
+            stand = next((stand for before, stand in stands if before == kept.value), None)
+            if stand is not None and kept.assign(stand):
+                stack.callback(kept.assign, kept.value)
+        stack.enter_context(_watch_environment(readings))
+        stack.enter_context(_watch_files(readings))
+        yield
+
+
+def _datetimes(readings: Readings) -> tuple[type, type]:
+    """`datetime` and `date` with a clock that is moved, and fields that note decisions."""
+    plain, plain_date = datetime.datetime, datetime.date
+
+    class AsBefore(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, plain if issubclass(cls, plain) else plain_date)
+
+    def fields(kind: Any, names: str) -> dict[str, Any]:
+        def field(name: str) -> property:
+            return property(lambda self: mark(getattr(kind, name).__get__(self), readings.decisions, (0, 9999)))
+
+        return {name: field(name) for name in names.split()}
+
+    def now(cls: Any, tz: Any = None) -> Any:
+        readings.note("datetime")
+        at = plain.now(tz) + datetime.timedelta(seconds=min(readings.shift_s, 1e9))
+        return cls.combine(at.date(), at.timetz())
+
+    def today(cls: Any) -> Any:
+        readings.note("date")
+        return cls.fromordinal((plain.now() + datetime.timedelta(seconds=min(readings.shift_s, 1e9))).toordinal())
+
+    clock = {"now": classmethod(now), "today": classmethod(now), "utcnow": classmethod(now)}
+    times = "year month day hour minute second microsecond"
+    moved = AsBefore("datetime", (plain,), {**fields(plain, times), **clock})
+    day = AsBefore("date", (plain_date,), {**fields(plain_date, "year month day"), "today": classmethod(today)})
+    return moved, day
+
+
+@contextmanager
+def _watch_environment(readings: Readings) -> Iterator[None]:
+    kind = type(os.environ)
+    before = kind.__getitem__
+
+    def read(self: Any, name: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename in (
+            os.__file__,
+            "<frozen os>",
+            "<frozen _collections_abc>",
+        ):
+            frame = frame.f_back
+        if frame is not None and _is_direct(frame):
+            readings.variables.setdefault(str(name), code_paths.current_line())
+        return before(self, name)
+
+    kind.__getitem__ = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__getitem__ = before  # type: ignore[method-assign]
+
+
+_watching: list[Readings] = []
+_hooked: list[bool] = []
+
+
+@contextmanager
+def _watch_files(readings: Readings) -> Iterator[None]:
+    """Notes the files that the user's code opens to read. An audit hook stays for good; it does nothing outside."""
+    if not _hooked:
+        _hooked.append(True)
+        sys.addaudithook(_note_file)
+    _watching.append(readings)
+    try:
+        yield
+    finally:
+        _watching.pop()
+
+
+def _note_file(event: str, args: tuple[Any, ...]) -> None:
+    if event != "open" or not _watching:
+        return
+    path, mode, flags = args
+    reads = mode.startswith("r") if isinstance(mode, str) else not flags & (os.O_WRONLY | os.O_RDWR)
+    if not reads or not isinstance(path, str | bytes | os.PathLike):
+        return
+    name = os.fsdecode(path)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not code_paths.is_users(frame.f_code.co_filename):
+        if any(word in frame.f_code.co_filename for word in _STRAY):
+            return
+        frame = frame.f_back
+    if frame is not None and not name.startswith(_PASSING):
+        _watching[-1].files.setdefault(name, code_paths.current_line())

@@ -1,0 +1,657 @@
+"""Models whose answer depends on something beside their inputs, each in another hiding place. The line that a message
+should name ends with the comment `# here`, or, in a model with several, with the class's name."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import datetime
+import functools
+import itertools
+import os
+import random
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+GUILTY: dict[str, type[nn.Module]] = {}
+
+
+def guilty(kind: type[nn.Module]) -> type[nn.Module]:
+    GUILTY[kind.__name__] = kind
+    return kind
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.start()
+
+    def start(self) -> None: ...
+
+
+@guilty
+class Modulo(Base):
+    """Every 300th call."""
+
+    def start(self) -> None:
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.lin(x) if self.n % 300 < 299 else x
+
+
+@guilty
+class AfterAMillion(Base):
+    def start(self) -> None:
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        y = self.lin(x)
+        if self.n == 1_234_567:
+            y = y * 2
+        return y
+
+
+@guilty
+class Countdown(Base):
+    """A number that falls."""
+
+    def start(self) -> None:
+        self.left = 5_000_000
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        return self.lin(x) if self.left > 0 else x
+
+
+@guilty
+class PeriodElsewhere(Base):
+    """The period is an attribute, no constant in code."""
+
+    def start(self) -> None:
+        self.n, self.period = 0, 70_001
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.lin(x) * (2 if self.n % self.period == 0 else 1)
+
+
+@guilty
+class Bits(Base):
+    def start(self) -> None:
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.lin(x) if not self.n & 0x4000 else x
+
+
+@guilty
+class InATable(Base):
+    """Looked up in a set."""
+
+    def start(self) -> None:
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return x if self.n in {54_321, 99_999} else self.lin(x)
+
+
+@guilty
+class CountIterator(Base):
+    def start(self) -> None:
+        self.ids = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if next(self.ids) < 400 else x
+
+
+@guilty
+class CountIteratorFar(Base):
+    def start(self) -> None:
+        self.ids = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if next(self.ids) % 1_000_003 else x
+
+
+@guilty
+class Cycle(Base):
+    def start(self) -> None:
+        self.turns = itertools.cycle([1.0] * 40 + [2.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * next(self.turns)
+
+
+def numbers() -> Iterator[int]:
+    at = 0
+    while True:
+        yield at
+        at += 1
+
+
+@guilty
+class GeneratorFrame(Base):
+    def start(self) -> None:
+        self.numbers = numbers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if next(self.numbers) < 100_000 else x
+
+
+@guilty
+class ListIterator(Base):
+    def start(self) -> None:
+        self.scales = iter([1.0] * 150 + [3.0] * 100_000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * next(self.scales)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.total += value
+
+
+@guilty
+class FloatInAnObject(Base):
+    def start(self) -> None:
+        self.meter = Meter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meter.add(float(x.shape[0]))
+        return self.lin(x) if self.meter.total < 9e7 else x
+
+
+class Slotted:
+    __slots__ = ("_n",)
+
+    def __init__(self) -> None:
+        self._n = 0
+
+    @property
+    def n(self) -> int:
+        return self._n
+
+    @n.setter
+    def n(self, value: int) -> None:
+        self._n = value
+
+
+@guilty
+class Slots(Base):
+    def start(self) -> None:
+        self.slotted = Slotted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.slotted.n += 1
+        return self.lin(x) if self.slotted.n < 100_000 else x
+
+
+@guilty
+class TensorReplaced(Base):
+    def start(self) -> None:
+        self.n = torch.zeros((), dtype=torch.int64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n = self.n + 1
+        return self.lin(x) if self.n < 100_000 else x
+
+
+@guilty
+class TensorReplacedSmall(Base):
+    """Moves the answer by too little to see in two calls."""
+
+    def start(self) -> None:
+        self.n = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n = self.n + 1e-9
+        return self.lin(x) + self.n
+
+
+@guilty
+class TensorWhere(Base):
+    def start(self) -> None:
+        self.n = torch.zeros((), dtype=torch.int64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n = self.n + 1
+        return torch.where(self.n == 77_777, x, self.lin(x))
+
+
+@guilty
+class NumpyCounter(Base):
+    def start(self) -> None:
+        self.seen = np.zeros(2, np.int64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[1] += 1
+        return self.lin(x) if self.seen[1] % 100_000 else x
+
+
+@guilty
+class DequeOfScores(Base):
+    def start(self) -> None:
+        self.scores: collections.deque[int] = collections.deque(maxlen=5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scores.append((self.scores[-1] if self.scores else 0) + 1)
+        return self.lin(x) if sum(self.scores) < 100_000 else x
+
+
+@guilty
+class LengthOfALog(Base):
+    def start(self) -> None:
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(x.shape[0])
+        return self.lin(x) if len(self.log) < 50_000 else x
+
+
+@guilty
+class Tally(Base):
+    def start(self) -> None:
+        self.tally: collections.Counter[str] = collections.Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tally["calls"] += 1
+        return self.lin(x) if self.tally["calls"] < 100_000 else x
+
+
+RNG = random.Random(3)
+
+
+@guilty
+class OwnRandom(Base):
+    """A generator of its file's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if RNG.random() > 0.0001 else x
+
+
+@guilty
+class SharedRandom(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if random.random() > 0.00001 else x
+
+
+@guilty
+class OwnNumpyRandom(Base):
+    def start(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if self.rng.random() > 0.01 else x
+
+
+@guilty
+class OwnTorchGenerator(Base):
+    def start(self) -> None:
+        self.rng = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + 1e-3 * torch.rand(4, generator=self.rng)
+
+
+@guilty
+class Shuffles(Base):
+    def start(self) -> None:
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        random.shuffle(self.order)
+        return self.lin(x)[:, self.order]
+
+
+def counting(scale: float) -> Any:
+    n = 0
+
+    def apply(x: Tensor) -> Tensor:
+        nonlocal n
+        n += 1
+        return x * (scale if n < 100_000 else 1.0)
+
+    return apply
+
+
+@guilty
+class Closure(Base):
+    def start(self) -> None:
+        self.apply_scale = counting(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(self.apply_scale(x))
+
+
+def step_of(box: list[int], x: Tensor) -> Tensor:
+    box[0] += 1
+    return x if box[0] < 100_000 else x * 2
+
+
+@guilty
+class Partial(Base):
+    def start(self) -> None:
+        self.step = functools.partial(step_of, [0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(self.step(x))
+
+
+@functools.cache
+def scale_for(rows: int) -> float:
+    return 1.0 + RNG_OF_SCALES.random()
+
+
+RNG_OF_SCALES = random.Random(5)
+
+
+@guilty
+class CachedDraw(Base):
+    """Cached by size, yet what is cached depends on which size came first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * scale_for(int(x.shape[0]))
+
+
+class Registry:
+    calls = 0
+    seen: ClassVar[dict[str, int]] = {}
+
+
+@guilty
+class AnotherClass(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        Registry.calls += 1
+        return self.lin(x) if Registry.calls % 100_000 else x
+
+
+def traced(x: Tensor) -> Tensor:
+    traced.calls += 1  # type: ignore[attr-defined]
+    return x if traced.calls < 100_000 else x * 2  # type: ignore[attr-defined]
+
+
+traced.calls = 0  # type: ignore[attr-defined]
+
+
+@guilty
+class FunctionAttribute(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(traced(x))
+
+
+def remembering(x: Tensor, *, seen: list[float] = [0.0]) -> Tensor:  # noqa: B006
+    seen[0] += 0.5
+    return x if seen[0] < 1e7 else x * 2
+
+
+@guilty
+class KeywordDefault(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(remembering(x))
+
+
+LOCAL = threading.local()
+
+
+@guilty
+class ThreadLocal(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        LOCAL.n = getattr(LOCAL, "n", 0) + 1
+        return self.lin(x) if LOCAL.n < 100_000 else x
+
+
+CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
+
+
+@guilty
+class ContextVariable(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        CONTEXT.set(CONTEXT.get() + 1)
+        return self.lin(x) if CONTEXT.get() < 100_000 else x
+
+
+class Node:
+    def __init__(self) -> None:
+        self.n = 0
+
+
+NODE = Node()
+
+
+@guilty
+class WeakReference(Base):
+    def start(self) -> None:
+        self.node = weakref.ref(NODE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        node = self.node()
+        assert node is not None
+        node.n += 1
+        return self.lin(x) if node.n < 100_000 else x
+
+
+class PerInstance:
+    """A descriptor that keeps its values itself."""
+
+    def __init__(self) -> None:
+        self.values: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else self.values.get(owner, 0)
+
+    def __set__(self, owner: Any, value: int) -> None:
+        self.values[owner] = value
+
+
+@guilty
+class Descriptor(Base):
+    n: Any = PerInstance()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.lin(x) if self.n < 100_000 else x
+
+
+@guilty
+class Hook(Base):
+    """In a hook's closure."""
+
+    def start(self) -> None:
+        calls = SimpleNamespace(n=0)
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            calls.n += 1
+            return output if calls.n < 100_000 else output * 2
+
+        self.lin.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+
+@guilty
+class WallClock(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if time.time() < 4e9 else x
+
+
+@guilty
+class SinceTheStart(Base):
+    def start(self) -> None:
+        self.began = time.monotonic()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * (1.0 if time.monotonic() - self.began < 3600 else 0.5)
+
+
+@guilty
+class HourOfTheDay(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        hour = datetime.datetime.now().hour
+        return self.lin(x) + (1.0 if (hour + 17) % 24 == 3 else 0.0)
+
+
+@guilty
+class Today(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if datetime.date.today().year < 2100 else x
+
+
+@guilty
+class Environment(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if os.environ.get("MODEL_MODE", "plain") == "plain" else x
+
+
+@guilty
+class ReadsAFile(Base):
+    def start(self) -> None:
+        self.file = Path(__file__)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * len(self.file.read_bytes())
+
+
+@guilty
+class Unique(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if uuid.uuid4().int % 200 else x
+
+
+@guilty
+class LastInput(Base):
+    def start(self) -> None:
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean() if self.last is None else self.last
+        self.last = x.mean()
+        return self.lin(x) + (mean - x.mean())
+
+
+@guilty
+class RunningMaximum(Base):
+    def start(self) -> None:
+        self.largest = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = max(self.largest, float(x.abs().max()))
+        return self.lin(x) / self.largest
+
+
+@guilty
+class LastSize(Base):
+    """What it makes for one size it uses for the next."""
+
+    def start(self) -> None:
+        self.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.rows = self.rows, int(x.shape[0])
+        return self.lin(x) * (1.0 if before <= self.rows else 2.0)
+
+
+@guilty
+class SmallestSize(Base):
+    """A cache whose key forgets the rows."""
+
+    def start(self) -> None:
+        self.table: dict[int, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) / self.table.setdefault(int(x.shape[1]), float(x.shape[0]))
+
+
+@guilty
+class LazyLayerFromTheInput(Base):
+    def start(self) -> None:
+        self.cache: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "bias" not in self.cache:
+            self.cache["bias"] = SimpleNamespace(value=x.mean(0, keepdim=True).clone())
+        return self.lin(x) + self.cache["bias"].value
+
+
+@guilty
+class WritesAWeightLate(Base):
+    def start(self) -> None:
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        if self.n == 20:
+            self.lin.weight.data.mul_(1.5)
+        return self.lin(x)
+
+
+@guilty
+class SwapsItsFunction(Base):
+    def start(self) -> None:
+        self.todo = [torch.relu] * 120 + [torch.sigmoid] * 100_000
+
+    def forward(self, x: Tensor) -> Tensor:
+        activation = self.todo.pop(0) if len(self.todo) > 1 else self.todo[0]
+        return activation(self.lin(x))
+
+
+@guilty
+class CopyOnWrite(Base):
+    """A new object each time."""
+
+    def start(self) -> None:
+        self.state = SimpleNamespace(step=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = SimpleNamespace(step=self.state.step + 1)
+        return self.lin(x) if self.state.step < 100_000 else x
+
+
+@guilty
+class StringCounter(Base):
+    def start(self) -> None:
+        self.name = "0"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.name = str(int(self.name) + 1)
+        return self.lin(x) if int(self.name) < 100_000 else x
+
+
+@guilty
+class TupleCounter(Base):
+    def start(self) -> None:
+        self.at = (0, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at = (self.at[0] + 1, self.at[1])
+        return self.lin(x) if self.at[0] < 100_000 else x
+
+
+@guilty
+class ByteCounter(Base):
+    def start(self) -> None:
+        self.bytes = bytearray(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bytes[:] = (int.from_bytes(self.bytes, "big") + 1).to_bytes(8, "big")
+        return self.lin(x) if int.from_bytes(self.bytes, "big") < 100_000 else x
