@@ -13,6 +13,7 @@ from pathlib import Path
 
 PREFIX = "trueline-archive-"
 WEIGHTS = "trueline-weights-"
+STATE = "trueline-state-"
 _YOUNG_S = 60.0  # the lock of a younger folder may not be taken yet
 
 

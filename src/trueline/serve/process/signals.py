@@ -36,7 +36,8 @@ class Stop:
     def _read_lifeline(self, loop: asyncio.AbstractEventLoop) -> None:
         if not os.read(0, 4096):
             loop.remove_reader(0)
-            self.ask("the parent process is gone")
+            if not self.asked.is_set():  # a signal may have reached parent and process: only a second one hurries
+                self.ask("the parent process stops, or is gone")
 
     async def unless(self, work: Awaitable[T]) -> T | None:
         """The result of `work`; it is cancelled and None returned when the server is stopped before."""
