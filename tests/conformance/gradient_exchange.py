@@ -11,7 +11,8 @@ import torch
 
 from trueline.parallel import gloo
 from trueline.parallel.exchange import BackwardPiece, Shares, is_collective
-from trueline.parallel.gloo import GlooGroup, start_store
+from trueline.parallel.gloo import GlooGroup
+from trueline.parallel.store import StoreServer
 from worlds.groups import WAIT_S, in_processes
 
 WORDS = 3
@@ -73,7 +74,8 @@ def in_a_group(size, work):
         gloo.FORM_TIMEOUT_S = WAIT_S  # a machine may be slow; this is a process of its own
         store = None
         if rank == 0:
-            store, address = start_store()
+            store = StoreServer()
+            address = store.address
             for _ in range(1, size):
                 stores.put(address)
         else:
@@ -81,7 +83,8 @@ def in_a_group(size, work):
         group = GlooGroup()
         group.form(1, rank=rank, size=size, store=address)
         found = work(rank, group)
-        del store
+        if store is not None:
+            store.close()
         return found
 
     return in_processes(size, member)
@@ -163,11 +166,11 @@ def test_a_peer_that_leaves_fails_the_sum_and_the_next_group_is_served(make_exch
         with pytest.raises(RuntimeError) as raised:
             step_or_broken(exchange, model)
         exchange.detach()
-        store, address = start_store()
-        group.form(2, rank=0, size=1, store=address)
+        store = StoreServer()
+        group.form(2, rank=0, size=1, store=store.address)
         exchange.attach(WORDS)
         found = step(exchange, model, [(0, 6)], Shares([1], [0]), 6)
-        del store
+        store.close()
         return is_collective(raised.value), found
 
     collective, (words, beside, found) = in_a_group(2, work)[0]

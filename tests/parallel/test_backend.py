@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import HashStore
 from trueline.checkpoint import checkpoint
 from trueline.errors import TrainError, UsageError
 from trueline.parallel import backend as plane
-from trueline.parallel.gloo import PLANE_TRIES, GlooGroup, start_store
+from trueline.parallel.gloo import PLANE_TRIES, GlooGroup
+from trueline.parallel.store import StoreServer
 from trueline.recipe.load import load_recipe
 from trueline.train.api import train
 from trueline.train.settings import Fault
@@ -71,15 +72,15 @@ def planes():
 @pytest.fixture
 def formed(planes, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store, address = start_store()
+    store = StoreServer()
     group = GlooGroup(planes)
-    group.form(1, rank=0, size=1, store=address)
-    group.address = address
+    group.form(1, rank=0, size=1, store=store.address)
+    group.address = store.address
     yield group
     group.close()
     for made in planes.made:
         made.aborted.set()  # sums of it are over: no thread keeps waiting for them
-    del store
+    store.close()
 
 
 def test_a_sum_that_an_abort_has_ended_is_thrown_away_though_it_is_over(formed):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -19,10 +20,17 @@ import torch.distributed as dist
 
 import trueline
 from trueline.parallel import gloo as group
-from trueline.parallel.gloo import GlooGroup, start_store
+from trueline.parallel.gloo import GlooGroup
+from trueline.parallel.store import PeerStore, StoreServer
 from worlds.waiting import until
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _job(monkeypatch):
+    monkeypatch.setenv("TRUELINE_SECRET", "the-secret-of-this-job")
+
 
 PEER = """
 import sys, torch, torch.distributed as dist
@@ -39,47 +47,47 @@ group.close()
 
 
 def test_the_rendezvous_store_listens_on_the_loopback_alone():
-    store, address = start_store()
-    port = int(address.rpartition(":")[2])
+    store = StoreServer()
+    port = int(store.address.rpartition(":")[2])
     listening = [c for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"]
     assert [c.laddr.ip for c in listening] == ["127.0.0.1"]
-    del store
+    store.close()
 
 
 def test_a_member_whose_group_failed_to_form_meets_one_that_never_failed(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 0.05)
-    store, address = start_store()
-    peer = subprocess.Popen([sys.executable, "-c", PEER, address], stdout=subprocess.PIPE, text=True)
+    store = StoreServer()
+    peer = subprocess.Popen([sys.executable, "-c", PEER, store.address], stdout=subprocess.PIPE, text=True)
     group = GlooGroup()
     with pytest.raises(RuntimeError):
-        group.form(1, rank=0, size=2, store=address)  # nobody comes
+        group.form(1, rank=0, size=2, store=store.address)  # nobody comes
     assert peer.stdout.readline() == "here\n"  # torch is imported
     monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 30.0)
-    group.form(2, rank=0, size=2, store=address)
+    group.form(2, rank=0, size=2, store=store.address)
     value = torch.ones(1)
     dist.all_reduce(value)
     assert peer.communicate()[0] == "2\n"
     assert value.item() == 2
     group.close()
-    del store
+    store.close()
 
 
 def test_each_try_to_form_a_group_that_fails_gives_the_next_more_time(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 0.05)
-    store, address = start_store()
+    store = StoreServer()
     group, allowed = GlooGroup(), []
     for generation in range(1, 4):
         allowed.append(group.patience_s)
         with pytest.raises(RuntimeError):
-            group.form(generation, rank=0, size=2, store=address)  # nobody comes
+            group.form(generation, rank=0, size=2, store=store.address)  # nobody comes
     monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 2.0)
-    group.form(4, rank=0, size=1, store=address)
+    group.form(4, rank=0, size=1, store=store.address)
     assert allowed == [0.05, 0.1, 0.2]
     assert group.patience_s == 2.0
     group.close()
-    del store
+    store.close()
 
 
 def sockets_of(formed):
@@ -96,24 +104,24 @@ def unsent(number):
 
 def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store, address = start_store()
+    store = StoreServer()
     code = (
         "import sys, torch, torch.distributed as dist\n"
         "from trueline.parallel import gloo as groups\n"
         "groups.FORM_TIMEOUT_S = 30.0\n"
-        "group = groups.GlooGroup(); other, where = groups.start_store()\n"
+        "group = groups.GlooGroup()\n"
         "print('here', flush=True)\n"
         "group.form(1, rank=1, size=2, store=sys.argv[1])\n"
         "work = dist.all_reduce(torch.ones(16 << 20), async_op=True)\n"
         "print('posted', flush=True); sys.stdin.readline()\n"
     )
     peer = subprocess.Popen(
-        [sys.executable, "-c", code, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, store.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     group = GlooGroup()
     assert peer.stdout.readline() == "here\n"  # torch is imported
     monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 30.0)
-    group.form(1, rank=0, size=2, store=address)
+    group.form(1, rank=0, size=2, store=store.address)
     assert peer.stdout.readline() == "posted\n"
     peer.send_signal(signal.SIGSTOP)  # messages to it are partly written from now on
     large = dist.all_reduce(torch.ones(16 << 20), async_op=True)
@@ -132,8 +140,11 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
         group.wait(large)  # gloo itself waits for its timeout
     group.close()
     assert group.cut() == 0
-    store.set("still", "there")
-    assert store.get("still") == b"there"
+    known = PeerStore(store.address, 1, 0, timedelta(seconds=30))
+    known.set("still", "there")
+    assert known.get("still") == b"there", "the store still serves"
+    known.release()
+    store.close()
     peer.kill()
     peer.communicate()
 
@@ -183,19 +194,19 @@ def test_what_an_operation_did_before_a_cut_counts_and_what_it_might_do_after_it
 
 
 def test_a_group_whose_cut_came_before_it_was_formed_is_not_formed():
-    _store, address = start_store()
+    store = StoreServer()
     group = GlooGroup()
     group.cut_until_left(5)
     with pytest.raises(RuntimeError, match="gloo: generation 4 was cut"):
-        group.form(4, rank=0, size=2, store=address)  # the second member is dead: it would wait
+        group.form(4, rank=0, size=2, store=store.address)  # the second member is dead: it would wait
     group.close()
-    group.form(5, rank=0, size=1, store=address)
+    group.form(5, rank=0, size=1, store=store.address)
     group.close()
 
 
 def test_a_death_while_a_group_forms_holds_nobody_up(monkeypatch):
     """Whoever connects to the dead member tries again and again, with no socket that a cut could shut."""
-    _store, address = start_store()
+    store = StoreServer()
     forming, outcome, trying, over = GlooGroup(), queue.SimpleQueue(), threading.Event(), threading.Event()
 
     def tries_again(*_):
@@ -205,7 +216,7 @@ def test_a_death_while_a_group_forms_holds_nobody_up(monkeypatch):
 
     def form():
         try:
-            forming.form(4, rank=0, size=2, store=address)
+            forming.form(4, rank=0, size=2, store=store.address)
         except RuntimeError as error:
             outcome.put(str(error))
             forming.close()
@@ -218,7 +229,7 @@ def test_a_death_while_a_group_forms_holds_nobody_up(monkeypatch):
         forming.cut_until_left(5)
         thread.join()
     assert "generation 4 was not formed: it was cut" in outcome.get_nowait()
-    forming.form(5, rank=0, size=1, store=address)
+    forming.form(5, rank=0, size=1, store=store.address)
     over.set()  # what was given up comes to its end in nobody's way
     dist.all_reduce(torch.ones(1))
     forming.close()
@@ -250,9 +261,9 @@ def test_a_collective_inside_torch_ends_with_its_own_outcome_or_with_the_cut():
 
 def test_a_cut_leaves_sockets_alone_that_were_opened_after_the_group_had_formed():
     """A user's data set reads over connections of its own, and gRPC connects to a master that came back."""
-    _store, address = start_store()
+    store = StoreServer()
     group = GlooGroup()
-    group.form(1, rank=0, size=1, store=address)
+    group.form(1, rank=0, size=1, store=store.address)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         theirs, _ = server.accept()
         with theirs:

@@ -114,7 +114,7 @@ def job_of(
 ) -> tuple[Elastic, Line]:
     line = Line()
     monkeypatch.setattr(elastic, "connect", lambda _: line)
-    monkeypatch.setattr(elastic, "start_store", lambda: (None, "here:1"))
+    monkeypatch.setattr(elastic, "StoreServer", lambda: SimpleNamespace(address="here:1", close=lambda: None))
     monkeypatch.setattr(gloo, "_connect_members", connected)
     model = model or model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import distributed_c10d
 
 from trueline.errors import TrainError, TruelineError
 from trueline.parallel.backend import Connect, Plane, Sum
+from trueline.parallel.store import PeerStore
 
 _SLICE = timedelta(milliseconds=20)
 """How long a wait lasts before it checks for a cut that gloo has not noticed; a check costs 0.2 ms of CPU. A callback
@@ -34,7 +35,6 @@ FORM_TIMEOUT_S = 2.0
 """For forming a group: doubled by each failed attempt, up to START_TIMEOUT_S, until a group has formed."""
 RUN_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 30.0
-"""For a store's first connection to itself: long enough to outlast a short network failure."""
 _LOOK_S = 20e-6  # between two checks of a plane's sum
 PLANE_TRIES = 5  # after this many planes in a row that did not form while gloo did, the job ends
 _BACKEND = "trueline_gloo"
@@ -43,22 +43,6 @@ _formed: dict[str, ProcessGroupGloo] = {}
 
 
 dist.Backend.register_backend(_BACKEND, lambda *_: _formed.pop(_BACKEND), devices=["cpu"])
-
-
-def start_store() -> tuple[TCPStore, str]:
-    """Starts the rendezvous store for generations in which this process is rank 0; returns it and its host:port.
-
-    The store gets a bound socket. By itself it would listen on every interface, and over IPv6, where each broken
-    connection makes it look up a name such as ::ffff:127.0.0.1: without a DNS server a stall of 5 s.
-    """
-    host = os.environ.get("TRUELINE_HOST", "127.0.0.1")
-    listener = socket.create_server((host, 0), family=socket.AF_INET, backlog=128)
-    port: int = listener.getsockname()[1]
-    timeout = timedelta(seconds=START_TIMEOUT_S)
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-    )
-    return store, f"{host}:{port}"
 
 
 class GlooGroup:
@@ -275,23 +259,22 @@ def _connect_members(
     store: str, generation: int, rank: int, size: int, patience: timedelta, connect: Connect | None
 ) -> _Formed:
     """Connects the members; returns the gloo group, its part of the store, and the plane. Raises RuntimeError."""
-    host, _, port = store.rpartition(":")
-    try:  # a TCPStore client would retry a refused connection, also when rank 0 is dead
-        socket.create_connection((host, int(port)), timeout=FORM_TIMEOUT_S).close()
-    except OSError as error:
-        raise RuntimeError(f"gloo: the rendezvous store at {store} is gone: {error}") from error
-    client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
-    named = PrefixStore(f"generation-{generation}", client)
-    group = ProcessGroupGloo(named, rank, size, timeout=patience)
-    group._set_default_timeout(timedelta(seconds=RUN_TIMEOUT_S))
-    if connect is None:
-        return group, named, None
-    try:  # if a peer dies meanwhile, a cut ends the wait for this
-        return group, named, connect(PrefixStore("plane", named), rank, size, timedelta(seconds=START_TIMEOUT_S))
-    except TruelineError:
-        raise
-    except Exception as error:
-        raise _PlaneError(f"{type(error).__name__}: {error}") from error
+    peers = PeerStore(store, generation, rank, patience)
+    try:
+        peers.open()
+        named = PrefixStore("gloo", peers)
+        group = ProcessGroupGloo(named, rank, size, timeout=patience)
+        group._set_default_timeout(timedelta(seconds=RUN_TIMEOUT_S))
+        if connect is None:
+            return group, named, None
+        try:  # if a peer dies meanwhile, a cut ends the wait for this
+            return group, named, connect(PrefixStore("plane", peers), rank, size, timedelta(seconds=START_TIMEOUT_S))
+        except TruelineError:
+            raise
+        except Exception as error:
+            raise _PlaneError(f"{type(error).__name__}: {error}") from error
+    finally:
+        peers.release()
 
 
 def _drop_group(groups: list[Any], works: list[Any]) -> None:

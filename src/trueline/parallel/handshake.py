@@ -41,6 +41,7 @@ class Purpose(enum.IntEnum):
     """What a connection is for."""
 
     STATE = 1
+    STORE = 2
 
 
 class Hello(NamedTuple):

@@ -24,7 +24,8 @@ from trueline.data.sources.mixture import record_lookup
 from trueline.errors import TrainError, UsageError
 from trueline.parallel.backend import connector
 from trueline.parallel.exchange import Shares, is_collective
-from trueline.parallel.gloo import GlooGroup, start_store
+from trueline.parallel.gloo import GlooGroup
+from trueline.parallel.store import StoreServer
 from trueline.train import devices
 from trueline.train.faults import Faults
 from trueline.train.link.grpc_client import connect
@@ -138,11 +139,11 @@ class Elastic:
         return self._replica.ledger.evaluations
 
     def __iter__(self) -> Iterator[StepBatch]:
-        store, address = start_store()
+        store = StoreServer()
         plan = self._plan
         hello = pb.Hello(
-            store=address, state=self._recovery.address, num_records=plan.num_records, total_steps=plan.total_steps,
-            shard_records=plan.micro_batch, blocks=plan.blocks,
+            store=store.address, state=self._recovery.address, num_records=plan.num_records,
+            total_steps=plan.total_steps, shard_records=plan.micro_batch, blocks=plan.blocks,
         )  # fmt: skip
         self._link.join(hello)
         self._regroup()
@@ -161,7 +162,7 @@ class Elastic:
         self._recovery.close()
         self._link.close()
         self._reader.close()
-        del store
+        store.close()
 
     def step(self, loss: torch.Tensor) -> bool:
         """Takes this worker's `loss` of a batch; True if it completed a step that was applied.
