@@ -23,6 +23,7 @@ import numpy as np
 from trueline.bundle.signature import Signature, TensorSpec
 from trueline.errors import RequestError, join_names
 from trueline.serve.tensors import arrays
+from trueline.web.body import Body
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -40,7 +41,7 @@ class JsonRecords:
     single: bool
 
 
-def decode(body: bytes | bytearray, signature: Signature) -> JsonRecords:
+def decode(body: Body, signature: Signature) -> JsonRecords:
     """The records in a body. Raises RequestError."""
     if not body:
         raise RequestError("the body is empty", hint=_forms(signature))
@@ -49,7 +50,7 @@ def decode(body: bytes | bytearray, signature: Signature) -> JsonRecords:
     return _values({_only(signature).name: msgspec.Raw(body)}, signature)
 
 
-def _object(body: bytes | bytearray, signature: Signature) -> JsonRecords:
+def _object(body: Body, signature: Signature) -> JsonRecords:
     given = _decode(_OBJECT, body)
     names = {spec.name for spec in signature.inputs}
     if INSTANCES in given and INSTANCES not in names:
@@ -59,7 +60,7 @@ def _object(body: bytes | bytearray, signature: Signature) -> JsonRecords:
     return _values(given, signature)
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], text: msgspec.Raw | bytes | bytearray) -> Any:
+def _decode(decoder: msgspec.json.Decoder[Any], text: msgspec.Raw | Body) -> Any:
     try:
         return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -3,6 +3,7 @@
 import zlib
 
 from trueline.errors import RequestError, TooLarge, UnsupportedMedia
+from trueline.web.body import Body, BodyBuffer
 
 CODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 ON_LOOP_BYTES = 64 * 2**10
@@ -24,7 +25,7 @@ def check_coding(coding: str) -> None:
 class Decompressor:
     """Decompresses one body. Its methods raise TooLarge beyond `limit_bytes`, RequestError for a torn body."""
 
-    def __init__(self, body: bytes | bytearray, coding: str, limit_bytes: int) -> None:
+    def __init__(self, body: Body, coding: str, limit_bytes: int) -> None:
         """Raises UnsupportedMedia."""
         check_coding(coding)
         self._body, self._coding, self._limit = memoryview(body), coding, limit_bytes
@@ -32,16 +33,16 @@ class Decompressor:
         self._rest = b""
         self._reader: zlib._Decompress | None = None
         self._members = 0
-        self._plain = bytearray()
+        self._plain = BodyBuffer()
 
-    def run(self, num_bytes: int | None = None) -> bytearray | None:
+    def run(self, num_bytes: int | None = None) -> Body | None:
         """The plain body; None after about `num_bytes` of it, if there is more. May be continued in a thread."""
         end = None if num_bytes is None else len(self._plain) + num_bytes
         while self._rest or self._at < len(self._body) or self._reader is not None:
             if end is not None and len(self._plain) >= end:
                 return None
             self._step()
-        return self._plain
+        return self._plain.take()
 
     def _step(self) -> None:
         piece: bytes | memoryview = self._rest
@@ -54,7 +55,7 @@ class Decompressor:
             found = self._reader.decompress(piece, min(PIECE_BYTES, self._limit + 1 - len(self._plain)))
         except zlib.error as error:
             raise RequestError(f"the body is no {self._coding}: {error}") from error
-        self._plain += found
+        self._plain.add(found)
         if len(self._plain) > self._limit:
             raise TooLarge(f"the opened body has more than {self._limit} bytes, which is what this server takes")
         self._rest = self._reader.unconsumed_tail
@@ -76,11 +77,11 @@ class Decompressor:
         return zlib.decompressobj(15 if has_head else -15)
 
 
-def decompress(body: bytes | bytearray, coding: str, limit_bytes: int) -> bytearray:
+def decompress(body: Body, coding: str, limit_bytes: int) -> Body:
     """The plain body. Raises TooLarge beyond `limit_bytes`, RequestError for a torn one, UnsupportedMedia.
 
     >>> decompress(zlib.compress(b"abc"), "deflate", 10)
-    bytearray(b'abc')
+    b'abc'
     """
     plain = Decompressor(body, coding, limit_bytes).run()
     assert plain is not None  # run to its end

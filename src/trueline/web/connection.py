@@ -55,6 +55,7 @@ class Connection(asyncio.Protocol):
         self._answering: asyncio.Future[Response] | InlineFuture | None = None
         self._streaming: StreamedBody | None = None
         self._closes = False
+        self._unsent_body = memoryview(b"")
         self._transport: asyncio.Transport | None = None
         self._done_reading = False
         self._reading_paused = False
@@ -113,6 +114,10 @@ class Connection(asyncio.Protocol):
         else:
             self._feed(data)
             self._advance()
+            if parser.num_buffered > LONG_BYTES and not self._reading_paused and self._transport is not None:
+                self._transport.pause_reading()  # else the loop would read 32 times before others have their turn
+                self._reading_paused = True
+                self._resume_later()
 
     def _feed(self, data: bytes) -> None:
         """Parses `data` until enough requests wait; the rest has to wait too."""
@@ -155,8 +160,8 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._writing_since = None
-        if self._streaming is not None:
-            self._write_pieces()
+        self._write_pieces()
+        self._write_on()
         self._resume()
 
     # responses
@@ -237,7 +242,9 @@ class Connection(asyncio.Protocol):
         streamed = response.pieces is not None
         close = response.close or not request.keep_alive or self._server.draining or (streamed and request.http_1_0)
         self._write(response, request, close=close)
-        if response.pieces is None:
+        if self._unsent_body:
+            self._write_on()
+        elif response.pieces is None:
             self._end_request(close=close)
         elif request.method == "HEAD":
             response.pieces.drop()
@@ -287,7 +294,19 @@ class Connection(asyncio.Protocol):
             self._transport.write(render(response, request, date=self._server.date, close=close))
             return
         self._transport.write(render_head(response, request, date=self._server.date, close=close))
-        self._transport.write(response.body)
+        self._unsent_body, self._closes = memoryview(response.body), close
+
+    def _write_on(self) -> None:
+        """Writes the next part of a long body; others have their turn between two."""
+        if not self._unsent_body or self._transport is None or self._writing_since is not None:
+            return
+        self._transport.write(self._unsent_body[: 4 * LONG_BYTES])
+        self._unsent_body = self._unsent_body[4 * LONG_BYTES :]
+        if self._unsent_body:
+            self._loop.call_soon(self._write_on)
+            return
+        self._end_request(close=self._closes)
+        self._advance()
 
     def _is_crowded(self) -> bool:
         """Whether nothing more is to be read for now."""

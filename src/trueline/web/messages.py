@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 
 from trueline.errors import RequestError
+from trueline.web.body import Body
 
 MAX_AHEAD_BYTES = 64 * 2**20
 """Buffered for a slow client. A handler cannot be paused, so its response is given up beyond this."""
@@ -118,7 +119,8 @@ class Request(msgspec.Struct, eq=False):
     method: str
     target: bytes
     headers: dict[bytes, bytes]
-    body: bytes | bytearray
+    body: Body
+    """A long one is a memoryview."""
     keep_alive: bool = True
     http_1_0: bool = False
     head: RequestHead | None = None

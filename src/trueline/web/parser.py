@@ -10,6 +10,7 @@ from typing import Literal
 import httptools
 import msgspec
 
+from trueline.web.body import BodyBuffer
 from trueline.web.header_cache import HeaderCache
 from trueline.web.messages import Request
 from trueline.web.origin import PageRule
@@ -124,7 +125,7 @@ class RequestParser:
     def _reset(self) -> None:
         self.target = b""
         self._headers: dict[bytes, bytes] = {}
-        self._body: bytes | bytearray = b""
+        self._body = BodyBuffer()
         self._chunks = 0
         self._head_bytes = 0
         self._in_body = False
@@ -164,7 +165,7 @@ class RequestParser:
         """Ends the current request; nothing more is fed."""
         self.since = None
         self.continue_due = False
-        self._body = b""
+        self._body = BodyBuffer()
 
     # httptools' callbacks
 
@@ -227,22 +228,24 @@ class RequestParser:
         self.num_bytes += len(piece)
         if self.num_bytes > self._limits.body_bytes:
             raise self._too_large(f"more than {self._limits.body_bytes} bytes")
-        if not self._body:
-            self._body = piece
-        else:
-            if not isinstance(self._body, bytearray):
-                self._body = bytearray(self._body)
-            self._body += piece
+        try:
+            self._body.add(piece)
+        except MemoryError as error:
+            raise RequestRejected(503, f"{error}; send this one again later") from error
 
     def on_message_complete(self) -> None:
         self.silent_bytes = 0
         self.since = None
         self.continue_due = False
+        try:
+            body = self._body.take()
+        except MemoryError as error:
+            raise RequestRejected(503, f"{error}; send this one again later") from error
         request = Request(
             self._parser.get_method().decode("ascii"),
             self.target,
             self._headers,
-            self._body,
+            body,
             self._parser.should_keep_alive(),
             self._parser.get_http_version() == "1.0",
         )

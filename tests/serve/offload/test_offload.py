@@ -6,7 +6,9 @@ import asyncio
 import gzip
 import json
 import os
+import pickle
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ import numpy as np
 import pytest
 
 from trueline.errors import NotReady, Overloaded, RequestError
-from trueline.serve.offload import child
+from trueline.serve.offload import child, frames
 from trueline.serve.offload.frames import ALIGNMENT
 from trueline.serve.offload.process import LONG_BYTES, LONG_VALUES, MAX_WAITING, MEDIUM_BYTES, Offload
 from trueline.serve.protocols.oip import grpc_tensors
 from trueline.serve.protocols.oip.rest import SHORT_BYTES
 from trueline.serve.tensors import arrays
+from trueline.web.body import BodyBuffer, SharedBody
 from trueline.web.messages import Request, Response
 from trueline.wire import inference_pb2 as pb
 from worlds.servers import TinyApp
@@ -166,3 +169,39 @@ def test_a_flat_list_that_is_read_in_pieces_is_the_same_list(monkeypatch: pytest
     for wrong in (text[:-1] + b",]", text.replace(b"500", b"true"), text.replace(b"500", b"5.5.5")):
         with pytest.raises(RequestError):
             arrays.parse(wrong, datatype, 1, "x")
+
+
+def _inode_of(body: memoryview) -> int:
+    """Of the file that is mapped where `body` lies."""
+    address = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split()
+        start, end = (int(one, 16) for one in span.split("-"))
+        if start <= address < end:
+            return int(inode)
+    raise AssertionError("the body is not mapped")
+
+
+def test_a_body_in_a_file_travels_without_being_written_again() -> None:
+    buffer = BodyBuffer()
+    for _ in range(40):
+        buffer.add(b"0.5" * 20_000)
+    body = buffer.take()
+    assert isinstance(body, memoryview)
+    assert isinstance(body.obj, SharedBody)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        frames.send(ours, ("work", [pickle.PickleBuffer(body), pickle.PickleBuffer(b"short")]))
+        name, (long, short) = frames.receive(theirs)
+    assert (name, bytes(long), bytes(short)) == ("work", bytes(body), b"short")
+    assert _inode_of(memoryview(long)) == os.fstat(body.obj.descriptor).st_ino
+    assert _inode_of(memoryview(short)) != os.fstat(body.obj.descriptor).st_ino
+
+
+def test_a_part_of_a_body_in_a_file_travels_as_the_part_that_it_is() -> None:
+    buffer = BodyBuffer()
+    buffer.add(b"a" * 2**20 + b"tail")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        frames.send(ours, pickle.PickleBuffer(buffer.take()[-4:]))
+        assert bytes(frames.receive(theirs)) == b"tail"

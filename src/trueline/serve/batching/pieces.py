@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     Submit = Callable[[Arrays, int, bool], asyncio.Future[Outputs]]
 
+LONG_JOIN_BYTES = 2**20
+"""Longer outputs are joined in a thread."""
 PIECE_S = 2e-3
 """A piece takes about as long: runs in one thread without the loop between them."""
 
@@ -70,7 +72,7 @@ def submit_in_pieces(
         try:
             following = next(pieces, None)
             if following is None:
-                answer.set_result(join(answers))
+                _finish(answer, answers, loop)
                 return
             waiting = submit(*following, False)
         except Exception as error:  # noqa: BLE001 - blind on purpose: the request that caused it gets it
@@ -81,3 +83,20 @@ def submit_in_pieces(
     waiting.add_done_callback(step)
     answer.add_done_callback(lambda _: waiting.cancel())
     return answer
+
+
+def _finish(answer: asyncio.Future[Outputs], answers: Sequence[Outputs], loop: asyncio.AbstractEventLoop) -> None:
+    if sum(array.nbytes for one in answers for array in one.values()) <= LONG_JOIN_BYTES:
+        answer.set_result(join(answers))
+        return
+
+    def pass_on(joined: asyncio.Future[Outputs]) -> None:
+        failure = asyncio.CancelledError() if joined.cancelled() else joined.exception()
+        if answer.done():
+            return
+        if failure is None:
+            answer.set_result(joined.result())
+        else:
+            answer.set_exception(failure)
+
+    loop.run_in_executor(None, join, answers).add_done_callback(pass_on)

@@ -73,7 +73,8 @@ class CachedReply:
         mode = runs.batcher.run_mode()
         if mode == "queue":
             return None
-        pieces = reader.pieces(request.body, spans)
+        body = request.body
+        pieces = None if isinstance(body, memoryview) else reader.pieces(body, spans)
         if pieces is None:
             return None
         arrays, since = self.arrays, perf_counter()

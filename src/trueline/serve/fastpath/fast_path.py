@@ -140,6 +140,8 @@ class InferFastPath:
         if known is None or known.changes != models.changes:
             return None
         template, body = known.last, request.body
+        if isinstance(body, memoryview):  # a long one: decoding it costs more than its form
+            return None
         if template is not None and not models.shadows:
             began = perf_counter()
             values: list[bytes] = []
@@ -188,7 +190,7 @@ class InferFastPath:
     ) -> None:
         """Caches how `version` answers requests like this one, which it answered with `outputs`."""
         known, runs = self.find_head(request), version.bound_runs
-        if known is None or runs is None or not runs.open:
+        if known is None or runs is None or not runs.open or isinstance(request.body, memoryview):
             return
         self._forget_if_changed(known)
         if known.templates is None:

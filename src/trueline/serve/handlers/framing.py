@@ -22,7 +22,7 @@ INLINE_BYTES = 64 * 2**10
 _PREFIX = struct.Struct("!BxxxIQ")
 _INLINE, _MEMORY = 0, 1
 
-Part = bytes | bytearray
+Part = bytes | bytearray | memoryview
 Head = dict[str, Any]
 
 

@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl
 
 from trueline.errors import RequestError, TooLarge
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
+from trueline.web.body import Body
 from trueline.web.messages import JSON, Request, Response, query_of
 
 MAX_PARTS = 256
@@ -25,7 +26,7 @@ _NO_CACHE = (
     b"expires: Thu, 01 Jan 1970 00:00:00 UTC\r\n"
 )
 _MULTIPART, _URLENCODED = "multipart/form-data", "application/x-www-form-urlencoded"
-Parts = list[tuple[str, str, bytes | bytearray]]
+Parts = list[tuple[str, str, Body]]
 
 
 def form_of(request: Request) -> str:
@@ -34,7 +35,7 @@ def form_of(request: Request) -> str:
     return content_type if content_type.partition(";")[0].strip().lower() in (_MULTIPART, _URLENCODED) else ""
 
 
-def decode_parts(body: bytes | bytearray, content_type: str) -> Parts:
+def decode_parts(body: Body, content_type: str) -> Parts:
     """The parts of a form; empty for a body that is none. Raises RequestError for one that cannot be read."""
     if content_type.partition(";")[0].strip().lower() == _MULTIPART:
         return _multipart(content_type, body)
@@ -61,7 +62,7 @@ def decode_request(
     return HandlerRequest(request_id=str(uuid.uuid4()), parts=parts, headers=headers)
 
 
-def _form(body: bytes | bytearray) -> Parts:
+def _form(body: Body) -> Parts:
     """The fields of a form; empty if it is no form."""
     try:
         fields = parse_qsl(bytes(body), keep_blank_values=True, strict_parsing=True, max_num_fields=MAX_PARTS)
@@ -70,7 +71,7 @@ def _form(body: bytes | bytearray) -> Parts:
         return []
 
 
-def _multipart(content_type: str, body: bytes | bytearray) -> Parts:
+def _multipart(content_type: str, body: Body) -> Parts:
     from werkzeug.exceptions import RequestEntityTooLarge
     from werkzeug.http import parse_options_header
     from werkzeug.sansio.multipart import Data, Epilogue, Field, File, MultipartDecoder

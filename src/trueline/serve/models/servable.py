@@ -12,6 +12,7 @@ from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.counters import VersionStats
 from trueline.serve.fastpath.fast_path import CachedProgram
 from trueline.serve.tensors.bounds import UNBOUNDED, RequestBounds
+from trueline.web.body import Body
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -48,7 +49,7 @@ class HandlerRequest:
     """One request for a handler: its parts (name, content type, bytes) and headers."""
 
     request_id: str
-    parts: Sequence[tuple[str, str, bytes | bytearray]]
+    parts: Sequence[tuple[str, str, Body]]
     headers: Mapping[str, str]
     on_piece: Callable[[HandlerAnswer], None] | None = None
     """Called with each piece that the handler sends before the whole answer."""

@@ -1,10 +1,10 @@
 """Python values between the server and a process of its own code, with their arrays in shared memory.
 
 A frame is a memfd that holds a pickle of protocol 5 and then its buffers (PEP 574); its descriptor and the sizes travel
-in one packet. The receiver maps the buffers instead of copying them. Writing it releases the GIL.
+in one packet. The receiver maps the buffers instead of copying them. Writing it releases the GIL. A body that is in a
+file already is not written again: its own descriptor travels.
 """
 
-import array
 import mmap
 import os
 import pickle
@@ -12,9 +12,15 @@ import socket
 import struct
 from typing import Any
 
+from trueline.web.body import SharedBody
+
 ALIGNMENT = 64
 """Of each buffer: runtimes read arrays from where they are."""
+MAX_FILES = 16
+"""Descriptors in a frame."""
 _MAX_SIZES_BYTES = 64 * 2**10
+_SIZE = struct.Struct("=QQ")
+"""Of each part: its size, and the file that it fills; 0: it is in the frame's own."""
 
 
 class Ended(Exception):
@@ -27,16 +33,24 @@ def send(sock: socket.socket, value: object) -> None:
     text = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     parts = [memoryview(text), *(buffer.raw() for buffer in buffers)]
     memory = os.memfd_create("long", os.MFD_CLOEXEC)
+    files, sizes, at = [memory], [], 0
     try:
-        at = 0
         for part in parts:
+            body: object = part
+            while isinstance(body, memoryview):
+                body = body.obj
+            if isinstance(body, SharedBody) and len(part) == len(body) and len(files) < MAX_FILES:
+                sizes.append(_SIZE.pack(len(part), len(files)))
+                files.append(body.descriptor)
+                continue
+            sizes.append(_SIZE.pack(len(part), 0))
             left, to = part, at
             while left:
                 written = os.pwrite(memory, left, to)
                 left, to = left[written:], to + written
             at += _align(len(part))
         os.ftruncate(memory, max(1, at))
-        socket.send_fds(sock, [array.array("Q", [len(part) for part in parts]).tobytes()], [memory])
+        socket.send_fds(sock, [b"".join(sizes)], files)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise Ended from error
     finally:
@@ -46,19 +60,22 @@ def send(sock: socket.socket, value: object) -> None:
 def receive(sock: socket.socket) -> Any:
     """The next value. Raises Ended, TimeoutError."""
     try:
-        packet, descriptors, _, _ = socket.recv_fds(sock, _MAX_SIZES_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        packet, descriptors, _, _ = socket.recv_fds(sock, _MAX_SIZES_BYTES, MAX_FILES, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError as error:
         raise Ended from error
     if not packet:
         raise Ended
-    memory = descriptors[0]
     try:
-        mapped = memoryview(mmap.mmap(memory, 0, access=mmap.ACCESS_READ))
+        files = [memoryview(mmap.mmap(one, 0, access=mmap.ACCESS_READ)) for one in descriptors]
     finally:
-        os.close(memory)
+        for one in descriptors:
+            os.close(one)
     parts, at = [], 0
-    for (size,) in struct.iter_unpack("Q", packet):
-        parts.append(mapped[at : at + size])
+    for size, file in _SIZE.iter_unpack(packet):
+        if file:
+            parts.append(files[file])
+            continue
+        parts.append(files[0][at : at + size])
         at += _align(size)
     return pickle.loads(parts[0], buffers=parts[1:])
 

@@ -20,6 +20,7 @@ from typing import Any, TypeGuard, TypeVar
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
 from trueline.serve.offload import frames
 from trueline.serve.offload.child import IDLE_S
+from trueline.web.body import Body
 
 LONG_BYTES = 64 * 2**10
 """A longer body of JSON is read beside the loop. Measured: the loop would take a millisecond for each 64 KiB."""
@@ -61,8 +62,8 @@ class Offload:
             lane.close()
 
 
-def _is_long(value: object) -> TypeGuard[bytes | bytearray]:
-    return isinstance(value, (bytes, bytearray)) and len(value) > LONG_BYTES // 2
+def _is_long(value: object) -> TypeGuard[Body]:
+    return isinstance(value, Body) and len(value) > LONG_BYTES // 2
 
 
 class _Lane:

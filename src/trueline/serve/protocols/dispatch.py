@@ -23,6 +23,7 @@ from trueline.serve.models.catalog import Models
 from trueline.serve.models.servable import Handler, Servable
 from trueline.serve.offload.process import LONG_BYTES, LONG_VALUES, Offload
 from trueline.serve.tensors import codec
+from trueline.web.body import Body
 from trueline.web.messages import JSON, Request, Response
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Dispatch:
                 raise refused.with_traceback(None)  # one object is raised many times
 
     def refuse_if_full(
-        self, version: Servable, priority: bytes | None, body: bytes | bytearray, json_bytes: int | None
+        self, version: Servable, priority: bytes | None, body: Body, json_bytes: int | None
     ) -> tuple[Overloaded, Response] | None:
         """Why the queue takes no infer request, and the response, made once while that holds; None: it may take it.
 
@@ -172,6 +173,8 @@ class Dispatch:
         """
         if (len(body) if json_bytes is None else json_bytes) > LONG_BYTES:
             return None
+        if isinstance(body, memoryview):
+            body = bytes(body[:json_bytes])
         if body.find(b"priority", 0, json_bytes) >= 0 or body.find(b"\\", 0, json_bytes) >= 0:
             return None
         refused = version.program.no_room(USUAL if priority is None else codec.priority(priority))

@@ -24,6 +24,7 @@ import msgspec
 from trueline.bundle.signature import Signature
 from trueline.errors import RequestError, join_names
 from trueline.serve import json_records
+from trueline.web.body import Body
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -53,7 +54,7 @@ class PredictBatch:
     by_row: bool
 
 
-def decode_v1(body: bytes | bytearray, signature: Signature) -> PredictBatch:
+def decode_v1(body: Body, signature: Signature) -> PredictBatch:
     """The batch in a predict request of KServe's V1. Raises RequestError."""
     try:
         given = _BODY.decode(body)
@@ -70,7 +71,7 @@ def decode_v1(body: bytes | bytearray, signature: Signature) -> PredictBatch:
     return PredictBatch(records.inputs, by_row=False)
 
 
-def decode_mlflow(body: bytes | bytearray, media: bytes, signature: Signature) -> PredictBatch | None:
+def decode_mlflow(body: Body, media: bytes, signature: Signature) -> PredictBatch | None:
     """The batch in a body of content type `media`; None for a body that is not MLflow's. Raises RequestError."""
     if media.partition(b";")[0].strip().lower() == CSV:
         return _decode_table(*_parse_csv(body), signature)
@@ -101,9 +102,7 @@ def decode_mlflow(body: bytes | bytearray, media: bytes, signature: Signature) -
     return decode_v1(msgspec.json.encode({form: given[form]}), signature)
 
 
-def decode_records(
-    body: bytes | bytearray, signature: Signature, media: bytes | None
-) -> json_records.JsonRecords | PredictBatch:
+def decode_records(body: Body, signature: Signature, media: bytes | None) -> json_records.JsonRecords | PredictBatch:
     """The records in a body, or with its type `media` MLflow's table. Raises RequestError."""
     table = None if media is None else decode_mlflow(body, media, signature)
     return table or json_records.decode(body, signature)
@@ -116,7 +115,7 @@ def _parse(decoder: msgspec.json.Decoder[Any], text: msgspec.Raw) -> Any:
         raise RequestError(f"the body is no table: {error}") from error
 
 
-def _parse_csv(body: bytes | bytearray) -> tuple[list[str], list[list[Any]]]:
+def _parse_csv(body: Body) -> tuple[list[str], list[list[Any]]]:
     try:
         columns, *lines = [line for line in csv.reader(io.StringIO(bytes(body).decode("utf-8")), strict=True) if line]
     except (ValueError, csv.Error) as error:

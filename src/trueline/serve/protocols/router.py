@@ -33,6 +33,7 @@ from trueline.serve.protocols.dispatch import (
 from trueline.serve.protocols.oip.rest import InferPaths, OipRoutes, Repository, infer_of
 from trueline.version import __version__
 from trueline.web.access_log import AccessLog
+from trueline.web.body import Body
 from trueline.web.compression import ON_LOOP_BYTES, Decompressor
 from trueline.web.messages import App, InlineFuture, Request, Response, query_all, segments_of
 from trueline.web.parser import HttpLimits
@@ -187,7 +188,7 @@ class Routes:
             request.body = plain
             return self._route(request)
 
-        def handle(plain: bytearray | None) -> Answer:
+        def handle(plain: Body | None) -> Answer:
             assert plain is not None  # run to its end
             request.body = plain
             return self._route(request)

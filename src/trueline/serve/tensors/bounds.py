@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trueline.bundle.signature import Signature, TensorSpec
 from trueline.errors import TooLarge
+from trueline.web.body import Body
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -100,7 +101,7 @@ def _too_many(what: str, count: int, most: int) -> TooLarge:
 UNBOUNDED = RequestBounds(values=2**1024, answer_values=2**1024)  # no shape of 32 dimensions has as many
 
 
-def decode_within(body: bytes | bytearray, bounds: RequestBounds, work: Callable[..., T], *args: object) -> T:
+def decode_within(body: Body, bounds: RequestBounds, work: Callable[..., T], *args: object) -> T:
     """`work(body, *args)`, for a body whose values are within `bounds`. Raises TooLarge."""
     bounds.check_text(body)
     return work(body, *args)

@@ -17,6 +17,7 @@ from trueline.errors import RequestError, closest, join_names
 from trueline.serve.batching.policy import PRIORITIES, USUAL
 from trueline.serve.tensors import arrays
 from trueline.serve.tensors.bounds import UNBOUNDED, RequestBounds
+from trueline.web.body import Body
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -113,7 +114,7 @@ class Encoded(msgspec.Struct, frozen=True):
 
 
 def decode(
-    body: bytes | bytearray, signature: Signature, json_bytes: int | None = None, bounds: RequestBounds = UNBOUNDED
+    body: Body, signature: Signature, json_bytes: int | None = None, bounds: RequestBounds = UNBOUNDED
 ) -> InferCall:
     """The call in an infer request's body, of which the first `json_bytes` are JSON (None: all). Raises RequestError.
 
@@ -123,7 +124,7 @@ def decode(
 
 
 def decode_with_inputs(
-    body: bytes | bytearray, signature: Signature, json_bytes: int | None = None, bounds: RequestBounds = UNBOUNDED
+    body: Body, signature: Signature, json_bytes: int | None = None, bounds: RequestBounds = UNBOUNDED
 ) -> tuple[InferCall, Sequence[GivenInput]]:
     """The same with each input as declared in the JSON; a raw request declares none. Raises TooLarge beyond `bounds`,
     before values are read.

@@ -21,9 +21,10 @@ from trueline.serve.handlers.worker import HandlerFailed
 from trueline.serve.models.desired_state import DesiredWorkflow
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from trueline.torchserve.workflows.spec import Node, Spec
+from trueline.web.body import Body
 from trueline.web.messages import StreamBroken
 
-Part = tuple[str, str, bytes | bytearray]
+Part = tuple[str, str, Body]
 """Name, content type, value."""
 
 

@@ -24,6 +24,7 @@ from trueline.serve.protocols.dispatch import Dispatch, Method, allow, check_med
 from trueline.serve.protocols.oip import triton
 from trueline.serve.tensors import arrays, codec
 from trueline.serve.tensors.bounds import decode_within
+from trueline.web.body import Body
 from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
@@ -64,10 +65,13 @@ class InferPaths:
             return self._dispatch.ask(request, servable, call.inputs, call.timeout_s, encode, began, priority)
 
         size = len(request.body) if head.json_bytes is None else head.json_bytes
-        if size <= LONG_BYTES:
-            return ask(servable.program.templates.decode(request.body, head.json_bytes))
         args = (servable.program.signature, head.json_bytes, servable.program.bounds)
-        return self._dispatch.decode(request, ask, codec.decode, *args, json_bytes=head.json_bytes)
+        body = request.body
+        if size > LONG_BYTES:
+            return self._dispatch.decode(request, ask, codec.decode, *args, json_bytes=head.json_bytes)
+        if isinstance(body, memoryview):  # long for its raw tensors, which are not copied
+            return ask(codec.decode(body, *args))
+        return ask(servable.program.templates.decode(body, head.json_bytes))
 
     def _read_head(self, request: Request, model: str, version: str | None) -> InferHead:
         """What the request's head says; it is cached with the head, unless a handler answers."""
@@ -296,7 +300,7 @@ def _check_short(request: Request) -> None:
         raise TooLarge(f"the body has {size} bytes, a request without tensors has at most {SHORT_BYTES}")
 
 
-def _parameters(body: bytes | bytearray) -> dict[str, Any]:
+def _parameters(body: Body) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=_Parameters).parameters if body else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

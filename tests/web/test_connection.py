@@ -1,0 +1,88 @@
+"""One connection's long bodies leave other connections their turn on the loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trueline.web.connection import LONG_BYTES
+from worlds.connections import LIMITS, World, get, post, world
+
+WIDE = replace(LIMITS, body_bytes=2**24)
+PART = 4 * LONG_BYTES
+
+
+def long_world() -> World:
+    return world(WIDE)
+
+
+def test_a_long_body_is_read_once_in_each_turn_of_the_loop() -> None:
+    opened = long_world()
+    whole = post(b"x" * (10 * PART))
+    pieces = [whole[at : at + PART] for at in range(0, len(whole), PART)]
+    for piece in pieces[:-1]:
+        opened.connection.data_received(piece)
+        assert not opened.wire.reading
+        assert opened.clock.turn()
+        assert opened.wire.reading
+    opened.send(pieces[-1])
+    assert opened.wire.written.endswith(b"POST /a " + b"x" * (10 * PART))
+    assert opened.wire.reading
+
+
+def test_a_short_body_is_read_as_it_comes() -> None:
+    opened = long_world()
+    whole = post(b"x" * (LONG_BYTES // 2))
+    opened.connection.data_received(whole[:1000])
+    assert opened.wire.reading
+    assert opened.clock.due == []
+
+
+def test_a_long_response_is_written_in_parts_with_a_turn_of_the_loop_between_two() -> None:
+    opened = long_world()
+    body = bytes(range(256)) * (PART // 64)
+    opened.connection.data_received(post(body)[:-1])
+    while opened.clock.turn():
+        pass
+    opened.connection.data_received(body[-1:])
+    sizes = [len(opened.wire.written)]
+    while opened.clock.turn():
+        sizes.append(len(opened.wire.written))
+    assert max(after - before for before, after in zip([0, *sizes], sizes, strict=False)) <= PART + 300
+    assert len(sizes) >= 4
+    assert opened.wire.written.endswith(body)
+
+
+def test_a_long_response_waits_for_a_slow_client_and_then_goes_on() -> None:
+    opened = long_world()
+    body = b"y" * (6 * PART)
+    opened.connection.data_received(post(body))
+    opened.connection.pause_writing()
+    while opened.clock.turn():
+        pass
+    stopped = len(opened.wire.written)
+    assert stopped < len(body)
+    assert not opened.clock.turn()
+    assert len(opened.wire.written) == stopped
+    opened.connection.resume_writing()
+    while opened.clock.turn():
+        pass
+    assert opened.wire.written.endswith(body)
+
+
+def test_the_next_request_is_answered_after_all_of_a_long_response() -> None:
+    opened = long_world()
+    body = b"z" * (3 * PART)
+    written = opened.send(post(body) + get("/second"))
+    assert written.index(b"GET /second ") > written.index(body) + len(body)
+    assert opened.wire.answers() == 2
+
+
+def test_a_connection_that_is_to_close_closes_after_the_last_part() -> None:
+    opened = long_world()
+    body = b"z" * (3 * PART)
+    opened.connection.data_received(post(body, "connection: close"))
+    assert not opened.wire.closed
+    while opened.clock.turn():
+        pass
+    assert opened.wire.closed
+    assert opened.wire.written.endswith(body)
