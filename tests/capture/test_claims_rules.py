@@ -11,7 +11,7 @@ import pytest
 
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.capture import claims
+from trueline.capture import claims, size_limits
 from trueline.capture.export.exported import Exported
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe
@@ -64,7 +64,7 @@ def test_a_wider_range_is_reached_when_a_probe_lies_outside_of_the_narrower_one(
 def test_a_claim_is_cut_to_what_the_model_answers_and_never_widened(
     dim: Dim, low: int, high: int | None, cut: Dim
 ) -> None:
-    found = claims._cut(claim(length=dim), "length", low, high)
+    found = size_limits._cut(claim(length=dim), "length", low, high)
     assert (found.dims["length"], found.dims["batch"]) == (cut, Dim())
 
 
@@ -75,8 +75,8 @@ def test_the_last_size_that_is_answered_is_found_on_either_side(first: int, last
         return first <= size <= last
 
     last -= last % step
-    assert claims._edge(answers, first, 64, step) == last
-    assert claims._edge(answers, last, 0, step) == first
+    assert size_limits._edge(answers, first, 64, step) == last
+    assert size_limits._edge(answers, last, 0, step) == first
 
 
 def test_a_probe_lies_inside_a_claim_by_its_sizes_and_its_guards() -> None:

@@ -37,10 +37,12 @@ def dim_text(name: str, dim: Dim) -> str:
 
     >>> dim_text("batch", Dim(min=1, max=6))
     'batch from 1 to 6'
+    >>> dim_text("batch", Dim(max=4096, probed=True))
+    'batch from 1 to 4096 (probed so far)'
     """
     upper = "up, no bound" if dim.max is None else f"to {dim.max}"
     step = "" if dim.multiple_of == 1 else f", multiples of {dim.multiple_of}"
-    return f"{name} from {dim.min} {upper}{step}"
+    return f"{name} from {dim.min} {upper}{step}{' (probed so far)' if dim.probed else ''}"
 
 
 def range_text(signature: Signature) -> str:

@@ -41,12 +41,18 @@ class Dim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     min: int = 1
     max: int | None = None
     multiple_of: int = 1
+    probed: bool = False
+    """Whether `max` is the largest size that was compared with the model, not a limit of the model or a guard."""
 
     def allows(self, size: int) -> bool:
         """Whether `size` lies in the range."""
         return self.min <= size and (self.max is None or size <= self.max) and not size % self.multiple_of
 
 
+PROBED_HINT = (
+    "that is the largest size that capture compared with the model: send less in one request, or capture with an "
+    "example of the size that is needed"
+)
 Rows = Literal["any", "some", "first"]
 """A condition on each row of a mask, along its last dimension: `some`: it has a value other than 0, `first`: it begins
 with one (padding comes after it)."""
@@ -192,7 +198,8 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             step = "" if dim.multiple_of == 1 else f" and a multiple of {dim.multiple_of}"
             raise RequestError(
                 f"input '{name}' has size {size} in dimension {axis} ({symbol}), "
-                f"proven only for sizes of at least {dim.min}{upper}{step}"
+                f"proven only for sizes of at least {dim.min}{upper}{step}",
+                hint=PROBED_HINT if dim.probed and size > (dim.max or size) else "",
             )
         earlier = sizes.setdefault(symbol, (size, name))
         if earlier[0] != size:

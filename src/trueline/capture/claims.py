@@ -1,14 +1,15 @@
 """The claim of a bundle: the sizes that the model answers, and the widest of the exporter's claims that values bear
 out.
 
-    exporter's claims ─settle: cut to the sizes that the eager model answers─▶ probes ─choose─▶ the first that agrees
+    exporter's claims ─settle─▶ probes ─choose─▶ the first that agrees ─extend─▶ far sizes
 
-Guards are neither necessary nor sufficient: a claim that leaves an assumption of the exporter out is taken when the
-exported program agrees with the eager model on the probes between it and the strictest.
+`size_limits` cuts the claims to what the eager model answers (settle), and to what was compared (extend). Guards are
+neither necessary nor sufficient: a claim that leaves an assumption of the exporter out is taken when the exported
+program agrees with the eager model on the probes between it and the strictest.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -19,84 +20,13 @@ from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Rows, Signature
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.torch_export import LoadedProgram
-from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof.observe import Observation
-from trueline.capture.proof.probes import Probe, fit, is_mask, resize
+from trueline.capture.proof.probes import Probe, is_mask, resize
 from trueline.capture.proof.prove import judge
 from trueline.errors import RequestError
 from trueline.runtime.compare import compare
 from trueline.runtime.session import Session
-
-LARGEST = 4096
-"""An end of a range above this (torch.quantile takes 16,777,216 numbers) is not probed: it would take minutes."""
-FAR = 64
-"""A length is tried on the eager model up to twice the example, and at least up to this size; see `settle`."""
-
-
-def settle(eager: EagerSession, exported: Exported) -> Exported:
-    """The claims cut to the sizes that the eager model answers, found by halving: a table of 64 positions ends a length
-    at 64, which no guard contains. The batch is not cut: the proof refuses a model that cannot answer a batch size."""
-    claims = list(exported.claims)
-    for symbol in claims[0].symbols:
-        if symbol != BATCH:
-            low, high = _find_range(eager, claims[0], symbol)
-            claims = [_cut(claim, symbol, low, high) for claim in claims]
-    unique = tuple(claim for i, claim in enumerate(claims) if claim not in claims[:i])
-    borders = {}
-    for symbol, sizes in exported.boundaries.items():
-        dim = unique[0].dims[symbol]
-        ends = [dim.max, None if dim.max is None else dim.max + 1, dim.min if dim.min > 1 else None]
-        borders[symbol] = (*(size for size in ends if size is not None and size <= LARGEST), *sizes)
-    return replace(exported, claims=unique, signature=unique[0], boundaries=borders)
-
-
-def _find_range(eager: EagerSession, claim: Signature, symbol: str) -> tuple[int, int | None]:
-    """The smallest and the largest size that the model answers; None for the latter when no end was found."""
-    base = claim.sizes(eager.example)
-    base = fit(claim, base, {BATCH: 2}) or base  # two records are enough
-    dim, here = claim.dims[symbol], base[symbol]
-    step = dim.multiple_of
-
-    def answers(size: int) -> bool | None:
-        sizes = fit(claim, base, {symbol: size})
-        if sizes is None:
-            return None
-        try:
-            eager.run(resize(eager.example, claim, sizes))
-        except Exception:  # noqa: BLE001 - the user's forward at a size it may not accept may raise anything
-            return False
-        return True
-
-    low = dim.min
-    if answers(low) is False:
-        low = _edge(answers, here, low, step)
-    far = max(FAR, 2 * here)
-    far -= far % step
-    far = far if dim.max is None else min(far, dim.max)
-    if far > here and answers(far) is False:
-        return low, _edge(answers, here, far, step)
-    return low, dim.max
-
-
-def _edge(answers: Callable[[int], bool | None], good: int, bad: int, step: int) -> int:
-    """The last answered size from `good` towards `bad`; sizes that the claim does not allow count as answered."""
-    while abs(bad - good) > step:
-        middle = good + (bad - good) // (2 * step) * step if bad > good else good - (good - bad) // (2 * step) * step
-        if middle in (good, bad):
-            break
-        if answers(middle) is False:
-            bad = middle
-        else:
-            good = middle
-    return good
-
-
-def _cut(claim: Signature, symbol: str, low: int, high: int | None) -> Signature:
-    dim = claim.dims[symbol]
-    bounds = [bound for bound in (dim.max, high) if bound is not None]
-    cut = msgspec.structs.replace(dim, min=max(dim.min, low), max=min(bounds, default=None))
-    return msgspec.structs.replace(claim, dims={**claim.dims, symbol: cut})
 
 
 def choose(exported: Exported, observations: Sequence[Observation]) -> Exported:

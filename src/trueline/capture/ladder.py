@@ -11,9 +11,10 @@ from trueline import events
 from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Dim, Signature
-from trueline.capture import claims
+from trueline.capture import claims, size_limits
 from trueline.capture.export import aotinductor, torch_export
 from trueline.capture.export.exported import Exported
+from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
@@ -22,6 +23,7 @@ from trueline.capture.onnx import offload as offload_emit
 from trueline.capture.proof import determinism, stateful
 from trueline.capture.proof.attempt import Attempt, emit_event
 from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
+from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation, find_parting, hidden_state
 from trueline.capture.proof.probes import LIMIT, Probe, make_probes
 from trueline.capture.proof.prove import Proof, judge
@@ -82,34 +84,39 @@ def climb(
             f"{unsteady.why}; and it keeps a state ({join_names(eager.signature.state)})",
             hint="what random answers do to a state cannot be compared: take the random numbers as an input",
         )
-    exported, observations = _export_and_observe(subject, random=unsteady is not None)
-    if not isinstance(exported, CaptureError):
-        exported = replace(exported, opset=opset)
+    far = FarSizes(eager)
+    exported, observations = _export_and_observe(subject, far, random=unsteady is not None, opset=opset)
     hidden = hidden_state(observations)  # two runs in a row gave the same answer
     unsteady = determinism.find_cause(eager, hidden) if hidden else determinism.check_order(eager, observations)
     if unsteady is not None:
         raise unsteady.as_error()
+    extended: tuple[size_limits.FarProbe, ...] = ()
+    if isinstance(exported, Exported):
+        exported, extended = size_limits.extend(far, exported, LoadedProgram(exported), observations)
+        observations += size_limits.observations_of(extended, observations[0])
     shared_s = time.monotonic() - started
 
     def attempt(exported: Exported | CaptureError, format: Format) -> Rung:
         started = time.monotonic() - shared_s
         if format == "torchscript":
-            return _try_torchscript(eager, exported, observations, work / format, started)
+            return _try_torchscript(far, exported, observations, work / format, started)
         return _try(format, exported, observations, eager, work / format, started)
 
     while True:
         rungs = [attempt(exported, format) for format in formats]
-        stricter = _narrow(exported, rungs)
+        stricter = _narrow(exported, rungs, extended)
         if stricter is None and not any(rung.attempt.verdict == "proven" for rung in rungs):
             rungs += [attempt(exported, format) for format in otherwise]
-            stricter = _narrow(exported, rungs)
+            stricter = _narrow(exported, rungs, extended)
         if stricter is None:
             return rungs
         events.emit("claim.narrowed", to=range_text(stricter.signature))
         exported = stricter
 
 
-def _export_and_observe(subject: Subject, *, random: bool) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
+def _export_and_observe(
+    subject: Subject, far: FarSizes, *, random: bool, opset: int | None
+) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
     """The exported program with the widest claim that it bears out, and the eager model's answers. A model that draws
     random numbers gets fewer probes, each many times."""
     eager = subject.eager
@@ -119,7 +126,7 @@ def _export_and_observe(subject: Subject, *, random: bool) -> tuple[Exported | C
     covered = stateful.covering(eager)
     events.emit("model.tracing")
     try:
-        exported = claims.settle(eager, torch_export.export(subject.module, eager.calling))
+        exported = size_limits.settle(far, torch_export.export(subject.module, eager.calling))
     except CaptureError as error:
         probes = make_probes(eager.example, signature=eager.calling.presumed, limit=limit, covered=covered)
         return error, subject.observe(probes, num_draws=num_draws)
@@ -127,34 +134,58 @@ def _export_and_observe(subject: Subject, *, random: bool) -> tuple[Exported | C
         eager.example, signature=exported.signature, sizes=exported.boundaries, limit=limit, covered=covered
     )
     observations = subject.observe(probes, num_draws=num_draws)
-    return claims.choose(exported, observations), observations
+    return replace(claims.choose(exported, observations), opset=opset), observations
 
 
-def _narrow(exported: Exported | CaptureError, rungs: Sequence[Rung]) -> Exported | None:
+def _narrow(
+    exported: Exported | CaptureError, rungs: Sequence[Rung], extended: Sequence[size_limits.FarProbe]
+) -> Exported | None:
     """The next stricter claim, where an emitted program disagrees on what only the present claim covers; else None."""
-    if isinstance(exported, CaptureError) or exported.signature == exported.claims[-1]:
+    if isinstance(exported, CaptureError):
         return None
+    names = {rung.disagreeing.name for rung in rungs if rung.disagreeing is not None}
+    far = next((one for one in extended if one.seen.probe.name in names), None)
+    if far is not None:
+        return size_limits.shorten(exported, far)
     strict = exported.claims[-1]
+    if exported.signature == strict:
+        return None
     if all(rung.disagreeing is None or claims.allows(strict, rung.disagreeing) for rung in rungs):
         return None
     return claims.narrower(exported)
 
 
 def _try_torchscript(
-    eager: EagerSession,
-    exported: Exported | CaptureError,
-    observations: Sequence[Observation],
-    folder: Path,
-    started: float,
+    far: FarSizes, exported: Exported | CaptureError, observations: Sequence[Observation], folder: Path, started: float
 ) -> Rung:
-    signature = None if isinstance(exported, CaptureError) else exported.signature
+    eager, guarded = far.eager, isinstance(exported, Exported)
+    signature = exported.signature if isinstance(exported, Exported) else None
     tried = climb_scripted(eager, signature, observations, folder)
     if tried.path is None or tried.proof is None:
         error = CaptureError(tried.why, hint=tried.line)
         return refuse("torchscript", error, observations, folder, started, emitted=tried.proof is not None)
     made = folder / tried.path.relative_to(folder).parts[0]
-    rung = make_rung("torchscript", tried.proof, observations, tried.path, made, started)
+    proof = tried.proof
+    if proof.proven and not guarded:
+        proof, observations = _extend_scripted(far, tried.path, proof, observations, scripted=tried.way == "script")
+    rung = make_rung("torchscript", proof, observations, tried.path, made, started)
     return _with_how(rung, tried.how, DEPRECATED)
+
+
+def _extend_scripted(
+    far: FarSizes, path: Path, proof: Proof, observations: Sequence[Observation], *, scripted: bool
+) -> tuple[Proof, Sequence[Observation]]:
+    """The proof with the claim cut to what was compared. A script keeps the branches of the code, a trace one way."""
+    far.unrolled = () if scripted else tuple(proof.signature.symbols)
+    session = open_session("torchscript", path, proof.signature)
+    claim, extended = size_limits.cut_to_compared(far, session, observations, branches=not scripted)
+    seen = size_limits.observations_of(extended, observations[0])
+    if not seen:
+        return replace(proof, signature=claim), observations
+    more = judge(open_session("torchscript", path, claim), seen)
+    worst = max(proof.max_abs_error, more.max_abs_error)
+    evidence = (*proof.evidence, *more.evidence)
+    return replace(proof, signature=claim, evidence=evidence, max_abs_error=worst), (*observations, *seen)
 
 
 def _with_how(rung: Rung, before: str, after: str) -> Rung:

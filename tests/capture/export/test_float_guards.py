@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from trueline.bundle.signature import Dim
-from trueline.capture.claims import settle
 from trueline.capture.export import guard_ranges, torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
+from trueline.capture.proof.far_sizes import FarSizes
+from trueline.capture.size_limits import settle
 from trueline.errors import RequestError
 from trueline.runtime.open import open_session
 
@@ -98,7 +99,7 @@ def test_sizes_beyond_such_a_condition_are_refused_and_not_answered_wrongly(
     tmp_path: Path, model: type[nn.Module]
 ) -> None:
     eager = EagerSession(model(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
-    exported = settle(eager, torch_export.export(eager.module, eager.calling))
+    exported = settle(FarSizes(eager), torch_export.export(eager.module, eager.calling))
     session = open_session("torch_export", torch_export.emit(exported, tmp_path), exported.claims[0])
     refused = 0
     for batch, length in [(2, 128), (2, 129), (2, 500), (2, 501), (200, 5), (201, 5)]:
@@ -116,7 +117,7 @@ def test_sizes_beyond_such_a_condition_are_refused_and_not_answered_wrongly(
 @pytest.mark.slow
 def test_onnx_computes_with_sizes_as_exactly_as_python_at_every_length(tmp_path: Path) -> None:
     eager = EagerSession(Share(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
-    exported = settle(eager, torch_export.export(eager.module, eager.calling))
+    exported = settle(FarSizes(eager), torch_export.export(eager.module, eager.calling))
     session = open_session("onnx", emit.emit(exported, tmp_path), exported.signature)
     for length in range(exported.signature.dims["length"].min, 301):
         x = {"x": np.random.default_rng(length).standard_normal((2, length, 4)).astype(np.float32)}

@@ -154,7 +154,7 @@ def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_mode
     model = Mean()
     captured = capture(recipe(lambda: model), None, tmp_path / "b", formats=["onnx", "torch_export"], state="explicit")
     assert {one.verdict for one in captured.programs} == {"proven"}
-    assert max(one.probes for one in captured.programs) <= LIMIT
+    assert max(one.probes for one in captured.programs) <= LIMIT + 2  # two at the largest size
     bundle = open_bundle(tmp_path / "b")
     assert bundle.signature.state == {"state.total": "next.total", "state.count": "next.count"}
     assert [spec.role for spec in bundle.signature.inputs] == ["data", "state", "state"]

@@ -48,10 +48,10 @@ def retrace(
     if loops and nonzero_loops.leave_places_out(flat, _small_calls(calling)):
         how = "a loop over places that values choose has a step for each place"
         with nonzero_loops.trace_all_places(flat):
-            exported = _attempt("places", how, lambda: whole(flat))
+            exported = _attempt("places", how, lambda: _without_guards(whole(flat)))
     if exported is None and below_python.may_help(module, message):
         how = "traced below Python, as the operators that it calls"
-        exported = _attempt("operators", how, lambda: whole(_trace_operators(flat, calling)))
+        exported = _attempt("operators", how, lambda: _without_guards(whole(_trace_operators(flat, calling))))
     if exported is None and all(spec.shape[:1] == (BATCH,) for spec in calling.signature.inputs):
         with size_lengths.keep_lengths_free(module):
             exported = _attempt("records", BY_RECORDS, lambda: _map_records(flat, calling, whole, single))
@@ -87,7 +87,12 @@ def _map_records(flat: TensorModule, calling: Calling, whole: Whole, single: Sin
     mapped = per_record.MappedRecords(single(per_record.SingleRecord(flat), calling))
     if not _draws(mapped.program[0]) and not all(_agree(mapped, flat, calling, more) for more in (0, 1)):
         return None  # torch.export's message says more than the prover would
-    return replace(whole(mapped), how=BY_RECORDS)
+    return replace(_without_guards(whole(mapped)), how=BY_RECORDS)
+
+
+def _without_guards(exported: Exported) -> Exported:
+    """`exported`, whose guards do not tell what the user's code decided by sizes."""
+    return replace(exported, unrolled=frozenset(exported.signature.symbols))
 
 
 def _small_calls(calling: Calling) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -107,6 +107,58 @@ def _tracer(events: list[Event], ends: bool) -> Callable[[FrameType, str, Any], 
     return enter
 
 
+Edge = tuple[CodeType, int, int]
+"""A code of the user, the offset of one of its instructions (-1: the entry), and of the one that ran next."""
+
+
+class TooSlow(BaseException):
+    """Ends a call that has no time left. No `except Exception` of the user's code holds it."""
+
+
+@contextmanager
+def watch_edges(seconds: float) -> Iterator[set[Edge]]:
+    """Records which steps user code takes in this thread during the block, each once. Raises TooSlow after `seconds` of
+    this thread, where Python code still runs."""
+    edges: set[Edge] = set()
+    ends = time.thread_time() + seconds
+    before = sys.gettrace()
+
+    def enter(frame: FrameType, event: str, arg: Any) -> Any:
+        if time.thread_time() > ends:
+            raise TooSlow
+        if not is_users(frame.f_code.co_filename):
+            return None
+        code, last, steps = frame.f_code, -1, 0
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def step(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last, steps
+            if event == "opcode":
+                edges.add((code, last, frame.f_lasti))
+                last, steps = frame.f_lasti, steps + 1
+                if not steps % 1024 and time.thread_time() > ends:
+                    raise TooSlow
+            return step
+
+        return step
+
+    sys.settrace(enter)
+    try:
+        yield edges
+    finally:
+        sys.settrace(before)
+
+
+def edges_of(way: Sequence[Event]) -> set[Edge]:
+    """The steps of a recorded way, each once."""
+    last: dict[int, int] = {}
+    edges: set[Edge] = set()
+    for call, code, offset in way:
+        edges.add((code, last.get(call, -1), offset))
+        last[call] = offset
+    return edges
+
+
 _ROOTS = (
     f"{Path(__file__).resolve().parents[2]}/",
     *(sysconfig.get_path(name).rstrip("/") + "/" for name in ("stdlib", "platstdlib")),

@@ -50,7 +50,7 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
     """
     seen: list[Observation] = []
     for probe in probes:
-        one = _observe_one(eager, probe, seen[0].way if seen else None)
+        one = observe_one(eager, probe, first=seen[0].way if seen else None)
         if probe.wild and one.outputs is None:
             continue  # the model does not accept these values, and the program need not
         same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
@@ -62,8 +62,11 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
     return tuple(seen)
 
 
-def _observe_one(eager: Session, probe: Probe, first: Sequence[Event] | None) -> Observation:
-    with code_paths.watch(ends=True) as way, care(probe):
+def observe_one(
+    eager: Session, probe: Probe, *, first: Sequence[Event] | None = None, watched: bool = True
+) -> Observation:
+    """The model's answer on one probe, and its way, if it is `watched`; else the way is `first`."""
+    with code_paths.watch(ends=True) if watched else nullcontext(first or ()) as way, care(probe):
         try:
             outputs, error = eager.run(probe.inputs), ""
         except CaptureError as raised:

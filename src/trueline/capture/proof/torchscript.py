@@ -50,6 +50,7 @@ class Tried:
     line: str = ""
     path: Path | None = None
     proof: Proof | None = None
+    way: Way = "trace"
 
 
 def climb_scripted(
@@ -102,7 +103,7 @@ def _try(
         place = find_one_sided(frozen, observations)
     if place is not None:
         return Tried(why=FROZEN, line=f"{place}")
-    return Tried(how=how, path=path, proof=proof)
+    return Tried(how=how, path=path, proof=proof, way=way)
 
 
 def _compiled_classes(eager: EagerSession, how: str) -> set[str]:

@@ -1,0 +1,232 @@
+"""Sizes far beyond the usual probes: the eager model runs at 64, 128, … up to 4,096, and around the numbers that its
+own code compares sizes with.
+
+A call is made only if time and memory are left for it, judged by the smaller ones. The model is called on its example's
+records, repeated, and at the largest size on the same in a random order, so that an answer which depends on a record's
+position shows.
+"""
+
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trueline.bundle.signature import Array, Signature
+from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import Edge, Event
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof.observe import Observation, observe_one
+from trueline.capture.proof.probes import Probe, resize
+
+FIRST, LARGEST = 64, 4096
+"""The first size that is far, and the last: larger ones take minutes."""
+FREE_S, UNROLLED_S = 1.0, 4.0
+"""Seconds for the sizes of one symbol; the claim of one that code was unrolled over ends where they end."""
+MAX_VALUES = 1 << 24
+"""Numbers in the inputs of one call."""
+MAX_BYTES = 1 << 27
+"""Bytes of the largest tensor in one call."""
+NUMBERS = 12
+"""Numbers of the user's code around which sizes are tried."""
+_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FarAnswer:
+    """What the model did at far sizes."""
+
+    seen: Observation
+    edges: frozenset[Edge]
+    """The steps of the user's code."""
+    cost: tuple[float, int]
+    """Seconds, and bytes of the largest tensor."""
+
+    @property
+    def answered(self) -> bool:
+        return self.seen.outputs is not None
+
+
+class FarSizes:
+    """The eager model at far sizes. It runs once at each."""
+
+    def __init__(self, eager: EagerSession) -> None:
+        self.eager = eager
+        self.unrolled: Collection[str] = ()
+        """Symbols that get more time."""
+        self._spent: dict[str, float] = {}
+        self._answers: dict[tuple[str, tuple[int, ...], bool], FarAnswer] = {}
+
+    @cached_property
+    def example(self) -> dict[str, Array]:
+        """The example by name."""
+        return self.eager.example
+
+    def spend(self, symbol: str, seconds: float) -> None:
+        """Counts `seconds` towards the time of `symbol`."""
+        self._spent[symbol] = self._spent.get(symbol, 0.0) + seconds
+
+    def time_left(self, symbol: str) -> float:
+        """Seconds that are left for `symbol`."""
+        return self._budget(symbol) - self._spent.get(symbol, 0.0)
+
+    def _budget(self, symbol: str) -> float:
+        return UNROLLED_S if symbol in self.unrolled else FREE_S
+
+    def ask(
+        self, claim: Signature, symbol: str, sizes: Mapping[str, int], *, mixed: bool = False, share: float = 1.0
+    ) -> FarAnswer | None:
+        """The answer at `sizes`, which cost time of `symbol`; None where there is too little time or memory for it.
+        With `mixed` the records and steps of the example are in a random order. `share`: of the time."""
+        key = (symbol, tuple(sizes.values()), mixed)
+        if key not in self._answers:
+            left = self.time_left(symbol) - (1 - share) * self._budget(symbol)
+            seconds, largest = self._predict(symbol, sizes[symbol])
+            inputs = resize(self.example, claim, sizes)
+            total = sum(array.size for array in inputs.values())
+            if seconds > left or largest > MAX_BYTES or total > MAX_VALUES:
+                return None
+            started = time.monotonic()
+            answer = self._call(claim, sizes, _mix(inputs, claim) if mixed else inputs, left, mixed=mixed)
+            self.spend(symbol, time.monotonic() - started)
+            if answer is None:
+                return None
+            self._answers[key] = answer
+        return self._answers[key]
+
+    def _call(
+        self, claim: Signature, sizes: Mapping[str, int], inputs: dict[str, Array], left: float, *, mixed: bool
+    ) -> FarAnswer | None:
+        named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+        probe = Probe(
+            name=f"{named}, {'in another order' if mixed else 'as given'}",
+            origin="made" if mixed else "given",
+            num_records=next(iter(sizes.values())),
+            inputs=inputs,
+            wild=mixed,  # what a mask in another order hides may be everything
+        )
+        started, memory = time.thread_time(), _LargestTensor()
+        try:
+            with ExitStack() as stack:
+                edges = stack.enter_context(code_paths.watch_edges(max(left, 0.1)))
+                stack.enter_context(memory)
+                seen = observe_one(self.eager, probe, watched=False)
+        except code_paths.TooSlow:
+            return None
+        if any(word in seen.error for word in _MEMORY) or "MemoryError" in seen.error:
+            return None
+        return FarAnswer(seen=seen, edges=frozenset(edges), cost=(time.thread_time() - started, memory.num_bytes))
+
+    def _predict(self, symbol: str, size: int) -> tuple[float, float]:
+        """Seconds and bytes of a call at `size`, from the calls at smaller sizes of the symbol."""
+        asked: dict[int, tuple[float, int]] = {}
+        for (other, _, _), answer in self._answers.items():
+            if other == symbol and answer.answered:
+                asked[_size_of(answer.seen.probe.name, symbol)] = answer.cost
+        below = sorted(one for one in asked if one < size)[-2:]
+        if not below:
+            return 0.0, 0.0
+        last, before = below[-1], below[0]
+        return tuple(  # type: ignore[return-value]
+            _extrapolate((before, asked[before][i]), (last, asked[last][i]), size) for i in (0, 1)
+        )
+
+
+def _size_of(name: str, symbol: str) -> int:
+    """The size of `symbol` in the name of a probe."""
+    return next(int(part.rpartition(" ")[2]) for part in name.split(", ") if part.rpartition(" ")[0] == symbol)
+
+
+def _extrapolate(before: tuple[int, float], last: tuple[int, float], size: int) -> float:
+    """At `size`, of what grows by a power of the size: at least linearly."""
+    power = 1.0
+    if last[0] > before[0] > 0 and before[1] > 0.005 and last[1] > before[1]:
+        power = max(power, math.log(last[1] / before[1]) / math.log(last[0] / before[0]))
+    return float(last[1] * (size / max(last[0], 1)) ** min(power, 4.0))
+
+
+def _mix(inputs: Mapping[str, Array], claim: Signature) -> dict[str, Array]:
+    """The same in a random order along each free dimension, equal for all inputs that have it."""
+    random = np.random.default_rng(0)
+    orders = {symbol: random.permutation(size) for symbol, size in claim.sizes(inputs).items()}
+    mixed = dict(inputs)
+    for spec in claim.inputs:
+        for axis, symbol in enumerate(spec.shape):
+            if isinstance(symbol, str) and symbol in orders:
+                mixed[spec.name] = np.take(mixed[spec.name], orders[symbol], axis=axis)
+    return mixed
+
+
+class _LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the bytes of the largest tensor that an operator returns."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # see observe.Careful
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(func, HigherOrderOperator):
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                    self.num_bytes = max(self.num_bytes, leaf.numel() * leaf.element_size())
+        return result
+
+
+def far_sizes(step: int = 1) -> tuple[int, ...]:
+    """64, 128, … in multiples of `step`."""
+    powers = (FIRST << power for power in range(LARGEST.bit_length()))
+    return tuple(dict.fromkeys(size - size % step for size in powers if step <= size <= LARGEST))
+
+
+def numbers_of(module: torch.nn.Module, ways: Iterable[Sequence[Event]]) -> list[int]:
+    """Whole numbers with which the user's code may compare a size, the most likely first: in the code that ran, in the
+    globals that it names, in the attributes of the user's modules, and the lengths of tables."""
+    codes = dict.fromkeys(code for way in ways for code in dict.fromkeys(code for _, code, _ in way))
+    functions = list(code_paths.users_functions(module))
+    codes |= dict.fromkeys(function.__code__ for function in functions)
+    found = [number for code in codes for number in _numbers(_constants(code))]
+    for function in functions:
+        named = [function.__globals__.get(name) for name in function.__code__.co_names]
+        found += _numbers(value for value in named if not isinstance(value, FunctionType))
+    for part in module.modules():
+        if code_paths.forward_of(part) is not None:
+            found += _numbers(value for name, value in vars(part).items() if not name.startswith("_"))
+    tensors = (*module.parameters(), *module.buffers())
+    found += [size for tensor in tensors if not torch.nn.parameter.is_lazy(tensor) for size in tensor.shape[:1]]
+    return [number for number in dict.fromkeys(found) if 10 < number <= LARGEST][:NUMBERS]
+
+
+def _constants(code: CodeType) -> Iterator[Any]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _constants(constant)
+        else:
+            yield constant
+
+
+def _numbers(values: Iterable[Any], *, deep: bool = True) -> Iterator[int]:
+    """Whole numbers among `values`, and inside of plain collections, with their lengths."""
+    for value in values:
+        if type(value) is int:
+            yield value
+        elif isinstance(value, float) and value.is_integer():
+            yield int(value)
+        elif deep and type(value) in (list, tuple, dict, set, frozenset, range):
+            yield len(value)
+            yield from _numbers(list(value)[:NUMBERS], deep=False)

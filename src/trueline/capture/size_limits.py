@@ -1,0 +1,273 @@
+"""Where the claims on sizes end: at the sizes that the eager model answers, and at those that were compared.
+
+A size has no upper bound only where the exported graph has it free, no guard is on it, no Python loop was unrolled over
+it, and the user's code takes no other way at the far sizes that were tried. Every other claim ends at the largest size
+at which model and program were compared; where they part, the border is found by halving.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from trueline.bundle.signature import Signature
+from trueline.capture.export.exported import Exported
+from trueline.capture.model.code_paths import Edge, edges_of
+from trueline.capture.model.signature import BATCH
+from trueline.capture.proof.far_sizes import FIRST, LARGEST, FarAnswer, FarSizes, far_sizes, numbers_of
+from trueline.capture.proof.observe import Observation
+from trueline.capture.proof.probes import fit
+from trueline.capture.proof.prove import judge
+from trueline.runtime.session import Session
+
+QUICK_S = 0.25
+"""A free size whose call takes longer is not compared again on each format."""
+CODE_SHARE = 0.5
+"""Of a symbol's time, what the sizes around numbers of the code may take."""
+
+
+def settle(far: FarSizes, exported: Exported) -> Exported:
+    """The claims cut to the sizes that the eager model answers, found by doubling and halving: a table of 64 positions
+    ends a length at 64, which no guard contains. The proof refuses a model that cannot answer small batches."""
+    claims = list(exported.claims)
+    far.unrolled = exported.unrolled
+    for symbol in claims[0].symbols:
+        low, high = find_range(far, claims[0], symbol)
+        claims = [_cut(claim, symbol, low, high) for claim in claims]
+    unique = tuple(claim for i, claim in enumerate(claims) if claim not in claims[:i])
+    borders = {}
+    for symbol, sizes in exported.boundaries.items():
+        dim = unique[0].dims[symbol]
+        ends = [dim.max, None if dim.max is None else dim.max + 1, dim.min if dim.min > 1 else None]
+        borders[symbol] = (*(size for size in ends if size is not None and size <= LARGEST), *sizes)
+    return replace(exported, claims=unique, signature=unique[0], boundaries=borders)
+
+
+def find_range(far: FarSizes, claim: Signature, symbol: str) -> tuple[int, int | None]:
+    """The smallest and the largest size that the model answers; None for the latter when no end was found."""
+    base, dim = _base(claim, far, symbol), claim.dims[symbol]
+    here, step = base[symbol], dim.multiple_of
+
+    def answers(size: int) -> bool | None:
+        sizes = fit(claim, base, {symbol: size})
+        answer = None if sizes is None else far.ask(claim, symbol, sizes)
+        return None if answer is None else answer.answered
+
+    low = dim.min
+    answers(here)
+    if symbol != BATCH and low < here and answers(low) is False:
+        low = _edge(lambda size: answers(size) is not False, here, low, step)
+    good = here
+    for size in (size for size in far_sizes(step) if size > here and (dim.max is None or size <= dim.max)):
+        found = answers(size)
+        if found is False:
+            return low, _edge(lambda size: answers(size) is not False, good, size, step)
+        good = size if found else good
+    return low, dim.max
+
+
+def _base(claim: Signature, far: FarSizes, symbol: str) -> dict[str, int]:
+    """The sizes of the example; two records are enough where another symbol varies."""
+    base = claim.sizes(far.example)
+    return base if symbol == BATCH else fit(claim, base, {BATCH: 2}) or base
+
+
+def _edge(fine: Callable[[int], bool], good: int, bad: int, step: int) -> int:
+    """The last fine size from `good` towards `bad`."""
+    while abs(bad - good) > step:
+        middle = good + (bad - good) // (2 * step) * step if bad > good else good - (good - bad) // (2 * step) * step
+        if middle in (good, bad):
+            break
+        good, bad = (middle, bad) if fine(middle) else (good, middle)
+    return good
+
+
+def _cut(claim: Signature, symbol: str, low: int, high: int | None, *, probed: bool = False) -> Signature:
+    dim = claim.dims[symbol]
+    bounds = [bound for bound in (dim.max, high) if bound is not None]
+    most = min(bounds, default=None)
+    probed = (probed and most != dim.max) or (dim.probed and most == dim.max)
+    cut = msgspec.structs.replace(dim, min=max(dim.min, low), max=most, probed=probed)
+    return msgspec.structs.replace(claim, dims={**claim.dims, symbol: cut})
+
+
+# ---- what was compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FarProbe:
+    """A comparison at a far size of one symbol, to be repeated on the program of each format."""
+
+    symbol: str
+    below: int
+    """The largest smaller size that was compared."""
+    seen: Observation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reached:
+    """How far the program of one symbol's sizes agrees."""
+
+    low: int
+    high: int
+    parts: bool
+    """Whether the program disagrees above `high`, or the model does not answer."""
+    branches: bool
+    """Whether the user's code takes steps that no small size takes."""
+    probes: tuple[FarProbe, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """The comparison of `program` with the model along the sizes of one symbol."""
+
+    far: FarSizes
+    program: Session
+    symbol: str
+    known: set[Edge]
+    """The steps of the user's code at the sizes before."""
+    verdicts: dict[tuple[int, bool], bool | None] = field(default_factory=dict)
+    answers: dict[tuple[int, bool], FarAnswer] = field(default_factory=dict)
+
+    def agrees(self, size: int, *, mixed: bool = False, share: float = 1.0) -> bool | None:
+        """Whether the program answers as the model at `size`; None where neither ran, or the claim has it not."""
+        key = size, mixed
+        if key not in self.verdicts:
+            self.verdicts[key] = self._compare(size, mixed, share)
+        return self.verdicts[key]
+
+    def _compare(self, size: int, mixed: bool, share: float) -> bool | None:
+        claim = self.program.signature
+        sizes = fit(claim, _base(claim, self.far, self.symbol), {self.symbol: size})
+        answer = None if sizes is None else self.far.ask(claim, self.symbol, sizes, mixed=mixed, share=share)
+        if answer is None:
+            return None
+        self.answers[size, mixed] = answer
+        started = time.monotonic()
+        proof = judge(self.program, [answer.seen])
+        self.far.spend(self.symbol, time.monotonic() - started)
+        verdict = proof.evidence[0].verdict
+        return None if verdict == "outside" or (mixed and verdict == "unanswered") else verdict == "agrees"
+
+    def is_plain(self, size: int) -> bool:
+        """Whether the program agrees at `size`, and the user's code takes no new step there."""
+        return self.agrees(size) is True and not self.takes_new_steps(size)
+
+    def takes_new_steps(self, size: int) -> bool:
+        answer = self.answers.get((size, False))
+        return answer is not None and not answer.edges <= self.known
+
+
+def extend(
+    far: FarSizes, exported: Exported, program: Session, observations: Sequence[Observation]
+) -> tuple[Exported, tuple[FarProbe, ...]]:
+    """The claims cut to the sizes at which `program`, the exported one, was compared, unless they have a reason to
+    continue; with the comparisons to repeat on the programs of other formats."""
+    given = [seen for seen in observations if seen.probe.origin == "given"]
+    if not judge(program, given).proven:
+        return exported, ()  # the formats are refused on the usual probes, with the reason
+    signature, probes = cut_to_compared(far, program, observations)
+    cuts = {symbol: dim for symbol, dim in signature.dims.items() if dim != exported.signature.dims[symbol]}
+    claims = list(exported.claims)
+    for symbol, dim in cuts.items():
+        claims = [_cut(claim, symbol, dim.min, dim.max, probed=dim.probed) for claim in claims]
+    at = exported.claims.index(exported.signature)
+    return replace(exported, claims=tuple(claims), signature=claims[at]), probes
+
+
+def cut_to_compared(
+    far: FarSizes, program: Session, observations: Sequence[Observation], *, branches: bool = True
+) -> tuple[Signature, tuple[FarProbe, ...]]:
+    """The claim of `program` cut to the sizes that were compared, but for symbols that are free: no code was unrolled
+    over them and, where the program has not all `branches` of the user's code, that takes no new step at a far size."""
+    signature = program.signature
+    answered = [seen for seen in observations if seen.outputs is not None]
+    if not answered or any(seen.draws is not None for seen in answered):
+        return signature, ()  # random answers are compared as distributions, at the usual sizes
+    ways = list({id(seen.way): seen.way for seen in answered}.values())
+    known = set[Edge]().union(*map(edges_of, ways))
+    numbers = numbers_of(far.eager.module, ways)
+    probes: list[FarProbe] = []
+    for symbol in signature.symbols:
+        dim = signature.dims[symbol]
+        reached = _walk(_Walk(far=far, program=program, symbol=symbol, known=set(known)), numbers)
+        probes += reached.probes
+        most = max(reached.high, _largest_seen(signature, symbol, answered))
+        if reached.parts:
+            signature = _cut(signature, symbol, reached.low, reached.high)
+        elif symbol in far.unrolled or (reached.branches and branches):
+            signature = _cut(signature, symbol, reached.low, most, probed=True)
+        elif reached.low > dim.min:
+            signature = _cut(signature, symbol, reached.low, dim.max)
+    return signature, tuple(probes)
+
+
+def _largest_seen(claim: Signature, symbol: str, observations: Sequence[Observation]) -> int:
+    sizes = [claim.sizes(seen.probe.inputs) for seen in observations]
+    return max((one[symbol] for one in sizes if claim.allows(one)), default=1)
+
+
+def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
+    """From the example's size up to the largest that time allows, and down to the numbers of the code below it."""
+    dim = walk.program.signature.dims[walk.symbol]
+    here = _base(walk.program.signature, walk.far, walk.symbol)[walk.symbol]
+    doubled = [size for size in far_sizes(dim.multiple_of) if dim.allows(size) and size > here]
+    if dim.max is not None and here < dim.max <= LARGEST:
+        doubled = sorted({*doubled, dim.max})
+    around = {number + step for number in numbers for step in (-1, 0, 1)} - set(doubled) - {here}
+    around = {size for size in around if dim.allows(size)}
+    if walk.agrees(here) is not True:
+        return _Reached(low=dim.min, high=here, parts=False, branches=False, probes=())
+    walk.known |= walk.answers[here, False].edges
+    low = dim.min
+    for size in sorted((size for size in around if size < here), reverse=True):
+        if walk.agrees(size, share=CODE_SHARE) is False:
+            low = _edge(lambda size: walk.agrees(size) is not False, here, size, dim.multiple_of)
+            break
+    reached = [here]
+    parts = branches = False
+    for size in sorted({*doubled, *(size for size in around if size > here)}):
+        found = walk.agrees(size, share=1.0 if size in doubled else CODE_SHARE)
+        if found is False:
+            reached.append(_edge(lambda size: walk.agrees(size) is True, reached[-1], size, dim.multiple_of))
+            parts = True
+            break
+        if found and walk.takes_new_steps(size):
+            branches = True
+            border = _edge(walk.is_plain, reached[-1], size, dim.multiple_of)
+            if any(walk.agrees(near) is False for near in (border, border + dim.multiple_of)):
+                reached.append(border)
+                parts = True
+                break
+            walk.known |= walk.answers[size, False].edges
+        if found:
+            reached.append(size)
+    return _with_order(walk, low, reached, parts=parts, branches=branches)
+
+
+def _with_order(walk: _Walk, low: int, reached: list[int], *, parts: bool, branches: bool) -> _Reached:
+    """The same after the comparison in another order of the records, at the largest size at which that agrees too."""
+    while len(reached) > 1 and walk.agrees(reached[-1], mixed=True) is False:
+        reached.pop()
+        parts = True
+    sizes = [size for size in reached[1:] if size in (reached[-1], next((s for s in reached if s >= FIRST), 0))]
+    probes, below = [], reached[0]
+    for size in sizes:
+        asked = [walk.answers[key] for key in ((size, False), (size, True)) if walk.verdicts.get(key)]
+        needed = walk.symbol in walk.far.unrolled
+        seen = [answer.seen for answer in asked if needed or answer.cost[0] < QUICK_S]
+        probes += [FarProbe(symbol=walk.symbol, below=below, seen=one) for one in seen]
+        below = size
+    return _Reached(low=low, high=reached[-1], parts=parts, branches=branches, probes=tuple(probes))
+
+
+def observations_of(probes: Sequence[FarProbe], usual: Observation) -> tuple[Observation, ...]:
+    """The observations of `probes`, as such that took the way of the `usual` one: theirs were not recorded in order."""
+    return tuple(replace(probe.seen, way=usual.way) for probe in probes)
+
+
+def shorten(exported: Exported, probe: FarProbe) -> Exported:
+    """`exported` with claims that end below `probe`, on which a format disagrees."""
+    claims = tuple(_cut(claim, probe.symbol, 1, probe.below, probed=True) for claim in exported.claims)
+    return replace(exported, claims=claims, signature=claims[exported.claims.index(exported.signature)])

@@ -1,0 +1,203 @@
+"""A claim on a size ends where model and program were compared, unless the exported graph has the size free."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle import Bundle, open_bundle
+from trueline.bundle.describe import range_text
+from trueline.bundle.signature import Dim
+from trueline.capture.api import capture
+from trueline.errors import RequestError
+from trueline.runtime.open import open_program
+from worlds import recipes
+
+pytestmark = pytest.mark.slow
+
+
+class First(nn.Module):
+    """The place in the batch decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * (i < 50) for i, row in enumerate(x)])
+
+
+class Many(nn.Module):
+    """The number of records decides, where they are taken one by one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * 2 if len(x) < 100 else row for row in x])
+
+
+class Window(nn.Module):
+    """Right at every power of two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * 2 if 70 < len(x) < 90 else row for row in x])
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, row in enumerate(x):
+            if i == 64:
+                break
+            out[i] = row
+        return out
+
+
+class Pairs(nn.Module):
+    """No comparison at all: an iterator runs out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = itertools.chain([1.0] * 60, itertools.repeat(2.0))
+        return torch.stack([row * factor for row, factor in zip(x, factors, strict=False)])
+
+
+class Cached(nn.Module):
+    """A cache by size hides the branch from the exporter."""
+
+    @staticmethod
+    @functools.lru_cache
+    def factor(size: int) -> float:
+        return 1.0 if size < 90 else 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor(x.shape[0])
+
+
+class Rows(nn.Module):
+    """One by one, and no limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(row) for row in x])
+
+
+class Positions(nn.Module):
+    """A table of 128 positions, which no guard contains and which is longer than any usual probe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(128, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.table(torch.arange(x.shape[1]))
+        return found
+
+
+class Records(nn.Module):
+    """A table of 100 records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(100, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.table(torch.arange(x.shape[0]))
+        return found
+
+
+class Digits(nn.Module):
+    """TorchScript by trace makes a number of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * f"{x.shape[0]:04d}".count("0")
+
+
+class Branch(nn.Module):
+    """Equal on both sides: the graph has the size free, and the code goes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting() or x.shape[0] < 300:
+            return x * 2
+        return x + x
+
+
+def captured(model: type[nn.Module], out: Path, *, lengths: bool = False) -> Bundle:
+    torch.manual_seed(0)
+    blanks: dict[str, Any] = {"examples": lambda: torch.randn(5, 4)}
+    if lengths:
+        blanks = {"examples": lambda: torch.randn(3, 5, 4), "dynamic_shapes": lambda: {"x": {1: "length"}}}
+    capture(recipes.untrained(model, **blanks), None, out)
+    return open_bundle(out)
+
+
+@pytest.mark.parametrize(
+    ("model", "most"), [(First, 50), (Many, 99), (Window, 70), (Breaks, 64), (Pairs, 60), (Cached, 89)]
+)
+def test_records_that_are_traced_one_by_one_are_claimed_up_to_the_last_batch_that_agrees(
+    model: type[nn.Module], most: int, tmp_path: Path
+) -> None:
+    bundle = captured(model, tmp_path / "b")
+    assert bundle.signature.dims["batch"] == Dim(max=most)
+    x = np.random.default_rng(0).standard_normal((most, 4)).astype(np.float32)
+    for program in bundle.manifest.programs:
+        session = open_program(bundle, program.format)
+        expected = model()(torch.from_numpy(x)).numpy()
+        np.testing.assert_allclose(session.run({"x": x})["output"], expected, rtol=1e-6)
+        with pytest.raises(RequestError, match=f"at most {most}"):
+            session.run({"x": np.resize(x, (most + 1, 4))})
+
+
+def test_records_one_by_one_without_a_limit_are_claimed_as_far_as_they_were_compared(tmp_path: Path) -> None:
+    bundle = captured(Rows, tmp_path / "b")
+    batch = bundle.signature.dims["batch"]
+    assert batch.probed
+    assert batch.max is not None
+    assert batch.max >= 64  # 4,096 where the machine is not busy
+    assert range_text(bundle.signature) == f"batch from 1 to {batch.max} (probed so far)"
+    for format in ("onnx", "torch_export"):
+        asked = [one.shapes["x"][0] for one in bundle.evidence() if (one.format, one.verdict) == (format, "agrees")]
+        assert max(asked) == batch.max
+    with pytest.raises(RequestError, match=f"at most {batch.max}") as refused:
+        open_program(bundle).run({"x": np.zeros((batch.max + 1, 4), np.float32)})
+    assert "the largest size that capture compared" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("model", "lengths", "symbol", "most"), [(Positions, True, "length", 128), (Records, False, "batch", 100)]
+)
+def test_a_claim_ends_where_the_model_itself_does_far_beyond_the_usual_probes(
+    model: type[nn.Module], lengths: bool, symbol: str, most: int, tmp_path: Path
+) -> None:
+    bundle = captured(model, tmp_path / "b", lengths=lengths)
+    assert bundle.signature.dims[symbol] == Dim(max=most)
+    shape = (2, most + 1, 4) if lengths else (most + 1, 4)
+    with pytest.raises(RequestError, match=f"at most {most}"):
+        open_program(bundle).run({"x": np.zeros(shape, np.float32)})
+
+
+def test_a_trace_is_claimed_up_to_the_last_size_that_agrees(tmp_path: Path) -> None:
+    bundle = captured(Digits, tmp_path / "b")
+    most = bundle.signature.dims["batch"].max
+    assert most is not None
+    for size in (most, most // 2, 1):
+        x = np.ones((size, 4), np.float32)
+        answer = open_program(bundle).run({"x": x})["output"]
+        assert (answer == f"{size:04d}".count("0")).all()
+
+
+def test_a_free_size_at_which_the_code_goes_another_way_is_claimed_as_far_as_it_was_compared(tmp_path: Path) -> None:
+    bundle = captured(Branch, tmp_path / "b")
+    assert bundle.signature.dims["batch"] == Dim(max=4096, probed=True)
+
+
+def test_a_free_size_without_a_guard_has_no_bound(tmp_path: Path) -> None:
+    bundle = captured(lambda: nn.Linear(4, 2), tmp_path / "b")  # type: ignore[arg-type]
+    assert bundle.signature.dims["batch"] == Dim()
