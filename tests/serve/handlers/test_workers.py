@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
+from trueline.serve.handlers import framing
 from trueline.serve.handlers.config import HandlerPlan
 from trueline.serve.handlers.pool import Pool
-from trueline.serve.handlers.worker import HandlerFailed, Launch, Limits, StartFailed
+from trueline.serve.handlers.worker import LONG_BYTES, HandlerFailed, Launch, Limits, StartFailed
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from worlds import archives
 
@@ -219,6 +222,31 @@ def test_a_worker_that_dies_fails_its_request_at_once_and_another_takes_its_plac
         os.kill(pool.workers()[0][1].pid, signal.SIGKILL)
         with pytest.raises(HandlerFailed, match=r"Worker died\."):
             await asked
+
+    in_pool(launch(tmp_path), act)
+
+
+def test_a_long_request_is_sent_beside_the_loop_and_fails_with_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    senders: dict[int, int] = {}
+    send = framing.send
+
+    def note(sock: socket.socket, head: framing.Head, parts: Sequence[framing.Part] = ()) -> None:
+        senders[sum(map(len, parts))] = threading.get_ident()
+        send(sock, head, parts)
+
+    monkeypatch.setattr(framing, "send", note)
+    short, long = b"x" * 1000, b"x" * (LONG_BYTES + 1)
+
+    async def act(pool: Pool) -> None:
+        for content in (short, long):
+            assert (await pool.submit(ask("large", content))).body == content
+        assert senders[len("large") + len(short)] == threading.get_ident()
+        assert senders[len("large") + len(long)] != threading.get_ident()
+        with pytest.raises(HandlerFailed, match=r"Worker died\."):
+            await pool.submit(ask("exit", long))
+        assert (await pool.submit(ask("large", long))).body == long
 
     in_pool(launch(tmp_path), act)
 
