@@ -306,8 +306,8 @@ def test_progress_is_told_as_it_is_made(tmp_path: Path) -> None:
     with events.listening(lambda name, fields: seen.append((name, dict(fields)))):
         capture(recipe(Mlp), None, tmp_path / "b", formats=["torch_export"])
     names = list(dict.fromkeys(name for name, _ in seen))
-    began = ["capture.started", "model.examined", "model.tracing", "program.emitting", "program.emitted"]
-    assert names == [*began, "proof.advanced", "program.proven", "bundle.sealed"]
+    began = ["capture.started", "model.examined", "model.tracing", "model.observed", "program.emitting"]
+    assert names == [*began, "program.emitted", "proof.advanced", "program.proven", "bundle.sealed"]
     steps = [fields for name, fields in seen if name == "proof.advanced"]
     assert [step["done"] for step in steps] == list(range(1, steps[0]["total"] + 1))
 

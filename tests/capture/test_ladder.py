@@ -36,7 +36,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (ladder.determinism, "find_cause", REMEMBERS),
     ):
         monkeypatch.setattr(room, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(ladder, "_export_and_observe", lambda *_, **__: (NOTHING, (seen(1), seen(1))))
+    monkeypatch.setattr(ladder, "export_and_observe", lambda *_, **__: (NOTHING, (seen(1), seen(1))))
 
     def attempt(format: str, *_: Any) -> Any:
         formats.append(format)
@@ -60,7 +60,7 @@ def test_a_model_that_answers_alike_is_tried_in_every_format(tried: list[str]) -
 def test_a_model_that_answers_equal_questions_differently_is_refused_for_all(
     tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ladder, "_export_and_observe", lambda *_, **__: (NOTHING, (seen(1), seen(2))))
+    monkeypatch.setattr(ladder, "export_and_observe", lambda *_, **__: (NOTHING, (seen(1), seen(2))))
     with pytest.raises(NotProven, match="the model keeps a state"):
         climb()
     assert tried == []

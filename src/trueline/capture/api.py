@@ -13,8 +13,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from trueline import events, files
 from trueline.capture.onnx import opsets
@@ -25,6 +26,7 @@ from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 if TYPE_CHECKING:
     from trueline.bundle import Bundle
     from trueline.capture.ladder import Rung
+    from trueline.capture.time_limit import TimeLimit
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location
 
@@ -40,33 +42,40 @@ def capture(
     state: State = "refuse",
     allow_random: bool = False,
     opset: int | None = None,
+    minutes: float | None = None,
 ) -> Captured:
     """Captures the recipe's model with `checkpoint`'s parameters into a bundle at `out`.
 
-    Every format asked for has to be proven, or, with `one_is_enough`, one of them that may be served. Without `formats`
-    the bundle takes each of the usual ones that can be proven, and TorchScript where none can. Without a checkpoint
-    the model is captured as the recipe makes it. A model that writes its own buffers is refused, or, with
+    Every format in `formats` has to be proven, or, with `one_is_enough`, one of them that may be served. Without
+    `formats` the bundle takes each of the usual ones that can be proven, and TorchScript where none can. Without a
+    checkpoint the model is captured as the recipe makes it. A model that writes its own buffers is refused, or, with
     `state="explicit"`, captured with an input `state.x` and an output `next.x` for each. One that draws random numbers
     is refused, or, with `allow_random`, compared by the distribution of its answers. `opset` (18 to 23) is that of the
     ONNX program, the exporter's own when left out.
 
-    Raises NotProven or CaptureError with the user's file and line where it is known, UsageError, RecipeError,
-    CheckpointError, StorageError; nothing is then left at `out`.
+    After `minutes` (30, and one for each 50 MB of weights, when left out) no further format is tried: the bundle takes
+    what is proven by then, whatever `formats` says, and `Captured.programs` lists the others as untried.
+
+    Raises OutOfTime when the model's own calls take longer, NotProven or CaptureError with the user's file and line
+    where it is known, UsageError, RecipeError, CheckpointError, StorageError; nothing is then left at `out`.
     """
     wanted = _check_formats(formats)
     opset = opsets.check_opset(opset)
-    if state not in get_args(State):
-        raise UsageError(f"state is {state!r}, expected one of: {join_names(get_args(State))}")
+    _check_state(state)
     out = _check_free(out, overwrite=overwrite)
     from trueline.capture import sealing, subject
     from trueline.capture.ladder import climb
+    from trueline.capture.time_limit import TimeLimit
     from trueline.recipe.load import load_recipe
 
+    limit = TimeLimit(minutes)
     recipe = load_recipe(recipe)
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
-    model = subject.prepare(recipe, checkpoint, state=state, allow_random=allow_random)
-    with _workplace(out) as work:
-        rungs = climb(model, wanted, work, otherwise=() if formats else STAND_IN, opset=opset)
+    prepare = partial(subject.prepare, recipe, checkpoint, state=state, allow_random=allow_random)
+    model = limit.run("the model with its example", prepare)
+    limit.allow_weights(model.num_bytes)
+    with _workplace(out, limit) as work:
+        rungs = climb(model, wanted, work, otherwise=() if formats else STAND_IN, opset=opset, limit=limit)
         _require(rungs, every=bool(formats) and not one_is_enough, name=recipe.name)
         bundle = sealing.seal(recipe, checkpoint, model, rungs, out, overwrite=overwrite)
     return _report(bundle, out, rungs)
@@ -82,34 +91,43 @@ def capture_file(
     inputs: Sequence[str] = (),
     trust: bool = False,
     opset: int | None = None,
+    minutes: float | None = None,
 ) -> Captured:
     """Wraps the program at `path`, or captures the model in the folder `path`, into a bundle at `out`.
 
     Every format asked for has to be proven, or, with `one_is_enough`, one of those that can be made of the file;
     without `formats`, the file's own has to be, and ONNX of a .pt2 is tried. `inputs` declares what the file does not
     say (see `read_declarations`). With `trust` a pickled module is unpickled, which runs whatever its maker put
-    into it, and a folder's weights may be a pickle, of which only tensors are taken. Raises UsageError for a file that
-    is no program (a pickle among them), for a format that cannot be made of it and for an `opset` of a program,
-    CaptureError, NotProven, BundleError, StorageError; nothing is then left at `out`.
+    into it, and a folder's weights may be a pickle, of which only tensors are taken. `minutes` is as in `capture`.
+
+    Raises UsageError for a file that is no program (a pickle among them), for a format that cannot be made of it and
+    for an `opset` of a program, OutOfTime, CaptureError, NotProven, BundleError, StorageError; nothing is then left at
+    `out`.
     """
     path, out = Path(path), _check_free(out, overwrite=overwrite)
     from trueline.capture.files import input_specs, program
+    from trueline.capture.time_limit import TimeLimit
 
     declared = input_specs.read_declarations(inputs) if inputs else None
     model = program.model_in(path, declared, trust=trust)
+    how: dict[str, Any] = {"formats": formats, "one_is_enough": one_is_enough, "overwrite": overwrite}
     if model is not None:
-        return capture(model, None, out, formats=formats, one_is_enough=one_is_enough, overwrite=overwrite, opset=opset)
+        return capture(model, None, out, **how, opset=opset, minutes=minutes)
     if opset is not None:
         raise UsageError(
             f"{path.name} is a program, which keeps the operators that it has; opset {opset} was requested",
             hint="leave the release out, or capture the recipe that the file came from",
         )
     events.emit("capture.started", file=str(path), kind=program.kind_of(path), out=str(out))
-    with _workplace(out) as work:
-        bundle, rungs = program.wrap(
-            path, declared, work, out, formats=formats, one_is_enough=one_is_enough, overwrite=overwrite
-        )
+    limit = TimeLimit(minutes)
+    with _workplace(out, limit) as work:
+        bundle, rungs = program.wrap(path, declared, work, out, **how, limit=limit)
     return _report(bundle, out, rungs)
+
+
+def _check_state(state: str) -> None:
+    if state not in get_args(State):
+        raise UsageError(f"state is {state!r}, expected one of: {join_names(get_args(State))}")
 
 
 def _check_free(out: str | Path, *, overwrite: bool) -> Path:
@@ -139,7 +157,7 @@ def _check_formats(formats: Sequence[str] | None) -> tuple[Format, ...]:
 
 
 @contextmanager
-def _workplace(out: Path) -> Iterator[Path]:
+def _workplace(out: Path, limit: TimeLimit) -> Iterator[Path]:
     """A temporary folder on the disk of `out`, where a lack of space then shows."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -149,6 +167,7 @@ def _workplace(out: Path) -> Iterator[Path]:
     try:
         yield work
     finally:
+        limit.wait_for_threads()
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -160,10 +179,11 @@ def _report(bundle: Bundle, out: Path, rungs: Sequence[Rung]) -> Captured:
 
 def _require(rungs: Sequence[Rung], *, every: bool, name: str) -> None:
     refused = [rung.attempt for rung in rungs if rung.attempt.verdict == "refused"]
+    untried = [rung.attempt for rung in rungs if rung.attempt.verdict == "untried"]
     proven = [rung.attempt.format for rung in rungs if rung.attempt.verdict == "proven"]
-    if not refused or (not every and any(format not in NATIVE for format in proven)):
+    if not (refused and every) and any(format not in NATIVE for format in proven):
         return
-    first, *others = refused
+    first, *others = refused + untried
     also = f" (refused too: {join_names(attempt.format for attempt in others)})" if others else ""
     place = f"; see {first.line}" if first.line else ""
     raise NotProven(

@@ -1,10 +1,12 @@
 """The rungs: each format is emitted, opened as it will be served, and proven; every attempt is on record."""
 
+import itertools
 import os
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from trueline import events
@@ -15,6 +17,7 @@ from trueline.capture import claims, size_limits
 from trueline.capture.export import aotinductor, torch_export
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.torch_export import LoadedProgram
+from trueline.capture.export_subject import export_and_observe
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
@@ -25,10 +28,11 @@ from trueline.capture.proof.attempt import Attempt, emit_event
 from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation, find_parting, hidden_state
-from trueline.capture.proof.probes import LIMIT, Probe, make_probes
+from trueline.capture.proof.probes import Probe
 from trueline.capture.proof.prove import Proof, judge
 from trueline.capture.proof.torchscript import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
+from trueline.capture.time_limit import OutOfTime, TimeLimit
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
 from trueline.runtime import distribution, offload
 from trueline.runtime.open import open_session
@@ -42,8 +46,6 @@ EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "aotinductor": aotinductor.emit,
 }
 """All but torchscript, which needs the module and no exported program."""
-ALONE = 12
-"""Fewest probes of single calls for a model with a long memory, beside its sequences."""
 ANOTHER = "capture it in another format (--any tries them all), or ask `trueline doctor` for a rewrite"
 _PLACE = re.compile(r".+:\d+: ")
 
@@ -70,13 +72,57 @@ def climb(
     *,
     otherwise: Sequence[Format] = (),
     opset: int | None = None,
+    limit: TimeLimit | None = None,
 ) -> list[Rung]:
-    """Tries `formats`, and where none is proven `otherwise`; a refusal is a Rung, not an exception. Raises NotProven
-    for a model that is no function of its inputs: no format can hold it."""
+    """Tries `formats`, and where none is proven `otherwise`; a refusal is a Rung, not an exception, and so is a format
+    that `limit` leaves no time for. Raises NotProven for a model that is no function of its inputs, which no format can
+    hold, and OutOfTime where the model itself takes too long."""
+    limit = limit or TimeLimit()
     started = time.monotonic()
     eager = subject.eager
     events.emit("model.examined")
-    unsteady = determinism.check_twice(eager) or determinism.check_rare(eager)
+    far = FarSizes(eager)
+    exported, observations = export_and_observe(subject, far, limit, random=_check_first_calls(subject, limit))
+    if isinstance(exported, Exported):
+        exported = replace(exported, opset=opset)
+    hidden = hidden_state(observations)  # two runs in a row gave the same answer
+    unsteady = limit.run(
+        "the search for a state",
+        lambda: determinism.find_cause(eager, hidden) if hidden else determinism.check_order(eager, observations),
+    )
+    if unsteady is not None:
+        raise unsteady.as_error()
+    extended: tuple[size_limits.FarProbe, ...] = ()
+    if isinstance(exported, Exported):
+        extend = partial(size_limits.extend, far, exported, LoadedProgram(exported), observations)
+        exported, extended = limit.run("the model at larger sizes", extend)
+        observations += size_limits.observations_of(extended, observations[0])
+    shared_s = time.monotonic() - started
+
+    def attempt(exported: Exported | CaptureError, format: Format, folder: Path, share: float) -> Rung:
+        started = time.monotonic() - shared_s
+        try_it = _try_torchscript if format == "torchscript" else partial(_try, format)
+        try:
+            return limit.run(
+                f"the {format} program", lambda: try_it(exported, observations, far, folder, started), share=share
+            )
+        except OutOfTime as error:
+            return refuse(format, error, observations, folder, started)
+
+    def climb_all(exported: Exported | CaptureError, formats: Sequence[Format], number: int) -> list[Rung]:
+        folders = [work / (f"{format}-{number}" if number else format) for format in formats]
+        shares = [1 / left for left in range(len(formats), 0, -1)]
+        return [attempt(exported, *one) for one in zip(formats, folders, shares, strict=True)]
+
+    return _climb_claims(exported, extended, climb_all, formats, otherwise)
+
+
+def _check_first_calls(subject: Subject, limit: TimeLimit) -> bool:
+    """Whether the model draws random numbers, as it may. Raises NotProven for another one that is no function."""
+    eager = subject.eager
+    unsteady = limit.run(
+        "the first calls of the model", lambda: determinism.check_twice(eager) or determinism.check_rare(eager)
+    )
     if unsteady is not None and not (unsteady.random and subject.random):
         raise unsteady.as_error()
     if unsteady is not None and eager.signature.state:
@@ -84,57 +130,36 @@ def climb(
             f"{unsteady.why}; and it keeps a state ({join_names(eager.signature.state)})",
             hint="what random answers do to a state cannot be compared: take the random numbers as an input",
         )
-    far = FarSizes(eager)
-    exported, observations = _export_and_observe(subject, far, random=unsteady is not None, opset=opset)
-    hidden = hidden_state(observations)  # two runs in a row gave the same answer
-    unsteady = determinism.find_cause(eager, hidden) if hidden else determinism.check_order(eager, observations)
-    if unsteady is not None:
-        raise unsteady.as_error()
-    extended: tuple[size_limits.FarProbe, ...] = ()
-    if isinstance(exported, Exported):
-        exported, extended = size_limits.extend(far, exported, LoadedProgram(exported), observations)
-        observations += size_limits.observations_of(extended, observations[0])
-    shared_s = time.monotonic() - started
+    return unsteady is not None
 
-    def attempt(exported: Exported | CaptureError, format: Format) -> Rung:
-        started = time.monotonic() - shared_s
-        if format == "torchscript":
-            return _try_torchscript(far, exported, observations, work / format, started)
-        return _try(format, exported, observations, eager, work / format, started)
 
-    while True:
-        rungs = [attempt(exported, format) for format in formats]
+def _climb_claims(
+    exported: Exported | CaptureError,
+    extended: Sequence[size_limits.FarProbe],
+    climb_all: Callable[[Exported | CaptureError, Sequence[Format], int], list[Rung]],
+    formats: Sequence[Format],
+    otherwise: Sequence[Format],
+) -> list[Rung]:
+    """The rungs under the widest claim that all programs bear out. Those of a wider claim stay where the time ends
+    before one of a narrower claim is proven."""
+    before: list[Rung] = []
+    for number in itertools.count():
+        rungs = climb_all(exported, formats, number)
         stricter = _narrow(exported, rungs, extended)
-        if stricter is None and not any(rung.attempt.verdict == "proven" for rung in rungs):
-            rungs += [attempt(exported, format) for format in otherwise]
+        if stricter is None and not _any(rungs, "proven"):
+            rungs += climb_all(exported, otherwise, number)
             stricter = _narrow(exported, rungs, extended)
+        if _any(before, "proven") and not _any(rungs, "proven") and _any(rungs, "untried"):
+            return before
         if stricter is None:
-            return rungs
+            break
         events.emit("claim.narrowed", to=range_text(stricter.signature))
-        exported = stricter
+        exported, before = stricter, rungs
+    return rungs
 
 
-def _export_and_observe(
-    subject: Subject, far: FarSizes, *, random: bool, opset: int | None
-) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
-    """The exported program with the widest claim that it bears out, and the eager model's answers. A model that draws
-    random numbers gets fewer probes, each many times."""
-    eager = subject.eager
-    limit, num_draws = (
-        (distribution.PROBES, distribution.DRAWS) if random else (max(LIMIT - stateful.num_calls(eager), ALONE), 0)
-    )
-    covered = stateful.covering(eager)
-    events.emit("model.tracing")
-    try:
-        exported = size_limits.settle(far, torch_export.export(subject.module, eager.calling))
-    except CaptureError as error:
-        probes = make_probes(eager.example, signature=eager.calling.presumed, limit=limit, covered=covered)
-        return error, subject.observe(probes, num_draws=num_draws)
-    probes = make_probes(
-        eager.example, signature=exported.signature, sizes=exported.boundaries, limit=limit, covered=covered
-    )
-    observations = subject.observe(probes, num_draws=num_draws)
-    return replace(claims.choose(exported, observations), opset=opset), observations
+def _any(rungs: Sequence[Rung], verdict: str) -> bool:
+    return any(rung.attempt.verdict == verdict for rung in rungs)
 
 
 def _narrow(
@@ -156,7 +181,7 @@ def _narrow(
 
 
 def _try_torchscript(
-    far: FarSizes, exported: Exported | CaptureError, observations: Sequence[Observation], folder: Path, started: float
+    exported: Exported | CaptureError, observations: Sequence[Observation], far: FarSizes, folder: Path, started: float
 ) -> Rung:
     eager, guarded = far.eager, isinstance(exported, Exported)
     signature = exported.signature if isinstance(exported, Exported) else None
@@ -197,12 +222,12 @@ def _try(
     format: Format,
     exported: Exported | CaptureError,
     observations: Sequence[Observation],
-    eager: EagerSession,
+    far: FarSizes,
     folder: Path,
     started: float,
 ) -> Rung:
     """`started`: the time of the attempt's start, less the seconds that all attempts share."""
-    path: Path | None = None
+    path, eager = None, far.eager
     try:
         if isinstance(exported, CaptureError):
             raise exported
@@ -332,14 +357,17 @@ def refuse(
 
     A failure of the emitter has a line of its own; a failed export is better explained by where the code's paths part.
     """
+    late = isinstance(error, OutOfTime)
     line = error.hint if _PLACE.match(error.hint) else ""
+    if isinstance(error, OutOfTime):
+        line = f"{error.place or ''}"
     attempt = Attempt(
         format=format,
-        verdict="refused",
+        verdict="untried" if late else "refused",
         emitted=emitted,
         why=error.message.replace(f"{folder}{os.sep}", ""),  # the bundle keeps it, and no folder of this machine
-        line=line if emitting and line else _parting_line(observations) or line,
-        hint="" if line else error.hint,
+        line=line if (emitting and line) or late else _parting_line(observations) or line,
+        hint="" if line and not late else error.hint,
         seconds=time.monotonic() - started,
     )
     emit_event(attempt)

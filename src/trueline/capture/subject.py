@@ -39,6 +39,11 @@ class Subject:
     random: bool = False
     """Whether the model may draw random numbers; it is then compared by the distribution of its answers."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of parameters and buffers."""
+        return sum(one.nbytes for one in (*self.module.parameters(), *self.module.buffers()))
+
     def observe(self, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
         """Runs the model once on each probe; all later steps compare with these answers."""
         return observe(self.eager, probes, num_draws=num_draws)

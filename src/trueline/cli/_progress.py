@@ -38,7 +38,7 @@ _COUNTS = {
 Steps are numbered from 0, so that after step 0 one is done; the other fields are counts.
 """
 _DETAILS = ("format", "epoch", "loss", "workers", "records_per_s")
-_ENDS = {"job.finished", "stage.started", "program.proven", "program.refused", "bundle.sealed"}
+_ENDS = {"job.finished", "stage.started", "program.proven", "program.refused", "program.untried", "bundle.sealed"}
 _WORDS = {
     "stage.started": "[{number}/{of}] {stage}",
     "job.started": "  job {job}: {workers} workers, {epochs} epochs",
@@ -76,6 +76,9 @@ _WORDS = {
     "program.emitting": "  {format}: writing the program",
     "program.proven": "  {format}: proven on {probes} probes, largest difference {max_abs_error:.1e}; {range}",
     "program.refused": "  {format}: refused: {why} {line}",
+    "program.untried": "  {format}: {why} {line}",
+    "model.observed": "  the model answers {probes} probes",
+    "stage.runs": "  {what}: {seconds} s so far{at}",
     "bundle.sealed": "  sealed {path}",
     "doctor.started": "  recording the calls of each submodule of {recipe}",
     "doctor.examining": "  {submodule}: traced, scripted, exported",

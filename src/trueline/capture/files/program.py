@@ -24,6 +24,7 @@ from trueline.capture.ladder import Rung, make_rung, refuse
 from trueline.capture.proof.probes import BATCH
 from trueline.capture.proof.prove import judge, versions
 from trueline.capture.sealing import GOLDEN_SIZES, make_entry
+from trueline.capture.time_limit import OutOfTime, TimeLimit
 from trueline.errors import BundleError, CaptureError, NotProven, UsageError, join_names
 from trueline.recipe.contract import Recipe
 from trueline.runtime import torchscript_archive
@@ -42,17 +43,21 @@ def wrap(
     formats: Sequence[str] | None,
     one_is_enough: bool,
     overwrite: bool,
+    limit: TimeLimit,
 ) -> tuple[Bundle, Sequence[Rung]]:
     """Proves the formats that can be made of the file and seals them at `out`; `work` is a folder for what is made."""
     kind = kind_of(path)
     if declared is not None and kind != "torchscript":
         raise UsageError(f"{path.name} declares its own inputs; leave --example out")
-    subject = _read(kind, path, work, declared)
+    subject = limit.run("the program as it is in the file", lambda: _read(kind, path, work, declared))
     if formats is None:
         wanted = tuple(format for format in subject.emit if format == kind or format in USUAL)
     else:
         wanted = _possible(formats, subject, every=not one_is_enough)
-    rungs = [_try(format, subject, work / format) for format in wanted]
+    rungs = [
+        _try(format, subject, work / format, limit, 1 / left)
+        for format, left in zip(wanted, range(len(wanted), 0, -1), strict=True)
+    ]
     needed = wanted if formats and not one_is_enough else () if formats else (kind,)
     _require(rungs, subject, needed, path=path)
     return _seal(path, subject, rungs, out, overwrite=overwrite), rungs
@@ -140,8 +145,16 @@ def _possible(formats: Sequence[str], subject: FileSubject, *, every: bool) -> t
     return tuple(format for format in subject.emit if format in formats)
 
 
-def _try(format: Format, subject: FileSubject, folder: Path) -> Rung:
-    started, path = time.monotonic(), None
+def _try(format: Format, subject: FileSubject, folder: Path, limit: TimeLimit, share: float) -> Rung:
+    started = time.monotonic()
+    try:
+        return limit.run(f"the {format} program", lambda: _prove(format, subject, folder, started), share=share)
+    except OutOfTime as error:
+        return refuse(format, error, (), folder, started)
+
+
+def _prove(format: Format, subject: FileSubject, folder: Path, started: float) -> Rung:
+    path = None
     try:
         path = subject.emit[format](folder)
         session = open_session(format, path, subject.signature, native=True)  # this process emitted it
@@ -156,7 +169,8 @@ def _try(format: Format, subject: FileSubject, folder: Path) -> Rung:
 def _require(rungs: Sequence[Rung], subject: FileSubject, needed: Sequence[Format], *, path: Path) -> None:
     proven = any(not rung.attempt.why for rung in rungs)
     for rung in rungs:
-        if rung.attempt.why and (not proven or rung.attempt.format in needed):
+        late = proven and rung.attempt.verdict == "untried"
+        if rung.attempt.why and not late and (not proven or rung.attempt.format in needed):
             raise NotProven(
                 f"{rung.attempt.format} program of {path.name} is not proven against {subject.against}: "
                 f"{rung.attempt.why}",

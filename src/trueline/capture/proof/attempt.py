@@ -21,7 +21,8 @@ class Attempt:
     """One format that was tried."""
 
     format: Format
-    verdict: Literal["proven", "refused"]
+    verdict: Literal["proven", "refused", "untried"]
+    """`untried`: the time limit ended first."""
     emitted: bool
     """Whether a program was made."""
     why: str
@@ -54,6 +55,8 @@ class Attempt:
     @property
     def summary(self) -> str:
         """The attempt as one line for a terminal."""
+        if self.verdict == "untried":
+            return f"{self.format}: {self.why}{f'; it was at {self.line}' if self.line else ''}"
         if self.verdict == "refused":
             return f"{self.format}: refused ({self.reason}{f'; see {self.line}' if self.line else ''})"
         bound = f", because of {self.line}; `trueline doctor` may know a rewrite" if self.line else ""
@@ -92,8 +95,8 @@ class Captured:
 
 def emit_event(attempt: Attempt) -> None:
     """Emits the event of a finished attempt."""
-    if attempt.verdict == "refused":
-        events.emit("program.refused", format=attempt.format, why=attempt.reason, line=attempt.line)
+    if attempt.verdict != "proven":
+        events.emit(f"program.{attempt.verdict}", format=attempt.format, why=attempt.reason, line=attempt.line)
         return
     fields = {name: getattr(attempt, name) for name in ("format", "probes", "max_abs_error", "seconds", "range")}
     events.emit("program.proven", **fields, bound_by=attempt.line or None)

@@ -35,6 +35,9 @@ trueline capture digits/recipe.py runs/digits-1 --for onnxruntime@1.16
 trueline capture stream/recipe.py runs/stream-1 --state explicit
     a model with a memory: an input state.NAME and an output next.NAME
 
+trueline capture digits/recipe.py runs/digits-1 --minutes 5
+    what is proven after five minutes is sealed, the rest is listed as not tried
+
 trueline capture model.onnx --out model.bundle
     wraps a program file
 
@@ -64,6 +67,9 @@ _TARGETS = ("onnxruntime", "openvino", "offload", "torch", "torchscript", "cpp",
               help="A model that writes its own buffers: refuse it, or make them inputs and outputs.")  # fmt: skip
 @click.option("--allow-random", is_flag=True,
               help="Compare a model that draws random numbers by the distribution of its answers.")  # fmt: skip
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
+              help="Try no further format after that; what is proven by then is sealed. Else 30 and more for large "
+              "models.")  # fmt: skip
 @overwrite_option
 @click.option("--example", "inputs", multiple=True, metavar="INPUT",
               help="NAME=FP32[batch,3,size] or a file; see the guide.")  # fmt: skip
@@ -89,7 +95,7 @@ def command(recipe: str, checkpoint: str | None, targets: str | None, any_format
     places = targets.split(",") if targets is not None else []
     formats = (*given.pop("formats"), *formats_for(places)) or (FORMATS if any_format else None)
     how = {"formats": formats, "one_is_enough": any_format, "opset": opset_for(places),
-           "overwrite": given.pop("overwrite")}  # fmt: skip
+           "overwrite": given.pop("overwrite"), "minutes": given.pop("minutes")}  # fmt: skip
     captured = (_capture_file if is_program(recipe) else _capture_recipe)(recipe, checkpoint, given, how)
     programs = [one.as_record() | ({"line": one.line} if one.line else {}) for one in captured.programs]
     facts = {"path": str(captured.path), "digest": captured.digest, "serve": captured.serve, "programs": programs}
