@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal, get_args
 
 from trueline.errors import StorageError
 
@@ -28,6 +28,10 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, err
 """Errors of renameat2(2) on a file system or kernel that cannot exchange two names."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of link(2) on a file system without hard links."""
+
+TemporaryKind = Literal["archive", "bundle", "life", "state", "weights"]
+_TEMPORARY = "trueline-"
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def user_cache() -> Path:
@@ -51,6 +55,88 @@ def hold_lock(path: Path, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+class TemporaryFolder:
+    """A folder of this user alone that belongs to a living process: `sweep_temporary` deletes it once that is dead.
+
+    The process holds a lock on it (flock(2)), which the kernel drops however the process ends.
+    """
+
+    def __init__(self, kind: TemporaryKind, parent: Path | None = None) -> None:
+        """Empty, below `parent` or $TMPDIR. Raises OSError."""
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{kind}-", dir=parent))
+            self._lock = _open_dir(self.path)
+            if self._lock >= 0:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if _same_file(self._lock, self.path):
+                    return
+                os.close(self._lock)  # it was swept before it was locked
+
+    def remove(self) -> None:
+        """Harmless when repeated; what cannot be deleted now is left for `sweep_temporary`."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a living process holds the TemporaryFolder at this path, or may: it belongs to another user."""
+    try:
+        lock = os.open(folder, _FOLDER_FLAGS)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def sweep_temporary(parent: Path | None = None) -> int:
+    """Deletes this user's TemporaryFolders of dead processes below `parent` or $TMPDIR; returns their number."""
+    count = 0
+    for kind in get_args(TemporaryKind):
+        for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_TEMPORARY}{kind}-*"):
+            lock = _open_dir(folder)
+            try:
+                if lock >= 0 and os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    count += 1
+            except BlockingIOError:
+                continue  # its process lives
+            finally:
+                if lock >= 0:
+                    os.close(lock)
+    return count
+
+
+def _open_dir(folder: Path) -> int:
+    """A descriptor; -1 for another user's folder, for none and for a link."""
+    try:
+        return os.open(folder, _FOLDER_FLAGS)
+    except OSError:
+        return -1
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def sha256_bytes(data: bytes) -> str:

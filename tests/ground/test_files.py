@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -386,3 +387,62 @@ def test_a_lock_is_for_its_user_alone_and_follows_no_link(tmp_path):
     with pytest.raises(OSError, match="symbolic"), files.hold_lock(tmp_path / "trap"):
         pass
     assert victim.read_text() == "precious"
+
+
+# temporary folders
+
+
+def test_a_temporary_folder_is_deleted_once_its_process_is_dead_and_never_before(tmp_path: Path) -> None:
+    mine = files.TemporaryFolder("archive", tmp_path)
+    code = (
+        "import sys; from trueline import files; one = files.TemporaryFolder('bundle', sys.argv[1]); "
+        "print(one.path, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        (theirs / "inner").mkdir()
+        assert files.sweep_temporary(tmp_path) == 0, "both live, however young or old they are"
+        assert (files.is_held(mine.path), files.is_held(theirs)) == (True, True)
+        other.kill()
+    assert files.is_held(theirs) is False
+    assert files.sweep_temporary(tmp_path) == 1
+    assert (mine.path.is_dir(), theirs.exists()) == (True, False)
+    mine.remove()
+    mine.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_follows_no_link_and_leaves_other_names_alone(tmp_path: Path) -> None:
+    (tmp_path / "other" / "trueline-archive-x").mkdir(parents=True)
+    (tmp_path / "trueline-archive-link").symlink_to(tmp_path / "other")
+    (tmp_path / "trueline-own-work").mkdir()
+    (tmp_path / "trueline-archive-file").write_text("")
+    assert files.sweep_temporary(tmp_path) == 0
+    assert len(list(tmp_path.rglob("*"))) == 5
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep may run at any moment; between the two calls the folder is empty, and nothing is lost."""
+    steps, real = ["before opening", "before locking", "not at all"], files._open_dir
+
+    def open_dir(folder: Path) -> int:
+        monkeypatch.setattr(files, "_open_dir", real)
+        step = steps.pop(0)
+        if step == "before opening":
+            assert files.sweep_temporary(tmp_path) == 1
+        handle = real(folder)
+        if step == "before locking":
+            assert files.sweep_temporary(tmp_path) == 1
+        monkeypatch.setattr(files, "_open_dir", open_dir)
+        return handle
+
+    monkeypatch.setattr(files, "_open_dir", open_dir)
+    with files.TemporaryFolder("state", tmp_path) as folder:
+        assert steps == []
+        assert folder.is_dir()
+        assert files.is_held(folder)

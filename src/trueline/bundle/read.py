@@ -8,9 +8,7 @@ table says. So neither a path that leads outside, nor a link, nor a zip bomb rea
 """
 
 import os
-import shutil
 import stat
-import tempfile
 import weakref
 import zipfile
 from collections.abc import Iterator
@@ -103,13 +101,13 @@ def open_bundle(path: Path, *, cache: Path | None = None) -> Bundle:
         raise BundleError(f"there is no bundle at {path}", hint="`trueline capture` makes one")
     if cache is not None:
         return open_folder(unpack_once(path, Path(cache)))
-    folder = Path(tempfile.mkdtemp(prefix="trueline-bundle-"))
+    place = files.TemporaryFolder("bundle")
     try:
-        bundle = open_folder(unpack(path, folder / "bundle"))
+        bundle = open_folder(unpack(path, place.path / "bundle"))
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        place.remove()
         raise
-    weakref.finalize(bundle, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(bundle, place.remove)
     return bundle
 
 

@@ -18,7 +18,7 @@ from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import RequestError, UsageError, join_names
 from trueline.serve.assembly import Parts, assemble
-from trueline.serve.handlers import archive
+from trueline.serve.handlers import archive, orphans
 from trueline.serve.models import desired_state, sources
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import Refused, ResolvedSource
@@ -44,6 +44,7 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
         await multiprocess.run(settings, announce)
         return
     loop, stop, parts = asyncio.get_running_loop(), Stop(), assemble(settings)
+    cleaning = loop.run_in_executor(None, orphans.clean_up)
     fleet, companion = parts.core.fleet, parts.extension.companion
     log = None if settings.access_log is None else AccessLog(settings.access_log)
     stop.listen(loop, lifeline=settings.lifeline)
@@ -68,7 +69,7 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
     finally:
         for chore in chores:
             chore.cancel()
-        await asyncio.gather(*chores, return_exceptions=True)  # ends the process that watches the registry
+        await asyncio.gather(*chores, cleaning, return_exceptions=True)  # ends the process that watches the registry
         if parts.tracer is not None:
             await loop.run_in_executor(None, parts.tracer.shutdown)
         parts.routes.close()

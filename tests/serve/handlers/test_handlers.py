@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 import pytest
 
 from trueline.errors import RequestError, TooLarge
-from trueline.serve.handlers import archive, child, framing, messages, workdir
+from trueline.serve.handlers import archive, child, framing, messages
 from trueline.serve.handlers import config as plan
 from trueline.serve.handlers.archive import ArchiveError
 from trueline.serve.handlers.loader import ArchiveLoader, CodeNotAllowed, name_in_store
@@ -355,24 +354,7 @@ def test_a_handler_that_is_not_there_is_named(load: Callable[[str, str], Any], t
         child.load_handler("json.py", tmp_path)
 
 
-# the folder and the store
-
-
-@pytest.mark.parametrize("prefix", [workdir.PREFIX, workdir.WEIGHTS])
-def test_a_folder_that_a_killed_server_left_is_deleted_and_one_that_is_held_is_not(tmp_path: Path, prefix: str) -> None:
-    held = workdir.WorkDir(tmp_path, prefix=prefix)
-    left = tmp_path / f"{prefix}left"
-    (left / "inner").mkdir(parents=True)
-    (tmp_path / "other").mkdir()
-    os.symlink(tmp_path / "other", tmp_path / f"{prefix}link")
-    now = time.time()
-    assert workdir.sweep(tmp_path, now=now, prefix=prefix) == 0, "one that is young may be just beginning"
-    assert workdir.sweep(tmp_path, now=now + 100, prefix="another") == 0
-    assert workdir.sweep(tmp_path, now=now + 100, prefix=prefix) == 1
-    assert (held.folder.is_dir(), left.exists(), (tmp_path / "other").is_dir()) == (True, False, True)
-    held.remove()
-    held.remove()
-    assert not held.folder.exists()
+# the store
 
 
 def test_archives_stand_in_the_store_under_their_manifests_names(tmp_path: Path) -> None:

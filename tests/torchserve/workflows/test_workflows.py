@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from trueline import serve
 from trueline.errors import StorageError
 from trueline.serve import RunningServer
-from trueline.serve.handlers import workdir
 from trueline.serve.handlers.archive import ArchiveError, HoldsWorkflow, peek
 from trueline.serve.handlers.loader import ArchiveLoader, name_in_store
 from trueline.serve.handlers.worker import Limits
@@ -319,7 +318,7 @@ def run(folder: Path, act: Act, **options: Any) -> None:
 
 def laid_out(folder: Path) -> list[Path]:
     """What lies in the folders of archives that are served."""
-    return list((folder.parent / "laid-out").glob(f"{workdir.PREFIX}*"))
+    return list((folder.parent / "laid-out").glob("trueline-archive-*"))
 
 
 def one_function(code: str, **settings: Any) -> tuple[str, str]:

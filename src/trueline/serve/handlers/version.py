@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trueline import events
 from trueline.errors import NotReady, RequestError
+from trueline.files import TemporaryFolder
 from trueline.serve import host
 from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.handlers import archive, sequences
@@ -22,7 +23,6 @@ from trueline.serve.handlers.archive import Archive
 from trueline.serve.handlers.metrics import Measures
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.sequences import SequencePart
-from trueline.serve.handlers.workdir import WorkDir
 from trueline.serve.handlers.worker import HandlerFailed, Launch, Limits, StartFailed
 from trueline.serve.models.servable import NO_WORKER, HandlerAnswer, HandlerRequest, NoTensors, Program, VersionRecord
 from trueline.web.messages import StreamedBody
@@ -58,7 +58,7 @@ class HandlerVersion(VersionRecord):
     archive: Archive | None = None
     measures: Measures | None = None
     _pool: Pool | None = None
-    _place: WorkDir | None = None
+    _place: TemporaryFolder | None = None
 
     @property
     def handler(self) -> HandlerVersion:
@@ -135,9 +135,9 @@ class HandlerVersion(VersionRecord):
 
         Raises ArchiveError (also when the archive does not have `digest`), NotStarted, and cleans up.
         """
-        place = await in_thread(WorkDir)
+        place = await in_thread(functools.partial(TemporaryFolder, "archive"))
         try:
-            found: Archive = await in_thread(functools.partial(_unpack, path, place.folder))
+            found: Archive = await in_thread(functools.partial(_unpack, path, place.path))
             if digest is not None and digest != found.digest:
                 raise archive.ArchiveError(
                     f"the archive of digest {digest[:12]} is expected, found is {found.digest[:12]}",
@@ -145,7 +145,7 @@ class HandlerVersion(VersionRecord):
                 )
             if check is not None:
                 check(found.digest)
-            await self.begin_in(found, replace(options, weights=options.weights or place.folder / _WEIGHTS), loop)
+            await self.begin_in(found, replace(options, weights=options.weights or place.path / _WEIGHTS), loop)
         except BaseException:
             place.remove()
             raise

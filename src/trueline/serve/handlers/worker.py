@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline.errors import DeadlineExceeded, RequestError, TruelineError
-from trueline.serve.handlers import framing
+from trueline.serve.handlers import framing, orphans
 from trueline.serve.handlers.config import HandlerPlan
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 
@@ -132,6 +133,7 @@ class Worker:
         env = {"OMP_NUM_THREADS": str(max(1, cores // max(1, self._launch.plan.workers)))} | environment(os.environ)
         if self._shares is not None:
             env[SHARED_WEIGHTS] = str(self._shares)
+        env[orphans.MARK] = self._mark = orphans.next_mark()
         ours, theirs = framing.pair()
         command = [sys.executable, "-P", "-m", "trueline.serve.handlers.child", str(theirs.fileno()), str(os.getpid())]
         with theirs:
@@ -252,6 +254,7 @@ class Worker:
         os.close(self._exit)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its children
+        threading.Thread(target=orphans.kill_marked, args=(self._mark,), daemon=True).start()  # those of other sessions
         code = self._process.wait()
         self._read()  # an answer that arrived before the end counts
         how = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -24,8 +24,8 @@ import msgspec
 
 from trueline import events
 from trueline.errors import RegistryError, ServerFault, StorageError, TruelineError, rebuild_error
+from trueline.files import TemporaryFolder
 from trueline.serve import host
-from trueline.serve.handlers.workdir import STATE, WEIGHTS, WorkDir
 from trueline.serve.process.signals import Stop
 from trueline.serve.settings import ServeSettings, to_arguments
 from trueline.web.sockets import listen
@@ -96,12 +96,12 @@ def _fix_ports(settings: ServeSettings) -> Iterator[ServeSettings]:
             if port is not None:
                 fixed[name] = _hold(settings, port, held)
         if settings.management_port is not None and settings.state is None:
-            place = WorkDir(prefix=STATE)
+            place = TemporaryFolder("state")
             held.callback(place.remove)
-            fixed["state"] = str(place.folder / "served.json")
-        weights = WorkDir(prefix=WEIGHTS)
+            fixed["state"] = str(place.path / "served.json")
+        weights = TemporaryFolder("weights")
         held.callback(weights.remove)
-        fixed["shared_weights"] = str(weights.folder)
+        fixed["shared_weights"] = str(weights.path)
         fixed["most_threads"] = max(1, len(os.sched_getaffinity(0)) // settings.processes)
         memory = host.run_memory_of(processes=settings.processes)
         fixed["run_memory_bytes"] = settings.run_memory_bytes // settings.processes or memory

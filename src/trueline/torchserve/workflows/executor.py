@@ -15,8 +15,8 @@ import msgspec
 
 from trueline import events
 from trueline.errors import NotFound, Overloaded, RequestError
+from trueline.files import TemporaryFolder
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.handlers.workdir import WorkDir
 from trueline.serve.handlers.worker import HandlerFailed
 from trueline.serve.models.desired_state import DesiredWorkflow
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
@@ -57,7 +57,7 @@ class Workflow:
     """As in the state file."""
     spec: Spec
     versions: Mapping[str, HandlerVersion]
-    place: WorkDir
+    place: TemporaryFolder
     _running: set[asyncio.Task[HandlerAnswer]] = field(default_factory=set)
 
     def predict(self, request: HandlerRequest, *, strict: bool = False) -> asyncio.Task[HandlerAnswer]:

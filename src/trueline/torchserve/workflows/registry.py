@@ -15,11 +15,11 @@ from typing import Any
 
 from trueline import events
 from trueline.errors import BundleError, NotFound, NotReady, RequestError, TruelineError
+from trueline.files import TemporaryFolder
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import Archive, ArchiveError
 from trueline.serve.handlers.loader import CodeNotAllowed
 from trueline.serve.handlers.version import HandlerVersion, InThread, StartOptions
-from trueline.serve.handlers.workdir import WorkDir
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Conflict, Fleet
@@ -126,9 +126,9 @@ class Workflows:
             raise
 
     async def _register_at(self, path: Path, entry: DesiredWorkflow, name: str, *, replace_it: bool) -> Workflow:
-        place = await self._in_thread(WorkDir)
+        place = await self._in_thread(partial(TemporaryFolder, "archive"))
         try:
-            found: War = await self._in_thread(partial(_unpack, path, place.folder, entry.digest))
+            found: War = await self._in_thread(partial(_unpack, path, place.path, entry.digest))
             self._check(ResolvedSource(path=path), found.digest)
             name = check_name("workflow", name or found.name)
             async with self._locks.setdefault(name, asyncio.Lock()):
@@ -174,7 +174,7 @@ class Workflows:
         except NotFound as error:
             raise NotStored(error.message, hint=error.hint) from error
 
-    async def _start(self, name: str, found: War, entry: DesiredWorkflow, place: WorkDir) -> Workflow:
+    async def _start(self, name: str, found: War, entry: DesiredWorkflow, place: TemporaryFolder) -> Workflow:
         """Starts all nodes. Raises NotRegistered; none remains then."""
         if found.spec.ignored:
             events.emit("workflow.ignored", workflow=name, keys=",".join(found.spec.ignored)[:500])
