@@ -200,3 +200,44 @@ def test_a_free_size_at_which_the_code_goes_another_way_is_claimed_as_far_as_it_
 def test_a_free_size_without_a_guard_has_no_bound(tmp_path: Path) -> None:
     bundle = captured(lambda: nn.Linear(4, 2), tmp_path / "b")  # type: ignore[arg-type]
     assert bundle.signature.dims["batch"] == Dim()
+
+
+class Remainder(nn.Module):
+    """A guard that holds at all small sizes, and at powers of two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if (x.shape[1] // 7) % 100 != 50 else x
+
+
+class Root(nn.Module):
+    """torch writes its guard with a function of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if torch.sym_sqrt(x.shape[1]) < 9 else x  # type: ignore[no-untyped-call]
+
+
+class Both(nn.Module):
+    """Each size alone may be large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * 2 if i * len(row) < 12_000 else row for i, row in enumerate(x)])
+
+
+def test_a_guard_that_fails_only_at_some_large_sizes_is_kept(tmp_path: Path) -> None:
+    signature = captured(Remainder, tmp_path / "b", lengths=True).signature
+    allowed = [signature.allows({"batch": 1, "length": length}) for length in (349, 350, 356, 357, 1050, 9000)]
+    assert allowed == [True, False, False, True, False, True]
+
+
+def test_a_guard_in_functions_of_torch_is_read(tmp_path: Path) -> None:
+    assert captured(Root, tmp_path / "b", lengths=True).signature.dims["length"] == Dim(max=80)
+
+
+def test_sizes_that_are_large_together_are_compared_too(tmp_path: Path) -> None:
+    bundle = captured(Both, tmp_path / "b", lengths=True)
+    for size in (64, 110, 128, 200):
+        x = np.ones((size, size, 4), np.float32)
+        if bundle.signature.allows({"batch": size, "length": size}):
+            expected = Both()(torch.from_numpy(x)).numpy()
+            np.testing.assert_allclose(open_program(bundle).run({"x": x})["output"], expected)
+    assert not bundle.signature.allows({"batch": 200, "length": 200})

@@ -183,7 +183,7 @@ def _narrow(
 def _try_torchscript(
     exported: Exported | CaptureError, observations: Sequence[Observation], far: FarSizes, folder: Path, started: float
 ) -> Rung:
-    eager, guarded = far.eager, isinstance(exported, Exported)
+    eager, guarded = far.eager, isinstance(exported, Exported) and not exported.unrolled
     signature = exported.signature if isinstance(exported, Exported) else None
     tried = climb_scripted(eager, signature, observations, folder)
     if tried.path is None or tried.proof is None:
@@ -201,7 +201,7 @@ def _extend_scripted(
     far: FarSizes, path: Path, proof: Proof, observations: Sequence[Observation], *, scripted: bool
 ) -> tuple[Proof, Sequence[Observation]]:
     """The proof with the claim cut to what was compared. A script keeps the branches of the code, a trace one way."""
-    far.unrolled = () if scripted else tuple(proof.signature.symbols)
+    far.unrolled = frozenset() if scripted else frozenset(proof.signature.symbols)
     session = open_session("torchscript", path, proof.signature)
     claim, extended = size_limits.cut_to_compared(far, session, observations, branches=not scripted)
     seen = size_limits.observations_of(extended, observations[0])

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Dim, Signature
 from trueline.capture.export.exported import Exported
 from trueline.capture.model.code_paths import Edge, edges_of
 from trueline.capture.model.signature import BATCH
-from trueline.capture.proof.far_sizes import FIRST, LARGEST, FarAnswer, FarSizes, far_sizes, numbers_of
+from trueline.capture.proof.far_sizes import FIRST, LARGEST, TOGETHER, FarAnswer, FarSizes, far_sizes, numbers_of
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import fit
 from trueline.capture.proof.prove import judge
@@ -130,16 +130,20 @@ class _Walk:
     verdicts: dict[tuple[int, bool], bool | None] = field(default_factory=dict)
     answers: dict[tuple[int, bool], FarAnswer] = field(default_factory=dict)
 
-    def agrees(self, size: int, *, mixed: bool = False, share: float = 1.0) -> bool | None:
-        """Whether the program answers as the model at `size`; None where neither ran, or the claim has it not."""
+    def agrees(
+        self, size: int, *, sizes: dict[str, int] | None = None, mixed: bool = False, share: float = 1.0
+    ) -> bool | None:
+        """Whether the program answers as the model at `size`; None where neither ran, or the claim has it not. `sizes`:
+        of all symbols, if not the example's."""
         key = size, mixed
         if key not in self.verdicts:
-            self.verdicts[key] = self._compare(size, mixed, share)
+            claim = self.program.signature
+            sizes = sizes or fit(claim, _base(claim, self.far, self.symbol), {self.symbol: size})
+            self.verdicts[key] = self._compare(size, sizes, mixed, share)
         return self.verdicts[key]
 
-    def _compare(self, size: int, mixed: bool, share: float) -> bool | None:
+    def _compare(self, size: int, sizes: dict[str, int] | None, mixed: bool, share: float) -> bool | None:
         claim = self.program.signature
-        sizes = fit(claim, _base(claim, self.far, self.symbol), {self.symbol: size})
         answer = None if sizes is None else self.far.ask(claim, self.symbol, sizes, mixed=mixed, share=share)
         if answer is None:
             return None
@@ -200,7 +204,38 @@ def cut_to_compared(
             signature = _cut(signature, symbol, reached.low, most, probed=True)
         elif reached.low > dim.min:
             signature = _cut(signature, symbol, reached.low, dim.max)
-    return signature, tuple(probes)
+    return _cut_together(far, program, signature), tuple(probes)
+
+
+def _cut_together(far: FarSizes, program: Session, claim: Signature) -> Signature:
+    """`claim`, each of whose sizes was compared alone, cut to where all of them are far and the program agrees: a loop
+    that was unrolled may hide `len(x) * len(x[0]) < 2000`."""
+    if len(claim.symbols) < 2 or far.unrolled.isdisjoint(claim.symbols):
+        return claim
+    base = claim.sizes(far.example)
+    walk = _Walk(far=far, program=program, symbol=TOGETHER, known=set())
+
+    def agrees(size: int) -> bool | None:
+        sizes = {symbol: _at_most(size, claim.dims[symbol]) for symbol in claim.symbols}
+        return walk.agrees(size, sizes=sizes) if claim.allows(sizes) else None
+
+    good = max(base.values())
+    for size in far_sizes():
+        found = agrees(size) if size > good else None
+        if found is False:
+            most = _edge(lambda size: agrees(size) is True, good, size, 1)
+            for symbol, dim in claim.dims.items():
+                if symbol in base:
+                    claim = _cut(claim, symbol, 1, max(_at_most(most, dim), base[symbol]), probed=True)
+            return claim
+        good = size if found else good
+    return claim
+
+
+def _at_most(size: int, dim: Dim) -> int:
+    """The largest allowed size up to `size`."""
+    most = size if dim.max is None else min(size, dim.max)
+    return max(most - most % dim.multiple_of, dim.min)
 
 
 def _largest_seen(claim: Signature, symbol: str, observations: Sequence[Observation]) -> int:

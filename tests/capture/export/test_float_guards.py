@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trueline.bundle.signature import Dim
-from trueline.capture.export import guard_ranges, torch_export
+from trueline.capture.export import fraction_guards, torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.proof.far_sizes import FarSizes
@@ -23,7 +23,7 @@ from trueline.runtime.open import open_session
 
 def said(condition: str, **example: int) -> list[str]:
     tree = ast.parse(condition, mode="eval").body
-    return [guard.text for guard in guard_ranges.in_whole_numbers(tree, list(example), example)]
+    return [guard.text for guard in fraction_guards.in_whole_numbers(tree, list(example), example)]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_sizes_that_come_in_multiples_are_tried_in_multiples() -> None:
         ("math.trunc(d0 / 16) * 16.0 * d1 == d0 * d1", {"height": 32, "batch": 3}),
     ):
         tree = ast.parse(condition, mode="eval").body
-        assert guard_ranges.in_whole_numbers(tree, list(example), example, steps) == ()
+        assert fraction_guards.in_whole_numbers(tree, list(example), example, steps) == ()
 
 
 def test_one_that_holds_from_some_sizes_on_bounds_each_from_below() -> None:

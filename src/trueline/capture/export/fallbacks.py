@@ -87,7 +87,8 @@ def _map_records(flat: TensorModule, calling: Calling, whole: Whole, single: Sin
     mapped = per_record.MappedRecords(single(per_record.SingleRecord(flat), calling))
     if not _draws(mapped.program[0]) and not all(_agree(mapped, flat, calling, more) for more in (0, 1)):
         return None  # torch.export's message says more than the prover would
-    return replace(_without_guards(whole(mapped)), how=BY_RECORDS)
+    exported = whole(mapped)
+    return replace(exported, how=BY_RECORDS, unrolled=exported.unrolled | {BATCH})
 
 
 def _without_guards(exported: Exported) -> Exported:

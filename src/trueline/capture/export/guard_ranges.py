@@ -13,42 +13,21 @@ import itertools
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from trueline.bundle.guards import Guard, read
 from trueline.bundle.signature import Dim
+from trueline.capture.export.fraction_guards import FUNCTIONS, HOLES, UNREADABLE, compile_test, in_whole_numbers
 
 DENSE = 256
 TUPLES = 1000
 """Combinations of sizes on which guards between several symbols are compared."""
-TRIED = 20_000
-"""Sizes that a guard with fractions is tried with, one by one; above them powers of two."""
-FAR = tuple(2**power for power in range(15, 31))
-HOLES = 8
-"""At most this many sizes are excluded one by one."""
-SEVERAL = (*range(1, 33), *(2**power for power in range(6, 17)))
-"""Sizes that a guard between several symbols is tried with."""
-
-_NAMES = {
-    "__builtins__": {},
-    "math": math,
-    "torch": SimpleNamespace(
-        sym_float=float, sym_int=int, sym_max=max, sym_min=min, sym_ite=lambda b, t, f: t if b else f
-    ),
-    "max": max,
-    "min": min,
-    "round": round,
-    "abs": abs,
-    "int": int,
-    "float": float,
-}
-_FUNCTIONS = frozenset(_NAMES) - {"__builtins__"}
-Test = Callable[..., bool]
+SMOOTH = 8192
+"""Sizes at which a guard with remainders is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,17 +80,34 @@ def _widen(symbol: str, dim: Dim, guards: Sequence[Guard], firm: Sequence[Guard]
     return dim
 
 
+def unread(found: ExportedGuards) -> frozenset[str]:
+    """The symbols in guards that cannot be computed here: nothing tells for which of their sizes a program holds."""
+    symbols: set[str] = set()
+    for code in found.codes:
+        if ".size()" in code and translate(code, found) is None and found.example:
+            reader = _Reader(found, FUNCTIONS)
+            try:
+                tree = reader.visit(ast.parse(code, mode="eval").body)
+                compile_test(tree, len(reader.symbols))
+            except UNREADABLE:
+                sizes = re.findall(r"\[(\d+)\]\.size\(\)\[(\d+)\]", code)
+                places = (found.places[int(index), int(axis)] for index, axis in sizes)
+                symbols |= {place for place in places if isinstance(place, str)}
+    return frozenset(symbols)
+
+
 def _read(code: str, found: ExportedGuards) -> list[tuple[Guard, bool]]:
     """The guard in whole numbers, as one or several, and whether it is an assumption; none where it is not about sizes.
     Raises ValueError for one about sizes that cannot be expressed."""
     whole = translate(code, found)
     if whole is not None or not found.example:
         return [] if whole is None else [(whole, _assumes(ast.parse(whole.rule, mode="eval").body))]
-    reader = _Reader(found, _FUNCTIONS)
+    reader = _Reader(found, FUNCTIONS)
     try:
         tree = reader.visit(ast.parse(code, mode="eval").body)
-    except (SyntaxError, ValueError, KeyError):
-        return []
+        compile_test(tree, len(reader.symbols))
+    except UNREADABLE:
+        return []  # see `unread`
     assumed = _assumes(tree)
     if not reader.symbols or (assumed and len(reader.symbols) > 1):
         return []
@@ -242,7 +238,15 @@ def _sizes_to_try(span: Dim, guards: Sequence[Guard]) -> list[int]:
     numbers |= {span.min, span.max or span.min}
     near = {number * factor + step for number in numbers for factor in (1, 2) for step in (-1, 0, 1)}
     powers = {step * 2**power for power in range(8, 21) for step in (1, 3)}
-    return sorted(size for size in {*range(1, DENSE + 1), *near, *powers} if size >= 1)
+    changes = {size + step for guard in guards for size in _changes(guard) for step in (0, 1)}
+    return sorted(size for size in {*range(1, DENSE + 1), *near, *powers, *changes} if size >= 1)
+
+
+def _changes(guard: Guard) -> list[int]:
+    """Sizes up to SMOOTH after which a guard of one symbol changes: `length // 7 % 100 != 50` fails at 350 to 356."""
+    sizes = {guard.symbols[0]: np.arange(1, SMOOTH + 1).astype(object)}
+    found = _holding(guard, sizes) if re.search("[%/]", guard.rule) else np.zeros(1, dtype=np.bool_)
+    return [int(at) + 1 for at in np.flatnonzero(found[1:] != found[:-1])[:HOLES]]
 
 
 Columns = dict[str, "np.ndarray[tuple[int], np.dtype[np.object_]]"]
@@ -299,85 +303,3 @@ def borders(made: Sequence[Claim]) -> dict[str, tuple[int, ...]]:
 def _alone(claim: Claim, symbol: str, size: int) -> bool:
     guards = (guard for guard in claim.guards if guard.symbols == (symbol,))
     return claim.dims[symbol].allows(size) and all(guard.holds({symbol: size}) for guard in guards)
-
-
-# ---- guards with fractions
-
-
-def in_whole_numbers(
-    tree: ast.expr, symbols: Sequence[str], example: Mapping[str, int], steps: Mapping[str, int] = MappingProxyType({})
-) -> tuple[Guard, ...]:
-    """What the condition `tree` on d0, d1, ... leaves of the sizes of `symbols`; it holds for `example`. A symbol in
-    `steps` is tried in multiples of that number. Raises ValueError for a condition that cannot be computed, or holds
-    nowhere around the example."""
-    test = _compile_test(tree, len(symbols))
-    if not test(*(example[symbol] for symbol in symbols)):
-        raise ValueError(f"{ast.unparse(tree)} does not hold for the example")
-    each = [steps.get(symbol, 1) for symbol in symbols]
-    if len(symbols) == 1:
-        return _guards_of_one(test, symbols[0], example, each[0])
-    if isinstance(tree, ast.Compare) and isinstance(tree.ops[0], ast.NotEq):
-        return ()  # two sizes that the exporter takes for different, where they differ in the example: values decide
-    return _guards_of_several(test, symbols, example, each)
-
-
-def _compile_test(tree: ast.expr, count: int) -> Test:
-    names = ", ".join(f"d{i}" for i in range(count))
-    function = ast.parse(f"lambda {names}: 0", mode="eval")
-    assert isinstance(function.body, ast.Lambda)
-    function.body.body = tree
-    code = compile(ast.fix_missing_locations(function), "<guard>", "eval")
-    computed: Any = eval(code, dict(_NAMES))  # torch's own words, of the model that is being exported
-
-    def holds(*sizes: int) -> bool:
-        try:
-            return bool(computed(*sizes))
-        except (ArithmeticError, ValueError):
-            return False
-
-    computed(*[4] * count)  # what is no arithmetic raises here
-    return holds
-
-
-def _guards_of_one(test: Test, symbol: str, example: Mapping[str, int], step: int) -> tuple[Guard, ...]:
-    here = example[symbol]
-    tried = [*range(step, max(TRIED, 2 * here) + 1, step), *(step * size for size in FAR if step * size > 2 * here)]
-    holds = [test(size) for size in tried]
-    out = [size for size, fine in zip(tried, holds, strict=True) if not fine]
-    if len(out) <= HOLES:
-        return tuple(_guard(symbol, "!=", size) for size in out)
-    low = max((size for size in out if size < here), default=0) + 1
-    above = min((size for size in out if size > here), default=None)
-    if above is None:
-        return (_guard(symbol, ">=", low),)
-    high = max(size for size, fine in zip(tried, holds, strict=True) if fine and size < above)
-    return (*((_guard(symbol, ">=", low),) if low > 1 else ()), _guard(symbol, "<=", high))
-
-
-def _guard(symbol: str, operator: str, size: int) -> Guard:
-    return Guard(text=f"{symbol} {operator} {size}", rule=f"d0 {operator} {size}", symbols=(symbol,))
-
-
-def _guards_of_several(
-    test: Test, symbols: Sequence[str], example: Mapping[str, int], steps: Sequence[int]
-) -> tuple[Guard, ...]:
-    """The box around the example within which it always holds, up to one bound for all symbols and then down as far as
-    can be; none where it holds wherever it was tried."""
-    few = SEVERAL if len(symbols) == 2 else tuple(size for size in SEVERAL if size < 9 or size in (32, 1024, 65536))
-    sizes = [tuple(step * size for size in few) for step in steps]
-    out = [given for given in itertools.product(*sizes) if not test(*given)]
-    here = [example[symbol] for symbol in symbols]
-
-    def clear(lows: Sequence[int], high: float) -> bool:
-        return not any(all(low <= size <= high for low, size in zip(lows, given, strict=True)) for given in out)
-
-    bounds = sorted({size for each in sizes for size in each if size >= max(here)}, reverse=True)
-    high = next((bound for bound in (math.inf, *bounds) if clear(here, bound)), 0.0)
-    lows = list(here)
-    for at, each in enumerate(sizes):
-        lower = (size for size in each if size < here[at])
-        lows[at] = next((size for size in lower if clear([*lows[:at], size, *lows[at + 1 :]], high)), here[at])
-    if not high or high in lows:
-        raise ValueError("it leaves sizes out in more than one direction")
-    found = [_guard(symbol, ">=", low) for symbol, low, step in zip(symbols, lows, steps, strict=True) if low > step]
-    return (*found, *(_guard(symbol, "<=", int(high)) for symbol in symbols if high != math.inf))

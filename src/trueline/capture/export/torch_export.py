@@ -77,7 +77,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             f"the model writes into its own buffers when it is called ({names})",
             hint=f"a served program has no memory. {STATE_HINT}",
         )
-    return _describe(program, calling, fixed)
+    return _describe(program, calling, fixed, getattr(flat, "guards", ()))
 
 
 def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:
@@ -132,8 +132,12 @@ def _fixed_error(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, cod
 
 
 def _describe(
-    program: torch.export.ExportedProgram, calling: Calling, fixed: Mapping[int, code_paths.SourceLine]
+    program: torch.export.ExportedProgram,
+    calling: Calling,
+    fixed: Mapping[int, code_paths.SourceLine],
+    more: Sequence[str],
 ) -> Exported:
+    """`more`: guards of a program that this one holds, which torch does not repeat."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     shapes = [values[name].shape for name in program.graph_signature.user_inputs if isinstance(name, str)]
     symbols = _symbols(shapes, calling, fixed)
@@ -141,7 +145,8 @@ def _describe(
         msgspec.structs.replace(spec, shape=_name_sizes(shape, symbols))
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
     )
-    made = _claims(program, shapes, symbols, calling)
+    guards = _guards(program, shapes, symbols, calling, more)
+    made = _claims(guards)
     # symbols of what grows, and the size each begins at: torch traces no empty dimension, but the proof probes it
     sizes = {(spec.name, axis): size for spec in inputs for axis, size in enumerate(spec.shape)}
     least = {str(sizes[place]): start for place, start in calling.free.grows.items()}
@@ -171,6 +176,7 @@ def _describe(
         symbols=symbols,
         claims=claims,
         boundaries=borders,
+        unrolled=guard_ranges.unread(guards),
         weight_bytes=sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor)),
     )
 
@@ -200,9 +206,13 @@ def _name_sizes(shape: Any, symbols: Mapping[str, str]) -> tuple[int | str, ...]
     return tuple(size if isinstance(size, int) else symbols[str(size)] for size in shape)
 
 
-def _claims(
-    program: torch.export.ExportedProgram, shapes: Sequence[Any], symbols: Mapping[str, str], calling: Calling
-) -> tuple[guard_ranges.Claim, ...]:
+def _guards(
+    program: torch.export.ExportedProgram,
+    shapes: Sequence[Any],
+    symbols: Mapping[str, str],
+    calling: Calling,
+    more: Sequence[str],
+) -> guard_ranges.ExportedGuards:
     free = calling.free
     constraints = {str(symbol): span for symbol, span in program.range_constraints.items()}
     spans: dict[str, Dim] = {}
@@ -211,7 +221,7 @@ def _claims(
     units = {found[2]: (ours, int(found[1])) for theirs, ours in symbols.items() if (found := _UNITS.match(theirs))}
     for unit, (ours, step) in units.items():
         spans[ours] = fallbacks.in_multiples(spans[ours], _span(constraints.get(unit)), step)
-    codes = list(getattr(program, "_guards_code", []))
+    codes = [*getattr(program, "_guards_code", []), *more]
     codes += [f"({theirs}) == {_bare(ours)}" for theirs, ours in symbols.items() if not theirs.isidentifier()]
     places = {
         (i, axis): size for i, shape in enumerate(shapes) for axis, size in enumerate(_name_sizes(shape, symbols))
@@ -220,9 +230,12 @@ def _claims(
     names |= {_bare(ours): ours for ours in spans}
     example = [_at_least_two(*given).shape for given in zip(calling.example, _free_axes(calling), strict=True)]
     sizes = {name: example[i][axis] for (i, axis), name in places.items() if isinstance(name, str)}
-    read = guard_ranges.ExportedGuards(codes=codes, spans=spans, places=places, names=names, units=units, example=sizes)
+    return guard_ranges.ExportedGuards(codes=codes, spans=spans, places=places, names=names, units=units, example=sizes)
+
+
+def _claims(guards: guard_ranges.ExportedGuards) -> tuple[guard_ranges.Claim, ...]:
     try:
-        return guard_ranges.claims(read, batch=BATCH)
+        return guard_ranges.claims(guards, batch=BATCH)
     except ValueError as error:
         raise CaptureError(
             f"the exported program holds under a condition between sizes that cannot be expressed: {error}",

@@ -64,6 +64,8 @@ class MappedRecords(torch.nn.Module):
             for spec in signature.input_specs
         ]
         """Of the arguments of `single`: the weight's name here, or None for an input."""
+        self.guards = [code for code in getattr(single, "_guards_code", []) if ".size()[0]" not in code]
+        """Of `single`, on sizes other than the batch."""
         self.program = (single.graph_module,)
         """Of one record; in a tuple, because its weights are registered here already."""
 

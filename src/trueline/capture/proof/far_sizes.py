@@ -8,7 +8,7 @@ position shows.
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +30,8 @@ from trueline.capture.proof.probes import Probe, resize
 
 FIRST, LARGEST = 64, 4096
 """The first size that is far, and the last: larger ones take minutes."""
+TOGETHER = "together"
+"""In place of a symbol, where several are far."""
 FREE_S, UNROLLED_S = 1.0, 4.0
 """Seconds for the sizes of one symbol; the claim of one that code was unrolled over ends where they end."""
 MAX_VALUES = 1 << 24
@@ -61,10 +63,10 @@ class FarSizes:
 
     def __init__(self, eager: EagerSession) -> None:
         self.eager = eager
-        self.unrolled: Collection[str] = ()
+        self.unrolled: frozenset[str] = frozenset()
         """Symbols that get more time."""
         self._spent: dict[str, float] = {}
-        self._answers: dict[tuple[str, tuple[int, ...], bool], FarAnswer] = {}
+        self._answers: dict[tuple[str, tuple[tuple[str, int], ...], bool], FarAnswer] = {}
 
     @cached_property
     def example(self) -> dict[str, Array]:
@@ -80,17 +82,18 @@ class FarSizes:
         return self._budget(symbol) - self._spent.get(symbol, 0.0)
 
     def _budget(self, symbol: str) -> float:
-        return UNROLLED_S if symbol in self.unrolled else FREE_S
+        return UNROLLED_S if symbol in self.unrolled or symbol == TOGETHER else FREE_S
 
     def ask(
         self, claim: Signature, symbol: str, sizes: Mapping[str, int], *, mixed: bool = False, share: float = 1.0
     ) -> FarAnswer | None:
         """The answer at `sizes`, which cost time of `symbol`; None where there is too little time or memory for it.
-        With `mixed` the records and steps of the example are in a random order. `share`: of the time."""
-        key = (symbol, tuple(sizes.values()), mixed)
+        With `mixed` the records and steps of the example are in a random order. `share`: of the time. Where several
+        symbols are far, `symbol` is TOGETHER, and the largest of their sizes counts."""
+        key = (symbol, tuple(sizes.items()), mixed)
         if key not in self._answers:
             left = self.time_left(symbol) - (1 - share) * self._budget(symbol)
-            seconds, largest = self._predict(symbol, sizes[symbol])
+            seconds, largest = self._predict(symbol, _far_size(symbol, sizes))
             inputs = resize(self.example, claim, sizes)
             total = sum(array.size for array in inputs.values())
             if seconds > left or largest > MAX_BYTES or total > MAX_VALUES:
@@ -129,9 +132,9 @@ class FarSizes:
     def _predict(self, symbol: str, size: int) -> tuple[float, float]:
         """Seconds and bytes of a call at `size`, from the calls at smaller sizes of the symbol."""
         asked: dict[int, tuple[float, int]] = {}
-        for (other, _, _), answer in self._answers.items():
+        for (other, sizes, _), answer in self._answers.items():
             if other == symbol and answer.answered:
-                asked[_size_of(answer.seen.probe.name, symbol)] = answer.cost
+                asked[_far_size(symbol, dict(sizes))] = answer.cost
         below = sorted(one for one in asked if one < size)[-2:]
         if not below:
             return 0.0, 0.0
@@ -141,9 +144,8 @@ class FarSizes:
         )
 
 
-def _size_of(name: str, symbol: str) -> int:
-    """The size of `symbol` in the name of a probe."""
-    return next(int(part.rpartition(" ")[2]) for part in name.split(", ") if part.rpartition(" ")[0] == symbol)
+def _far_size(symbol: str, sizes: Mapping[str, int]) -> int:
+    return max(sizes.values()) if symbol == TOGETHER else sizes[symbol]
 
 
 def _extrapolate(before: tuple[int, float], last: tuple[int, float], size: int) -> float:

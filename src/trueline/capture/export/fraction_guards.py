@@ -1,0 +1,126 @@
+"""Guards with fractions (`trunc(0.6 * length) == 3`) in whole numbers, so that every reader of a bundle decides alike.
+
+A guard becomes the sizes that it excludes, if they are few, or the range around the example: narrower than the guard
+where it has holes, never wider. What it leaves is found by trying sizes. Pure.
+"""
+
+import ast
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+from trueline.bundle.guards import Guard
+
+TRIED = 20_000
+"""Sizes that a guard with fractions is tried with, one by one; above them powers of two."""
+FAR = tuple(2**power for power in range(15, 31))
+HOLES = 8
+"""At most this many sizes are excluded one by one."""
+SEVERAL = (*range(1, 33), *(2**power for power in range(6, 17)))
+"""Sizes that a guard between several symbols is tried with."""
+
+_NAMES = {
+    "__builtins__": {},
+    "math": math,
+    "torch": SimpleNamespace(
+        sym_float=float,
+        sym_int=int,
+        sym_max=max,
+        sym_min=min,
+        sym_ite=lambda b, t, f: t if b else f,
+        **{
+            f"_sym_{name}": getattr(math, name)
+            for name in ("sqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "log2")
+        },
+    ),
+    "max": max,
+    "min": min,
+    "round": round,
+    "abs": abs,
+    "int": int,
+    "float": float,
+}
+UNREADABLE = (SyntaxError, ValueError, KeyError, AttributeError, TypeError, NameError)
+FUNCTIONS = frozenset(_NAMES) - {"__builtins__"}
+Test = Callable[..., bool]
+
+
+def in_whole_numbers(
+    tree: ast.expr, symbols: Sequence[str], example: Mapping[str, int], steps: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Guard, ...]:
+    """What the condition `tree` on d0, d1, ... leaves of the sizes of `symbols`; it holds for `example`. A symbol in
+    `steps` is tried in multiples of that number. Raises ValueError for a condition that cannot be computed, or holds
+    nowhere around the example."""
+    test = compile_test(tree, len(symbols))
+    if not test(*(example[symbol] for symbol in symbols)):
+        raise ValueError(f"{ast.unparse(tree)} does not hold for the example")
+    each = [steps.get(symbol, 1) for symbol in symbols]
+    if len(symbols) == 1:
+        return _guards_of_one(test, symbols[0], example, each[0])
+    if isinstance(tree, ast.Compare) and isinstance(tree.ops[0], ast.NotEq):
+        return ()  # two sizes that the exporter takes for different, where they differ in the example: values decide
+    return _guards_of_several(test, symbols, example, each)
+
+
+def compile_test(tree: ast.expr, count: int) -> Test:
+    names = ", ".join(f"d{i}" for i in range(count))
+    function = ast.parse(f"lambda {names}: 0", mode="eval")
+    assert isinstance(function.body, ast.Lambda)
+    function.body.body = tree
+    code = compile(ast.fix_missing_locations(function), "<guard>", "eval")
+    computed: Any = eval(code, dict(_NAMES))  # torch's own words, of the model that is being exported
+
+    def holds(*sizes: int) -> bool:
+        try:
+            return bool(computed(*sizes))
+        except (ArithmeticError, ValueError):
+            return False
+
+    computed(*[4] * count)  # what is no arithmetic raises here
+    return holds
+
+
+def _guards_of_one(test: Test, symbol: str, example: Mapping[str, int], step: int) -> tuple[Guard, ...]:
+    here = example[symbol]
+    tried = [*range(step, max(TRIED, 2 * here) + 1, step), *(step * size for size in FAR if step * size > 2 * here)]
+    holds = [test(size) for size in tried]
+    out = [size for size, fine in zip(tried, holds, strict=True) if not fine]
+    if len(out) <= HOLES:
+        return tuple(_guard(symbol, "!=", size) for size in out)
+    low = max((size for size in out if size < here), default=0) + 1
+    above = min((size for size in out if size > here), default=None)
+    if above is None:
+        return (_guard(symbol, ">=", low),)
+    high = max(size for size, fine in zip(tried, holds, strict=True) if fine and size < above)
+    return (*((_guard(symbol, ">=", low),) if low > 1 else ()), _guard(symbol, "<=", high))
+
+
+def _guard(symbol: str, operator: str, size: int) -> Guard:
+    return Guard(text=f"{symbol} {operator} {size}", rule=f"d0 {operator} {size}", symbols=(symbol,))
+
+
+def _guards_of_several(
+    test: Test, symbols: Sequence[str], example: Mapping[str, int], steps: Sequence[int]
+) -> tuple[Guard, ...]:
+    """The box around the example within which it always holds, up to one bound for all symbols and then down as far as
+    can be; none where it holds wherever it was tried."""
+    few = SEVERAL if len(symbols) == 2 else tuple(size for size in SEVERAL if size < 9 or size in (32, 1024, 65536))
+    sizes = [tuple(step * size for size in few) for step in steps]
+    out = [given for given in itertools.product(*sizes) if not test(*given)]
+    here = [example[symbol] for symbol in symbols]
+
+    def clear(lows: Sequence[int], high: float) -> bool:
+        return not any(all(low <= size <= high for low, size in zip(lows, given, strict=True)) for given in out)
+
+    bounds = sorted({size for each in sizes for size in each if size >= max(here)}, reverse=True)
+    high = next((bound for bound in (math.inf, *bounds) if clear(here, bound)), 0.0)
+    lows = list(here)
+    for at, each in enumerate(sizes):
+        lower = (size for size in each if size < here[at])
+        lows[at] = next((size for size in lower if clear([*lows[:at], size, *lows[at + 1 :]], high)), here[at])
+    if not high or high in lows:
+        raise ValueError("it leaves sizes out in more than one direction")
+    found = [_guard(symbol, ">=", low) for symbol, low, step in zip(symbols, lows, steps, strict=True) if low > step]
+    return (*found, *(_guard(symbol, "<=", int(high)) for symbol in symbols if high != math.inf))
