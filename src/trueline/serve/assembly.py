@@ -14,6 +14,7 @@ import msgspec
 from trueline.bundle.signing import Trusted
 from trueline.errors import RequestError, UsageError
 from trueline.serve import host
+from trueline.serve.handlers.budget import WorkerBudget
 from trueline.serve.handlers.loader import ArchiveLoader, name_in_store
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models.catalog import Models
@@ -73,7 +74,8 @@ def assemble(settings: ServeSettings) -> Parts:
     store = _store(settings)
     state = Path(settings.state) if settings.state is not None else None
     how, in_a_thread = _how(settings), partial(in_thread, loop)
-    archives = ArchiveLoader(how, handlers_of(settings), loop, in_a_thread)
+    handlers = handlers_of(settings)
+    archives = ArchiveLoader(how, handlers, loop, in_a_thread)
     fleet = Fleet(
         Models(), loop, in_a_thread, how=how, state=state, loaders=[archives], strict=settings.torchserve_strict
     )
@@ -84,7 +86,7 @@ def assemble(settings: ServeSettings) -> Parts:
         sources=Sources(settings, store, loop),
         keys=auth.load_keys(Path(settings.key_file)) if settings.key_file is not None else None,
         state=state,
-        handlers=handlers_of(settings),
+        handlers=handlers,
     )
     module, _, function = EXTENSION.partition(":")
     extension: Extension = getattr(importlib.import_module(module), function)(core)
@@ -127,7 +129,11 @@ def handlers_of(settings: ServeSettings) -> HandlerLimits | None:
     """Bounds of handlers' processes; None: no code is run."""
     if not settings.allow_code:
         return None
-    return HandlerLimits(address_space=settings.handler_memory_bytes, max_bytes=4 * settings.max_body_bytes)
+    return HandlerLimits(
+        address_space=settings.handler_memory_bytes,
+        max_bytes=4 * settings.max_body_bytes,
+        budget=WorkerBudget(processes=settings.siblings),
+    )
 
 
 def _require_token(app: App, parts: Parts, kind: TokenKind) -> App:

@@ -76,6 +76,7 @@ class ServeSettings:
     shared: bool = False  # several processes listen on the same ports
     joins: bool = False  # it listens only when it is ready, since other processes answer already
     most_threads: int = 0  # upper bound of threads of one run if `threads` is 0; 0: no bound
+    siblings: int = 1  # processes of this server, which divide the memory
     shared_weights: str | None = None  # folder for the weights that its processes share
     resumed: bool = False  # only the state file says what is served; `source` and `load` have been applied
     traces: str | None = setting(None, "Send OpenTelemetry spans to this collector (OTLP over HTTP).", metavar="URL")
@@ -172,7 +173,7 @@ def to_arguments(settings: ServeSettings) -> list[str]:
 
 def from_arguments(arguments: Sequence[str]) -> ServeSettings:
     parser = argparse.ArgumentParser("python -m trueline.serve", description="Serve bundles.", allow_abbrev=False)
-    kinds = {one.name: one.kind for one in declared_settings(ServeSettings)} | {"most_threads": int}
+    kinds = {one.name: one.kind for one in declared_settings(ServeSettings)} | {"most_threads": int, "siblings": int}
     parser.add_argument("source", nargs="?")
     for field in fields(ServeSettings):
         flag = "--" + field.name.replace("_", "-")

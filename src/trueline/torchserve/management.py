@@ -27,7 +27,7 @@ from trueline.serve.traffic import canary
 from trueline.serve.traffic.rollout import Traffic
 from trueline.storage.object_store import redact_uri
 from trueline.torchserve import responses
-from trueline.torchserve.parameters import number_of, parameters_of, parse_int, url_of
+from trueline.torchserve.parameters import number_of, parameters_of, parse_int, url_of, workers_of
 from trueline.torchserve.responses import describe_version, pretty
 from trueline.torchserve.workflows import routes as workflow_routes
 from trueline.torchserve.workflows.registry import Workflows
@@ -168,10 +168,13 @@ class Management:
         url, runtime = url_of(given), given.get("runtime", "python")
         if runtime not in ("python", "python2", "python3"):
             raise RequestError(f"Invalid RuntimeType value: {runtime[:32]}")
+        workers = workers_of(given, "initial_workers", 0, strict=self._strict)
+        if workers < 0 and not self._strict:
+            raise _NegativeWorkers(f"initial_workers is 0 or more; got {workers}", strict=False)
+        workers = max(0, workers)  # as in TorchServe
         found = await self._find(url)
         loading = self._loop.create_task(self._load(found, url, given))
         waits = given.get("synchronous", "true").lower() == "true"
-        workers = parse_int(given.get("initial_workers"), 0)
         if self._strict and workers > 0 and not waits and not await self._ends_at_once(loading):
             return responses.status("Processing worker updates...", 202)
         loaded = await loading
@@ -191,15 +194,19 @@ class Management:
             usual = next(iter(named), ("", "1"))
             model = check_name("model", given.get("model_name") or found.name or usual[0])
             version = check_name("version", given.get("model_version") or found.version or usual[1])
+            workers = max(0, workers_of(given, "initial_workers", 0, strict=self._strict))
+            of_archive = {name: value for name, value in given.items() if name in _OF_ARCHIVES}
+            if workers:
+                of_archive["initial_workers"] = str(workers)
             how = VersionOptions(
                 max_batch=max(1, parse_int(given.get("batch_size"), 64)),
                 max_delay_s=max(0, parse_int(given["max_batch_delay"], 0)) / 1e3
                 if "max_batch_delay" in given
                 else None,
-                workers=max(0, parse_int(given.get("initial_workers"), 0)),
+                workers=workers,
                 max_queue=self._fleet.how.max_queue,
                 way=self._fleet.how.way,
-                given={name: value for name, value in given.items() if name in _OF_ARCHIVES},
+                given=of_archive,
             )
             return await self._fleet.load(found, model, version, source=url, how=how)
         except BaseException:
@@ -223,8 +230,8 @@ class Management:
 
     def _scale(self, model: str, named: str | None, query: Mapping[str, str]) -> Response | Work:
         """`named`: the version in the path or the query; None: the default."""
-        least = parse_int(query.get("min_worker"), 1)
-        most = parse_int(query.get("max_worker"), least)
+        least = workers_of(query, "min_worker", 1, strict=self._strict)
+        most = workers_of(query, "max_worker", least, strict=self._strict)
         if most < least:
             raise RequestError("max_worker cannot be less than min_worker.")
         version = named or self._models.default(model)

@@ -14,6 +14,7 @@ from trueline.serve.models.sources import NotInStore
 from trueline.web.messages import Request
 
 _INT = re.compile(r"[+-]?[0-9]{1,10}")
+_LONG = re.compile(r"[+-]?[0-9]+")
 _LOW, _HIGH = -(2**31), 2**31 - 1
 """Of Java's int."""
 
@@ -27,6 +28,19 @@ def parse_int(text: str | None, default: int) -> int:
     if text is None or not _INT.fullmatch(text):
         return default
     return int(text) if _LOW <= int(text) <= _HIGH else default
+
+
+def workers_of(given: Mapping[str, str], name: str, default: int, *, strict: bool = False) -> int:
+    """A number of workers. As `parse_int`, but one that is too large for 32 bits stays, and the server refuses it by
+    name; with `strict` it is the default, as in TorchServe.
+
+    >>> workers_of({"min_worker": "99999999999"}, "min_worker", 1), workers_of({"min_worker": "x"}, "min_worker", 1)
+    (99999999999, 1)
+    """
+    text = given.get(name, "")
+    if strict:
+        return parse_int(text, default)
+    return int(text[:100]) if _LONG.fullmatch(text) else default
 
 
 def number_of(query: Mapping[str, str], name: str, default: float) -> float:

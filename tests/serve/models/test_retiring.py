@@ -473,18 +473,6 @@ def test_a_worker_that_only_dies_is_given_up_and_what_waits_is_refused_at_once(m
     play_handler(monkeypatch, scene)
 
 
-def test_no_model_has_more_workers_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(workers: list[FakeWorker]) -> None:
-        pool = planned()
-        pool.scale(1000)
-        assert pool.num_workers == 64
-        await turns()
-        assert len(workers) == 64
-        await pool.close()
-
-    play_handler(monkeypatch, scene)
-
-
 def test_a_version_whose_taking_over_cannot_be_written_down_leaves_the_old_one_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,8 +17,9 @@ from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotReady, RequestError
 from trueline.serve.batching.execution_plan import ExecutionPlan
 from trueline.serve.batching.policy import Policy
-from trueline.serve.models.servable import Loaded, Servable
-from trueline.serve.models.version import MAX_LANES, ProgramVersion
+from trueline.serve.models.loader import MAX_LANES
+from trueline.serve.models.servable import Loaded, Servable, TooManyWorkers
+from trueline.serve.models.version import ProgramVersion
 from worlds.servables import Gated
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", "length"))
@@ -127,9 +128,11 @@ def test_requests_of_one_shape_run_together_and_those_of_another_apart() -> None
     assert play(scene).shapes == [(1, 1), (4, 2), (3, 3)]
 
 
-def test_no_version_has_more_lanes_than_the_bound() -> None:
+def test_more_lanes_than_the_bound_are_refused_with_both_numbers_and_none_is_cut() -> None:
     async def scene(version: ProgramVersion, program: Program) -> None:
-        version.scale(10_000)
+        version.scale(MAX_LANES)
+        with pytest.raises(TooManyWorkers, match=f"10000 workers of model 'tiny' are more than the {MAX_LANES} "):
+            version.scale(10_000)
         assert version.policy.lanes == MAX_LANES
 
     play(scene)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trueline.serve.handlers.archive import ArchiveError, Manifest
+from trueline.serve.handlers.budget import check_number
 from trueline.serve.handlers.envelopes import NAMES
 
 NOT_RUN = ("asyncCommunication", "continuousBatching", "useJobTicket", "useVenv")
@@ -16,7 +17,6 @@ NOT_RUN = ("asyncCommunication", "continuousBatching", "useJobTicket", "useVenv"
 OF_SEQUENCES = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
 """Keys for stateful models only."""
 _BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0)
-MAX_WORKERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,11 @@ def draw_up(
             f"the archive's parallelType {parallel!r} wants several processes for one worker (torchrun); "
             "that is not run here"
         )
-    usual = _number(config, "minWorkers", _count(given, "default_workers", 0))
-    workers = _count(given, "initial_workers", usual)
+    workers = _workers(manifest.model, config, given)
     delay_ms = _count(given, "max_batch_delay", _number(config, "maxBatchDelay", 100))
     return HandlerPlan(
         handler=given.get("handler") or manifest.handler,
-        workers=min(int(workers), MAX_WORKERS),
+        workers=workers,
         batch_size=max(1, int(_count(given, "batch_size", _number(config, "batchSize", 1)))),
         max_batch_delay_s=delay_ms / 1e3,
         response_timeout_s=_count(given, "response_timeout", _number(config, "responseTimeout", 120)) or 120.0,
@@ -78,6 +77,19 @@ def draw_up(
         gpus=_gpus(config, gpus),
         sequences=_terms(config),
     )
+
+
+def _workers(model: str, config: Mapping[str, Any], given: Mapping[str, str]) -> int:
+    """The call's number, else `minWorkers`. Raises TooManyWorkers for each number that is above the bound."""
+    least = int(_number(config, "minWorkers", _count(given, "default_workers", 0)))
+    most = int(_number(config, "maxWorkers", least))
+    for key, number in (("minWorkers", least), ("maxWorkers", most)):
+        if key in config:
+            check_number(model, number, what=f"{key} of its configuration")
+    asked = given.get("initial_workers", "")
+    workers = int(asked) if asked.isdecimal() and asked.isascii() and len(asked) <= 100 else least
+    check_number(model, workers, what="initial_workers" if "initial_workers" in given else "")
+    return workers
 
 
 def find_ignored(config: Mapping[str, Any], plan: HandlerPlan) -> list[str]:

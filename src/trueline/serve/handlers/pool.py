@@ -17,7 +17,7 @@ from typing import Any
 from trueline import events
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
 from trueline.serve.handlers import sequences
-from trueline.serve.handlers.config import MAX_WORKERS, backoff_s, gather
+from trueline.serve.handlers.config import backoff_s, gather
 from trueline.serve.handlers.sequences import Dropped, SequencePart, Sequences
 from trueline.serve.handlers.worker import Launch, NoSequence, StartFailed, Worker
 from trueline.serve.models.servable import NO_WORKER, NO_WORKERS, HandlerAnswer, HandlerRequest
@@ -119,10 +119,9 @@ class Pool:
         0 workers, sequences end when the waiting requests are answered.
         """
         self._given_up = 0
-        count = min(workers, MAX_WORKERS)
-        for slot in [one for one in self._slots if one.leaving][: max(0, count - self.num_workers)]:
+        for slot in [one for one in self._slots if one.leaving][: max(0, workers - self.num_workers)]:
             slot.leaving = False
-        for _ in range(count - self.num_workers):
+        for _ in range(workers - self.num_workers):
             self._add()
         staying = [slot for slot in self._slots if not slot.leaving]
         for slot in sorted(staying, key=lambda one: (self._kept_by(one), one.busy))[: max(0, len(staying) - workers)]:

@@ -20,6 +20,7 @@ from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.handlers import archive, sequences
 from trueline.serve.handlers import config as plans
 from trueline.serve.handlers.archive import Archive
+from trueline.serve.handlers.budget import largest_bytes
 from trueline.serve.handlers.metrics import Measures
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.sequences import SequencePart
@@ -175,8 +176,13 @@ class HandlerVersion(VersionRecord):
             beside=options.shared,
         )
         pool = Pool(launch, loop, on_batch=self._count, on_metrics=self.measures.add, on_ready=self._rely)
-        with self._start_errors():
-            await pool.begin(plan.workers)
+        self.limits.budget.reserve(self, self.model, plan.workers)
+        try:
+            with self._start_errors():
+                await pool.begin(plan.workers)
+        except BaseException:
+            self.limits.budget.release(self)
+            raise
         self._pool, self.archive, self.since, self.state = pool, found, time.time(), "ready"
 
     def _rely(self) -> None:
@@ -195,6 +201,8 @@ class HandlerVersion(VersionRecord):
         self.stats.count_run(requests, requests, took_s, waited_s)
 
     def scale(self, lanes: int) -> None:
+        size = largest_bytes(worker.pid for _, worker, _ in self.pool.workers())
+        self.limits.budget.reserve(self, self.model, lanes, size)
         self.pool.scale(lanes)
 
     async def wait_ready(self) -> None:
@@ -210,6 +218,7 @@ class HandlerVersion(VersionRecord):
     async def close(self) -> None:
         if self._pool is not None:
             await self._pool.close()
+        self.limits.budget.release(self)
         if self._place is not None:
             self._place.remove()
 

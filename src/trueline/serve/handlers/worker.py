@@ -20,6 +20,7 @@ from typing import Any
 
 from trueline.errors import DeadlineExceeded, RequestError, TruelineError
 from trueline.serve.handlers import framing, orphans
+from trueline.serve.handlers.budget import WorkerBudget
 from trueline.serve.handlers.config import HandlerPlan
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 
@@ -68,6 +69,7 @@ class Limits:
     address_space: int = 0  # bytes; 0: no bound
     open_files: int = 1024
     max_bytes: int = 256 * 2**20  # of a request, and of its answer
+    budget: WorkerBudget = field(default_factory=WorkerBudget)  # of all models together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,11 @@ from trueline.runtime.open import open_program, replay
 from trueline.serve import host
 from trueline.serve.batching.execution_plan import batch_symbol, draw_up
 from trueline.serve.models.desired_state import DesiredVersion
-from trueline.serve.models.servable import Loaded, Servable
+from trueline.serve.models.servable import Loaded, Servable, TooManyWorkers
 from trueline.serve.tensors import bounds
 
+MAX_LANES = max(32, len(os.sched_getaffinity(0)))
+"""Runs of a bundle's program at a time; each has a thread."""
 RECORDS = "batch"
 """What a capture calls the symbol that counts records."""
 V = TypeVar("V", bound=Servable)
@@ -123,6 +125,8 @@ class VersionOptions:
             found = msgspec.convert({key: own[key] for key in _OF_BUNDLES if key in own}, _OfBundle)
         except msgspec.ValidationError as error:
             raise Refused(f"the settings of model '{model}' version '{version}' are not valid: {error}") from error
+        for key, lanes in (("minWorkers", found.min_workers), ("maxWorkers", found.max_workers)):
+            check_lanes(model, lanes or 0, what=f" ({key} of its configuration)")
         return replace(
             self,
             way=replace(
@@ -143,11 +147,12 @@ class _OfBundle(msgspec.Struct, frozen=True, rename="camel"):
     batch_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_batch_delay: _Count | None = None
     min_workers: _Count | None = None
+    max_workers: _Count | None = None
     max_values: _Count = 0
     max_size: _Count = 0
 
 
-_OF_BUNDLES = ("batchSize", "maxBatchDelay", "minWorkers", "maxValues", "maxSize")
+_OF_BUNDLES = ("batchSize", "maxBatchDelay", "minWorkers", "maxWorkers", "maxValues", "maxSize")
 
 
 class Loader(Protocol[V]):
@@ -253,6 +258,16 @@ def _row_symbol(signature: Signature) -> str | None:
     if symbol is not None or any(spec.shape[:1] != (RECORDS,) for spec in signature.inputs):
         return symbol
     return RECORDS
+
+
+def check_lanes(model: str, lanes: int, *, what: str = "") -> None:
+    """Raises TooManyWorkers."""
+    if lanes > MAX_LANES:
+        raise TooManyWorkers(
+            f"{lanes} workers of model '{model}'{what} are more than the {MAX_LANES} that a bundle may have on this "
+            "machine",
+            hint="name fewer: a worker is one run at a time, and more of them than cores are not faster",
+        )
 
 
 def public_reason(error: TruelineError) -> str:

@@ -35,6 +35,13 @@ LOADING_S = 1.0
 """The Retry-After of a version that loads; most are ready within it."""
 
 
+class TooManyWorkers(RequestError):
+    """More workers, or runs at a time, than the server has room for; the message has both numbers."""
+
+    code = "too_many_workers"
+    torchserve_type = "BadRequestException"
+
+
 class NoTensors(RequestError):
     """A handler takes and returns its own formats, not tensors."""
 

@@ -25,7 +25,7 @@ from trueline.serve.batching.queue import Batcher
 from trueline.serve.fastpath.bound_run import BoundRuns
 from trueline.serve.fastpath.templates import TemplateCache
 from trueline.serve.models.desired_state import DesiredVersion
-from trueline.serve.models.loader import ResolvedSource, VersionOptions, load, without_paths
+from trueline.serve.models.loader import MAX_LANES, ResolvedSource, VersionOptions, check_lanes, load, without_paths
 from trueline.serve.models.servable import NO_WORKER, NO_WORKERS, Loaded, VersionRecord
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from trueline.serve.models.servable import Outputs
     from trueline.serve.tensors.bounds import RequestBounds
 
-MAX_LANES = 32
 MAX_RUNS = 64
 """Of one piece of a large request."""
 
@@ -152,7 +151,8 @@ class ProgramVersion(VersionRecord):
     def scale(self, lanes: int) -> None:
         _ = self.loaded
         assert self._batcher is not None
-        self._batcher.scale(min(lanes, MAX_LANES))
+        check_lanes(self.model, lanes)
+        self._batcher.scale(lanes)
         self.optional = self.optional and not lanes
 
     async def retire(self) -> None:
@@ -283,13 +283,14 @@ class BundleLoader:
     ) -> DesiredVersion:
         """Raises BundleError, NotProven."""
         usual, how = self.how, how or self.how.of_bundle(made.model, made.version)
+        check_lanes(made.model, how.workers or 0)
         loaded: Loaded = await self.in_thread(lambda: _load(found, how, digest, usual.trusted))
         lanes = how.workers if how.workers is not None else (1 if loaded.plan.batch else 2)
         policy = Policy(
             batch=loaded.plan.batch,
             max_batch=loaded.plan.max_batch,
             max_delay_s=how.max_delay_s,
-            lanes=min(lanes, MAX_LANES),
+            lanes=lanes,
             max_requests=how.max_queue,
         )
         made.make_ready(loaded, policy, ThreadPoolExecutor(MAX_LANES, thread_name_prefix="run"), self.loop)

@@ -102,6 +102,7 @@ def _fix_ports(settings: ServeSettings) -> Iterator[ServeSettings]:
         weights = TemporaryFolder("weights")
         held.callback(weights.remove)
         fixed["shared_weights"] = str(weights.path)
+        fixed["siblings"] = settings.processes
         fixed["most_threads"] = max(1, len(os.sched_getaffinity(0)) // settings.processes)
         memory = host.run_memory_of(processes=settings.processes)
         fixed["run_memory_bytes"] = settings.run_memory_bytes // settings.processes or memory
