@@ -510,7 +510,7 @@ def test_every_piece_of_evidence_is_sealed_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "change"),
     [
-        ("a condition on rows of 'mask'", {"programs": [{"rows": {"mask": "some"}}]}),
+        ("a condition on values of 'mask'", {"programs": [{"rows": {"mask": "some"}}]}),
         ("lists 'length' as padded", {"signature": {"padded": ["length"]}}),
         ("a guard that cannot be read", {"signature": {"guards": [("d0 == d0", ["batch"]), ("d0 == d1", ["batch"])]}}),
         ("a guard that cannot be read", {"signature": {"guards": [("d0 == 1", ["other"])]}}),

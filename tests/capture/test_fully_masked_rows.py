@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from trueline.bundle import open_bundle
 from trueline.bundle.describe import describe
 from trueline.bundle.signature import DATATYPES, Dim, Rows, Signature, TensorSpec
-from trueline.capture import claims
 from trueline.capture.api import capture
 from trueline.capture.cpp import export as cpp_export
 from trueline.capture.onnx import translations
+from trueline.capture.proof import narrowing
 from trueline.capture.proof.observe import observe
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import judge
@@ -60,7 +60,7 @@ def claimed(wrong: Any, mask: Any = MASK) -> Signature | None:
     whole = signature(example)
     observations = observe(Answers(whole), make_probes(example, signature=whole))
     proof = judge(Answers(whole, wrong), observations)
-    found = claims.without_masked_rows(whole, example, observations, proof.evidence)
+    found = narrowing.narrow(whole, [example], observations, proof.evidence)
     if found is not None:
         assert not proof.proven
         assert judge(Answers(found, wrong), observations).proven
@@ -112,7 +112,7 @@ def test_how_the_user_pads_is_never_excluded() -> None:
 
 def test_ids_and_booleans_for_each_record_are_no_masks_of_rows() -> None:
     ids = {"ids": np.array([[1, 5], [0, 2]]), "flag": np.array([True, False])}
-    assert claims.narrowings(signature(ids), ids) == ()
+    assert narrowing.narrowings(signature(ids), ids) == ()
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ class Bundle:
     def signature_of(self, format: str | None = None) -> Signature:
         """The signature, with the needs of `program(format)`."""
         entry = self.program(format)
-        return self.signature.with_rows(entry.rows) if entry.rows else self.signature
+        signature = self.signature.with_rows(entry.rows) if entry.rows else self.signature
+        return signature.with_values(entry.values) if entry.values else signature
 
     def program_path(self, format: str | None = None) -> Path:
         """The file of `program(format)`."""

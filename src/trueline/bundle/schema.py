@@ -21,6 +21,7 @@ import msgspec
 from trueline import files
 from trueline.bundle import guards
 from trueline.bundle.signature import NUMPY_DTYPES, Rows, Signature
+from trueline.bundle.values import Values
 from trueline.errors import BundleError
 
 SCHEMA = 1
@@ -64,6 +65,8 @@ class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How it was made and its drawbacks, where they differ from others of its format."""
     rows: dict[str, Rows] = {}
     """Conditions on masks for this program, see `TensorSpec.rows`."""
+    values: dict[str, Values] = {}
+    """Conditions on the values of its inputs, see `TensorSpec.values`."""
 
     @property
     def by_record(self) -> bool:
@@ -184,8 +187,11 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
             )
     inputs = {spec.name for spec in manifest.signature.inputs}
     for program in manifest.programs:
-        for name in program.rows.keys() - inputs:
-            raise BundleError(f"{where} has a condition on rows of '{name}', which is no input of the model")
+        for name in (program.rows.keys() | program.values.keys()) - inputs:
+            raise BundleError(f"{where} has a condition on values of '{name}', which is no input of the model")
+        for values in program.values.values():
+            if values.size and values.size not in manifest.signature.symbols:
+                raise BundleError(f"{where} has a range up to '{values.size}', which is no size of an input")
     for symbol in manifest.signature.padded:
         if symbol not in manifest.signature.symbols:
             raise BundleError(f"{where} lists '{symbol}' as padded, which is no size of an input")

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from trueline.bundle.guards import Guard
+from trueline.bundle.values import ANY, Values
+from trueline.bundle.values import Array as Array
 from trueline.errors import RequestError, closest, join_names
-
-Array = np.ndarray[tuple[Any, ...], np.dtype[np.generic]]
 
 NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
     "BOOL": np.dtype(np.bool_),
@@ -71,6 +71,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Other than `any` for a mask, if the program was proven only for rows that are not hidden."""
     fill: int = 0
     """The value that pads a sequence: for a mask, the one that hides."""
+    values: Values = ANY
+    """What every value has to be, if the program was proven only for such."""
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -83,8 +85,15 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def needs(self) -> str:
-        """The condition on the values, in words; empty if there is none."""
-        return f"each row of {self.name} {NEEDS[self.rows]}" if self.rows != "any" else ""
+        """The conditions on the values, in words; empty if there is none."""
+        rows = f"each row of {self.name} {NEEDS[self.rows]}" if self.rows != "any" else ""
+        values = f"{self.name} is {self.values.text}" if self.values else ""
+        return " and ".join(part for part in (values, rows) if part)
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether a request's values have to be looked at."""
+        return self.rows != "any" or bool(self.values)
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -112,6 +121,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not guard.holds(found):
                 have = ", ".join(f"{symbol} = {found[symbol]}" for symbol in guard.symbols)
                 raise RequestError(f"the sizes {have} are outside the proven range: it needs {guard.text}")
+        self.check_values(inputs)
 
     def allows(self, sizes: Mapping[str, int]) -> bool:
         """Whether the size of every symbol lies in its range and all guards hold."""
@@ -123,6 +133,21 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The same with the conditions `rows` on masks; `any` for all others."""
         inputs = tuple(msgspec.structs.replace(spec, rows=rows.get(spec.name, "any")) for spec in self.inputs)
         return msgspec.structs.replace(self, inputs=inputs)
+
+    def with_values(self, values: Mapping[str, Values]) -> Signature:
+        """The same with the conditions `values` on inputs; none for all others."""
+        inputs = tuple(msgspec.structs.replace(spec, values=values.get(spec.name, ANY)) for spec in self.inputs)
+        return msgspec.structs.replace(self, inputs=inputs)
+
+    @property
+    def values(self) -> dict[str, Values]:
+        """The conditions on values, by input."""
+        return {spec.name: spec.values for spec in self.inputs if spec.values}
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether a request's values have to be looked at."""
+        return any(spec.is_conditional for spec in self.inputs)
 
     @property
     def rows(self) -> dict[str, Rows]:
@@ -171,12 +196,14 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     raise RequestError(f"input '{spec.name}' has size {size} in dimension {axis}, expected {want}")
             else:
                 self._check_symbol(spec.name, axis, size, want, sizes)
-        if spec.rows != "any":
-            self._check_rows(spec, array)
 
-    def check_rows(self, inputs: Mapping[str, Array]) -> None:
-        """The part of `check` that reads values: the conditions on rows of masks. Raises RequestError."""
+    def check_values(self, inputs: Mapping[str, Array]) -> None:
+        """The part of `check` that reads values: ranges, and the conditions on rows of masks. Raises RequestError."""
         for spec in self.inputs:
+            if spec.values:
+                refusal = spec.values.refusal(spec.name, inputs[spec.name], self.sizes(inputs))
+                if refusal is not None:
+                    raise refusal
             if spec.rows != "any":
                 self._check_rows(spec, inputs[spec.name])
 
@@ -212,11 +239,11 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Check:
     """`signature.check` for repeated inputs.
 
-    Datatypes and shapes that have passed are cached; masks are checked each time. New ones are compared with a table
-    first, in a few microseconds for all inputs; if they do not fit, `signature.check` raises the error.
+    Datatypes and shapes that have passed are cached; conditions on values are checked each time. New ones are compared
+    with a table first, in a few microseconds for all inputs; if they do not fit, `signature.check` raises the error.
     """
 
-    __slots__ = ("_guards", "_has_masks", "_more", "_passed", "_signature", "_table")
+    __slots__ = ("_guards", "_more", "_passed", "_signature", "_table", "_values")
 
     def __init__(
         self, signature: Signature, more: Callable[[Signature, Mapping[str, Array]], None] | None = None
@@ -224,7 +251,7 @@ class Check:
         """`more` checks further what depends on datatypes and shapes alone."""
         self._signature = signature
         self._more = more
-        self._has_masks = bool(signature.rows)
+        self._values = ValuesCheck(signature) if signature.is_conditional else None
         self._passed: set[object] = set()
         self._table = [_plan_check(signature, spec) for spec in signature.inputs]
         self._guards = signature.guards
@@ -240,8 +267,8 @@ class Check:
             if len(self._passed) >= _MANY:
                 self._passed = set()
             self._passed.add(form)
-        if self._has_masks:
-            self._signature.check_rows(inputs)
+        if self._values is not None:
+            self._values(inputs)
 
     def _fits(self, inputs: Mapping[str, Array]) -> bool:
         """Whether names, datatypes and sizes are inside the range. If False, the signature decides."""
@@ -261,6 +288,32 @@ class Check:
                 if size < least or size > most or size % step or sizes.setdefault(symbol, size) != size:
                     return False
         return all(guard.holds(sizes) for guard in self._guards)
+
+
+class ValuesCheck:
+    """`signature.check_values` in a microsecond or two for each input that has a condition."""
+
+    __slots__ = ("_always", "_fast", "_signature")
+
+    def __init__(self, signature: Signature) -> None:
+        self._signature = signature
+        fast = {
+            spec.name: spec.values.fast_check(spec.dtype)
+            for spec in signature.inputs
+            if spec.values and spec.rows == "any"
+        }
+        self._fast = [(name, check) for name, check in fast.items() if check is not None]
+        self._always = len(self._fast) < sum(spec.is_conditional for spec in signature.inputs)
+
+    def __call__(self, inputs: Mapping[str, Array]) -> None:
+        """Raises RequestError. The inputs have passed the other checks."""
+        if not self._always:
+            for name, holds in self._fast:
+                if not holds(inputs[name]):
+                    break
+            else:
+                return
+        self._signature.check_values(inputs)
 
 
 def _plan_check(signature: Signature, spec: TensorSpec) -> _Expected:

@@ -16,15 +16,13 @@ import msgspec
 import numpy as np
 
 from trueline.bundle.padding import cut, fill_up
-from trueline.bundle.schema import Evidence
-from trueline.bundle.signature import Array, Rows, Signature
+from trueline.bundle.signature import Array, Signature
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe, is_mask, resize
 from trueline.capture.proof.prove import judge
-from trueline.errors import RequestError
 from trueline.runtime.compare import compare
 from trueline.runtime.session import Session
 
@@ -60,49 +58,6 @@ def _tests_difference(claim: Signature, strict: Signature, between: Sequence[Obs
 
 def allows(claim: Signature, probe: Probe) -> bool:
     return claim.allows(claim.sizes(probe.inputs))
-
-
-WIDEST_FIRST: tuple[Rows, ...] = ("some", "first")
-"""Claims on masks. Attention over a row whose mask is all 0 is 0 / 0: what a model answers there is an accident of its
-runtime, and a program that disagrees only there is sealed with a condition that every Session and the server enforce. A
-causal model hides more: position 0 sees nothing when its mask begins with 0, so the stricter claim requires every row
-to begin with a value other than 0 (padding after the values).
-"""
-
-
-def without_masked_rows(
-    signature: Signature,
-    example: Mapping[str, Array],
-    observations: Sequence[Observation],
-    evidence: Sequence[Evidence],
-) -> Signature | None:
-    """The widest claim on the masks that leaves out each probe on which a program disagrees; None when nothing
-    disagrees, or something does that no claim here leaves out. `evidence` has one piece for each observation."""
-    wrong = [seen.probe.inputs for seen, one in zip(observations, evidence, strict=True) if one.verdict == "disagrees"]
-    claims = narrowings(signature, example) if wrong else ()
-    return next((claim for claim in claims if not any(takes(claim, inputs) for inputs in wrong)), None)
-
-
-def narrowings(signature: Signature, example: Mapping[str, Array]) -> tuple[Signature, ...]:
-    """`signature` with conditions on its masks, from the widest claim to the strictest. A mask of the user's example
-    that breaks a claim is left out of it: the model is used that way."""
-    masks = [name for name, array in example.items() if array.ndim > 1 and array.size and is_mask(array)]
-    claims: list[Signature] = []
-    for rows in WIDEST_FIRST:
-        alone = {name: signature.with_rows({name: rows}) for name in masks}
-        kept = {name: rows for name, claim in alone.items() if takes(claim, example)}
-        if kept:
-            claims.append(signature.with_rows(kept))
-    return tuple(claims)
-
-
-def takes(claim: Signature, inputs: Mapping[str, Array]) -> bool:
-    """Whether `inputs` are inside `claim`."""
-    try:
-        claim.check(inputs)
-    except RequestError:
-        return False
-    return True
 
 
 TRIED = 3

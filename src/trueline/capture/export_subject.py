@@ -1,15 +1,18 @@
 """From a model to its exported program and the eager answers that every format is compared with."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trueline import events
+from trueline.bundle.signature import Signature
 from trueline.capture import claims, size_limits
 from trueline.capture.export import torch_export
 from trueline.capture.export.exported import Exported
-from trueline.capture.proof import stateful
+from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import LIMIT, Probe, make_probes
+from trueline.capture.proof.value_probes import make_value_probes
 from trueline.capture.subject import Subject
 from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit
 from trueline.errors import CaptureError
@@ -35,6 +38,9 @@ def export_and_observe(
         events.emit("model.observed", probes=len(probes))
         return limit.run(f"the model on {len(probes)} probes", lambda: subject.observe(probes, num_draws=num_draws))
 
+    def settle(signature: Signature) -> Signature:
+        return limit.run("the model at the ends of its values", lambda: value_ranges.settle(eager, signature))
+
     try:
         exported = limit.run(
             "torch.export",
@@ -42,8 +48,15 @@ def export_and_observe(
             share=EXPORT_SHARE,
         )
     except CaptureError as error:
-        return error, observe(make_probes(eager.example, signature=eager.calling.presumed, limit=most, covered=covered))
-    observations = observe(
-        make_probes(eager.example, signature=exported.signature, sizes=exported.boundaries, limit=most, covered=covered)
+        presumed = settle(eager.calling.presumed)
+        eager.calling = replace(eager.calling, presumed=presumed)
+        probes = make_probes(eager.example, signature=presumed, limit=most, covered=covered)
+        return error, observe([*probes, *make_value_probes(eager.example, presumed)])
+    values = settle(exported.signature).values
+    ranged = tuple(claim.with_values(values) for claim in exported.claims)
+    exported = replace(exported, claims=ranged, signature=ranged[0])
+    probes = make_probes(
+        eager.example, signature=exported.signature, sizes=exported.boundaries, limit=most, covered=covered
     )
+    observations = observe([*probes, *make_value_probes(eager.example, exported.signature)])
     return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations

@@ -27,6 +27,7 @@ from trueline.capture.proof import determinism, stateful
 from trueline.capture.proof.attempt import Attempt, emit_event
 from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
 from trueline.capture.proof.far_sizes import FarSizes
+from trueline.capture.proof.narrowing import judge_and_narrow
 from trueline.capture.proof.observe import Observation, find_parting, hidden_state
 from trueline.capture.proof.probes import Probe
 from trueline.capture.proof.prove import Proof, judge
@@ -36,7 +37,7 @@ from trueline.capture.time_limit import OutOfTime, TimeLimit
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
 from trueline.runtime import distribution, offload
 from trueline.runtime.open import open_session
-from trueline.runtime.session import Format
+from trueline.runtime.session import Format, Session
 
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "onnx": emit.emit,
@@ -264,20 +265,21 @@ def _locate(error: BundleError, path: Path, exported: Exported) -> CaptureError:
 def _prove(
     format: Format, path: Path, exported: Exported, observations: Sequence[Observation], eager: EagerSession
 ) -> tuple[Proof, Explanation]:
-    session = open_session(format, path, exported.signature, native=True)  # this process emitted it
-
     def progress(done: int, total: int) -> None:
         events.emit("proof.advanced", format=format, done=done, total=total)
 
-    proof = judge(session, observations, progress=progress)
-    claim = claims.without_masked_rows(session.signature, eager.example, observations, proof.evidence)
-    if claim is not None:
-        events.emit("claim.narrowed", to=range_text(claim))
-        session = open_session(format, path, claim, native=True)
-        proof = judge(session, observations, progress=progress)
+    def open_with(signature: Signature) -> Session:
+        return open_session(format, path, signature, native=True)  # this process emitted it
+
+    session, proof, observations = judge_and_narrow(
+        open_with, exported.signature, eager, observations, progress=progress
+    )
+    if session.signature != exported.signature:
+        events.emit("claim.narrowed", to=range_text(session.signature))
     proof = stateful.prove_sequences(proof, session, eager)
     probe = _find_probe(observations, proof.disagreeing)
-    if probe is None or any(seen.draws is not None for seen in observations):
+    refused = any(seen.outputs is None and seen.probe is probe for seen in observations)
+    if probe is None or refused or any(seen.draws is not None for seen in observations):
         return proof, UNEXPLAINED  # of two random answers none is wrong
     explanation = explain(format, exported, session, eager, probe)
     return explanation.amend(proof), explanation

@@ -9,10 +9,11 @@ import msgspec
 from trueline import events
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
-from trueline.capture.claims import prove_padding, takes
+from trueline.capture.claims import prove_padding
 from trueline.capture.ladder import Rung
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof import fast_path
+from trueline.capture.proof.narrowing import takes
 from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.prove import versions
 from trueline.capture.subject import Subject
@@ -32,7 +33,7 @@ def seal(
     proven = [rung for rung in rungs if rung.attempt.verdict == "proven"]
     signature = next(rung.signature for rung in proven if rung.signature is not None)
     random = any(rung.random for rung in proven)
-    signature = msgspec.structs.replace(signature.with_rows({}), random=random)
+    signature = msgspec.structs.replace(signature.with_rows({}).with_values({}), random=random)
     signature = prove_padding(subject.eager, signature, subject.eager.example)
     manifest = read_manifest(checkpoint) if checkpoint is not None else {}
     mode = fast_path.describe(subject.eager)
@@ -75,6 +76,7 @@ def make_entry(rung: Rung) -> ProgramEntry:
         versions=versions(),
         notes=rung.attempt.how,
         rows=rung.signature.rows if rung.signature is not None else {},
+        values=rung.signature.values if rung.signature is not None else {},
     )
 
 

@@ -152,7 +152,7 @@ class _Walk:
         proof = judge(self.program, [answer.seen])
         self.far.spend(self.symbol, time.monotonic() - started)
         verdict = proof.evidence[0].verdict
-        return None if verdict == "outside" or (mixed and verdict == "unanswered") else verdict == "agrees"
+        return None if verdict == "outside" or (mixed and answer.seen.outputs is None) else verdict == "agrees"
 
     def is_plain(self, size: int) -> bool:
         """Whether the program agrees at `size`, and the user's code takes no new step there."""

@@ -158,7 +158,7 @@ def _check_interface(bundle: Bundle, seen: Signature) -> None:
 
 def _observe(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
     """The oracle's answers at the ends of every range, and at the sizes of the capture's probes."""
-    from trueline.capture.claims import takes
+    from trueline.capture.proof.narrowing import takes
     from trueline.capture.proof.observe import observe
     from trueline.capture.proof.probes import LIMIT, make_probes
     from trueline.runtime import distribution

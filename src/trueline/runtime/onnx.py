@@ -25,7 +25,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from trueline import events
 from trueline.bundle import external_data
-from trueline.bundle.signature import Check, Signature
+from trueline.bundle.signature import Check, Signature, ValuesCheck
 from trueline.errors import BundleError, UsageError, first_line, join_names
 from trueline.runtime import shared_weights
 from trueline.runtime.refusals import refusal_of
@@ -93,12 +93,13 @@ class OnnxSession:
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None] | None:
         """A function that runs the program from `inputs` into `outputs`, one run at a time; None where that fails or a
-        test run on the values in `inputs` differs. It raises the runtime's errors; `run` has the messages."""
+        test run on the values in `inputs` differs. It raises the runtime's errors, and RequestError for values that the
+        signature refuses; `run` has the messages."""
         signature = self.signature
         names = {spec.name for spec in signature.inputs}
         arrays = [*inputs.values(), *outputs.values()]
-        if self._session.get_providers() != [_CPU] or signature.random or signature.rows:
-            return None  # other devices copy the arrays; random outputs cannot be compared; masks are read
+        if self._session.get_providers() != [_CPU] or signature.random:
+            return None  # other devices copy the arrays; random outputs cannot be compared
         if not names.isdisjoint(self._names) or outputs.keys() != set(self._names):
             return None  # an output that is an input keeps the input's memory
         if any(not array.size or not array.flags.c_contiguous for array in arrays):
@@ -115,7 +116,11 @@ class OnnxSession:
         for name, value in zip([*inputs, *outputs], kept, strict=True):
             (binding.bind_ortvalue_input if name in inputs else binding.bind_ortvalue_output)(name, value)
 
+        check = ValuesCheck(signature) if signature.is_conditional else None
+
         def run(_: list[onnxruntime.OrtValue] = kept) -> None:
+            if check is not None:
+                check(inputs)
             session.run_with_iobinding(binding)
 
         for array in outputs.values():

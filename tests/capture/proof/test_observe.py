@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from trueline.bundle import open_bundle
+from trueline.bundle.values import Values
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof import prove
+from trueline.capture.proof import narrowing, prove
 from trueline.capture.proof.observe import Careful, observe
 from trueline.capture.proof.probes import Probe, make_probes
+from trueline.capture.proof.value_probes import make_value_probes
+from trueline.errors import RequestError
+from trueline.runtime.open import open_program
 from worlds.models import Eigen
 from worlds.recipes import untrained
 
@@ -29,17 +33,20 @@ class Guarded(Eigen):
         return super().forward(x)
 
 
-def wild(probes: Any) -> list[Probe]:
-    return [probe for probe in probes if probe.wild]
+def no_numbers(eager: EagerSession) -> tuple[Probe, ...]:
+    probes = make_value_probes(eager.example, eager.signature)
+    return tuple(probe for probe in probes if not np.isfinite(probe.inputs["x"]).all())
 
 
-def test_a_model_that_would_hand_a_nan_to_lapack_is_stopped_before_and_nothing_is_asked_of_a_program() -> None:
+def test_a_model_that_would_hand_a_nan_to_lapack_is_stopped_before_and_no_program_may_claim_such_values() -> None:
     eager = EagerSession(Eigen(), torch.randn(4, 3))
-    probes = make_probes(eager.example)
-    assert {probe.name for probe in wild(probes)} == {"batch 4, one NaN", "batch 4, one infinity"}
-    seen = observe(eager, probes)
-    assert len(seen) == len(probes) - 2
-    assert not wild(one.probe for one in seen)
+    seen = observe(eager, [*make_probes(eager.example), *no_numbers(eager)])
+    assert {one.probe.name for one in seen if one.unsafe} == {probe.name for probe in no_numbers(eager)}
+    itself = prove.judge(eager, seen)
+    assert not itself.proven
+    claim = narrowing.narrow(eager.signature, eager.examples, seen, itself.evidence)
+    assert claim is not None
+    assert claim.values == {"x": Values(finite=True)}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -86,8 +93,8 @@ class Traced:
 
 def test_a_program_that_goes_another_way_than_the_model_into_lapack_disagrees_and_the_process_lives() -> None:
     eager = EagerSession(Guarded(), torch.randn(4, 3))
-    seen = observe(eager, make_probes(eager.example))
-    assert wild(one.probe for one in seen)
+    seen = observe(eager, [*make_probes(eager.example), *no_numbers(eager)])
+    assert not any(one.unsafe for one in seen)
     found = prove.judge(Traced(eager), seen)
     assert not found.proven
     assert "would get a value that is no number" in found.reason
@@ -99,5 +106,10 @@ def test_capturing_a_model_of_linear_algebra_goes_through(tmp_path: Path) -> Non
     captured = capture(recipe, None, tmp_path / "b", formats=["torch_export"])
     assert [one.verdict for one in captured.programs] == ["proven"]
     bundle = open_bundle(tmp_path / "b")
-    assert not any("NaN" in one.probe or "infinity" in one.probe for one in bundle.evidence())
+    claim = bundle.program().values["x"]
+    assert -claim.low == claim.high == pytest.approx(1.8446743e19)  # type: ignore[operator]
+    assert claim.text == "from -1.84467e+19 to 1.84467e+19"  # the products of larger ones would be infinite
+    assert all(one.verdict == "outside" for one in bundle.evidence() if "NaN" in one.probe or "infinit" in one.probe)
+    with pytest.raises(RequestError, match=r"input 'x' has nan at \[0, 1\], proven only for values that are from -1.8"):
+        open_program(bundle).run({"x": np.array([[1, np.nan, 2]], np.float32)})
     assert np.isfinite(bundle.golden()[0].outputs["output"]).all()

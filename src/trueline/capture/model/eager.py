@@ -57,9 +57,15 @@ class EagerSession:
     @property
     def example(self) -> dict[str, Array]:
         """The example by name."""
-        return {
-            spec.name: tensor.numpy() for spec, tensor in zip(self.signature.inputs, self.calling.example, strict=True)
-        }
+        return self._by_name(self.calling.example)
+
+    @property
+    def examples(self) -> list[dict[str, Array]]:
+        """Every example that the user gave, by name."""
+        return [self._by_name(tensors) for tensors in self.calling.batches]
+
+    def _by_name(self, tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
+        return {spec.name: tensor.numpy() for spec, tensor in zip(self.signature.inputs, tensors, strict=True)}
 
     @property
     def initial_state(self) -> dict[str, Array]:

@@ -38,6 +38,8 @@ class Calling:
     """Leaves of (args, kwargs), with a Slot in place of each tensor."""
     spec: Any
     """torch's TreeSpec of (args, kwargs)."""
+    batches: tuple[tuple[torch.Tensor, ...], ...]
+    """The tensors of every example; `example` is one of them."""
 
     def call(self, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Calls `module` with `tensors` in their places; returns the tensors of its outputs in order."""
@@ -126,6 +128,7 @@ def _learn(
         free=free,
         leaves=tuple(base.leaves),
         spec=base.spec,
+        batches=tuple(tuple(one.tensors) for one in batches),
     )
 
 

@@ -40,6 +40,8 @@ class Observation:
     way: Sequence[Event]
     draws: Mapping[str, Array] | None = None
     """Many answers, stacked, of a model that draws random numbers; `outputs` is the first."""
+    unsafe: bool = False
+    """Whether the model was stopped before an operator that would end the process, or never return, on these values."""
 
 
 def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
@@ -51,8 +53,6 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
     seen: list[Observation] = []
     for probe in probes:
         one = observe_one(eager, probe, first=seen[0].way if seen else None)
-        if probe.wild and one.outputs is None:
-            continue  # the model does not accept these values, and the program need not
         same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
         one = one if same is None else replace(one, way=same)  # most go one way: keep it once
         if num_draws and one.outputs is not None:
@@ -66,6 +66,7 @@ def observe_one(
     eager: Session, probe: Probe, *, first: Sequence[Event] | None = None, watched: bool = True
 ) -> Observation:
     """The model's answer on one probe, and its way, if it is `watched`; else the way is `first`."""
+    unsafe = False
     with code_paths.watch(ends=True) if watched else nullcontext(first or ()) as way, care(probe):
         try:
             outputs, error = eager.run(probe.inputs), ""
@@ -76,10 +77,8 @@ def observe_one(
         except Exception as raised:  # noqa: BLE001 - the user's forward on made-up values may raise anything
             first_line = str(raised).splitlines()[0] if str(raised) else ""
             outputs, error = None, f"raises {type(raised).__name__}: {first_line}"
-    floats = [array for array in (outputs or {}).values() if array.dtype.kind == "f"]
-    if probe.wild and not all(np.isfinite(array).all() for array in floats):
-        outputs, error = None, "answers no numbers"
-    return Observation(probe=probe, outputs=outputs, error=error, way=way)
+            unsafe = isinstance(raised, Unsafe)
+    return Observation(probe=probe, outputs=outputs, error=error, way=way, unsafe=unsafe)
 
 
 def care(probe: Probe) -> AbstractContextManager[object]:
@@ -184,8 +183,12 @@ _LAPACK = ("linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "svd", "qr", 
 _ENDLESS = ("mode.",)
 
 
+class Unsafe(ValueError):
+    """Stops an operator that would crash, or never return, on a value that is not finite."""
+
+
 class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ValueError where an operator that would crash or never return gets a value that is not finite.
+    """Raises Unsafe where an operator that would crash or never return gets a value that is not finite.
 
     Eager control flow (`torch.cond`, `while_loop`, `scan`) compiles itself. Under a mode that stays on for
     that, Dynamo marks torch's own frames as not to be compiled, for good: each later call then fails, with any values.
@@ -205,7 +208,7 @@ class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for value in tree_leaves((args, kwargs)):
                 floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
                 if floats and not bool(value.isfinite().all()):
-                    raise ValueError(f"{func} would get a value that is no number")
+                    raise Unsafe(f"{func} would get a value that is no number")
         return func(*args, **(kwargs or {}))
 
     def _inside(self, value: Any) -> Any:

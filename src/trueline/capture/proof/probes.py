@@ -32,8 +32,11 @@ class Probe:
     num_records: int
     inputs: Mapping[str, Array]
     wild: bool = False
-    """NaN, infinities, masks that hide everything: the probe is dropped where the eager model's answer is not
-    finite."""
+    """NaN, infinities, masks that hide everything, numbers at the ends of a dtype."""
+    planted: str = ""
+    """The one input that got `value` in some places, where a condition on its values may leave the probe out."""
+    value: float | int = 0
+    """What was planted; NaN for NaN and infinities."""
 
     @property
     def volume(self) -> tuple[int, int]:
@@ -59,7 +62,7 @@ def make_probes(
     wanted = sizes if isinstance(sizes, Mapping) else {maker.batch: sizes}
     given, again = (maker.probe({}, what) for what in ("as given", "as given, again"))
     more = [probe for probe in maker.reorder() if not covered(probe)]
-    valued = _distinct([*maker.change_values({}), *maker.alike(), *maker.wild(), *maker.small()])
+    valued = _distinct([*maker.change_values({}), *maker.alike(), *maker.change_masks(), *maker.small()])
     valued = [probe for probe in valued if not covered(probe)]
     last = [] if covered(again) else [again]
     room = limit - 1 - len(more) - len(valued) - len(last)
@@ -260,10 +263,7 @@ class _Maker:
         if sizes != self.base:
             yield from self.change_values(sizes, ("zeros", "random", "random integers"))
 
-    def wild(self) -> Iterator[Probe]:
-        for what, value in (("one NaN", np.nan), ("one infinity", np.inf)):
-            if self.floats:
-                yield self.probe({}, what, change=_on(self.floats, _with_first(value)), made=True, wild=True)
+    def change_masks(self) -> Iterator[Probe]:
         for what, change in _MASKS.items() if self.masks else ():
             yield self.probe({}, what, change=_on(self.masks, change), made=True, wild=True)
 
@@ -281,15 +281,6 @@ class _Maker:
 
 def _on(names: Sequence[str], change: Change) -> Callable[[dict[str, Array]], dict[str, Array]]:
     return lambda inputs: {name: change(array) if name in names else array for name, array in inputs.items()}
-
-
-def _with_first(value: float) -> Change:
-    def change(array: Array) -> Array:
-        changed = array.copy()
-        changed.reshape(-1)[:1] = value
-        return changed
-
-    return change
 
 
 def _show_one(array: Array) -> Array:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
+import msgspec
+
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Signature
 from trueline.capture.proof.observe import Observation, care, digest, fixed_seed, hidden_state, observe
@@ -17,7 +19,7 @@ from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
 from trueline.runtime import compare
 from trueline.runtime import distribution as draws
-from trueline.runtime.session import Session
+from trueline.runtime.session import NATIVE, Session
 
 Progress = Callable[[int, int], None]
 """Called with probes done and probes in all."""
@@ -68,6 +70,28 @@ def judge(
     for done, seen in enumerate(observations, 1):
         evidence.append(_judge_one(program, seen, draws.LEVEL / len(observations)))
         progress(done, len(observations))
+    return conclude(program, observations, evidence)
+
+
+def judge_narrowed(program: Session, observations: Sequence[Observation], evidence: Sequence[Evidence]) -> Proof:
+    """The proof of a program that was judged with a wider claim: what its signature now refuses is outside."""
+    return conclude(
+        program, observations, [_outside(program, seen, one) for seen, one in zip(observations, evidence, strict=True)]
+    )
+
+
+def _outside(program: Session, seen: Observation, evidence: Evidence) -> Evidence:
+    try:
+        program.signature.check(seen.probe.inputs)
+    except RequestError as refused:
+        return msgspec.structs.replace(
+            evidence, verdict="outside", reason=refused.message, max_abs_error=None, max_rel_error=None, tolerance=""
+        )
+    return evidence
+
+
+def conclude(program: Session, observations: Sequence[Observation], evidence: Sequence[Evidence]) -> Proof:
+    """The verdict over `evidence`, one piece for each observation."""
     hidden, disagreeing = hidden_state(observations), ""
     reason = f"the model answers equal inputs differently: {hidden}" if hidden else ""
     wrong = [
@@ -107,7 +131,7 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         verdict, reason = "outside", refused.message
     else:
         if seen.outputs is None:
-            verdict, reason = "unanswered", f"the eager model {seen.error}"
+            verdict, reason = _judge_refused(program, seen)
         else:
             comparison = _run_guarded(probe, lambda: _compare(program, seen, level))
             verdict, reason = ("agrees" if comparison.agrees else "disagrees"), comparison.reason
@@ -127,6 +151,21 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         tolerance=(comparison.how or tolerances) if comparison else "",
         versions=versions(),
     )
+
+
+def _judge_refused(program: Session, seen: Observation) -> tuple[str, str]:
+    """Verdict and reason where the eager model raises: a program must not answer values that the model refuses."""
+    refused = f"the eager model {seen.error}"
+    if seen.probe.origin == "given" or program.format in NATIVE:  # machine code may not survive what it does not check
+        return "unanswered", refused
+    if seen.unsafe:
+        return "disagrees", refused
+    try:
+        with care(seen.probe):
+            program.run(seen.probe.inputs)
+    except Exception:  # noqa: BLE001 - whatever a runtime raises: it refuses them too
+        return "unanswered", refused
+    return "disagrees", f"{refused}, and the program answers"
 
 
 def _run_guarded(probe: Probe, question: Callable[[], compare.Comparison]) -> compare.Comparison:

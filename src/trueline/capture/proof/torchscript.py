@@ -29,8 +29,9 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import stateful
+from trueline.capture.proof.narrowing import judge_and_narrow
 from trueline.capture.proof.observe import Observation, find_parting, seen_signature
-from trueline.capture.proof.prove import Proof, judge
+from trueline.capture.proof.prove import Proof
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime.open import open_session
 from trueline.runtime.session import Session
@@ -89,11 +90,13 @@ def _try(
         path, how = torchscript.emit(eager.module, eager.calling, folder, way, frozen=frozen)
         size = path.stat().st_size
         events.emit("program.emitted", format="torchscript", size_bytes=size, seconds=time.monotonic() - started)
-        session = open_session("torchscript", path, signature)
+        session, proof, observations = judge_and_narrow(
+            lambda claim: open_session("torchscript", path, claim), signature, eager, observations
+        )
     except (CaptureError, BundleError) as error:
         line = error.hint if isinstance(error, CaptureError) else ""
         return Tried(why=error.message, line=line)
-    proof = stateful.prove_sequences(judge(session, observations), session, eager)
+    proof = stateful.prove_sequences(proof, session, eager)
     if proof.reason:
         return Tried(why=proof.reason, how=how, path=path, proof=proof)
     place = None

@@ -1,0 +1,31 @@
+"""Bounds of a call on made-up values: a count of 2**40 must end in an error, not in a machine without memory."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MEMORY_BYTES = 2 * 2**30
+"""Further memory that such a call may take."""
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """An allocation beyond MEMORY_BYTES more than this process has now fails, as torch's and ONNX Runtime's errors say.
+
+    RLIMIT_AS counts mapped memory of the whole process. Where it cannot be read or set, nothing is bounded.
+    """
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY_BYTES
+        if before[0] != resource.RLIM_INFINITY:
+            limit = min(limit, before[0])
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    except (OSError, ValueError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -1,0 +1,160 @@
+"""Probes of the values that a model may meet and its examples do not show: NaN, infinities, and the ends of a dtype.
+
+Each changes one input, so that a disagreement names the condition that leaves it out (`capture/value_claims.py`). Where
+NaN lies matters: ONNX Runtime's extremes find one in the first place and lose it in the last, and what one record does
+to others shows only beside them. Whole numbers are planted at the ends of their range and where casts to FP32,
+FP64 and INT32 lose them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trueline.bundle.signature import Array, Signature, TensorSpec
+from trueline.bundle.values import Values
+from trueline.capture.proof.probes import BATCH, Probe, fit, resize
+
+RECORDS = 12
+"""Records of a probe that has another value in each."""
+BORDERS = (2**15, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1)
+"""Whole numbers beyond which a cast loses something, and their negatives."""
+HUGE = (1e30, 1e18, 1e9, 1e6, 1e4)
+"""Magnitudes of floats, the largest first: a smaller one is only of use where a larger one is refused or wrong."""
+
+UP_TO = "up to {:g}"
+_KINDS = {"NaN": (np.nan,), "infinities": (np.inf, -np.inf), "either": (np.nan, np.inf, -np.inf)}
+
+
+def make_value_probes(example: Mapping[str, Array], signature: Signature, *, seed: int = 0) -> tuple[Probe, ...]:
+    """Probes from `example`, each inside the ranges of `signature`'s inputs but for NaN and infinities."""
+    random = np.random.default_rng(seed)
+    probes: list[Probe] = []
+    for spec in signature.inputs:
+        if not example[spec.name].size:
+            continue
+        if example[spec.name].dtype.kind == "f":
+            probes += _floats(example, signature, spec, random)
+        elif example[spec.name].dtype.kind in "iu":
+            probes += _integers(example, signature, spec)
+    return tuple(probes)
+
+
+def plant(array: Array, value: float | int) -> Array:
+    """`array` with `value` in its first and last place."""
+    planted = array.copy()
+    planted.reshape(-1)[[0, -1]] = np.asarray(value, array.dtype)
+    return planted
+
+
+def many(example: Mapping[str, Array], signature: Signature, count: int = RECORDS) -> dict[str, Array]:
+    """`example` at `count` records where the signature allows it, else as it is."""
+    base = signature.sizes(example)
+    sizes = fit(signature, base, {BATCH: count}) if BATCH in base else None
+    return resize(example, signature, sizes or base)
+
+
+def _probe(
+    example: Mapping[str, Array], signature: Signature, what: str, name: str, array: Array, value: float | int
+) -> Probe:
+    inputs = {**example, name: array}
+    sizes = signature.sizes(inputs)
+    named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+    return Probe(
+        name=f"{named}, {name}: {what}" if named else f"{name}: {what}", origin="made",
+        num_records=sizes.get(BATCH, len(array) if array.ndim else 1), inputs=inputs, wild=True, planted=name,
+        value=value,
+    )  # fmt: skip
+
+
+def _floats(
+    example: Mapping[str, Array], signature: Signature, spec: TensorSpec, random: np.random.Generator
+) -> Iterator[Probe]:
+    name, array = spec.name, example[spec.name]
+    wide = many(example, signature)
+
+    def place(at: int, value: float) -> Array:
+        changed = array.copy()
+        changed.reshape(-1)[at] = value
+        return changed
+
+    for what, changed in (
+        ("one NaN", place(0, np.nan)),
+        ("NaN in the last place", place(-1, np.nan)),
+        ("one infinity", place(0, np.inf)),
+        ("minus infinity in the last place", place(-1, -np.inf)),
+    ):
+        yield _probe(example, signature, what, name, changed, np.nan)
+    if array.ndim:
+        nan = np.array([np.nan])
+        for what, values in (
+            ("NaN", nan),
+            ("infinities", np.array([np.inf, -np.inf])),
+            ("either", np.array([np.nan, np.inf, -np.inf])),
+        ):
+            changed = _scatter(wide[name], values, random, whole=what == "either")
+            yield _probe(wide, signature, f"{what} in some records", name, changed, np.nan)
+    shown = float(np.max(np.abs(np.where(np.isfinite(array), array, 0)), initial=0.0))
+    kind: Any = array.dtype
+    size = next((size for size in HUGE if size < float(np.finfo(kind).max)), 0.0)
+    if 0 < shown < size:
+        with np.errstate(all="ignore"):  # of an example with infinities
+            scaled = (array.astype(np.float64) * (size / shown)).astype(array.dtype)
+        yield _probe(example, signature, UP_TO.format(size), name, scaled, size)
+
+
+def smaller(probe: Probe) -> Iterator[Probe]:
+    """A probe of huge numbers with smaller ones, for a program that answers it otherwise than the model."""
+    name, most = probe.planted, probe.value
+    if not name or not isinstance(most, float) or np.isnan(most):
+        return
+    array = probe.inputs[name]
+    for size in (size for size in HUGE if size < most):
+        scaled = (array.astype(np.float64) * (size / most)).astype(array.dtype)
+        named = probe.name.replace(UP_TO.format(most), UP_TO.format(size))
+        yield replace(probe, name=named, inputs={**probe.inputs, name: scaled}, value=size)
+
+
+def _scatter(array: Array, values: Array, random: np.random.Generator, *, whole: bool) -> Array:
+    """One of `values` at another place of each record but every fourth; with `whole`, a record of them alone, one that
+    is half of them, and the same place in all others."""
+    changed = array.copy()
+    rows = changed.reshape(len(changed), -1)
+    width = rows.shape[1]
+    for at, row in enumerate(rows):
+        if at % 4 == 3 or not width:
+            continue
+        if whole and at % 4 == 0:
+            row[:] = values[at // 4 % len(values)]
+        elif whole and at % 4 == 1:
+            row[random.random(width) < 0.5] = values[0]
+        else:
+            row[random.integers(width) if not whole else width // 2] = values[at % len(values)]
+    return changed
+
+
+def _integers(example: Mapping[str, Array], signature: Signature, spec: TensorSpec) -> Iterator[Probe]:
+    name, array = spec.name, example[spec.name]
+    for value in borders(array, spec.values, signature.sizes(example)):
+        yield _probe(example, signature, f"{value}", name, plant(array, value), value)
+    for value in ends(array, spec.values, signature.sizes(example)):
+        yield _probe(example, signature, f"{value} everywhere", name, np.full_like(array, value), value)
+
+
+def ends(array: Array, values: Values, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """The least and the largest whole number of the dtype that `values` accepts."""
+    kind: Any = array.dtype
+    low, high = values.bounds(sizes)
+    least, most = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
+    return least if low is None else max(least, int(low)), most if high is None else min(most, int(high))
+
+
+def borders(array: Array, values: Values, sizes: Mapping[str, int]) -> list[int]:
+    """Whole numbers outside of what `array` shows and inside of `values`, the nearest to it first."""
+    low, high = ends(array, values, sizes)
+    least, most = int(array.min()), int(array.max())
+    near = [least - 1, most + 1, -1, -2, 2 * most + 1]
+    wanted = [*near, low, high, *BORDERS, *(-one for one in BORDERS)]
+    kept = [one for one in dict.fromkeys(wanted) if low <= one <= high and not least <= one <= most]
+    return sorted(kept, key=lambda one: one - most if one > most else least - one)
