@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from trueline.bundle.guard_words import describe_guard
 from trueline.bundle.read import Bundle
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Dim, Signature, TensorSpec
@@ -49,7 +50,7 @@ def range_text(signature: Signature) -> str:
     """All conditions on the sizes and masks of a request, in one line."""
     ranges = [dim_text(name, signature.dims[name]) for name in signature.symbols]
     needs = [spec.needs for spec in signature.inputs if spec.needs]
-    return "; ".join([*ranges, *(guard.text for guard in signature.guards), *needs])
+    return "; ".join([*ranges, *_describe_guards(signature), *needs])
 
 
 def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
@@ -63,7 +64,11 @@ def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     free = {symbol for spec in signature.inputs for symbol in spec.shape if isinstance(symbol, str)}
     rows += [("proven", dim_text(name, dim)) for name, dim in signature.dims.items() if name in free]
     rows += [("padded", f"{name} may be padded at its end, hidden by a mask") for name in signature.padded]
-    return rows + [("needs", guard.text) for guard in signature.guards]
+    return rows + [("needs", words) for words in _describe_guards(signature)]
+
+
+def _describe_guards(signature: Signature) -> list[str]:
+    return [describe_guard(guard, signature.dims) for guard in signature.guards]
 
 
 def _spec_row(spec: TensorSpec) -> tuple[str, str, str]:

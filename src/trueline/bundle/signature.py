@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from trueline.bundle.guard_words import describe_guard
 from trueline.bundle.guards import Guard
 from trueline.bundle.values import ANY, Values
 from trueline.bundle.values import Array as Array
@@ -120,7 +121,8 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for guard in self.guards:
             if not guard.holds(found):
                 have = ", ".join(f"{symbol} = {found[symbol]}" for symbol in guard.symbols)
-                raise RequestError(f"the sizes {have} are outside the proven range: it needs {guard.text}")
+                needs = describe_guard(guard, self.dims)
+                raise RequestError(f"the sizes {have} are outside the proven range, in which {needs}")
         self.check_values(inputs)
 
     def allows(self, sizes: Mapping[str, int]) -> bool:

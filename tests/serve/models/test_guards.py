@@ -83,7 +83,7 @@ PROTOCOLS = [
 @pytest.mark.parametrize(
     ("length", "double", "words"),
     [
-        (4, 7, "the sizes length = 4, double = 7 are outside the proven range: it needs 2 * length == double"),
+        (4, 7, "the sizes length = 4, double = 7 are outside the proven range, in which double is twice length"),
         (3, 6, "input 'x' has size 3 in dimension 1 (length), proven only for sizes of at least 2 and a multiple of 2"),
     ],
 )

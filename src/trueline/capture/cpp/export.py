@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from trueline import events, files
-from trueline.bundle import Bundle, Signature, TensorSpec, schema
+from trueline.bundle import Bundle, Dim, Signature, TensorSpec, schema
+from trueline.bundle.guard_words import describe_guard
 from trueline.bundle.guards import Guard
 from trueline.bundle.read import open_bundle
 from trueline.errors import BundleError, UsageError, join_names
@@ -105,7 +106,7 @@ def signature_text(signature: Signature) -> str:
         "Dim> dims": dims,
         "Spec> inputs": [_spec(spec, symbols) for spec in signature.inputs],
         "Spec> outputs": [_spec(spec, symbols) for spec in signature.outputs],
-        "Guard> guards": [_guard(guard, symbols) for guard in signature.guards],
+        "Guard> guards": [_guard(guard, symbols, signature.dims) for guard in signature.guards],
         "Tolerance> tolerances": [
             f"{{{names[dtype.name]}, {bound.atol!r}, {bound.rtol!r}}}" for dtype, bound in TOLERANCES.items()
         ],
@@ -132,10 +133,11 @@ def _spec(spec: TensorSpec, symbols: Sequence[str]) -> str:
     return f"{{{json.dumps(spec.name)}, {kind}, {{{', '.join(sizes)}}}, Rows::{spec.rows}}}"
 
 
-def _guard(guard: Guard, symbols: Sequence[str]) -> str:
+def _guard(guard: Guard, symbols: Sequence[str], dims: Mapping[str, Dim]) -> str:
     places = ", ".join(str(symbols.index(symbol)) for symbol in guard.symbols)
     rule = expression(ast.parse(guard.rule, mode="eval").body)
-    return f"{{{json.dumps(guard.text)}, {{{places}}}, [](const std::vector<int64_t>& d) -> bool {{ return {rule}; }}}}"
+    words = json.dumps(describe_guard(guard, dims))
+    return f"{{{words}, {{{places}}}, [](const std::vector<int64_t>& d) -> bool {{ return {rule}; }}}}"
 
 
 _OPERATORS = {
