@@ -56,7 +56,11 @@ def _describe(guard: Guard, ranges: Sequence[SizeRange | None]) -> str:
             names = [guard.symbols[at] for at in chosen]
             if few is None:
                 continue
-            said = _of_one(names[0], few, _alone(guard, names[0], table)) if count == 1 else _of_two(names[0], names[1], few)
+            said = (
+                _of_one(names[0], few, _alone(guard, names[0], table))
+                if count == 1
+                else _of_two(names[0], names[1], few)
+            )
             if said:
                 return said
     return _read_out(guard)
