@@ -12,6 +12,7 @@ from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import LIMIT, Probe, make_probes
+from trueline.capture.proof.sum_limits import bound_sums
 from trueline.capture.proof.value_probes import make_value_probes
 from trueline.capture.subject import Subject
 from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit
@@ -44,7 +45,7 @@ def export_and_observe(
     try:
         exported = limit.run(
             "torch.export",
-            lambda: size_limits.settle(far, torch_export.export(subject.module, eager.calling)),
+            lambda: size_limits.settle(far, bound_sums(eager, torch_export.export(subject.module, eager.calling))),
             share=EXPORT_SHARE,
         )
     except CaptureError as error:

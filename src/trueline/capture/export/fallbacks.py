@@ -14,7 +14,15 @@ from trueline.capture.export.exported import Exported, Fixed
 from trueline.capture.export.tracing import tracing
 from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
-from trueline.capture.patches import below_python, nonzero_loops, parameter_branches, per_record, size_lengths
+from trueline.capture.patches import (
+    below_python,
+    enter_at_calls,
+    nonzero_loops,
+    parameter_branches,
+    per_record,
+    scalar_indices,
+    size_lengths,
+)
 from trueline.errors import CaptureError
 from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import compare
@@ -39,6 +47,9 @@ def retrace(
     if isinstance(error, Fixed) and size_lengths.may_help(module):
         with size_lengths.keep_lengths_free(module):
             exported = _attempt("lengths", "lengths stay functions of a size", lambda: whole(flat))
+    if exported is None and scalar_indices.may_help(message):
+        how = "a position that a tensor holds is an index"
+        exported = _attempt("positions", how, lambda: _index_by_tensors(flat, whole))
     if calling.signature.state:
         return exported
     if exported is None and parameter_branches.may_help(message):
@@ -69,6 +80,13 @@ def _attempt(by: str, how: str, export: Callable[[], Exported | None]) -> Export
     if exported is not None:
         events.emit("program.retraced", how=how)
     return exported
+
+
+def _index_by_tensors(flat: TensorModule, whole: Whole) -> Exported | None:
+    positions = scalar_indices.TensorPositions()
+    with enter_at_calls(flat, positions):
+        exported = whole(flat)
+    return exported if positions.replaced else None
 
 
 def _decide_branches(flat: TensorModule, whole: Whole) -> Exported | None:

@@ -79,10 +79,19 @@ class Explicit(torch.nn.Module):
 
 @contextmanager
 def preserve_buffers(module: torch.nn.Module) -> Iterator[None]:
-    """Restores the buffers of `module` after the block."""
+    """Restores the buffers of `module` after the block, those that are None among them."""
+    unmade = _unmade_buffers(module)
     owners = _owners(module, [name for name, _ in module.named_buffers()])
-    with _with_buffers(owners, {name: value.clone() for name, value in _values(owners).items()}):
-        yield
+    try:
+        with _with_buffers(owners, {name: value.clone() for name, value in _values(owners).items()}):
+            yield
+    finally:
+        for part, name in unmade:
+            part._buffers[name] = None
+
+
+def _unmade_buffers(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    return [(part, name) for part in module.modules() for name, value in part._buffers.items() if value is None]
 
 
 def users_own(module: torch.nn.Module) -> torch.nn.Module:
@@ -94,6 +103,7 @@ def lift_state(module: torch.nn.Module, calls: Sequence[Arguments]) -> Explicit 
     """`module` with the buffers explicit that it writes on any of `calls`; None when it writes none. Raises
     CaptureError for a state that changes its dtype, or its shape in more than one dimension: it could not be handed
     back."""
+    _refuse_unmade(module, calls[0])
     names = written_buffers(module, calls)
     if not names:
         return None
@@ -115,6 +125,31 @@ def lift_state(module: torch.nn.Module, calls: Sequence[Arguments]) -> Explicit 
         )
     explicit = Explicit(module, names, grows=grows)
     return Explicit(module, names, _find_records(explicit, calls[0]), grows)
+
+
+def _refuse_unmade(module: torch.nn.Module, call: Arguments) -> None:
+    """Raises CaptureError for a state that is None before the first call. A table that the first call makes, and no
+    later one writes, is no state."""
+    unmade = _unmade_buffers(module)
+    if not unmade:
+        return
+    paths = {id(part): path for path, part in module.named_modules()}
+    states = []
+    with torch.no_grad(), preserve_buffers(module):
+        module(*call.args, **call.kwargs)
+        made = [part._buffers.get(name) for part, name in unmade]
+        before = [None if value is None else value.clone() for value in made]
+        module(*call.args, **call.kwargs)
+        for (part, name), first in zip(unmade, before, strict=True):
+            now = part._buffers.get(name)
+            if first is not None and now is not None and not equal(now, first):
+                states.append(f"{paths[id(part)]}.{name}".lstrip("."))
+    if states:
+        raise CaptureError(
+            f"the state is None before the first call ({join_names(states)}), and a client has to begin with a tensor",
+            hint="register the buffer as a tensor, of size 0 in the dimension in which it grows: "
+            "register_buffer('cache', torch.zeros(0, 8))",
+        )
 
 
 def with_state(module: torch.nn.Module, call: Arguments) -> Arguments:
@@ -165,7 +200,7 @@ def written_buffers(module: torch.nn.Module, calls: Sequence[Arguments]) -> tupl
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two buffers are equal to the bit; NaN equals NaN."""
-    if one.dtype != other.dtype:
+    if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Array
 from trueline.capture.export.exported import STATE_HINT
@@ -93,11 +94,21 @@ class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             return func(*args, **(kwargs or {}))  # its branches are not watched
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws.append((str(func), code_paths.current_line()))
+            return self._draw(func, args, kwargs or {})
         written = args[0] if args and func._schema.is_mutable else None
         if isinstance(written, torch.Tensor) and _memory(written) in self._memory:
             self.writes.append(code_paths.current_line())
         return func(*args, **(kwargs or {}))
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator that may draw. Attention, without dropout, only may: its generator then stays as it was."""
+        generator = kwargs.get("generator") or torch.default_generator
+        before = generator.get_state()
+        result = func(*args, **kwargs)
+        on_cpu = not any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves(result))
+        if not on_cpu or not torch.equal(before, generator.get_state()):
+            self.draws.append((str(func), code_paths.current_line()))
+        return result
 
 
 def _memory(tensor: torch.Tensor) -> int:

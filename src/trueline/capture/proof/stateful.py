@@ -20,6 +20,7 @@ from trueline.capture.model.explicit_state import GIVEN, Explicit
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.prove import Proof, judge
+from trueline.errors import CaptureError
 from trueline.recipe.eager_mode import as_trained
 from trueline.runtime.session import Session
 from trueline.runtime.tensors import to_arrays, to_tensors
@@ -110,14 +111,23 @@ def _inputs(eager: EagerSession) -> list[Inputs]:
 
 
 def _run(eager: EagerSession, module: Explicit, name: str, inputs: Sequence[Inputs]) -> list[Step]:
+    """The model's answers, up to the call that it does not answer, if there is one."""
     steps = []
     state = eager.initial_state
     with module.living({name: torch.from_numpy(array) for name, array in state.items()}) as users:
         for i, given in enumerate(inputs, 1):
             args, kwargs = eager.calling.arguments(to_tensors(eager.signature, {**given, **state}))
             plain = {key: value for key, value in kwargs.items() if not key.startswith(GIVEN)}
-            with torch.no_grad(), as_trained():
-                leaves = torch.utils._pytree.tree_leaves(users(*args, **plain))
+            try:
+                with torch.no_grad(), as_trained():
+                    leaves = torch.utils._pytree.tree_leaves(users(*args, **plain))
+            except Exception as error:
+                if i > 1:
+                    break  # the state is full: a cache of 64 positions has room for 12 calls with 5
+                raise CaptureError(
+                    f"the model does not answer its example from its initial state: {type(error).__name__}: {error}",
+                    hint="the buffers of the model as it is captured are the state that a client begins with",
+                ) from error
             answer = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             outputs = to_arrays(eager.signature, (*answer, *module.state().values()))
             steps.append(Step(name=f"{name}, call {i}", inputs=given, outputs=outputs))

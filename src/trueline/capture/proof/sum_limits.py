@@ -1,0 +1,96 @@
+"""A limit on a sum of sizes, which no guard of the exporter contains: past + new tokens <= 64.
+
+A table of 64 positions ends two lengths together: each of them may be long while the other is short. Such a limit is
+found on the eager model and becomes a guard of the signature.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+
+from trueline.bundle.guards import Guard
+from trueline.bundle.signature import Signature
+from trueline.capture.export.exported import Exported
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.signature import BATCH
+from trueline.capture.proof.probes import fit, resize
+
+LARGEST = 4096
+"""Sizes up to which a limit is looked for."""
+BUDGET_S = 2.0
+"""Seconds for it; a model that needs more is not asked at larger sizes."""
+
+
+def bound_sums(eager: EagerSession, exported: Exported) -> Exported:
+    """`exported` with a guard on each two symbols whose sum the eager model limits."""
+    claim, deadline = exported.claims[0], time.monotonic() + BUDGET_S
+    for one, other in itertools.combinations([symbol for symbol in claim.symbols if symbol != BATCH], 2):
+        most = _find_sum(eager, claim, one, other, deadline)
+        if most is not None:
+            claims = tuple(_bound(signature, one, other, most) for signature in exported.claims)
+            at = exported.claims.index(exported.signature)
+            sizes = {
+                symbol: (*exported.boundaries.get(symbol, ()), most - claim.sizes(eager.example)[another])
+                for symbol, another in ((one, other), (other, one))
+            }
+            boundaries = {**exported.boundaries, **sizes}
+            exported = replace(exported, claims=claims, signature=claims[at], boundaries=boundaries)
+    return exported
+
+
+def _bound(claim: Signature, one: str, other: str, most: int) -> Signature:
+    guard = Guard(text=f"{one} + {other} <= {most}", rule=f"d0 + d1 <= {most}", symbols=(one, other))
+    dims = dict(claim.dims)
+    for symbol, another in ((one, other), (other, one)):
+        dim = dims[symbol]
+        largest = (most - dims[another].min) // dim.multiple_of * dim.multiple_of
+        dims[symbol] = msgspec.structs.replace(dim, max=largest if dim.max is None else min(dim.max, largest))
+    return msgspec.structs.replace(claim, dims=dims, guards=(*claim.guards, guard))
+
+
+def _find_sum(eager: EagerSession, claim: Signature, one: str, other: str, deadline: float) -> int | None:
+    """The largest sum of two sizes that the model answers; None where the two have no such limit."""
+    base = claim.sizes(eager.example)
+    base = fit(claim, base, {BATCH: 1}) or base
+
+    def answers(first: int, second: int) -> bool:
+        sizes = {**base, one: first, other: second}
+        if not claim.allows(sizes) or time.monotonic() > deadline:
+            return False
+        try:
+            eager.run(resize(eager.example, claim, sizes))
+        except Exception:  # noqa: BLE001 - the user's forward at sizes it may not accept may raise anything
+            return False
+        return True
+
+    here, there = base[one], base[other]
+    if not answers(here, there):
+        return None
+    high = _largest(lambda size: answers(size, there), here)
+    wide = _largest(lambda size: answers(here, size), there)
+    if high is None or wide is None or high + there != here + wide or time.monotonic() > deadline:
+        return None
+    most = high + there
+    middle = (here + high) // 2
+    along = [(middle, most - middle), (most - 1, 1), (1, most - 1)]
+    inside = [pair for pair in along if claim.allows({**base, one: pair[0], other: pair[1]})]
+    if not inside or not all(answers(*pair) for pair in inside):
+        return None
+    beyond = [(first + 1, second) for first, second in inside] + [(first, second + 1) for first, second in inside]
+    return None if any(answers(*pair) for pair in beyond) else most
+
+
+def _largest(fine: Callable[[int], bool], good: int) -> int | None:
+    """The largest fine size from `good` on; None where no end was found."""
+    bad = 2 * good
+    while fine(bad):
+        good, bad = bad, 2 * bad
+        if bad > LARGEST:
+            return None
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fine(middle) else (good, middle)
+    return good
