@@ -168,6 +168,16 @@ def refuses_a_branch_on_a_parameter() -> bool:
     return refused(module, X, message=DATA_DEPENDENT)
 
 
+@shows("patches/scalar_indices")
+def refuses_to_write_at_a_position_that_a_tensor_holds() -> bool:
+    def write(x: Tensor) -> Tensor:
+        ring = torch.zeros(16, 4)
+        ring[x.sum().long() % 16] = x[0, 0]
+        return ring + x[0, 1]
+
+    return refused(Of(write), X, message=DATA_DEPENDENT)
+
+
 @shows("patches/nonzero_loops")
 def refuses_a_loop_over_the_places_of_a_mask() -> bool:
     def chosen(x: Tensor) -> Tensor:

@@ -115,3 +115,23 @@ def test_a_sequence_is_proven_when_every_call_of_it_agrees(
     found = stateful.prove_sequences(alone, None, eager)  # type: ignore[arg-type]
     assert (found.proven, found.reason == "") == (proven, proven)
     assert len(found.evidence) == 1 + len(verdicts)
+
+
+class Attending(nn.Module):
+    """Attention without dropout, and a count that changes the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1  # the cause
+        return nn.functional.scaled_dot_product_attention(x, x, x) * self.calls
+
+
+def test_an_operator_that_only_may_draw_is_not_blamed_for_what_a_state_does() -> None:
+    found = determinism.check_twice(EagerSession(Attending().eval(), torch.randn(2, 3, 4, 8)))
+    assert found is not None
+    assert "keeps a state in the Python attributes it stores (calls)" in found.why
+    assert found.place is not None
+    assert "the cause" in found.place.source

@@ -10,6 +10,7 @@ and `proof/determinism.py` refuses a model that keeps a state in them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from trueline.errors import CaptureError, join_names
 
 GIVEN, NEXT = "state.", "next."
 """Prefixes of a buffer's name: as an input, and as an output."""
+SUBSETS = 6
+"""Buffers with as many rows as the batch of which each selection is tried: keys and values follow it, a position that
+happens to have one element does not."""
 GROWN, AT_MOST = 3, 8
 """Calls after which the sizes show that a state grows; calls in which it may grow for the example."""
 
@@ -187,7 +191,7 @@ def written_buffers(module: torch.nn.Module, calls: Sequence[Arguments]) -> tupl
         given = {name: value.clone() for name, value in _values(owners).items()}
         kept = {name: value.clone() for name, value in given.items()}
         versions = {name: value._version for name, value in given.items()}
-        with torch.no_grad(), _with_buffers(owners, given):
+        with torch.no_grad(), preserve_buffers(module), _with_buffers(owners, given):
             module(*call.args, **call.kwargs)
             left = _values(owners)
         names |= dict.fromkeys(
@@ -225,8 +229,11 @@ def _find_records(module: Explicit, call: Arguments) -> dict[str, int]:
     }
     kinds = {name.rpartition(".")[2] for name in follows}
     alike = [{name: axis for name, axis in follows.items() if name.rpartition(".")[2] == kind} for kind in kinds]
-    # none, then each alone, then all: a buffer that need not follow the batch is left as it is
-    for records in ({}, *({name: axis} for name, axis in follows.items()), *alike, follows):
+    # none, then each alone, then more: a buffer that need not follow the batch is left as it is
+    names = list(follows)[:SUBSETS]
+    some = (dict.fromkeys(chosen) for size in range(2, len(names)) for chosen in combinations(names, size))
+    subsets = ({name: follows[name] for name in chosen} for chosen in some)
+    for records in ({}, *({name: axis} for name, axis in follows.items()), *alike, follows, *subsets):
         state = {
             GIVEN + name: _one_more(value, records[name], count) if name in records else value
             for name, value in zip(module.names, module.initial.values(), strict=True)

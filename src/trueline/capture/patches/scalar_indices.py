@@ -90,7 +90,9 @@ class TensorPositions(TorchFunctionMode):
         if type(part) is not slice or part.step not in (None, 1) or not _is_position(part.start):
             return None
         total, position, length = self._ends.get(id(part.stop), (None, None, 0))
-        return (part.start, length) if total is part.stop and position is part.start else None
+        if position is None or position is not part.start or total is not part.stop:
+            return None
+        return position, length
 
 
 def _is_position(value: Any) -> bool:

@@ -30,7 +30,7 @@ def bound_sums(eager: EagerSession, exported: Exported) -> Exported:
     for one, other in itertools.combinations([symbol for symbol in claim.symbols if symbol != BATCH], 2):
         most = _find_sum(eager, claim, one, other, deadline)
         if most is not None:
-            claims = tuple(_bound(signature, one, other, most) for signature in exported.claims)
+            claims = tuple(_add_guard(signature, one, other, most) for signature in exported.claims)
             at = exported.claims.index(exported.signature)
             sizes = {
                 symbol: (*exported.boundaries.get(symbol, ()), most - claim.sizes(eager.example)[another])
@@ -41,7 +41,7 @@ def bound_sums(eager: EagerSession, exported: Exported) -> Exported:
     return exported
 
 
-def _bound(claim: Signature, one: str, other: str, most: int) -> Signature:
+def _add_guard(claim: Signature, one: str, other: str, most: int) -> Signature:
     guard = Guard(text=f"{one} + {other} <= {most}", rule=f"d0 + d1 <= {most}", symbols=(one, other))
     dims = dict(claim.dims)
     for symbol, another in ((one, other), (other, one)):

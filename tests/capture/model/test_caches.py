@@ -1,0 +1,102 @@
+"""A decoder that keeps keys and values is captured as a graph, and ends where its positions end."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trueline.bundle import Bundle, open_bundle
+from trueline.capture.api import capture
+from trueline.capture.model import explicit_state
+from trueline.capture.model.arguments import Arguments
+from trueline.errors import CaptureError, RequestError
+from trueline.runtime.open import open_program
+from worlds import caches, recipes
+
+GRAPHS = ["onnx", "torch_export"]
+
+
+def captured(model: nn.Module, example: Any, out: Path, **blanks: Any) -> Bundle:
+    recipe = recipes.untrained(lambda: model, examples=lambda: example, **blanks)
+    capture(recipe, None, out, formats=GRAPHS, state="explicit")
+    return open_bundle(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "shape", "calls"),
+    [(caches.Slices, (1, 5, 8), 12), (caches.Steps, (3, 8), 20), (caches.Copies, (1, 8), 16)],
+)
+def test_a_cache_that_is_written_at_a_position_is_a_graph_that_follows_the_model_to_its_end(
+    kind: type[nn.Module], shape: tuple[int, ...], calls: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = kind().eval()
+    bundle = captured(model, torch.randn(shape), tmp_path / "b")
+    for format in GRAPHS:
+        session, users = open_program(bundle, format), copy.deepcopy(model)
+        state = {name: bundle.golden()[0].inputs[name] for name in bundle.signature.state}
+        for _ in range(calls):
+            x = torch.randn(shape)
+            answer = session.run({"x": x.numpy(), **state})
+            with torch.no_grad():
+                np.testing.assert_allclose(answer["output"], users(x).numpy(), atol=1e-5)
+            state = {given: answer[left] for given, left in bundle.signature.state.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", [60, 70, -1])
+def test_a_slice_that_the_model_cannot_write_is_refused_by_the_program_too(position: int, tmp_path: Path) -> None:
+    bundle = captured(caches.Slices().eval(), torch.randn(1, 5, 8), tmp_path / "b")
+    inputs = {**bundle.golden()[0].inputs, "state.pos": np.array(position)}
+    for format in GRAPHS:
+        with pytest.raises(RequestError):
+            open_program(bundle, format).run(inputs)
+
+
+@pytest.mark.slow
+def test_past_and_new_tokens_end_together_where_the_positions_end(tmp_path: Path) -> None:
+    example = tuple(torch.randn(2, size, 8) for size in (4, 7, 7))
+    free = {"x": {1: "new"}, "past_k": {1: "past"}, "past_v": {1: "past"}}
+    bundle = captured(caches.Given().eval(), example, tmp_path / "b", dynamic_shapes=lambda: free)
+    assert [guard.text for guard in bundle.signature.guards] == ["new + past <= 64"]
+    dims = bundle.signature.dims
+    assert (dims["new"].max, dims["past"].max) == (63, 63)
+
+    def inputs(new: int, past: int) -> dict[str, Any]:
+        sizes = {"x": new, "past_k": past, "past_v": past}
+        return {name: np.ones((1, size, 8), np.float32) for name, size in sizes.items()}
+
+    for format in GRAPHS:
+        session = open_program(bundle, format)
+        for new in (1, 20, 63):
+            assert session.run(inputs(new, 64 - new))["output_0"].shape == (1, new, 8)
+        for new in (2, 20, 62):
+            with pytest.raises(RequestError, match=r"new \+ past <= 64"):
+                session.run(inputs(new, 65 - new))
+
+
+def test_a_state_that_is_none_before_the_first_call_is_refused_with_what_to_register() -> None:
+    model, call = caches.BeginsWithNone().eval(), Arguments((torch.randn(3, 8),))
+    with pytest.raises(CaptureError, match=r"None before the first call \(cache\)") as refused:
+        explicit_state.lift_state(model, [call])
+    assert "torch.zeros(0, 8)" in refused.value.hint
+    assert model.cache is None
+
+
+def test_a_table_that_the_first_call_makes_is_no_state() -> None:
+    model = caches.LazyTable().eval()
+    assert explicit_state.lift_state(model, [Arguments((torch.randn(3, 8),))]) is None
+    assert model.table is None
+
+
+def test_keys_and_values_follow_the_streams_and_a_position_of_one_element_does_not() -> None:
+    lifted = explicit_state.lift_state(caches.Copies().eval(), [Arguments((torch.randn(1, 8),))])
+    assert lifted is not None
+    assert lifted.records == {"k": 0, "v": 0}
