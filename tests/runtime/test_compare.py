@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.runtime.compare import Comparison, Tolerance, _compare_exact, compare, refusal
+from trueline.runtime.compare import Comparison, Tolerance, _compare_exact, column_scale, compare, largest, refusal
 
 Array = npt.NDArray[np.generic]
 
@@ -87,17 +87,17 @@ def at(value: float, off: float, dtype: str) -> bool:
     return compare({"y": np.array([value], dtype)}, {"y": np.array([value + off], dtype)}).agrees
 
 
-@pytest.mark.parametrize(
-    ("dtype", "atol", "rtol"), [("float16", 1e-2, 1e-2), ("float32", 1e-5, 1e-4), ("float64", 1e-9, 1e-7)]
-)
-def test_the_bounds_are_those_of_the_dtype_and_no_wider(dtype: str, atol: float, rtol: float) -> None:
-    for value in (1.0, 64.0, -64.0):
-        bound = atol + rtol * abs(value)
+@pytest.mark.parametrize(("dtype", "rtol"), [("float16", 1e-2), ("float32", 1e-4), ("float64", 1e-7)])
+def test_without_bounds_they_are_those_of_the_dtype_and_no_wider_however_small_the_answer(
+    dtype: str, rtol: float
+) -> None:
+    for value in (1.0, 64.0, -64.0, 2.0**-10):
+        bound = rtol * abs(value)
         assert at(value, 0.9 * bound, dtype)
         assert not at(value, 1.2 * bound, dtype)
         assert not at(value, -1.2 * bound, dtype)
-    assert at(0.0, 0.9 * atol, dtype)
-    assert not at(0.0, 1.2 * atol, dtype)
+    assert at(0.0, 0.0, dtype)
+    assert not at(0.0, 1e-7, dtype)
 
 
 def test_the_scale_is_what_was_expected_and_not_what_was_found() -> None:
@@ -235,30 +235,30 @@ def test_the_largest_errors_and_all_changed_decisions_of_all_outputs_are_counted
 
 
 WIDE = {np.dtype(np.float64): Tolerance(0.5, 0.25)}
+BY = "differs by"
 
 
 @pytest.mark.parametrize(
     ("want", "got", "reason", "error", "relative", "changed"),
     [
         (2.0, 3.0, "", 1.0, 0.5, 0),  # no dimension: its own scale; the bound itself is within
-        (2.0, 3.0625, "differs by 1.06 (1 of 1 elements beyond 0.5+0.25*scale)", 1.0625, 0.53125, 0),
+        (2.0, 3.0625, f"{BY} 1.06 (1 of 1 elements; 2 is off by 1.06, where 1 is allowed)", 1.0625, 0.53125, 0),
         (0.0, 0.5, "", 0.5, 0.0, 0),
-        ([0.0, -8.0], [0.5, -10.5], "", 2.5, 0.3125, 0),  # one record each
-        ([0.0, -8.0], [0.5625, -8.0], "differs by 0.562 (1 of 2 elements beyond 0.5+0.25*scale)", 0.5625, 0.0, 0),
-        ([[0.0, -8.0]], [[2.5, -8.0]], "", 2.5, 0.3125, 0),  # one record of two
-        ([[[1.0], [-8.0]]], [[[3.5], [-8.0]]], "", 2.5, 0.3125, 0),  # and of two times one
-        ([[16.0, 0.0], [1.0, 0.0]], [[16.0, 0.0], [2.0, 0.0]],
-         "differs by 1 (1 of 4 elements beyond 0.5+0.25*scale)", 1.0, 1.0, 0),
+        ([0.0, -8.0], [0.5, -10.5], "", 2.5, 0.3125, 0),
+        ([0.0, -8.0], [0.5625, -8.0],
+         f"{BY} 0.562 (1 of 2 elements; at [0] 0 is off by 0.562, where 0.5 is allowed)", 0.5625, 0.0, 0),
+        ([[16.0, 0.0], [1.0, 0.0]], [[16.0, 0.0], [2.0, 0.0]], "", 1.0, 0.0625, 0),  # a column of two
         ([np.nan, np.inf, 4.0], [np.nan, np.inf, 5.0], "", 1.0, 0.25, 0),
         ([np.nan, np.inf, 4.0], [np.inf, np.inf, 5.0], "has 1 infinities or NaN where the other has none",
          1.0, 0.25, 0),
         ([1.0, np.inf, 4.0], [np.nan, -np.inf, 9.0], "has 2 infinities or NaN where the other has none", 5.0, 1.25, 0),
         ([[5.0, 1.0]], [[3.25, 2.75]], "", 1.75, 0.35, 0),
-        ([[5.0, 1.0]], [[1.0, 5.0]], "differs by 4 (2 of 2 elements beyond 0.5+0.25*scale)", 4.0, 0.8, 1),
+        ([[5.0, 1.0]], [[1.0, 5.0]],
+         f"{BY} 4 (2 of 2 elements; at [0, 0] 5 is off by 4, where 1.75 is allowed)", 4.0, 0.8, 1),
         ([[5.0, np.nan]], [[5.0, np.nan]], "", 0.0, 0.0, 0),
     ],
 )  # fmt: skip
-def test_numbers_are_compared_against_the_scale_of_their_record(
+def test_numbers_are_compared_against_the_scale_of_their_column(
     want: object, got: object, reason: str, error: float, relative: float, changed: int
 ) -> None:
     found = compare({"y": np.array(want, np.float64)}, {"y": np.array(got, np.float64)}, tolerances=WIDE)
@@ -269,6 +269,38 @@ def test_numbers_are_compared_against_the_scale_of_their_record(
         max_rel_error=pytest.approx(relative, rel=1e-12),
         decisions_changed=changed,
     )
+
+
+STAMPS = np.array([[1.7e9, 0.25, 3e-9], [1.6e9, 0.5, 1e-9], [1.5e9, 0.125, 2e-9], [1.7e9, 0.75, 4e-9]], np.float32)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (1, 4, 3), (4, 3, 1), (2, 2, 3), (4, 1, 3)])
+@pytest.mark.parametrize("column", [0, 1, 2])
+def test_no_column_hides_another_whichever_axis_the_columns_are_on(shape: tuple[int, ...], column: int) -> None:
+    for factor, agrees in ((1.00001, True), (1.001, False)):
+        got = STAMPS.copy()
+        got[:, column] *= np.float32(factor)
+        assert compare({"y": STAMPS.reshape(shape)}, {"y": got.reshape(shape)}).agrees is agrees
+        if len(shape) == 2:
+            assert compare({"y": STAMPS.T}, {"y": got.T}).agrees is agrees
+
+
+def test_bounds_that_are_given_count_instead_of_the_dtype_and_the_smallest_along_the_axes_counts() -> None:
+    want = np.ones((2, 2), np.float32)
+    bounds = {"y": (np.array([1.0]), np.array([0.5, 0.25]), np.array([0.75, 0.125]))}
+    for place, bound in {(0, 0): 0.5, (0, 1): 0.125, (1, 0): 0.25, (1, 1): 0.125}.items():
+        for off, agrees in ((bound, True), (bound * 1.01, False)):
+            got = want.copy()
+            got[place] += np.float32(off)
+            assert compare({"y": want}, {"y": got}, bounds=bounds).agrees is agrees, (place, off)
+
+
+def test_a_column_of_few_elements_has_the_scale_that_is_known_of_it() -> None:
+    sizes = largest(np.array([[1.7e9, 1e-9]]))
+    _, _, alone = column_scale(sizes, (1, 2))
+    assert alone.tolist() == [1.7e9, 64e-9], "at most the whole"
+    _, rows, known = column_scale(sizes, (1, 2), {1: np.array([1.5e9, 0.5])})
+    assert (rows.tolist(), known.tolist()) == ([1.7e9], [1.7e9, 0.5])
 
 
 def test_each_record_that_decides_otherwise_is_counted_in_any_number_of_dimensions() -> None:

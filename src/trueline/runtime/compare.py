@@ -1,26 +1,36 @@
 """Do two answers agree? Pure numpy, with the reason in words.
 
-A number agrees when |actual - expected| <= atol + rtol * scale, where scale is the largest |expected| in the same
-record: rounding errors of a matrix product grow with its terms, not with their sum. Infinities and NaN have to be at
-the same places. Integers and booleans are equal or not. Where a float output has a last dimension of two or more, the
-index of its largest element (the decision) is compared too, unless two candidates are within the tolerance of each
-other.
+A number agrees when it is off by no more than its bound, which belongs to its column: the smallest bound along the axes
+of the output. A column of timestamps therefore hides nothing in a column of probabilities. There is no absolute
+tolerance. The proof derives bounds from the eager model in float64 (`capture/proof/bounds.py`); without them a bound is
+a fraction of the largest magnitude in the same column.
+
+Infinities and NaN have to be at the same places. Integers and booleans are equal or not. Where a float output has a
+last dimension of two or more, the index of its largest element (the decision) is compared too, unless two candidates
+are within the bounds of each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from trueline.bundle.signature import Array
 
-    Floats = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
+Bound = Sequence[Floats]
+"""For the whole output, then along each of its axes: how far an element at that index may be off. The smallest
+counts."""
+
+FEW = 4
+"""Elements of a column below which its largest says little: one number near 0 is no scale."""
+SOFT = 64.0
+"""Such a column has this many times its largest as its scale, at most that of the whole output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +41,15 @@ class Tolerance:
     rtol: float
 
     def __str__(self) -> str:
-        return f"{self.atol:g}+{self.rtol:g}*scale"
+        return f"{self.rtol:g} of its column" + (f" + {self.atol:g}" if self.atol else "")
 
 
 TOLERANCES: dict[np.dtype[np.generic], Tolerance] = {
-    np.dtype(np.float16): Tolerance(1e-2, 1e-2),
-    np.dtype(np.float32): Tolerance(1e-5, 1e-4),
-    np.dtype(np.float64): Tolerance(1e-9, 1e-7),
+    np.dtype(np.float16): Tolerance(0.0, 1e-2),
+    np.dtype(np.float32): Tolerance(0.0, 1e-4),
+    np.dtype(np.float64): Tolerance(0.0, 1e-7),
 }
+"""Relative to the scale of a column, where no bounds are given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +71,16 @@ def compare(
     expected: Mapping[str, Array],
     found: Mapping[str, Array],
     *,
+    bounds: Mapping[str, Bound] | None = None,
     tolerances: Mapping[np.dtype[np.generic], Tolerance] = TOLERANCES,
 ) -> Comparison:
-    """Compares two answers by name, dtype, shape and value."""
+    """Compares two answers by name, dtype, shape and value; outputs without bounds by the tolerance of their dtype."""
     if list(expected) != list(found):
         return refusal(f"the outputs are {list(found)}, expected {list(expected)}")
     worst_abs = worst_rel = 0.0
     changed, reason = 0, ""
     for name, want in expected.items():
-        one = _compare_one(name, want, found[name], tolerances)
+        one = _compare_one(name, want, found[name], (bounds or {}).get(name), tolerances)
         worst_abs, worst_rel = max(worst_abs, one.max_abs_error), max(worst_rel, one.max_rel_error)
         changed += one.decisions_changed
         reason = reason or one.reason
@@ -83,7 +95,7 @@ def refusal(reason: str) -> Comparison:
 
 
 def _compare_one(
-    name: str, want: Array, got: Array, tolerances: Mapping[np.dtype[np.generic], Tolerance]
+    name: str, want: Array, got: Array, bound: Bound | None, tolerances: Mapping[np.dtype[np.generic], Tolerance]
 ) -> Comparison:
     if got.dtype != want.dtype:
         return refusal(f"output '{name}' has dtype {got.dtype}, expected {want.dtype}")
@@ -91,7 +103,11 @@ def _compare_one(
         return refusal(f"output '{name}' has shape {list(got.shape)}, expected {list(want.shape)}")
     if want.dtype not in tolerances:
         return _compare_exact(name, want, got)
-    return _compare_floats(name, want, got, tolerances[want.dtype])
+    a = want.astype(np.float64)
+    scale = spread(column_scale(largest(a), a.shape), a.shape)
+    tolerance = tolerances[want.dtype]
+    allowed = tolerance.atol + tolerance.rtol * scale if bound is None else spread(bound, a.shape)
+    return _compare_floats(name, a, got.astype(np.float64), scale, allowed)
 
 
 def _compare_exact(name: str, want: Array, got: Array) -> Comparison:
@@ -102,22 +118,19 @@ def _compare_exact(name: str, want: Array, got: Array) -> Comparison:
     return Comparison(agrees=not count, reason=reason, max_abs_error=error, max_rel_error=0.0, decisions_changed=count)
 
 
-def _compare_floats(name: str, want: Array, got: Array, tolerance: Tolerance) -> Comparison:
-    a, b = want.astype(np.float64), got.astype(np.float64)
+def _compare_floats(name: str, a: Floats, b: Floats, scale: Floats, bound: Floats) -> Comparison:
     finite = np.isfinite(a) & np.isfinite(b)
     misplaced = int(np.count_nonzero(~finite & ~((a == b) | (np.isnan(a) & np.isnan(b)))))
     error = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0))
-    scale = _scale(np.where(np.isfinite(a), a, 0.0))
-    bound = tolerance.atol + tolerance.rtol * scale
-    over = int(np.count_nonzero(error > bound))
+    over = error > bound
     worst = float(np.max(error, initial=0.0))
     relative = float(np.max(np.divide(error, scale, out=np.zeros_like(error), where=scale > 0), initial=0.0))
     changed = _decisions_changed(a, b, bound)
     reason = ""
     if misplaced:
         reason = f"output '{name}' has {misplaced} infinities or NaN where the other has none"
-    elif over:
-        reason = f"output '{name}' differs by {worst:.3g} ({over} of {a.size} elements beyond {tolerance})"
+    elif over.any():
+        reason = f"output '{name}' differs by {worst:.3g} ({_describe(a, error, bound, over)})"
     elif changed:
         reason = f"output '{name}' decides otherwise for {changed} records"
     return Comparison(
@@ -125,17 +138,58 @@ def _compare_floats(name: str, want: Array, got: Array, tolerance: Tolerance) ->
     )
 
 
-def _scale(a: Floats) -> Floats:
-    """Largest magnitude of each record, in the shape of `a`."""
-    if a.ndim == 0 or a.size == 0:
-        return np.abs(a)
-    axes = tuple(range(1, a.ndim))
-    return np.broadcast_to(np.max(np.abs(a), axis=axes, keepdims=True), a.shape)
+def _describe(a: Floats, error: Floats, bound: Floats, over: npt.NDArray[np.bool_]) -> str:
+    """How many elements are beyond their bounds, and the one that is farthest."""
+    times = np.divide(error, bound, out=np.where(over, np.inf, 0.0), where=bound > 0)
+    at = np.unravel_index(int(np.argmax(times)), a.shape)
+    where = f" at {[int(index) for index in at]}" if at else ""
+    return (
+        f"{np.count_nonzero(over)} of {a.size} elements;{where} {a[at]:.6g} is off by {error[at]:.3g}, where "
+        f"{bound[at]:.3g} is allowed"
+    )
+
+
+def largest(values: Floats) -> tuple[Floats, ...]:
+    """The largest finite magnitude of the whole, then at each index of each axis.
+
+    >>> [one.tolist() for one in largest(np.array([[1.7e9, 0.25], [1.6e9, -0.75]]))]
+    [[1700000000.0], [1700000000.0, 1600000000.0], [1700000000.0, 0.75]]
+    """
+    sizes = np.abs(np.where(np.isfinite(values), values, 0.0))
+    axes = range(values.ndim)
+    along = (np.max(sizes, axis=tuple(one for one in axes if one != axis), initial=0.0) for axis in axes)
+    return (np.max(sizes, initial=0.0).reshape(1), *along)
+
+
+def column_scale(
+    sizes: Sequence[Floats], shape: Sequence[int], known: Mapping[int, Floats] | None = None
+) -> tuple[Floats, ...]:
+    """`sizes` as `largest` gives them, raised where a column has too few elements to tell its scale: to what is `known`
+    of the axis from other answers, or else to SOFT times as much; never above the whole."""
+    whole, count = sizes[0], int(np.prod(shape))
+    scales = [whole]
+    for axis, (size, one) in enumerate(zip(shape, sizes[1:], strict=True)):
+        raised = one
+        if size and count // size < FEW:
+            raised = np.minimum(one * SOFT, whole)
+            if known is not None and axis in known:
+                raised = np.maximum(one, known[axis])
+        scales.append(raised)
+    return tuple(scales)
+
+
+def spread(bound: Bound, shape: Sequence[int]) -> Floats:
+    """The bound of each element: the smallest along its axes."""
+    every: Floats = np.full(tuple(shape), bound[0][0], dtype=np.float64)
+    for axis, one in enumerate(bound[1:]):
+        every = np.minimum(every, one.reshape([-1 if axis == at else 1 for at in range(len(shape))]))
+    return every
 
 
 def _decisions_changed(a: Floats, b: Floats, bound: Floats) -> int:
     if a.ndim < 2 or a.shape[-1] < 2 or not a.size or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return 0
-    top = np.sort(a, axis=-1)
-    clear = top[..., -1] - top[..., -2] > 2 * np.max(bound, axis=-1)
-    return int(np.count_nonzero(clear & (np.argmax(a, axis=-1) != np.argmax(b, axis=-1))))
+    first, other = (np.argmax(one, axis=-1)[..., None] for one in (a, b))
+    clear = [np.take_along_axis(one, first, -1) for one in (a, bound)]
+    rival = [np.take_along_axis(one, other, -1) for one in (a, bound)]
+    return int(np.count_nonzero(clear[0] - rival[0] > clear[1] + rival[1]))

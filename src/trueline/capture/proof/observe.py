@@ -6,6 +6,7 @@ call that would pass such values on raises instead.
 """
 
 import hashlib
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,14 +21,22 @@ from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
+from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.code_paths import Event, SourceLine
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof import bounds
 from trueline.capture.proof.probes import Probe
 from trueline.errors import CaptureError
 from trueline.runtime import compare
 from trueline.runtime import distribution as draws
+from trueline.runtime.compare import Bound
 from trueline.runtime.session import Session
 
 SEED = 0
+BUDGET_S, LEAST = 10.0, 4
+"""Seconds of this thread that the float64 runs of all probes take, and the fewest of them."""
+DRAWS = 2
+"""Runs in float64 with rounding, of each probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +51,15 @@ class Observation:
     """Many answers, stacked, of a model that draws random numbers; `outputs` is the first."""
     unsafe: bool = False
     """Whether the model was stopped before an operator that would end the process, or never return, on these values."""
+    bounds: Mapping[str, Bound] | None = None
+    """How far a program's float outputs may be off."""
+    judged: bool = False
+    """Whether the model answered in float64; else the bounds are of the scale of each column alone."""
 
 
 def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
     """Runs the eager model on each probe, watching which way its code goes. What it raises is recorded, not raised.
+    Then runs it in float64, which tells how far a program may be from it.
 
     A model that draws random numbers runs `num_draws` times. Raises CaptureError, with the line, for one that returns
     other outputs on a probe than on its example: no program can.
@@ -59,7 +73,49 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
             with care(probe), fixed_seed():
                 one = replace(one, draws=draws.sample(eager, probe.inputs, num_draws))
         seen.append(one)
-    return tuple(seen)
+    return tuple(seen) if num_draws else with_bounds(eager, seen)
+
+
+def with_bounds(eager: Session, seen: Sequence[Observation], arbiter: Arbiter | None = None) -> tuple[Observation, ...]:
+    """`seen`, answers of `eager`, with bounds. The model answers in float64 as long as BUDGET_S lasts, on small probes
+    first; the others have the noise of those."""
+    exact = _ask(arbiter or make_arbiter(eager), seen)
+    measures = [bounds.measure(one.outputs or {}, exact.get(i, ())) for i, one in enumerate(seen)]
+    derived = bounds.derive(measures, [one.probe.origin == "given" for one in seen])
+    return tuple(replace(one, bounds=derived[i], judged=bool(exact)) for i, one in enumerate(seen))
+
+
+def make_arbiter(eager: Session) -> Arbiter | None:
+    """The model of `eager` in float64; None where it is no module, or cannot be copied."""
+    try:
+        return Arbiter(eager) if isinstance(eager, EagerSession) else None
+    except Exception:  # noqa: BLE001 - the user's module may hold anything, a lock too, which has no copy
+        return None
+
+
+Exact = Mapping[str, Array]
+"""An answer in float64."""
+
+
+def _ask(arbiter: Arbiter | None, seen: Sequence[Observation]) -> dict[int, tuple[Exact, ...]]:
+    """The arbiter's answers, by the number of the observation; empty where the model does not run in float64."""
+    answers: dict[int, tuple[Exact, ...]] = {}
+    if arbiter is None:
+        return answers
+    asked = [i for i, one in enumerate(seen) if one.outputs is not None]
+    started, per_value = time.thread_time(), 0.0
+    for i in sorted(asked, key=lambda i: seen[i].probe.volume):
+        probe, before = seen[i].probe, time.thread_time()
+        if len(answers) >= LEAST and before - started + per_value * probe.volume[1] > BUDGET_S:
+            break
+        try:
+            with care(probe):
+                answers[i] = tuple(arbiter.run(probe.inputs, rounded=draw) for draw in range(DRAWS + 1))
+        except Exception:  # noqa: BLE001 - an operator without a float64 kernel, a check of dtypes: no answer
+            if not answers:
+                break
+        per_value = (time.thread_time() - before) / max(probe.volume[1], 1)
+    return answers
 
 
 def observe_one(

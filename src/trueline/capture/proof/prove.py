@@ -14,11 +14,13 @@ import msgspec
 
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Signature
+from trueline.capture.proof.bounds import describe
 from trueline.capture.proof.observe import Observation, care, digest, fixed_seed, hidden_state, observe
 from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
 from trueline.runtime import compare
 from trueline.runtime import distribution as draws
+from trueline.runtime.compare import Bound
 from trueline.runtime.session import NATIVE, Session
 
 Progress = Callable[[int, int], None]
@@ -117,9 +119,10 @@ def conclude(program: Session, observations: Sequence[Observation], evidence: Se
     )
 
 
-def disagreement(program: Session, probe: Probe, expected: Mapping[str, Array]) -> str:
-    """How the answer of `program` on the probe differs from `expected`; empty when it agrees."""
-    return _run_guarded(probe, lambda: _compare_once(program, probe, expected)).reason
+def disagreement(program: Session, seen: Observation) -> str:
+    """How the answer of `program` on the probe differs from what was seen; empty when it agrees."""
+    answer, bounds = seen.outputs or {}, seen.bounds
+    return _run_guarded(seen.probe, lambda: _compare_once(program, seen.probe, answer, bounds)).reason
 
 
 def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
@@ -135,8 +138,7 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         else:
             comparison = _run_guarded(probe, lambda: _compare(program, seen, level))
             verdict, reason = ("agrees" if comparison.agrees else "disagrees"), comparison.reason
-    dtypes = dict.fromkeys(array.dtype for array in (seen.outputs or {}).values())
-    tolerances = ", ".join(f"{dtype}: {compare.TOLERANCES.get(dtype, 'equal')}" for dtype in dtypes)
+    tolerances = describe(seen.outputs or {}, seen.bounds, seen.judged)
     return Evidence(
         format=program.format,
         against="eager",
@@ -180,7 +182,7 @@ def _run_guarded(probe: Probe, question: Callable[[], compare.Comparison]) -> co
 
 def _compare(program: Session, seen: Observation, level: float) -> compare.Comparison:
     if seen.draws is None:
-        return _compare_once(program, seen.probe, seen.outputs or {})
+        return _compare_once(program, seen.probe, seen.outputs or {}, seen.bounds)
     with fixed_seed():
         answers = draws.sample(program, seen.probe.inputs, len(next(iter(seen.draws.values()))))
     comparison = draws.compare_seeded(seen.draws, answers, level=level)
@@ -190,9 +192,11 @@ def _compare(program: Session, seen: Observation, level: float) -> compare.Compa
     return compare.refusal(misfit) if misfit else comparison
 
 
-def _compare_once(program: Session, probe: Probe, expected: Mapping[str, Array]) -> compare.Comparison:
+def _compare_once(
+    program: Session, probe: Probe, expected: Mapping[str, Array], bounds: Mapping[str, Bound] | None
+) -> compare.Comparison:
     answer = program.run(probe.inputs)
-    comparison = compare.compare(expected, answer)
+    comparison = compare.compare(expected, answer, bounds=bounds)
     misfit = _misfit(program, probe, answer) if comparison.agrees else ""
     return compare.refusal(misfit) if misfit else comparison
 

@@ -1,0 +1,184 @@
+"""The arbiter: the user's model in float64, run twice on a probe, the second time with every result rounded at random.
+
+    eager, float32       what is served has to answer this
+    arbiter, float64     its distance from eager is the rounding error that eager made
+    arbiter, rounded     its distance from the first is what rounding does to this model on these inputs
+
+No parameter is written. Each operator gets its operands in float64, whatever dtype the model casts to, so that a
+`.float()` inside does not make the arbiter a float32 model. Small models are held in float64; of large ones one
+operator's parameters at a time. Source of the second run: stochastic arithmetic (Vignes, 1993; Verificarlo, 2016).
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trueline.bundle.signature import Array
+from trueline.capture.model.eager import EagerSession
+from trueline.recipe.eager_mode import as_trained
+from trueline.runtime.tensors import to_tensors
+
+WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+HELD = 32 << 20
+"""Bytes of parameters up to which a model is held in float64."""
+NOISE = 1 << 18
+"""Random factors that are drawn once."""
+_MOVES = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
+"""Operators that move numbers: they do so in the dtype of their operand, and only what they return is widened."""
+_SUMS = tuple(
+    f"aten::{name}" for name in ("sum", "mean", "cumsum", "norm", "linalg_vector_norm", "var", "std", "var_mean")
+)
+"""Operators whose rounding grows with the number of terms, and with the order in which a runtime adds them."""
+
+
+class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs every operator in float64, whatever the dtypes of its operands; with `unit`, moves what it returns by
+    up to that fraction, at random. Exact results stay as they are."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # see observe.Careful
+
+    def __init__(self, unit: float = 0.0, seed: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._unit = unit
+        self._single = torch.float32 if unit > 2**-30 else None
+        generator = torch.Generator().manual_seed(seed)
+        self._noise = torch.rand(NOISE if unit else 0, generator=generator, dtype=torch.float64) * 2 - 1
+        self._at = 0
+        self.narrow: set[str] = set()
+        """Operators that have no float64 kernel, and so ran as in the eager model."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*tree_map(self._inside, tuple(args)), **kwargs)
+        name = func._schema.name
+        if func.is_view or name in _MOVES:
+            found = func(*args, **kwargs)
+            return found if func.is_view else tree_map(_widen, found)
+        if func._schema.is_mutable:
+            return self._mutate(func, args, kwargs)
+        if not self._unit or name not in _SUMS:
+            return tree_map(self._round, self._call(func, args, kwargs))
+        found = self._call(func, (self._terms(args[0]), *args[1:]), kwargs)
+        return self.shake(found, times=found.shape[-1] ** 0.5) if name == "aten::cumsum" and found.numel() else found
+
+    def _terms(self, value: Any) -> Any:
+        """The terms of a sum, off by as much as adding them one after the other may take the sum."""
+        wide = _widen(value)
+        if not isinstance(wide, torch.Tensor) or wide.dtype != torch.float64 or wide.ndim < 1 or not wide.numel():
+            return value
+        return self.shake(wide, times=wide.shape[-1] ** 0.5, whole=True)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        wide = {key: WIDE.get(value, value) if key == "dtype" else value for key, value in kwargs.items()}
+        try:
+            found = func(*tree_map(_widen, tuple(args)), **tree_map(_widen, wide))
+        except (NotImplementedError, RuntimeError):
+            found = func(*tree_map(_narrow, tuple(args)), **tree_map(_narrow, kwargs))
+            self.narrow.add(str(func))
+        return tree_map(_widen, found)
+
+    def _mutate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that writes: what it writes into keeps its dtype, the others take that dtype."""
+        target = kwargs.get("out", next((one for one in tree_leaves(args) if isinstance(one, torch.Tensor)), None))
+        if not isinstance(target, torch.Tensor) or target.dtype not in WIDE:
+            return func(*tree_map(_widen, tuple(args)), **tree_map(_widen, kwargs))
+        self.narrow.add(str(func))
+
+        def narrow(value: Any) -> Any:
+            wide = isinstance(value, torch.Tensor) and value.dtype in WIDE.values()
+            return value.to(target.dtype) if wide else value
+
+        return func(*tree_map(narrow, tuple(args)), **tree_map(narrow, kwargs))
+
+    def _round(self, value: Any) -> Any:
+        if not self._unit or not isinstance(value, torch.Tensor) or value.dtype != torch.float64 or not value.numel():
+            return value
+        return self.shake(value)
+
+    def shake(self, value: torch.Tensor, *, times: float = 1.0, whole: bool = False) -> torch.Tensor:
+        """`value`, rounded at random where it is not exact in the model's own precision, or with `whole` where it is no
+        whole number."""
+        factors = self._factors(value.numel()).reshape(value.shape) * times
+        exact = value.round() if whole or self._single is None else value.to(self._single).to(value.dtype)
+        return torch.where(exact == value, value, value + value * factors)
+
+    def _factors(self, count: int) -> torch.Tensor:
+        self._at = (self._at * 31 + 7919) % (NOISE // 2)
+        repeats = -(-(self._at + count) // NOISE)
+        pool = self._noise if repeats == 1 else self._noise.repeat(repeats)
+        return pool[self._at : self._at + count] * self._unit
+
+    def _inside(self, value: Any) -> Any:
+        """A branch or body with this mode on; it is off while an operator is handled."""
+        if isinstance(value, torch.Tensor):
+            return _widen(value)
+        if not callable(value):
+            return value
+
+        def guard(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return value(*args, **kwargs)
+
+        return guard
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in WIDE and not value.is_quantized:
+        return value.to(WIDE[value.dtype])
+    return value
+
+
+def _narrow(value: Any) -> Any:
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
+
+
+@final
+class Arbiter:
+    """Answers of `eager`'s model in float64. The model itself is not called: a copy is, which shares what is large."""
+
+    def __init__(self, eager: EagerSession) -> None:
+        self._eager = eager
+        self._module = _copy(eager.module)
+        tensors = [*eager.module.parameters(), *eager.module.buffers(), *eager.calling.example]
+        dtypes = {one.dtype for one in tensors if one.is_floating_point()}
+        units = [torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype in WIDE or dtype == torch.float64]
+        self._unit = max(units, default=2**-24)
+
+    def run(self, inputs: Mapping[str, Array], *, rounded: int = 0) -> dict[str, Array]:
+        """The outputs, floats as float64, rounded by the draws of that number; 0: not rounded. Raises what the model
+        raises in float64."""
+        mode = Widened(self._unit if rounded else 0.0, rounded)
+        tensors = [_widen(tensor) for tensor in to_tensors(self._eager.signature, inputs)]
+        with torch.no_grad(), as_trained(), mode:
+            outputs = self._eager.calling.call(self._module, tensors)
+        named = zip(self._eager.signature.outputs, outputs, strict=True)
+        return {spec.name: _widen(tensor.detach()).numpy() for spec, tensor in named}
+
+
+def _copy(module: torch.nn.Module) -> torch.nn.Module:
+    """`module` with attributes of its own: a table that it keeps for a size stays float32 in the original. Its
+    parameters are in float64, or those of the original where they are large. Raises what cannot be copied."""
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    small = sum(one.nbytes for one in (*parameters, *buffers)) <= HELD
+    made: dict[int, Any] = {}
+    for one in parameters:
+        made[id(one)] = torch.nn.Parameter(_widen(one.detach()), one.is_floating_point()) if small else one
+    for buffer in buffers:
+        made[id(buffer)] = _widen(buffer.detach()).clone() if small else buffer.detach().clone()
+    return copy.deepcopy(module, made)

@@ -1,0 +1,139 @@
+"""How far a program may be from the eager model: as far as rounding takes the eager model itself, in each column.
+
+    noise of an element   its distance from the arbiter, or of two runs of the arbiter, whichever is larger
+    bound of a column     FACTOR * noise + ULPS units in the last place of the column's own scale
+
+The column of an element is the smallest in scale of the slices through it, one for each axis: features beside
+timestamps, channels, positions, records. A slice with few elements has the scale that the user's own records show.
+A model that is chaotic on the user's records does not widen a bound beyond CAP of the scale: there a program has to
+answer as eager does. Pure numpy.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trueline.bundle.signature import Array
+from trueline.runtime.compare import TOLERANCES, Bound, column_scale, largest, spread
+
+FACTOR = 16.0
+"""Times the noise. Measured: docs/concepts/proof.md."""
+ULPS = 16.0
+CAP = 2.0**-6
+PARTED, FEW_PARTED = 2.0**-4, 0.25
+"""Elements that are off by this much of their scale went another way (a branch, an order) in float64; where they are a
+small part, they say nothing about the others."""
+
+Floats = npt.NDArray[np.float64]
+Slices = tuple[Floats, ...]
+"""As `compare.largest` gives them: of the whole, then along each axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One float output on one probe: its scale and its noise, in slices."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    scale: Slices
+    noise: Slices | None
+    """None where the arbiter did not answer."""
+
+
+Measures = Mapping[str, Measure]
+"""By output, on one probe."""
+
+
+def measure(answer: Mapping[str, Array], exact: Sequence[Mapping[str, Array]]) -> Measures:
+    """Measures the float outputs of the eager model's `answer` against the arbiter's: one that is not rounded, then
+    those that are; none without an arbiter."""
+    floats = {name: array for name, array in answer.items() if array.dtype in TOLERANCES}
+    return {name: _measure(array, [one[name] for one in exact if name in one]) for name, array in floats.items()}
+
+
+def _measure(answer: Array, exact: Sequence[Array]) -> Measure:
+    eager = answer.astype(np.float64)
+    scale = largest(eager)
+    plain = Measure(shape=answer.shape, dtype=answer.dtype, scale=scale, noise=None)
+    if not exact or any(one.shape != answer.shape for one in exact):
+        return plain
+    noise = _distance(eager, exact[0])
+    for rounded in exact[1:]:
+        noise = np.maximum(noise, _distance(rounded.astype(np.float64), exact[0]))
+    parted = noise > PARTED * spread(column_scale(scale, answer.shape), answer.shape)
+    if parted.any() and parted.mean() < FEW_PARTED:
+        noise = np.where(parted, 0.0, noise)
+    return replace(plain, noise=largest(noise))
+
+
+def _distance(one: Floats, other: Array) -> Floats:
+    wide = other.astype(np.float64)
+    finite = np.isfinite(one) & np.isfinite(wide)
+    found: Floats = np.abs(np.where(finite, one, 0.0) - np.where(finite, wide, 0.0))
+    return found
+
+
+def derive(measures: Sequence[Measures], given: Sequence[bool]) -> list[dict[str, Bound]]:
+    """The bounds of every output on every probe. `given`: whether the values are the user's own; their columns tell the
+    scale of columns with few elements."""
+    names = list(dict.fromkeys(name for one in measures for name in one))
+    pairs = list(zip(measures, given, strict=True))
+    tables = {name: _Table([(one[name], own) for one, own in pairs if name in one]) for name in names}
+    return [{name: tables[name].derive(found, own) for name, found in one.items()} for one, own in pairs]
+
+
+class _Table:
+    """What all probes show of one output."""
+
+    def __init__(self, pairs: Sequence[tuple[Measure, bool]]) -> None:
+        every = [one for one, _ in pairs]
+        axes = range(len(every[0].shape)) if len({len(one.shape) for one in every}) == 1 else ()
+        static = [axis for axis in axes if len({one.shape[axis] for one in every}) == 1]
+        own = [one for one, theirs in pairs if theirs] or every
+        self.scales = {axis: _most([one.scale[axis + 1] for one in own]) for axis in static}
+        heard = [one.noise for one in own if one.noise is not None]
+        self.noises = {axis: _most([noise[axis + 1] for noise in heard]) for axis in static} if heard else {}
+        self.relative = max((_relative(one) for one in every if one.noise is not None), default=None)
+        """The largest noise relative to the scale, where the arbiter answered."""
+
+    def derive(self, one: Measure, own: bool) -> Bound:
+        scale = column_scale(one.scale, one.shape, self.scales)
+        tolerance, limits = TOLERANCES[one.dtype].rtol, np.finfo(one.dtype.name)
+        least, tiny = ULPS * float(limits.eps), float(limits.tiny)
+        if one.noise is not None:
+            noise = column_scale(one.noise, one.shape, self.noises)
+        elif self.relative is not None:
+            noise = tuple(np.asarray(min(self.relative, tolerance) * at) for at in scale)
+        else:
+            return tuple(np.asarray(tolerance * at) for at in scale)
+        sums = [FACTOR * n + least * s for n, s in zip(noise, scale, strict=True)]
+        if own:
+            cap = max(CAP, least)
+            sums = [np.where(s > 0, np.minimum(one, cap * s), one) for one, s in zip(sums, scale, strict=True)]
+        return tuple(one + tiny for one in sums)
+
+
+def _most(slices: Sequence[Floats]) -> Floats:
+    found: Floats = np.max(np.stack(slices), axis=0)
+    return found
+
+
+def _relative(one: Measure) -> float:
+    assert one.noise is not None
+    return float(one.noise[0][0] / one.scale[0][0]) if one.scale[0][0] > 0 else 0.0
+
+
+def describe(outputs: Mapping[str, Array], bounds: Mapping[str, Bound] | None, judged: bool) -> str:
+    """How the outputs are compared, for the evidence: the least and the largest bound of each, and by what."""
+    texts = []
+    for name, array in outputs.items():
+        if bounds is None or name not in bounds:
+            texts.append(f"{name}: {TOLERANCES.get(array.dtype, 'equal')}")
+            continue
+        whole, *slices = bounds[name]
+        low = max([float(one.min(initial=whole[0])) for one in slices], default=float(whole[0]))
+        how = "as near as rounding takes the model in float64" if judged else "of its scale, without float64"
+        texts.append(f"{name}: {low:.2g} to {whole[0]:.2g}, {how}")
+    return "; ".join(texts)
