@@ -28,6 +28,7 @@ from trueline.bundle.describe import describe
 from trueline.capture.api import Captured, capture
 from trueline.capture.proof.attempt import Attempt
 from trueline.checkpoint import checkpoint
+from trueline.cli.app import run
 from trueline.data.source import Batch
 from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, StorageError, UsageError
 from trueline.recipe.contract import Recipe
@@ -287,6 +288,26 @@ def test_capturing_again_replaces_the_bundle_when_asked(tmp_path: Path) -> None:
     again = capture(recipe(Mlp), None, tmp_path / "b", formats=["torch_export"], overwrite=True)
     assert again.digest != first.digest
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+RECIPE = """
+import torch
+def model(): return torch.nn.Linear(3, 2)
+def examples(): return torch.randn(4, 3)
+"""
+
+
+@pytest.mark.slow
+def test_weights_in_a_file_need_a_model_and_examples_alone(tmp_path: Path) -> None:
+    (tmp_path / "lines.py").write_text(RECIPE)
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, tmp_path / "lines.pt")
+    assert run(["capture", f"{tmp_path}/lines.py", f"{tmp_path}/lines.pt", "--out", f"{tmp_path}/b", "-q"]) == 0
+    bundle = open_bundle(tmp_path / "b")
+    assert bundle.lineage()["checkpoint"]["file"] == "lines.pt"
+    answer = open_program(bundle).run({bundle.signature.inputs[0].name: np.ones((1, 3), np.float32)})
+    assert next(iter(answer.values())).tolist() == [[3.0, 3.0]]
+    against = ["--against", f"{tmp_path}/lines.py", "--checkpoint", f"{tmp_path}/lines.pt"]
+    assert run(["bundle", "verify", f"{tmp_path}/b", *against]) == 0
 
 
 @pytest.mark.slow

@@ -66,10 +66,11 @@ def capture(
     from trueline.capture import sealing, subject
     from trueline.capture.ladder import climb
     from trueline.capture.time_limit import TimeLimit
+    from trueline.recipe.contract import ONLY_CALLED
     from trueline.recipe.load import load_recipe
 
     limit = TimeLimit(minutes)
-    recipe = load_recipe(recipe)
+    recipe = load_recipe(recipe, needs=ONLY_CALLED)
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
     prepare = partial(subject.prepare, recipe, checkpoint, state=state, allow_random=allow_random)
     model = limit.run("the model with its example", prepare)

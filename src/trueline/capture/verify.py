@@ -129,10 +129,11 @@ def _oracle(
     from trueline.capture import subject
     from trueline.capture.files import model_folder
     from trueline.checkpoint.checkpoint import read_manifest
+    from trueline.recipe.contract import ONLY_CALLED
     from trueline.recipe.load import load_recipe
 
     folder = isinstance(against, str | Path) and model_folder.is_model_folder(against)
-    recipe = model_folder.read_folder(Path(str(against))) if folder else load_recipe(against)
+    recipe = model_folder.read_folder(Path(str(against))) if folder else load_recipe(against, needs=ONLY_CALLED)
     notes = []
     if recipe.digest != bundle.manifest.lineage.recipe_digest:
         notes.append(f"recipe '{recipe.name}' is not the file that the bundle was captured from: its digest differs")

@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors
@@ -23,7 +24,7 @@ import safetensors.torch
 import torch
 
 from trueline import clock, events, files
-from trueline.checkpoint import tree
+from trueline.checkpoint import tree, weights_file
 from trueline.errors import CheckpointError, RecipeError
 from trueline.storage.checkpoint_store import Parts, open_checkpoint_store
 from trueline.storage.location import Location, join_location, split_location
@@ -141,12 +142,17 @@ def _views(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def read_manifest(path: Location) -> dict[str, Any]:
-    """The manifest without the state: schema, step, recipe, progress, certificates, digests; and `digest`, its own."""
+    """The manifest without the state: schema, step, recipe, progress, certificates, digests; and `digest`, its own.
+    Of a file of weights, its digest and name."""
+    if weights_file.is_weights_file(path):
+        return weights_file.describe_file(Path(str(path)))
     return {key: value for key, value in _read_body(path).items() if key != "state"}
 
 
 def exists(path: Location) -> bool:
-    """Whether `path` has a manifest."""
+    """Whether `path` has a manifest, or is a file of weights."""
+    if weights_file.is_weights_file(path):
+        return True
     folder, name = split_location(path)
     try:
         with _place(folder).fetch(name, MANIFEST):
@@ -290,6 +296,7 @@ def sweep(folder: Location) -> int:
 def load_model(recipe: Recipe, checkpoint: Location | None) -> torch.nn.Module:
     """The recipe's model in evaluation mode with the checkpoint's parameters (None: as the recipe makes it).
 
+    The checkpoint may be a file of weights, a state_dict or safetensors, which has to fit in every name and shape.
     Loads the moving average (`state["ema"]`) where the job kept one. Raises CheckpointError when the parameters are not
     those of this recipe's model, RecipeError when `model()` returns no model.
     """
@@ -300,7 +307,9 @@ def load_model(recipe: Recipe, checkpoint: Location | None) -> torch.nn.Module:
             f"recipe '{recipe.name}': model() returned {made}, expected a torch.nn.Module",
             hint=f"return an instance: return {model.__name__}(...)" if isinstance(model, type) else "return the model",
         )
-    if checkpoint is not None:
+    if checkpoint is not None and weights_file.is_weights_file(checkpoint):
+        weights_file.load_into(model, Path(str(checkpoint)), recipe=recipe.name)
+    elif checkpoint is not None:
         saved = read(checkpoint)
         try:
             model.load_state_dict({**saved.state["model"], **(saved.state.get("ema") or {})})

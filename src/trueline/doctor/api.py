@@ -48,10 +48,11 @@ def doctor(
     from trueline.capture import subject
     from trueline.doctor.examine import prove_onnx
     from trueline.doctor.survey import survey
+    from trueline.recipe.contract import ONLY_CALLED
     from trueline.recipe.eager_mode import as_trained
     from trueline.recipe.load import load_recipe
 
-    recipe = load_recipe(recipe)
+    recipe = load_recipe(recipe, needs=ONLY_CALLED)
     if apply is not None and (recipe.path is None or Path(apply).exists()):
         why = f"{apply} exists already" if recipe.path is not None else "the recipe has no file"
         raise UsageError(f"the rewrites cannot be applied: {why}", hint="name a folder that does not exist yet")

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -63,19 +63,25 @@ class Problem:
     hint: str = ""
 
 
-def fill(found: Definitions) -> Recipe:
-    """The Recipe that `found` describes. Raises RecipeError with everything that is wrong with it."""
+def fill(found: Definitions, needs: Sequence[str] | None = None) -> Recipe:
+    """The Recipe that `found` describes; of its required blanks only `needs` have to be there. Raises RecipeError with
+    everything that is wrong with it."""
     problems: list[Problem] = []
     filled: dict[str, Any] = {}
     for blank in BLANKS:
         spellings = (blank.name, *blank.aliases)
         spelling = next((name for name in spellings if found.values.get(name) is not None), None)
-        if spelling is None:
+        if spelling is None and blank.required and needs is not None and blank.name not in needs:
+            filled[blank.name] = functools.partial(_raise_absent, blank, found.where)
+        elif spelling is None:
             problems += _check_absent(blank, found)
         else:
             value = found.values[spelling]
             problems += _check_value(blank, spelling, value)
             filled[blank.name] = _convert(blank, spelling, value)
+    if needs is not None and _is_absent(filled.get("dataset")) and "examples" not in filled:
+        text = "neither 'examples' nor 'dataset' is defined; expected `examples() -> inputs of a small batch`"
+        problems.append(Problem(text))
     if elasticdl.takes_records(filled.get("dataset")):
         filled["feed"] = elasticdl.Feed(filled["dataset"])
         filled["dataset"] = elasticdl.DataPlaces(found.values)
@@ -92,6 +98,17 @@ def fill(found: Definitions) -> Recipe:
         lines = "".join(f"\n  {number}. {problem.text}" for number, problem in enumerate(problems, 1))
         raise RecipeError(f"{found.where} has {len(problems)} problems:{lines}", hint=hint)
     return Recipe(name=name, digest=found.digest, path=found.path, defaults=TrainingSettings(**values), **filled)
+
+
+def _raise_absent(blank: Blank, where: str, *_: object) -> Any:
+    raise RecipeError(
+        f"{where}: blank '{blank.name}' is missing; expected `{blank.form}` ({blank.meaning})",
+        hint="a recipe without it can be captured, and neither trained nor evaluated",
+    )
+
+
+def _is_absent(value: Any) -> bool:
+    return isinstance(value, functools.partial) and value.func is _raise_absent
 
 
 def _check_absent(blank: Blank, found: Definitions) -> Iterator[Problem]:

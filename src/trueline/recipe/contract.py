@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 MODES: tuple[Mode, ...] = ("training", "evaluation", "prediction")
 
 
+ONLY_CALLED = ("model",)
+"""What a recipe needs whose model is called and not trained, beside examples or a data set."""
+
+
 @dataclass(frozen=True, slots=True)
 class Blank:
     """One name that a recipe may define."""

@@ -9,7 +9,7 @@ can be pickled, and have the same name in every process.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +24,12 @@ _FILE = "recipe.py"
 _PREFIX = "trueline_recipe_"
 
 
-def load_recipe(source: object) -> Recipe:
+def load_recipe(source: object, *, needs: Sequence[str] | None = None) -> Recipe:
     """Loads a recipe: a `.py` file or its folder, `package.module:object`, a module, an object or a mapping.
 
-    Raises RecipeError that lists all missing and misspelt blanks and those of the wrong kind.
+    With `needs`, other required blanks may be missing, and raise RecipeError when they are called; without the data set
+    there have to be examples. Raises RecipeError that lists all missing and misspelt blanks and those of the wrong
+    kind.
 
     >>> load_recipe("absent.module:recipe")
     Traceback (most recent call last):
@@ -36,9 +38,9 @@ def load_recipe(source: object) -> Recipe:
     if isinstance(source, Recipe):
         return source
     if isinstance(source, Path) or (isinstance(source, str) and _is_file_name(source)):
-        return blanks.fill(_from_file(Path(source)))
+        return blanks.fill(_from_file(Path(source)), needs)
     loaded, where = (_import_object(source), source) if isinstance(source, str) else (source, "")
-    return loaded if isinstance(loaded, Recipe) else blanks.fill(_from_object(loaded, where))
+    return loaded if isinstance(loaded, Recipe) else blanks.fill(_from_object(loaded, where), needs)
 
 
 def locate_recipe(recipe: Recipe, given: object, *, otherwise: str = "") -> str:

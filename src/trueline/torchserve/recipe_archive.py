@@ -15,6 +15,7 @@ from trueline.bundle import schema
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.bundle.write import write_zip
 from trueline.errors import StorageError, UsageError
+from trueline.recipe.contract import ONLY_CALLED
 from trueline.recipe.load import load_recipe
 from trueline.serve.handlers.archive import MANIFEST
 from trueline.serve.handlers.recipe_handler import BUNDLE, RECIPE
@@ -33,7 +34,7 @@ def archive(
     `any_recipe`); BundleError, RecipeError, StorageError.
     """
     found = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
-    loaded, out = load_recipe(recipe), Path(out)
+    loaded, out = load_recipe(recipe, needs=ONLY_CALLED), Path(out)
     if loaded.path is None:
         raise UsageError(f"{recipe} is no file, and an archive holds the recipe's file")
     if loaded.digest != found.manifest.lineage.recipe_digest and not any_recipe:

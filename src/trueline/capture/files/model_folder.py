@@ -92,7 +92,7 @@ def read_pickle(path: Path, declared: DeclaredInputs) -> Recipe:
         what = f"a state_dict of {len(module)} entries" if is_dict else f"a {type(module).__name__}"
         raise UsageError(
             f"{path} holds {what}, not a torch.nn.Module",
-            hint="write a recipe whose model() builds the module and loads it with torch.load(..., weights_only=True)",
+            hint=f"write a recipe whose model() builds the module: trueline capture recipe.py {path.name}",
         )
 
     return _recipe(path.stem, files.sha256_file(path), model, lambda: iter(declared.examples), declared)

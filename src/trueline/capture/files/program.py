@@ -65,7 +65,7 @@ def wrap(
 
 def is_program(path: str) -> bool:
     """Whether `path` on the command line is a program file or a model's folder, not a recipe."""
-    suffixes = (".onnx", ".pt2", ".pt", ".pth", ".ts", ".bin", ".ckpt")
+    suffixes = (".onnx", ".pt2", ".pt", ".pth", ".ts", ".bin", ".ckpt", ".safetensors")
     return Path(path).suffix.lower() in suffixes or model_folder.is_model_folder(path)
 
 
@@ -79,8 +79,7 @@ def model_in(path: Path, known: DeclaredInputs | None, *, trust: bool) -> Recipe
         return None
     if _is_pickle(path) and (count := model_folder.count_weights(path)):
         raise UsageError(
-            f"{path} holds {count} tensors, the weights of a model and not the model",
-            hint="write a recipe whose model() builds it and loads them with torch.load(..., weights_only=True)",
+            f"{path} holds {count} tensors, the weights of a model and not the model", hint=_recipe_hint(path)
         )
     if not _is_pickle(path):
         raise UsageError(f"{path} is no pickle and needs no trust; leave --trust out")
@@ -100,12 +99,18 @@ def _is_pickle(path: Path) -> bool:
     return False
 
 
+def _recipe_hint(path: Path) -> str:
+    return (
+        f"for the weights of a model, write a recipe whose model() builds it: trueline capture recipe.py {path.name} "
+        "(they are read with weights_only=True)"
+    )
+
+
 class _PickleError(UsageError):
     def __init__(self, path: Path) -> None:
         super().__init__(
             f"{path} is a pickle (torch.save of a model or its weights), and unpickling it could run anything",
-            hint="write a recipe whose model() loads it with torch.load(..., weights_only=True), and capture the "
-            "recipe; if it is a whole module whose maker you trust: --trust",
+            hint=f"{_recipe_hint(path)}; if it is a whole module whose maker you trust: --trust",
         )
 
 
@@ -113,6 +118,8 @@ def kind_of(path: Path) -> Kind:
     """The kind of the file, by its content. Raises UsageError for other files, BundleError for a torn one."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
+    if path.suffix.lower() == ".safetensors":
+        raise UsageError(f"{path} holds the weights of a model and not the model", hint=_recipe_hint(path))
     if torchscript_archive.is_archive(path):
         return "torchscript"
     if zipfile.is_zipfile(path):

@@ -26,6 +26,9 @@ trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digi
 trueline capture digits/recipe.py runs/digits-1 --for onnxruntime,cpp
     the programs that ONNX Runtime and a C++ program need
 
+trueline capture resnet/recipe.py resnet.safetensors
+    weights in a file; the recipe needs model() and examples() alone
+
 trueline capture resnet/recipe.py --no-checkpoint
     the model as model() makes it, with the weights that it loads itself
 
@@ -79,7 +82,8 @@ def command(recipe: str, checkpoint: str | None, targets: str | None, any_format
 
     They run without the model's code. Each is compared with the eager model on other batch sizes, other
     values and extremes before it is sealed. A program that disagrees on any probe is refused, with the line of your
-    model that is the reason; `trueline bundle inspect` shows every attempt. CHECKPOINT is a checkpoint or a job.
+    model that is the reason; `trueline bundle inspect` shows every attempt. CHECKPOINT is a checkpoint, a job, or a
+    file of weights (a state_dict of torch.save, or safetensors) that fits the model in every name and shape.
 
     Without --format and --for the bundle takes ONNX and torch.export, each if it can be proven, and TorchScript if
     neither can. Formats that you ask for have to be proven, or nothing is written; with --any one of them is enough.
@@ -118,18 +122,19 @@ def _capture_file(program: str, checkpoint: str | None, given: dict[str, Any], h
 
 def _capture_recipe(recipe: str, checkpoint: str | None, given: dict[str, Any], how: dict[str, Any]) -> Captured:
     from trueline.capture.api import capture
+    from trueline.recipe.contract import ONLY_CALLED
     from trueline.recipe.load import load_recipe
 
     if given["inputs"] or given["trust"]:
         raise UsageError("--example and --trust are for a file; a recipe has its own examples and model")
     if checkpoint is None and not given["no_checkpoint"]:
         raise UsageError(
-            "name the checkpoint, or the folder of the job that trained it",
+            "name the checkpoint, the folder of the job that trained it, or a file of its weights",
             hint="if model() loads its own weights, add --no-checkpoint",
         )
     if checkpoint is not None and given["no_checkpoint"]:
         raise UsageError(f"there is a checkpoint, '{checkpoint}', and --no-checkpoint: leave one of them out")
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(recipe, needs=ONLY_CALLED)
     source = checkpoint_path(checkpoint) if checkpoint is not None else None
     out = Path(given["out"] or f"{loaded.name}.bundle")
     return capture(loaded, source, out, state=given["state"], allow_random=given["allow_random"], **how)

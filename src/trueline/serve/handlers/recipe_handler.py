@@ -21,6 +21,7 @@ import numpy as np
 from trueline.bundle.read import open_bundle
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import RequestError, TruelineError, UsageError, join_names
+from trueline.recipe.contract import ONLY_CALLED
 from trueline.recipe.load import load_recipe
 from trueline.serve import json_records
 from trueline.serve.handlers.worker import SHARED_WEIGHTS
@@ -40,7 +41,7 @@ class RecipeHandler:
     def initialize(self, context: Any) -> None:
         """Raises BundleError, NotProven, RecipeError."""
         self._folder = Path(context.system_properties["model_dir"])
-        self._recipe = load_recipe(self._folder / RECIPE)
+        self._recipe = load_recipe(self._folder / RECIPE, needs=ONLY_CALLED)
         self._bundle = open_bundle(self._folder / BUNDLE)
         shared = os.environ.get(SHARED_WEIGHTS)
         way = RuntimeOptions(
