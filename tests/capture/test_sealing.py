@@ -16,9 +16,9 @@ from trueline.bundle import Bundle, Evidence
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim, Signature
 from trueline.capture import sealing
-from trueline.capture.ladder import Rung
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.attempt import Attempt
+from trueline.capture.rung import Rung
 from trueline.capture.subject import Subject
 from trueline.recipe.contract import Recipe
 

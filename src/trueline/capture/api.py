@@ -25,7 +25,7 @@ from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 
 if TYPE_CHECKING:
     from trueline.bundle import Bundle
-    from trueline.capture.ladder import Rung
+    from trueline.capture.rung import Rung
     from trueline.capture.time_limit import TimeLimit
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location

@@ -43,11 +43,7 @@ def export_and_observe(
         return limit.run("the model at the ends of its values", lambda: value_ranges.settle(eager, signature))
 
     try:
-        exported = limit.run(
-            "torch.export",
-            lambda: size_limits.settle(far, bound_sums(eager, torch_export.export(subject.module, eager.calling))),
-            share=EXPORT_SHARE,
-        )
+        exported = limit.run("torch.export", lambda: _export(subject, far), share=EXPORT_SHARE)
     except CaptureError as error:
         presumed = settle(eager.calling.presumed)
         eager.calling = replace(eager.calling, presumed=presumed)
@@ -61,3 +57,11 @@ def export_and_observe(
     )
     observations = observe([*probes, *make_value_probes(eager.example, exported.signature)])
     return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations
+
+
+def _export(subject: Subject, far: FarSizes) -> Exported:
+    """The exported program with the claims that the eager model bears out; of a trace at larger sizes where that holds
+    for more. Raises CaptureError."""
+    module, calling = subject.module, far.eager.calling
+    exported = size_limits.settle(far, bound_sums(far.eager, torch_export.export(module, calling)))
+    return size_limits.widen(far, exported, lambda sizes: torch_export.export_at(module, calling, sizes))

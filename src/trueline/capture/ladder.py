@@ -1,41 +1,35 @@
 """The rungs: each format is emitted, opened as it will be served, and proven; every attempt is on record."""
 
 import itertools
-import os
-import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from trueline import events
 from trueline.bundle.describe import range_text
-from trueline.bundle.schema import Evidence
-from trueline.bundle.signature import Dim, Signature
+from trueline.bundle.signature import Signature
 from trueline.capture import claims, size_limits
 from trueline.capture.export import aotinductor, torch_export
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.export_subject import export_and_observe
-from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.model.signature import BATCH
 from trueline.capture.onnx import emit
 from trueline.capture.onnx import offload as offload_emit
 from trueline.capture.proof import determinism, stateful
-from trueline.capture.proof.attempt import Attempt, emit_event
 from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.narrowing import judge_and_narrow
-from trueline.capture.proof.observe import Observation, find_parting, hidden_state
-from trueline.capture.proof.probes import Probe
+from trueline.capture.proof.observe import Observation, hidden_state
 from trueline.capture.proof.prove import Proof, judge
 from trueline.capture.proof.torchscript import DEPRECATED, climb_scripted
+from trueline.capture.rung import Rung, find_probe, make_rung, refuse, size_of, with_how, with_line
 from trueline.capture.subject import Subject
 from trueline.capture.time_limit import OutOfTime, TimeLimit
-from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
-from trueline.runtime import distribution, offload
+from trueline.errors import BundleError, CaptureError, NotProven, UsageError, join_names
+from trueline.runtime import offload
 from trueline.runtime.open import open_session
 from trueline.runtime.session import Format, Session
 
@@ -47,23 +41,6 @@ EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "aotinductor": aotinductor.emit,
 }
 """All but torchscript, which needs the module and no exported program."""
-ANOTHER = "capture it in another format (--any tries them all), or ask `trueline doctor` for a rewrite"
-_PLACE = re.compile(r".+:\d+: ")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
-    """One attempt with what it left: a program in `folder`, and its evidence."""
-
-    attempt: Attempt
-    folder: Path
-    file: str
-    signature: Signature | None
-    evidence: tuple[Evidence, ...]
-    disagreeing: Probe | None = None
-    """The smallest probe on which program and model disagree."""
-    random: bool = False
-    """Whether the answers were compared as draws of a distribution."""
 
 
 def climb(
@@ -93,11 +70,8 @@ def climb(
     )
     if unsteady is not None:
         raise unsteady.as_error()
-    extended: tuple[size_limits.FarProbe, ...] = ()
-    if isinstance(exported, Exported):
-        extend = partial(size_limits.extend, far, exported, LoadedProgram(exported), observations)
-        exported, extended = limit.run("the model at larger sizes", extend)
-        observations += size_limits.observations_of(extended, observations[0])
+    exported, extended = _extend(exported, far, observations, limit)
+    observations += size_limits.observations_of(extended, observations[0])
     shared_s = time.monotonic() - started
 
     def attempt(exported: Exported | CaptureError, format: Format, folder: Path, share: float) -> Rung:
@@ -115,7 +89,59 @@ def climb(
         shares = [1 / left for left in range(len(formats), 0, -1)]
         return [attempt(exported, *one) for one in zip(formats, folders, shares, strict=True)]
 
-    return _climb_claims(exported, extended, climb_all, formats, otherwise)
+    rungs = _climb_stand_ins(exported, eager, climb_all, formats, otherwise) or _climb_claims(
+        exported, extended, climb_all, formats, otherwise
+    )
+    return [_with_excluded(rung, eager) for rung in rungs]
+
+
+def _extend(
+    exported: Exported | CaptureError, far: FarSizes, observations: Sequence[Observation], limit: TimeLimit
+) -> tuple[Exported | CaptureError, tuple[size_limits.FarProbe, ...]]:
+    """The claims up to where model and program were compared, and the comparisons to repeat for each format."""
+    if isinstance(exported, CaptureError):
+        return exported, ()
+    program = LoadedProgram(exported)
+    try:
+        return limit.run("the model at larger sizes", lambda: size_limits.extend(far, exported, program, observations))
+    except OutOfTime:
+        return size_limits.cut_to_usual(exported, observations), ()
+
+
+def _climb_stand_ins(
+    exported: Exported | CaptureError,
+    eager: EagerSession,
+    climb_all: Callable[[Exported | CaptureError, Sequence[Format], int], list[Rung]],
+    formats: Sequence[Format],
+    otherwise: Sequence[Format],
+) -> list[Rung]:
+    """The rungs of `otherwise` where one takes all of the user's examples and the exported program does not; else
+    none."""
+    left_out = size_limits.find_excluded(exported.signature, eager.calling) if isinstance(exported, Exported) else ""
+    if not left_out or not isinstance(exported, Exported):
+        return []
+    narrow = CaptureError(
+        f"torch.export's program holds for {range_text(exported.signature)} only, which leaves out {left_out}"
+    )
+    rungs = climb_all(narrow, otherwise, 1)
+    takes_all = [
+        rung.signature is not None
+        and rung.attempt.verdict == "proven"
+        and not size_limits.find_excluded(rung.signature, eager.calling)
+        for rung in rungs
+    ]
+    return [*climb_all(narrow, formats, 0), *rungs] if any(takes_all) else []
+
+
+def _with_excluded(rung: Rung, eager: EagerSession) -> Rung:
+    """A proven rung whose claim leaves out one of the user's examples, with a warning."""
+    if rung.attempt.verdict != "proven" or rung.signature is None:
+        return rung
+    left_out = size_limits.find_excluded(rung.signature, eager.calling)
+    if not left_out:
+        return rung
+    events.emit("example.excluded", format=rung.attempt.format, example=left_out, range=rung.attempt.range)
+    return with_how(rung, f"warning: it refuses your {left_out}", "")
 
 
 def _check_first_calls(subject: Subject, limit: TimeLimit) -> bool:
@@ -195,7 +221,7 @@ def _try_torchscript(
     if proof.proven and not guarded:
         proof, observations = _extend_scripted(far, tried.path, proof, observations, scripted=tried.way == "script")
     rung = make_rung("torchscript", proof, observations, tried.path, made, started)
-    return _with_how(rung, tried.how, DEPRECATED)
+    return with_how(rung, tried.how, DEPRECATED)
 
 
 def _extend_scripted(
@@ -214,11 +240,6 @@ def _extend_scripted(
     return replace(proof, signature=claim, evidence=evidence, max_abs_error=worst), (*observations, *seen)
 
 
-def _with_how(rung: Rung, before: str, after: str) -> Rung:
-    how = "; ".join(part for part in (before, rung.attempt.how, after) if part)
-    return replace(rung, attempt=replace(rung.attempt, how=how))
-
-
 def _try(
     format: Format,
     exported: Exported | CaptureError,
@@ -235,7 +256,7 @@ def _try(
         events.emit("program.emitting", format=format)
         began = time.monotonic()
         path = EMITTERS[format](exported, folder)
-        events.emit("program.emitted", format=format, size_bytes=_size(path), seconds=time.monotonic() - began)
+        events.emit("program.emitted", format=format, size_bytes=size_of(path), seconds=time.monotonic() - began)
         proof, explanation = _prove(format, path, exported, observations, eager)
     except (CaptureError, BundleError, UsageError) as error:
         own = error is not exported
@@ -246,11 +267,7 @@ def _try(
     if proof.signature != exported.signature and format in ("onnx", "openvino"):
         emit.restate(path, proof.signature)
     rung = make_rung(format, proof, observations, path, folder, started, explanation=explanation)
-    return _with_how(_with_line(rung, eager), exported.how, str(offload.read(path)) if format == "offload" else "")
-
-
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.parent.iterdir())
+    return with_how(with_line(rung, eager), exported.how, str(offload.read(path)) if format == "offload" else "")
 
 
 def _locate(error: BundleError, path: Path, exported: Exported) -> CaptureError:
@@ -277,123 +294,9 @@ def _prove(
     if session.signature != exported.signature:
         events.emit("claim.narrowed", to=range_text(session.signature))
     proof = stateful.prove_sequences(proof, session, eager)
-    probe = _find_probe(observations, proof.disagreeing)
+    probe = find_probe(observations, proof.disagreeing)
     refused = any(seen.outputs is None and seen.probe is probe for seen in observations)
     if probe is None or refused or any(seen.draws is not None for seen in observations):
         return proof, UNEXPLAINED  # of two random answers none is wrong
     explanation = explain(format, exported, session, eager, probe)
     return explanation.amend(proof), explanation
-
-
-def _find_probe(observations: Sequence[Observation], name: str) -> Probe | None:
-    return next((seen.probe for seen in observations if seen.probe.name == name), None)
-
-
-def make_rung(
-    format: Format,
-    proof: Proof,
-    observations: Sequence[Observation],
-    path: Path,
-    folder: Path,
-    started: float,
-    *,
-    explanation: Explanation = UNEXPLAINED,
-    any_batch: bool = False,
-) -> Rung:
-    """The rung of an emitted program. With `any_batch` it may refuse a batch of 1."""
-    signature, part = proof.signature, explanation.submodule
-    batch = signature.dims.get(BATCH, Dim())
-    why = proof.reason + explanation.text
-    if proof.proven and batch.min > 1 and not any_batch:
-        why = f"it holds for batches of at least {batch.min} only; a server has to answer a single request"
-    bounded = batch.max is not None or bool(signature.guards)
-    attempt = Attempt(
-        format=format,
-        verdict="refused" if why else "proven",
-        emitted=True,
-        why=why,
-        line=_parting_line(observations, proof.disagreeing) if why or bounded else "",
-        seconds=time.monotonic() - started,
-        size_bytes=_size(path),
-        probes=len(proof.evidence),
-        max_abs_error=proof.max_abs_error,
-        how=_statistics(observations, proof),
-        submodule=f"{part}" if part else "",
-        defined=part.place if part else "",
-        range="" if why else range_text(signature),
-    )
-    emit_event(attempt)
-    return Rung(
-        attempt=attempt,
-        folder=folder,
-        file=path.relative_to(folder).as_posix(),
-        signature=signature,
-        evidence=proof.evidence,
-        disagreeing=_find_probe(observations, proof.disagreeing),
-        random=any(seen.draws for seen in observations),
-    )
-
-
-def _statistics(observations: Sequence[Observation], proof: Proof) -> str:
-    """How a random model was compared; empty for any other."""
-    if not any(seen.draws for seen in observations):
-        return ""
-    hows = {one.tolerance for one in proof.evidence if one.verdict == "agrees"}
-    if hows and all(how.startswith(distribution.SAME_SEEDS) for how in hows):
-        return f"random answers, compared one by one ({', '.join(sorted(hows))})"
-    how = next((how for how in hows if not how.startswith(distribution.SAME_SEEDS)), "no answer could be compared")
-    return f"random answers, compared statistically ({how})"
-
-
-def refuse(
-    format: Format,
-    error: TruelineError,
-    observations: Sequence[Observation],
-    folder: Path,
-    started: float,
-    *,
-    emitting: bool = False,
-    emitted: bool = False,
-) -> Rung:
-    """The rung of a refused format. The hint of `error` is the user's line, or what to do.
-
-    A failure of the emitter has a line of its own; a failed export is better explained by where the code's paths part.
-    """
-    late = isinstance(error, OutOfTime)
-    line = error.hint if _PLACE.match(error.hint) else ""
-    if isinstance(error, OutOfTime):
-        line = f"{error.place or ''}"
-    attempt = Attempt(
-        format=format,
-        verdict="untried" if late else "refused",
-        emitted=emitted,
-        why=error.message.replace(f"{folder}{os.sep}", ""),  # the bundle keeps it, and no folder of this machine
-        line=line if (emitting and line) or late else _parting_line(observations) or line,
-        hint="" if line and not late else error.hint,
-        seconds=time.monotonic() - started,
-    )
-    emit_event(attempt)
-    return Rung(attempt=attempt, folder=folder, file="", signature=None, evidence=())
-
-
-def _with_line(rung: Rung, eager: EagerSession) -> Rung:
-    """An otherwise unexplained refusal with the line of `squeeze()`, which drops a batch of 1, or of `forward`."""
-    attempt = rung.attempt
-    if attempt.verdict == "proven" or attempt.line or attempt.defined:
-        return rung
-    squeeze = None
-    if "has shape" in attempt.why:
-        with code_paths.watch() as way:
-            eager.run(eager.example)
-        squeeze = code_paths.find_line(way, ".squeeze()")
-    place = squeeze or code_paths.forward_of(explicit_state.users_own(eager.module))
-    hint = "squeeze() drops a batch of 1 too: name the dimension, as in squeeze(-1)" if squeeze else attempt.hint
-    return replace(rung, attempt=replace(attempt, line=f"{place}" if place else "", hint=hint or ANOTHER))
-
-
-def _parting_line(observations: Sequence[Observation], disagreeing: str = "") -> str:
-    parting = find_parting(observations, disagreeing)
-    if parting is None:
-        return ""
-    place, one, other = parting
-    return f"{place} (goes another way for '{other}' than for '{one}')"

@@ -10,12 +10,12 @@ from trueline import events
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
 from trueline.capture.claims import prove_padding
-from trueline.capture.ladder import Rung
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof import fast_path
 from trueline.capture.proof.narrowing import takes
 from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.prove import versions
+from trueline.capture.rung import Rung
 from trueline.capture.subject import Subject
 from trueline.checkpoint.checkpoint import read_manifest
 from trueline.recipe.contract import Recipe

@@ -6,23 +6,29 @@ at which model and program were compared; where they part, the border is found b
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from trueline.bundle.signature import Dim, Signature
 from trueline.capture.export.exported import Exported
+from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model.code_paths import Edge, edges_of
-from trueline.capture.model.signature import BATCH
+from trueline.capture.model.signature import BATCH, Calling
 from trueline.capture.proof.far_sizes import FIRST, LARGEST, TOGETHER, FarAnswer, FarSizes, far_sizes, numbers_of
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import fit
 from trueline.capture.proof.prove import judge
+from trueline.errors import CaptureError
 from trueline.runtime.session import Session
 
 QUICK_S = 0.25
 """A free size whose call takes longer is not compared again on each format."""
+TRIED = (1, 2, 3, 6, 7, 11, 64)
+"""Sizes at which the programs of two traces are compared."""
+LARGER = (16, 2)
+"""Times the size of the example."""
 CODE_SHARE = 0.5
 """Of a symbol's time, what the sizes around numbers of the code may take."""
 
@@ -40,7 +46,8 @@ def settle(far: FarSizes, exported: Exported) -> Exported:
     for symbol, sizes in exported.boundaries.items():
         dim = unique[0].dims[symbol]
         ends = [dim.max, None if dim.max is None else dim.max + 1, dim.min if dim.min > 1 else None]
-        borders[symbol] = (*(size for size in ends if size is not None and size <= LARGEST), *sizes)
+        given = sorted(far.sizes_of_examples(unique[0], symbol))
+        borders[symbol] = (*(size for size in (*ends, *given) if size is not None and size <= LARGEST), *sizes)
     return replace(exported, claims=unique, signature=unique[0], boundaries=borders)
 
 
@@ -90,6 +97,76 @@ def _cut(claim: Signature, symbol: str, low: int, high: int | None, *, probed: b
     probed = (probed and most != dim.max) or (dim.probed and most == dim.max)
     cut = msgspec.structs.replace(dim, min=max(dim.min, low), max=most, probed=probed)
     return msgspec.structs.replace(claim, dims={**claim.dims, symbol: cut})
+
+
+# ---- a trace at larger sizes
+
+
+def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, int]], Exported]) -> Exported:
+    """`exported`, or the program of a trace at larger sizes where that holds for more: what is 0 or 1 at the example's
+    sizes (`int(0.15 * length)`) torch takes for a constant."""
+    claim = exported.signature
+    base = claim.sizes(far.example)
+    missed = {symbol: sizes for symbol in base if (sizes := _find_missed(far, claim, symbol))}
+    if not missed:
+        return exported
+    for factor in LARGER:
+        larger = {symbol: size for symbol in missed if (size := _enlarge(far, claim, symbol, factor))}
+        try:
+            other = settle(far, export_at({**base, **larger}))
+        except CaptureError:
+            continue
+        claims = tuple(one for one in other.claims if one.allows(base))
+        if claims and claims[0].symbols == claim.symbols:
+            other = replace(other, claims=claims, signature=claims[0])
+            if _holds_for_more(far, other, claim, missed):
+                return other
+    return exported
+
+
+def _holds_for_more(far: FarSizes, other: Exported, claim: Signature, missed: Mapping[str, Sequence[int]]) -> bool:
+    """Whether `other` holds for more sizes than `claim`, and agrees with the model at all that are tried."""
+    base, program, gained = claim.sizes(far.example), LoadedProgram(other), 0
+    for symbol in base:
+        for size in {*TRIED, *missed.get(symbol, ()), base[symbol], *far.sizes_of_examples(claim, symbol)}:
+            sizes = {**base, symbol: size}
+            answer = far.ask(claim, symbol, sizes) if other.signature.allows(sizes) else None
+            if answer is not None and answer.answered and not judge(program, [answer.seen]).proven:
+                return False
+            gained += int(answer is not None and answer.answered) - int(claim.allows(sizes))
+    return gained > 0
+
+
+def _find_missed(far: FarSizes, claim: Signature, symbol: str) -> list[int]:
+    """Sizes near the example's and of the other examples that `claim` leaves out, and that the eager model answers."""
+    base = claim.sizes(far.example)
+    step = claim.dims[symbol].multiple_of
+    near = {step, base[symbol] + step, 2 * base[symbol], *far.sizes_of_examples(claim, symbol)}
+    left_out: list[dict[str, int]] = [{**base, symbol: size} for size in sorted(near)]
+    left_out = [sizes for sizes in left_out if not claim.allows(sizes)]
+    answers = [(sizes[symbol], far.ask(claim, symbol, sizes)) for sizes in left_out]
+    return [size for size, answer in answers if answer is not None and answer.answered]
+
+
+def _enlarge(far: FarSizes, claim: Signature, symbol: str, factor: int) -> int:
+    """`factor` times the example's size, or as much of it as the eager model answers; 0 where that is none."""
+    base = claim.sizes(far.example)
+    while factor > 1:
+        answer = far.ask(claim, symbol, {**base, symbol: factor * base[symbol]})
+        if answer is not None and answer.answered:
+            return factor * base[symbol]
+        factor //= 2
+    return 0
+
+
+def find_excluded(claim: Signature, calling: Calling) -> str:
+    """The first of the user's examples that `claim` leaves out, in words; empty where it takes all."""
+    places = {spec.name: at for at, spec in enumerate(claim.inputs)}
+    for number, batch in enumerate(calling.batches, 1):
+        sizes = {symbol: int(batch[places[name]].shape[axis]) for symbol, (name, axis) in claim.symbols.items()}
+        if not claim.allows(sizes):
+            return f"example {number} ({', '.join(f'{symbol} {size}' for symbol, size in sizes.items())})"
+    return ""
 
 
 # ---- what was compared
@@ -180,6 +257,16 @@ def extend(
     return replace(exported, claims=tuple(claims), signature=claims[at]), probes
 
 
+def cut_to_usual(exported: Exported, observations: Sequence[Observation]) -> Exported:
+    """The claims without sizes beyond the usual probes, where code was unrolled over them."""
+    claims = exported.claims
+    answered = [seen for seen in observations if seen.outputs is not None]
+    for symbol in exported.unrolled:
+        most = _largest_seen(exported.signature, symbol, answered)
+        claims = tuple(_cut(claim, symbol, 1, most, probed=True) for claim in claims)
+    return replace(exported, claims=claims, signature=claims[exported.claims.index(exported.signature)])
+
+
 def cut_to_compared(
     far: FarSizes, program: Session, observations: Sequence[Observation], *, branches: bool = True
 ) -> tuple[Signature, tuple[FarProbe, ...]]:
@@ -251,6 +338,7 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
     if dim.max is not None and here < dim.max <= LARGEST:
         doubled = sorted({*doubled, dim.max})
     around = {number + step for number in numbers for step in (-1, 0, 1)} - set(doubled) - {here}
+    around |= walk.far.sizes_of_examples(walk.program.signature, walk.symbol) - {here}
     around = {size for size in around if dim.allows(size)}
     if walk.agrees(here) is not True:
         return _Reached(low=dim.min, high=here, parts=False, branches=False, probes=())

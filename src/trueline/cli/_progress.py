@@ -72,6 +72,7 @@ _WORDS = {
     "model.as_trained": "  {why}",
     "program.retraced": "  torch.export traces it another way: {how}",
     "claim.narrowed": "  the range is narrowed: {to}",
+    "example.excluded": "  {format}: warning: its range, {range}, leaves out your {example}",
     "program.offloaded": "  offload: {parts} parts go to ONNX Runtime, {kept} of {operators} operators stay",
     "program.emitting": "  {format}: writing the program",
     "program.proven": "  {format}: proven on {probes} probes, largest difference {max_abs_error:.1e}; {range}",

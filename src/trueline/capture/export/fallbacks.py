@@ -28,6 +28,7 @@ from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import compare
 
 BY_RECORDS = f"{BY_RECORD}: `trueline doctor` may show a rewrite that takes a batch at once"
+LENGTHS = "lengths stay functions of a size"
 MAX_UNIT = 32
 """Vision networks halve a size five times."""
 Steps = dict[str, int]
@@ -46,7 +47,7 @@ def retrace(
     exported = None
     if isinstance(error, Fixed) and size_lengths.may_help(module):
         with size_lengths.keep_lengths_free(module):
-            exported = _attempt("lengths", "lengths stay functions of a size", lambda: whole(flat))
+            exported = _attempt("lengths", LENGTHS, lambda: whole(flat))
     if exported is None and scalar_indices.may_help(message):
         how = "a position that a tensor holds is an index"
         exported = _attempt("positions", how, lambda: _index_by_tensors(flat, whole))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -24,7 +25,7 @@ from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
-from trueline.capture.patches import rounding
+from trueline.capture.patches import rounding, size_lengths
 from trueline.errors import BundleError, CaptureError, join_names
 from trueline.runtime import torch_export_archive
 from trueline.runtime.tensors import one_line, to_arrays, to_tensors
@@ -53,6 +54,22 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
         if exported is None:
             raise
         return exported
+
+
+def export_at(module: torch.nn.Module, calling: Calling, sizes: Mapping[str, int]) -> Exported:
+    """Exports `module` for the example at other `sizes`, with `len` and `int` that leave sizes free. Raises
+    CaptureError."""
+    specs = calling.presumed.inputs
+    free = [{axis: sizes.get(str(size), 0) for axis, size in enumerate(spec.shape)} for spec in specs]
+    example = tuple(
+        resize_tensor(tensor, {axis: size for axis, size in axes.items() if size})
+        for tensor, axes in zip(calling.example, free, strict=True)
+    )
+    larger = replace(calling, example=example)
+    if not size_lengths.may_help(module):
+        return _export(TensorModule(module, larger), larger, {})
+    with size_lengths.keep_lengths_free(module):
+        return replace(_export(TensorModule(module, larger), larger, {}), how=fallbacks.LENGTHS)
 
 
 def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -> Exported:

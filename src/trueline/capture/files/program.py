@@ -20,9 +20,9 @@ from trueline.bundle import seal as seal_bundle
 from trueline.capture.files import model_folder
 from trueline.capture.files.file_subject import FileSubject, Kind, fit_sizes, plain_name, random_inputs
 from trueline.capture.files.input_specs import DeclaredInputs
-from trueline.capture.ladder import Rung, make_rung, refuse
 from trueline.capture.proof.probes import BATCH
 from trueline.capture.proof.prove import judge, versions
+from trueline.capture.rung import Rung, make_rung, refuse
 from trueline.capture.sealing import GOLDEN_SIZES, make_entry
 from trueline.capture.time_limit import OutOfTime, TimeLimit
 from trueline.errors import BundleError, CaptureError, NotProven, UsageError, join_names

@@ -73,6 +73,12 @@ class FarSizes:
         """The example by name."""
         return self.eager.example
 
+    def sizes_of_examples(self, claim: Signature, symbol: str) -> set[int]:
+        """The sizes of `symbol` in the user's examples."""
+        name, axis = claim.symbols[symbol]
+        at = [spec.name for spec in claim.inputs].index(name)
+        return {int(batch[at].shape[axis]) for batch in self.eager.calling.batches}
+
     def spend(self, symbol: str, seconds: float) -> None:
         """Counts `seconds` towards the time of `symbol`."""
         self._spent[symbol] = self._spent.get(symbol, 0.0) + seconds

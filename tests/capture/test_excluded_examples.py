@@ -1,0 +1,122 @@
+"""A claim takes the user's examples, or says which it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline import events
+from trueline.bundle import Bundle, open_bundle
+from trueline.bundle.signature import Dim
+from trueline.capture.api import capture
+from trueline.capture.proof.attempt import Captured
+from trueline.runtime.open import open_program
+from worlds import recipes
+
+pytestmark = pytest.mark.slow
+
+
+class Trimmed(nn.Module):
+    """At length 5 nothing is trimmed, and torch makes a constant of the 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, int(x.shape[1] * 0.15) :].mean(1)
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : int(x.shape[1] ** 0.5)].sum(1)
+
+
+class Leading(nn.Module):
+    """Batch 1 too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x[: max(1, int(x.shape[0] * 0.2))].mean(0)
+
+
+class Counted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if int(x.numel()) < 3000 else x
+
+
+class Bucketed(nn.Module):
+    """Another graph for each bucket; TorchScript keeps the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bucket = 0
+        for i, end in enumerate((4, 8, 16, 32, 64, 128, 256)):
+            if x.shape[1] > end:
+                bucket = i + 1
+        return x * self.scale[bucket]
+
+
+def examples(*shapes: tuple[int, ...]) -> Callable[[], Iterator[Tensor]]:
+    def yielded() -> Iterator[Tensor]:
+        torch.manual_seed(0)
+        for shape in shapes:
+            yield torch.randn(shape)
+
+    return yielded
+
+
+def captured(model: nn.Module, out: Path, *shapes: tuple[int, ...], **options: Any) -> tuple[Bundle, Captured]:
+    made = capture(recipes.untrained(lambda: model.eval(), examples=examples(*shapes)), None, out, **options)
+    return open_bundle(out), made
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        (Trimmed, ((3, 5, 4), (2, 9, 4), (1, 40, 4))),
+        (Root, ((3, 5, 4), (2, 40, 4), (1, 17, 4))),
+        (Leading, ((5, 4), (1, 4), (40, 4))),
+    ],
+)
+def test_what_is_a_constant_at_the_examples_sizes_is_traced_at_larger_ones(
+    model: type[nn.Module], shapes: tuple[tuple[int, ...], ...], tmp_path: Path
+) -> None:
+    bundle, _ = captured(model(), tmp_path / "b", *shapes)
+    assert set(bundle.signature.dims.values()) == {Dim()}
+    for format in ("onnx", "torch_export"):
+        session = open_program(bundle, format)
+        for size in (1, 2, 6, 7, 13, 14, 20, 99, 100, 1000):
+            x = np.random.default_rng(size).standard_normal((size, size, 4)[-len(shapes[0]) :]).astype(np.float32)
+            expected = model()(torch.from_numpy(x)).numpy()
+            np.testing.assert_allclose(session.run({"x": x})["output"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_number_that_is_made_of_all_sizes_stays_a_function_of_them(tmp_path: Path) -> None:
+    bundle, _ = captured(Counted(), tmp_path / "b", (3, 5, 4), (2, 9, 4))
+    assert [guard.text for guard in bundle.signature.guards] == ["4 * length * batch < 3000"]
+
+
+def test_a_program_of_few_sizes_gives_way_to_torchscript_that_takes_all_examples(tmp_path: Path) -> None:
+    model = Bucketed()
+    bundle, made = captured(model, tmp_path / "b", (3, 5, 4), (2, 40, 4))
+    assert bundle.manifest.serve == "torchscript"
+    refused = next(one for one in made.programs if one.format == "onnx")
+    assert "which leaves out example 2 (batch 2, length 40)" in refused.why
+    for length in (1, 5, 40, 300):
+        x = np.ones((2, length, 4), np.float32)
+        expected = model(torch.from_numpy(x)).detach().numpy()
+        np.testing.assert_allclose(open_program(bundle).run({"x": x})["output"], expected)
+
+
+def test_a_format_that_leaves_out_an_example_is_sealed_with_a_warning(tmp_path: Path) -> None:
+    seen: list[str] = []
+    with events.listening(lambda name, fields: seen.append(name)):
+        bundle, made = captured(Bucketed(), tmp_path / "b", (3, 5, 4), (2, 40, 4), formats=["torch_export"])
+    assert bundle.signature.dims["length"] == Dim(min=5, max=8)
+    assert "warning: it refuses your example 2 (batch 2, length 40)" in made.programs[0].summary
+    assert "example.excluded" in seen
