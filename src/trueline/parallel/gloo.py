@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import distributed_c10d
 
 from trueline.errors import TrainError, TruelineError
+from trueline.parallel import gloo_sockets, mesh
 from trueline.parallel.backend import Connect, Plane, Sum
 from trueline.parallel.store import PeerStore
 
@@ -263,7 +264,8 @@ def _connect_members(
     try:
         peers.open()
         named = PrefixStore("gloo", peers)
-        group = ProcessGroupGloo(named, rank, size, timeout=patience)
+        links = mesh.meet(peers, generation, rank, size, patience.total_seconds())
+        group = gloo_sockets.form(links, rank, size, patience)
         group._set_default_timeout(timedelta(seconds=RUN_TIMEOUT_S))
         if connect is None:
             return group, named, None

@@ -42,6 +42,7 @@ class Purpose(enum.IntEnum):
 
     STATE = 1
     STORE = 2
+    LINK = 3
 
 
 class Hello(NamedTuple):

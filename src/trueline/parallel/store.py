@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from datetime import timedelta
+from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -22,9 +23,17 @@ _MOST = 64 << 20
 """Bytes of a request or an answer."""
 _SLACK_S = 5.0  # for an answer to arrive, beyond the time that the request may wait
 _LENGTH = struct.Struct("!I")
-_kept: "collections.deque[PeerStore]" = collections.deque(maxlen=64)
-"""torch's C++ does not keep the Python part of a store alive; a late call without it would be one of a pure virtual."""
+_kept: collections.deque[Store] = collections.deque(maxlen=128)
 _Value = bytes | bool | int | list[bytes] | list[str] | None
+
+
+_AnyStore = TypeVar("_AnyStore", bound=Store)
+
+
+def keep_alive(store: _AnyStore) -> _AnyStore:
+    """Keeps the Python part of `store`, as torch's C++ does not: without it, a late call is one of a pure virtual."""
+    _kept.append(store)
+    return store
 
 
 class StoreServer:
@@ -104,7 +113,7 @@ class PeerStore(Store):  # its methods are Store's, which torch's C++ calls by t
         self._timeout_s = timeout.total_seconds()
         self._idle: collections.deque[socket.socket] = collections.deque()
         """Connections without a pending request."""
-        _kept.append(self)
+        keep_alive(self)
 
     def open(self) -> None:
         """Connects to rank 0, so that a dead one is found before torch's C++ is called."""

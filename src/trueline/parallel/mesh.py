@@ -1,0 +1,78 @@
+"""Connects each member of a generation with each other one, over connections of `handshake.py`.
+
+A member connects to those of lower rank, whose addresses are in the rendezvous store, and accepts those of higher
+rank. Its listener exists only meanwhile.
+"""
+
+import socket
+import threading
+import time
+
+from trueline.parallel import handshake
+from trueline.parallel.handshake import Hello, PeerListener, Purpose
+from trueline.parallel.store import PeerStore
+
+
+def meet(store: PeerStore, generation: int, rank: int, size: int, patience_s: float) -> dict[int, socket.socket]:
+    """Returns the connections of member `rank` of `size` by the rank of the peer.
+
+    Raises OSError or DistStoreError when a peer is gone or does not connect within `patience_s`.
+    """
+    until = time.monotonic() + patience_s
+    links: dict[int, socket.socket] = {}
+    arrivals = _Arrivals(generation) if rank < size - 1 else None
+    try:
+        if arrivals is not None:
+            store.set(f"member-{rank}", arrivals.address)
+        for other in range(rank):
+            address = store.get(f"member-{other}").decode()
+            hello = Hello(Purpose.LINK, generation, rank)
+            links[other] = handshake.connect(address, hello, max(1e-3, until - time.monotonic()))
+        if arrivals is not None:
+            for other in range(rank + 1, size):
+                links[other] = arrivals.take(other, until)
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
+    finally:
+        if arrivals is not None:
+            arrivals.close()
+    return links
+
+
+class _Arrivals:
+    """The connections that members of higher rank have made to this one."""
+
+    def __init__(self, generation: int) -> None:
+        self._generation, self._closed = generation, False
+        self._links: dict[int, socket.socket] = {}
+        """By rank, until they are taken."""
+        self._known: set[int] = set()
+        self._change = threading.Condition()
+        self._listener = PeerListener(self._accept, name="links")
+        self.address = self._listener.address
+
+    def _accept(self, hello: Hello, connection: socket.socket) -> None:
+        with self._change:
+            fits = (hello.purpose, hello.generation) == (Purpose.LINK, self._generation)
+            if self._closed or not fits or hello.rank in self._known:
+                connection.close()
+                return
+            self._known.add(hello.rank)
+            self._links[hello.rank] = connection
+            self._change.notify_all()
+
+    def take(self, rank: int, until: float) -> socket.socket:
+        """Returns the connection from `rank`. Raises TimeoutError."""
+        with self._change:
+            if not self._change.wait_for(lambda: rank in self._links, max(0.0, until - time.monotonic())):
+                raise TimeoutError(f"the member of rank {rank} did not connect in time")
+            return self._links.pop(rank)
+
+    def close(self) -> None:
+        self._listener.close()
+        with self._change:
+            self._closed = True
+            for link in self._links.values():
+                link.close()
