@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-data bench-capture bench-serve bench-torchserve clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-data bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -157,6 +157,12 @@ peers-zoo: $(ZOO)/.installed  ## the environment of the zoo: this one and transf
 $(ZOO)/.installed: bench/zoo/setup.sh | $(STAMP)
 	PYTHON=$(BIN)/python sh bench/zoo/setup.sh $(ZOO)
 	touch $@
+
+MINUTES ?= 5
+SEED ?= 0
+
+attack: $(STAMP)  ## capture models composed to break it, MINUTES=5 of them from SEED=; a wrong one is shrunk into runs/attack
+	PYTHONPATH=. $(BIN)/python -W ignore -m bench.attack --minutes $(MINUTES) --seed $(SEED) $(BENCH)
 
 bench-data: $(STAMP)  ## reading, ranges, planning and changing workers, each compared with its baseline
 	$(BIN)/python -m bench.data $(BENCH)

@@ -1,0 +1,194 @@
+"""A model of the generator as the judge knows it: its text, fresh copies of it, and inputs of any size."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils import _pytree as pytree
+
+Array = npt.NDArray[Any]
+Answer = list[Array] | str
+"""The outputs in order, or what was raised."""
+ULP = 1.2e-7
+"""What an input or a weight of single precision may be off by when it is read."""
+
+
+@dataclass
+class Subject:
+    """The source of a recipe file with `INPUTS`, `EXAMPLES`, `model()`, `as_called(batch)` and `inputs_of`."""
+
+    text: str
+    _code: Any = None
+    _mine: types.ModuleType | None = None
+    _answers: dict[str, Answer] = field(default_factory=dict)
+
+    def module(self) -> types.ModuleType:
+        """The file run anew: what it keeps at its top level begins again."""
+        if self._code is None:
+            self._code = compile(self.text, "<attack>", "exec")
+        made = types.ModuleType("attack")
+        exec(self._code, made.__dict__)
+        return made
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return dict(self._own.INPUTS)
+
+    @property
+    def _own(self) -> Any:
+        if self._mine is None:
+            self._mine = self.module()
+        return self._mine
+
+    def examples(self) -> list[dict[str, Array]]:
+        """The user's own, as arrays by name."""
+        own = self._own
+        called, own.as_called = own.as_called, lambda batch: batch
+        try:
+            return [{n: t.numpy().copy() for n, t in batch.items()} for batch in own.examples()]
+        finally:
+            own.as_called = called
+
+    def model(self) -> Model:
+        module = self.module()
+        return Model(module.model(), module)
+
+    def fresh(self, arrays: Mapping[str, Array]) -> Answer:
+        """The answer of a copy that was never called; each program is asked the same, so answers are kept."""
+        key = hashlib.sha256()
+        for name, array in arrays.items():
+            key.update(f"{name}{array.dtype}{array.shape}".encode())
+            key.update(np.ascontiguousarray(array))
+        kept = key.hexdigest()
+        if kept not in self._answers:
+            self._answers[kept] = self.model().answer(arrays)
+        return self._answers[kept]
+
+
+@dataclass
+class Model:
+    """A copy that is called again and again."""
+
+    network: Any
+    module: Any
+
+    def answer(self, arrays: Mapping[str, Array], *, wide: bool = False, fast: bool = False) -> Answer:
+        """As the eager model answers; `wide`: in float64; `fast`: with the fast path that torch takes in evaluation."""
+        tensors = {n: torch.from_numpy(np.array(a, order="C")) for n, a in arrays.items()}
+        if wide:
+            tensors = {n: t.double() if t.dtype == torch.float32 else t for n, t in tensors.items()}
+        given = self.module.as_called(tensors)
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(fast)
+        seed = torch.random.get_rng_state()
+        try:
+            with torch.no_grad(), _as_float64() if wide else nullcontext():
+                if isinstance(given, dict):
+                    found = self.network(**given)
+                else:
+                    found = self.network(*given) if isinstance(given, tuple) else self.network(given)
+            leaves = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+            return [as_array(leaf) for leaf in leaves]
+        except Exception as error:  # noqa: BLE001 - whatever the model raises: it does not answer
+            return f"{type(error).__name__}: {error}"[:300]
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+            torch.random.set_rng_state(seed)
+
+    def widened(self) -> Model | None:
+        """This copy in float64; None where the model cannot be."""
+        try:
+            return Model(copy.deepcopy(self.network).double(), self.module)
+        except Exception:  # noqa: BLE001 - quantized layers, generators: they have no float64
+            return None
+
+    def shaken(self, seed: int, scale: float) -> Model:
+        """Its weights as they might as well have been rounded."""
+        random = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.network.parameters():
+                if weight.is_floating_point():
+                    sign = torch.randint(0, 2, weight.shape, generator=random) * 2 - 1
+                    weight.mul_(1 + scale * ULP * sign)
+        return self
+
+
+class _as_float64:
+    """What a model makes of Python numbers is float64 too."""
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+def as_array(leaf: torch.Tensor) -> Array:
+    leaf = leaf.detach().resolve_conj().resolve_neg()
+    return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy().copy()
+
+
+def shake(arrays: Mapping[str, Array], seed: int, scale: float) -> dict[str, Array]:
+    """Inputs as they might as well have been rounded."""
+    random = np.random.default_rng(seed)
+    return {
+        name: (array * (1 + scale * ULP * random.choice((-1, 1), array.shape))).astype(array.dtype)
+        if array.dtype.kind == "f"
+        else array
+        for name, array in arrays.items()
+    }
+
+
+FAMILIES = ("usual", "usual", "usual", "large", "small", "positive", "negative", "zero", "equal", "one large")
+
+
+def draw(field: str, shape: Sequence[int], sizes: Mapping[str, int], random: np.random.Generator, how: str) -> Array:
+    """Finite values of one input, of the family `how`."""
+    kind, _, below = field.split()[0].partition(":")
+    if kind == "mask":
+        return _mask(shape, random, how)
+    if kind != "real":
+        least = 1 if kind == "lengths" else 0
+        top = (sizes[below] if kind == "lengths" else int(below) - 1) + 1
+        values = random.integers(least, max(top, least + 1), tuple(shape))
+        if how == "large":
+            values[...] = top - 1
+        if how == "zero":
+            values[...] = least
+        if kind == "lengths" and values.size:
+            values[0] = top - 1
+        return np.asarray(values, dtype=np.int64)
+    values = random.standard_normal(tuple(shape))
+    if how in ("large", "small"):
+        values *= 30 if how == "large" else 1e-3
+    if how in ("positive", "negative"):
+        values = np.abs(values) * (1 if how == "positive" else -1)
+    if how == "zero":
+        values[...] = 0
+    if how == "equal" and values.size:
+        values[...] = values[:1]
+    if how == "one large" and values.size:
+        values[random.integers(shape[0])] *= 1000
+    return values.astype(np.float32)
+
+
+def _mask(shape: Sequence[int], random: np.random.Generator, how: str) -> Array:
+    """Rows that begin with what counts, at least one value; now and then with holes."""
+    shown = random.integers(1, max(shape[1], 1) + 1, (shape[0], 1))
+    mask = np.arange(shape[1])[None] < shown
+    if how == "positive":
+        mask[...] = True
+    if how == "negative":
+        mask = random.random(tuple(shape)) < 0.6
+        mask[:, :1] = True
+    return np.asarray(mask, dtype=np.bool_)
