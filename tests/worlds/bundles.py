@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.bundle import Bundle, Contents, Dim, Evidence, Golden, ProgramEntry, Signature, Summary, TensorSpec, seal
+from trueline.bundle.values import Values
 
 if TYPE_CHECKING:
     import onnx
@@ -50,6 +51,7 @@ def bundle(
     evidence: Sequence[Evidence] = (),
     lineage: Mapping[str, Any] | None = None,
     recipe_digest: str = "0",
+    values: Mapping[str, Values] | None = None,
 ) -> Bundle:
     """A sealed bundle of one program, which may be any bytes where it is never run."""
     with tempfile.TemporaryDirectory() as folder:
@@ -64,6 +66,7 @@ def bundle(
             probes=1,
             max_abs_error=0.0,
             versions={},
+            values=dict(values or {}),
         )
         contents = Contents(
             name=name,
@@ -78,8 +81,8 @@ def bundle(
         return seal(out, contents)
 
 
-def double_plus(out: Path, *, wrong: bool = False, max_rows: int | None = None) -> Bundle:
-    """y = 2x + 1 over rows of three; `wrong` seals a golden record that no runtime reproduces."""
+def double_plus(out: Path, *, wrong: bool = False, max_rows: int | None = None, values: Values | None = None) -> Bundle:
+    """y = 2x + 1 over rows of three; `wrong` seals a golden record that no runtime reproduces. `values`: of x."""
     from onnx import helper
 
     x, y = spec("x", "batch", 3), spec("y", "batch", 3)
@@ -89,7 +92,8 @@ def double_plus(out: Path, *, wrong: bool = False, max_rows: int | None = None) 
     given = np.arange(12, dtype=np.float32).reshape(4, 3)
     answer = given * two + (5 if wrong else one)
     golden = [Golden(case="4", inputs={"x": given}, outputs={"y": answer.astype(np.float32)})]
-    return bundle(out, model, Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim(max=max_rows)}), golden)
+    signature = Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim(max=max_rows)})
+    return bundle(out, model, signature, golden, values=None if values is None else {"x": values})
 
 
 def store(folder: Path, *names: str, max_rows: int | None = None) -> Path:

@@ -17,6 +17,7 @@ import httpx
 
 from trueline import serve
 from trueline.bundle import Bundle
+from trueline.bundle.values import Values
 from trueline.serve import RunningServer
 from trueline.serve.batching import execution_plan
 from trueline.serve.batching.policy import Policy
@@ -124,13 +125,16 @@ def load_as_if(bundle: Bundle, run_s: float) -> Loaded:
 
 
 class TinyApp(_WithoutSocket):
-    """Routes over one ready model `tiny`, in rows of three: y = 2x + 1. Without `inline` never on the loop."""
+    """Routes over one ready model `tiny`, in rows of three: y = 2x + 1. Without `inline` never on the loop. `values`:
+    the condition on x."""
 
-    def __init__(self, folder: Path, *, inline: bool = True, policy: Policy | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, inline: bool = True, policy: Policy | None = None, values: Values | None = None
+    ) -> None:
         super().__init__()
         self.pool = ThreadPoolExecutor(1)
         self.models = Models()
-        loaded = load_as_if(bundles.double_plus(folder / "b", max_rows=8), 20e-6 if inline else 1e-3)
+        loaded = load_as_if(bundles.double_plus(folder / "b", max_rows=8, values=values), 20e-6 if inline else 1e-3)
         self.tiny = self.models.add("tiny", "1")
         self.tiny.make_ready(loaded, policy or Policy(), self.pool, self.loop)
         self.routes = Routes(self.models, self.loop, extension=TorchServe())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from trueline.bundle import Contents, Dim, Golden, ProgramEntry, Signature, Summary, TensorSpec, seal
+from trueline.bundle.values import Values
 from trueline.capture.cpp import export as cpp_export
 from trueline.capture.cpp.export import export_cpp
 from trueline.capture.export import aotinductor, torch_export, torchscript
@@ -92,6 +93,18 @@ def test_the_tables_say_what_was_proven() -> None:
     assert '{"length", 4, -1, 4},' in text
     assert '{"x", at::kFloat, "FP32", {{-1, 0}, {8, -1}, {-1, 1}}, Rows::any},' in text
     assert '{"y", at::kLong, "INT64", {{-1, 0}}, Rows::any},' in text
+
+
+def test_conditions_on_values_go_into_the_tables() -> None:
+    inputs = (
+        TensorSpec(name="x", datatype="FP32", shape=("batch",), values=Values(finite=True, high=1e18)),
+        TensorSpec(name="i", datatype="INT64", shape=("batch",), values=Values(low=0, high=-1, size="batch")),
+        TensorSpec(name="j", datatype="INT64", shape=("batch",), values=Values(low=-(2**63))),
+    )
+    text = cpp_export.signature_text(Signature(inputs=inputs, outputs=(), dims={"batch": Dim()}))
+    assert '{"finite and at most 1e+18", true, std::nullopt, at::Scalar(1e+18), -1}},' in text
+    assert '{"at least 0 and less than batch", false, at::Scalar(int64_t{0}), at::Scalar(int64_t{-1}), 0}},' in text
+    assert "at::Scalar(int64_t{-9223372036854775807 - 1}), std::nullopt, -1}}," in text
 
 
 def test_a_guard_is_written_with_pythons_division() -> None:

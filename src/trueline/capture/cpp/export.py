@@ -21,6 +21,7 @@ from trueline.bundle import Bundle, Dim, Signature, TensorSpec, schema
 from trueline.bundle.guard_words import describe_guard
 from trueline.bundle.guards import Guard
 from trueline.bundle.read import open_bundle
+from trueline.bundle.values import Values
 from trueline.errors import BundleError, UsageError, join_names
 from trueline.runtime.compare import TOLERANCES
 
@@ -130,7 +131,23 @@ def _source(what: str, tables: Mapping[str, Iterable[str]]) -> str:
 def _spec(spec: TensorSpec, symbols: Sequence[str]) -> str:
     sizes = [f"{{{size}, -1}}" if isinstance(size, int) else f"{{-1, {symbols.index(size)}}}" for size in spec.shape]
     kind = f"{C_TYPES[spec.datatype]}, {json.dumps(spec.datatype)}"
-    return f"{{{json.dumps(spec.name)}, {kind}, {{{', '.join(sizes)}}}, Rows::{spec.rows}}}"
+    values = f", {_values(spec.values, symbols)}" if spec.values else ""
+    return f"{{{json.dumps(spec.name)}, {kind}, {{{', '.join(sizes)}}}, Rows::{spec.rows}{values}}}"
+
+
+def _values(values: Values, symbols: Sequence[str]) -> str:
+    finite = "true" if values.finite else "false"
+    size = symbols.index(values.size) if values.size else -1
+    return f"{{{json.dumps(values.text)}, {finite}, {_scalar(values.low)}, {_scalar(values.high)}, {size}}}"
+
+
+def _scalar(number: float | None) -> str:
+    if number is None:
+        return "std::nullopt"
+    if isinstance(number, float):
+        return f"at::Scalar({number!r})"
+    least = -(2**63)  # which no literal of C++ is
+    return f"at::Scalar(int64_t{{{number}}})" if number > least else "at::Scalar(int64_t{-9223372036854775807 - 1})"
 
 
 def _guard(guard: Guard, symbols: Sequence[str], dims: Mapping[str, Dim]) -> str:

@@ -135,6 +135,9 @@ def _narrow_one(
             values = values.both(Values(low=-bound, high=bound))
         return values
     above, below = [one for one in sized if one > most], [one for one in sized if one < least]
+    refused = [seen.probe.value for seen in wrong if seen.outputs is None]
+    if any(one > most or one < least for one in refused):
+        held = []  # where the model's refusal ends depends on other values: only what examples show is safe
     if above:
         high = max([one for one in held if most < one < min(above)] + [most])
         values = (

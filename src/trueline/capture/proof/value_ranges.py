@@ -56,12 +56,9 @@ class _Ends:
         two = fit(signature, self._base, {BATCH: 2}) if BATCH in self._base else None
         self._sizes: Mapping[str, int] = two or self._base
         self._deadline = time.monotonic() + BUDGET_S
-        shown = [one[spec.name] for one in eager.examples if one[spec.name].size]
-        finite = [one[np.isfinite(one)] if one.dtype.kind == "f" else one for one in shown]
-        finite = [one for one in finite if one.size]
-        self._shown = (
-            (min(one.min() for one in finite).item(), max(one.max() for one in finite).item()) if finite else None
-        )
+        shown = resize(eager.example, signature, self._sizes)[spec.name]
+        finite = shown[np.isfinite(shown)] if shown.dtype.kind == "f" else shown
+        self._shown = (finite.min().item(), finite.max().item()) if finite.size else None
 
     def find(self) -> Values:
         if self._shown is None:
