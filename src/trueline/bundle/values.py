@@ -71,14 +71,13 @@ class Values(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def both(self, other: Values) -> Values:
         """The condition that holds where both do. Bounds that are relative to a size are kept from `self`."""
-        lows = [one for one in (self.low, other.low) if one is not None]
+        low = max((one for one in (self.low, other.low) if one is not None), default=None)
         if self.size or other.size:
-            relative = self if self.size else other
-            return Values(
-                finite=self.finite or other.finite, low=max(lows, default=None), high=relative.high, size=relative.size
-            )
-        highs = [one for one in (self.high, other.high) if one is not None]
-        return Values(finite=self.finite or other.finite, low=max(lows, default=None), high=min(highs, default=None))
+            ends = self if self.size else other
+            return Values(finite=self.finite or other.finite, low=low, high=ends.high, size=ends.size)
+        high = min((one for one in (self.high, other.high) if one is not None), default=None)
+        is_range = low is not None and high is not None  # which leaves out what is not finite
+        return Values(finite=(self.finite or other.finite) and not is_range, low=low, high=high)
 
     def fast_check(self, dtype: np.dtype[np.generic]) -> Holds | None:
         """A test of one array in a microsecond or two; None where the bounds depend on a size. False may be wrong: then

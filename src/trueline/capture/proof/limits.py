@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-MEMORY_BYTES = 2 * 2**30
+MEMORY_BYTES = 2**30
 """Further memory that such a call may take."""
 
 

@@ -22,7 +22,7 @@ from trueline.capture.proof.observe import Careful
 from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.value_probes import plant
 
-BUDGET_S = 8.0
+BUDGET_S = 5.0
 """Wall time for the ends of one input; then the range ends where the model was last asked."""
 ROUNDS = 3
 """Inputs with all values inside the ranges, drawn at random, that the model has to answer."""
@@ -66,19 +66,21 @@ class _Ends:
         dtype = self._spec.dtype
         least, most = self._shown
         ends = _ends_of(dtype)
-        low, high = self._end(least, ends[0]), self._end(most, ends[1])
+        low, least_found = self._end(least, ends[0])
+        high, most_found = self._end(most, ends[1])
         values = Values(
-            low=low if low is not None and self._is_fixed(low, -1) else None,
-            high=high if high is not None and self._is_fixed(high, +1) else None,
+            low=low if low is not None and self._is_fixed(low, -1, exact=least_found) else None,
+            high=high if high is not None and self._is_fixed(high, +1, exact=most_found) else None,
         )
         if high is not None and values.high is None and dtype.kind in "iu":
             return self._relative(values, int(high))
         return values
 
-    def _end(self, good: Number, bad: Number) -> Number | None:
-        """The last value from `good` towards `bad` that the model answers; None when it answers `bad`."""
-        if good == bad or self._answers(bad):
-            return None
+    def _end(self, good: Number, bad: Number) -> tuple[Number | None, bool]:
+        """The last value from `good` towards `bad` that the model answers, and whether it refuses the next one; None
+        when it answers `bad`. Without the time for it, the last that was answered."""
+        if good == bad or not self._answers(good) or self._answers(bad):
+            return None, False
         to, back = (_ordinal, _from_ordinal) if self._spec.dtype.kind == "f" else (_same, _same)
         dtype = self._spec.dtype
         inside, outside = to(good, dtype), to(bad, dtype)
@@ -88,10 +90,12 @@ class _Ends:
                 inside = middle
             else:
                 outside = middle
-        return back(inside, dtype)
+        return back(inside, dtype), abs(outside - inside) <= 1
 
-    def _is_fixed(self, end: Number, step: int) -> bool:
-        """Whether the range ends there at every place and at other sizes too."""
+    def _is_fixed(self, end: Number, step: int, *, exact: bool) -> bool:
+        """Whether the range ends there at every place and at other sizes too; `exact`: the next value is refused."""
+        if not exact:
+            return all(self._answers(end, self._other(symbol)) for symbol in self._base)
         beyond = self._beyond(end, step)
         for place in (0, -1):
             if not self._answers(end, place=place) or self._answers(beyond, place=place):
