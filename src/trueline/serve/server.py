@@ -22,6 +22,7 @@ from trueline.serve.handlers import archive, orphans
 from trueline.serve.models import desired_state, sources
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import Refused, ResolvedSource
+from trueline.serve.models.servable import RETRY_S
 from trueline.serve.models.sources import Entry, Sources, Store, check_name, in_thread
 from trueline.serve.models.watchers import AliasFollower, StateFollower, StoreFollower, every
 from trueline.serve.process.listeners import Field, Ports
@@ -50,6 +51,7 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
     stop.listen(loop, lifeline=settings.lifeline)
     ports = Ports(settings, loop)
     chores = [loop.create_task(ports.sweep())]
+    fleet.models.locating = True
     try:
         if not settings.joins:
             await _listen(ports, parts, log)
@@ -102,6 +104,9 @@ def _followers(parts: Parts, record: dict[str, Field]) -> Iterator[Coroutine[Any
     if core.state is not None:
         state = StateFollower(fleet, core.state, core.sources.find, core.keys, parts.extension.companion)
         yield every(FOLLOW_S, state.look)
+        yield every(RETRY_S, state.retry)
+    else:
+        yield every(RETRY_S, partial(_retry, parts))
     if settings.watch and core.store is not None:
         yield every(settings.follow_s, StoreFollower(fleet, core.store, settings.load).look)
     if settings.source is not None and _is_alias(settings.source) and settings.follow_s > 0:
@@ -109,11 +114,14 @@ def _followers(parts: Parts, record: dict[str, Field]) -> Iterator[Coroutine[Any
         yield alias.run(settings.tracking_uri, settings.follow_s)
 
 
+async def _retry(parts: Parts) -> None:
+    await parts.core.fleet.retry(parts.core.sources.find)
+
+
 async def _begin(parts: Parts) -> dict[str, Field]:
     """Restores the desired state, then loads what the settings name; returns the fields of the announcement."""
     settings, fleet, store, sources = parts.core.settings, parts.core.fleet, parts.core.store, parts.core.sources
     models = fleet.models
-    models.locating = True
     entries = await _expect(parts)
     if settings.state is not None:
         kept = desired_state.read(Path(settings.state))

@@ -12,6 +12,7 @@ as the contract page has them; see wire/torchserve.proto.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from uuid import uuid4
 import grpc
 import msgspec
 
-from trueline.errors import RequestError
+from trueline.errors import NotReady, RequestError
 from trueline.serve.handlers import sequences
 from trueline.serve.handlers.worker import HandlerFailed
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
@@ -39,6 +40,7 @@ from trueline.wire import torchserve_pb2 as pb
 
 INFERENCE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
 MANAGEMENT = "org.pytorch.serve.grpc.management.ManagementAPIsService"
+_RETRY_AFTER = re.compile(rb"^retry-after: ([0-9]+)\r$", re.MULTILINE)
 _NO_NAME = "Parameter model_name is required."
 _WHOLE = ("data", "body")
 """Names of a single input that is the whole body over HTTP."""
@@ -53,14 +55,17 @@ _MANAGED: dict[str, tuple[type[Any], str, set[str] | None]] = {
 """Calls of the management API: request, HTTP method, and the fields that go into the query (None: all)."""
 
 
-class _Refused(RequestError):
+class _Refused(NotReady):
     """An error response of the HTTP route."""
 
     code = "refused"
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    def __init__(self, response: Response) -> None:
+        body = msgspec.json.decode(response.body, type=dict[str, Any])
+        wait = _RETRY_AFTER.search(response.headers)
+        message = str(body.get("message") or body.get("error") or "refused")
+        super().__init__(message, retry_after_s=None if wait is None else float(wait[1]))
+        self.status = response.status
 
 
 def _interceptor(
@@ -189,8 +194,7 @@ async def _resolve(found: Response | asyncio.Future[Response]) -> Response:
     response = found if isinstance(found, Response) else await found
     if response.status < 400:
         return response
-    body = msgspec.json.decode(response.body, type=dict[str, Any])
-    raise _Refused(response.status, str(body.get("message") or body.get("error") or "refused"))
+    raise _Refused(response)
 
 
 def _encode_refusal(request: pb.PredictionsRequest, code: grpc.StatusCode, message: str) -> pb.PredictionResponse:

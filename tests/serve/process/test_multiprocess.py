@@ -6,6 +6,7 @@ Most processes are small scripts that play a given part; the last tests kill rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -277,17 +278,23 @@ def test_a_signal_to_all_processes_at_once_hurries_none(tmp_path: Path) -> None:
     """As Ctrl-C in a terminal and systemd's KillMode=control-group send it: accepted requests are answered."""
     bundle = bundles.double_plus(tmp_path / "tiny.bundle").path
     body = b"[1, 2, 3]"
-    with servers.running(bundle, processes=2) as running, socket.create_connection(("127.0.0.1", running.port)) as busy:
+    with (
+        servers.running(bundle, processes=2) as running,
+        socket.create_connection(("127.0.0.1", running.port)) as busy,
+        contextlib.ExitStack() as held,
+    ):
         head = f"POST /predictions/tiny HTTP/1.1\r\nhost: 0\r\ncontent-length: {len(body)}\r\nexpect: 100-continue"
         busy.sendall(head.encode() + b"\r\n\r\n")
         assert busy.recv(65536).startswith(b"HTTP/1.1 100")
-        idle = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(16)]
+        idle = [held.enter_context(socket.create_connection(("127.0.0.1", running.port))) for _ in range(16)]
+        for connection in idle:
+            connection.sendall(b"GET /ping HTTP/1.1\r\nhost: 0\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         for one in _children(running.pid):
             one.terminate()
         os.kill(running.pid, signal.SIGTERM)
         for connection in idle:
-            with connection:
-                assert connection.recv(1) == b""  # every process drains
+            assert connection.recv(1) == b""  # every process drains
         busy.sendall(body)
         assert busy.recv(65536).startswith(b"HTTP/1.1 200")
         running._process.wait(100)  # a further signal would hurry it

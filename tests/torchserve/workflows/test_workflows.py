@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import tarfile
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from trueline import serve
 from trueline.errors import StorageError
 from trueline.serve import RunningServer
+from trueline.serve.handlers import archive as packed
 from trueline.serve.handlers.archive import ArchiveError, HoldsWorkflow, peek
 from trueline.serve.handlers.loader import ArchiveLoader, name_in_store
 from trueline.serve.handlers.worker import Limits
@@ -765,3 +767,73 @@ def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_process
         assert gone.json() == {"status": 'Workflow "flow" unregistered'}
         servers.eventually(lambda: ask(again.url) == {(404, "")})
     assert "workflows" not in json.loads(Path(state).read_text())
+
+
+@pytest.mark.slow
+def test_a_workflow_that_is_being_restored_is_503_with_retry_after_and_the_server_is_not_ready(store: Path) -> None:
+    async def first(app: WorkflowApp) -> None:
+        assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200
+
+    async def second(app: WorkflowApp) -> None:
+        async def ask() -> Response:
+            found = app.routes.answer(Request("POST", b"/wfpredict/flow", {}, b"1"))
+            return found if isinstance(found, Response) else await found
+
+        app.models.locating = True
+        before = await ask()  # the state file has not been read yet
+        app.models.started = True
+        app.models.locating = False
+        restoring = asyncio.ensure_future(app.workflows.restore(desired_state.read(app.state)))
+        await asyncio.sleep(0)
+        for response in (before, await ask()):
+            assert (response.status, response.headers.endswith(b"retry-after: 1\r\n")) == (503, True)
+            assert json.loads(response.body)["message"] == "workflow 'flow' is loading"
+        assert app.routes.dispatch.ready is False
+        assert (await app.ask("POST", "/wfpredict/other"))[0] == 404
+        assert await restoring == []
+        assert (await ask()).status == 200
+        assert app.routes.dispatch.ready is True
+
+    run(store, first)
+    run(store, second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("archive_of", ["flow.war", "double.mar"])
+def test_a_workflow_that_a_full_disk_kept_from_being_restored_is_503_and_restored_once_there_is_room(
+    store: Path, monkeypatch: pytest.MonkeyPatch, archive_of: str
+) -> None:
+    async def first(app: WorkflowApp) -> None:
+        assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200
+
+    async def second(app: WorkflowApp) -> None:
+        real = packed.lay_out
+
+        def lay_out(path: Path, into: Path, caps: Any = None) -> str:
+            if path.name == archive_of:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(path, into, caps)
+
+        await app.follower.look()  # served as the file says
+        await app.manage("DELETE", "/workflows/flow")
+        with monkeypatch.context() as full:
+            full.setattr(packed, "lay_out", lay_out)
+            registered, said = await app.manage("POST", "/workflows?url=flow.war")
+            assert (registered, said["type"]) == (507, "InternalServerException")
+            app.state.write_bytes(kept)
+            (missing,) = await app.workflows.restore(desired_state.read(app.state))
+            assert "No space left on device" in missing
+            response = app.routes.answer(Request("POST", b"/wfpredict/flow", {}, b"1"))
+            assert isinstance(response, Response)
+            assert (response.status, response.headers.endswith(b"retry-after: 10\r\n")) == (503, True)
+            await app.follower.retry()
+            await app.follower.look()
+            assert app.workflows.names() == []
+        await app.follower.retry()
+        await app.follower.look()
+        assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
+        assert app.state.read_bytes() == kept
+
+    run(store, first)
+    kept = (store / "served.json").read_bytes()
+    run(store, second)

@@ -7,7 +7,7 @@ Operations on one model wait for each other. Each writes the desired state, and 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -328,6 +328,25 @@ class Fleet:
                 missing.append(f"the split of {name}: {error.message}")
         return missing
 
+    async def retry(self, find: Callable[[str], Awaitable[ResolvedSource]]) -> list[str]:
+        """Loads again what failed for a reason that may pass; returns the models that have changed."""
+        changed = []
+        for one in [found for found in self.models.all() if found.state == "failed" and found.passing]:
+            desired, (name, version) = self._desired.get(one), (one.model, one.version)
+            how, digest = (None, None) if desired is None else (self.how_of(desired), desired.digest)
+            try:
+                with self.following(name) if desired is not None else nullcontext():
+                    found = await find(one.source)
+                    await self.load(found, name, version, source=one.source, how=how, digest=digest)
+            except Exception as error:  # noqa: BLE001 - blind on purpose: one version fails, never the others
+                if self.models.get(name, version) is one:
+                    self.note_failure(name, version, error)
+                continue
+            changed.append(name)
+            if self.models.obstacle(name) and not self.models.obstacle(name, version):
+                self.set_default(name, version)
+        return changed
+
     def expect_all(self, state: DesiredState) -> None:
         """`expect` for what the state file lists; the default of a model comes first."""
         for name, model in state.models.items():
@@ -355,6 +374,7 @@ class Fleet:
             reason = "its bundle is not available"
         if found.state != "ready":  # else an older one stays
             found.state, found.reason = "failed", reason
+            found.passing = find_fault(error) is not None
             events.emit("version.unavailable", model=model, version=version, why=str(error))
         return str(error) or type(error).__name__
 

@@ -33,6 +33,8 @@ NO_WORKER = (
 NO_WORKERS = "it has no worker; scale it to one or more (PUT /models/{m}/{v}?min_worker=1)"
 LOADING_S = 1.0
 """The Retry-After of a version that loads; most are ready within it."""
+RETRY_S = 10.0
+"""Until what failed for a reason that may pass is loaded again: a full disk, no memory, a store that did not answer."""
 
 
 class TooManyWorkers(RequestError):
@@ -139,6 +141,7 @@ class Servable(Protocol):
     Call all methods on the loop. `handler` is None for a version that takes tensors; for others `program` and `ask`
     raise NoTensors. `digest` (of the loaded bytes) and `policy` raise NotReady. `obstacle`: why a request would not be
     answered now; empty if it would. `optional`: the server is ready without it, because no client relies on it yet.
+    `passing`: it failed, and is loaded again after RETRY_S.
     `sick`: it cannot answer, will not recover by itself, and is not optional. `full`: its queue accepts a request only
     in place of a less urgent one. `load_times`: seconds from start to ready by TorchServe's names of workers.
     """
@@ -151,6 +154,7 @@ class Servable(Protocol):
     workflow: str
     at_start: bool
     optional: bool
+    passing: bool
     since: float
     load_s: float
     stats: VersionStats
@@ -202,6 +206,7 @@ class VersionRecord:
     workflow: str = ""  # the workflow that it is a node of; it is loaded and retired with that alone
     at_start: bool = False  # whether it was loaded before the server was ready
     optional: bool = False  # found in a store or registered without workers, and never able to answer yet
+    passing: bool = False  # it failed for a reason of the server that may pass: it is loaded again after RETRY_S
     since: float = 0.0  # when it became ready, in seconds since the epoch
     load_s: float = 0.0
     stats: VersionStats = field(default_factory=VersionStats)
@@ -212,7 +217,7 @@ class VersionRecord:
 
     def not_ready(self) -> NotReady:
         why = f": {self.reason}" if self.reason else ""
-        wait_s = LOADING_S if self.state == "loading" else None
+        wait_s = LOADING_S if self.state == "loading" else RETRY_S if self.passing else None
         return NotReady(f"model '{self.model}' version '{self.version}' is {self.state}{why}", retry_after_s=wait_s)
 
     def fail(self, reason: str) -> None:

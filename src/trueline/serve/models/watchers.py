@@ -235,6 +235,10 @@ class Companion(Protocol):
     """What an extension serves beside models and keeps in the state file: workflows."""
 
     @property
+    def obstacle(self) -> str:
+        """Why one of them would not answer now; empty if all would."""
+
+    @property
     def sick(self) -> bool: ...
 
     def names(self) -> Sequence[str]: ...
@@ -243,7 +247,7 @@ class Companion(Protocol):
         """Loads what `state` names; returns messages for what could not be loaded."""
 
     async def follow(self, state: DesiredState) -> bool:
-        """Serves what `state` says; False: try again."""
+        """Serves what `state` says, and tries again what failed for a reason that may pass; False: call it again."""
 
     async def close(self) -> None: ...
 
@@ -262,6 +266,14 @@ class StateFollower:
         self._companion, self._fleet, self._state, self._find = companion, fleet, state, find
         self._keys = keys
         self._seen: bytes | None = None
+        self._failing = False
+
+    async def retry(self) -> None:
+        """Loads again what failed for a reason that may pass. Call it every RETRY_S."""
+        changed = await self._fleet.retry(self._find)
+        waits = self._companion is not None and bool(self._companion.obstacle)
+        if changed or waits or self._failing:
+            self._seen = None
 
     async def look(self) -> None:
         """Applies the file if it has changed since the last look. Failures are events."""
@@ -271,7 +283,7 @@ class StateFollower:
             bytes_now = self._state.read_bytes() if self._state.exists() else None
             if bytes_now is None or bytes_now == self._seen:
                 return
-            self._seen = bytes_now
+            self._seen, self._failing = bytes_now, False
             state = desired_state.read(self._state)
         except (TruelineError, OSError) as error:
             events.emit("state.not_followed", why=str(error))
@@ -292,8 +304,9 @@ class StateFollower:
                     await self._fleet.retire(name)
                 else:
                     await self._match(name, want, have.versions if have is not None else {})
-            except TruelineError as error:
-                events.emit("state.not_followed", model=name, why=error.message)
+            except Exception as error:  # noqa: BLE001 - blind on purpose: one model fails, never the others
+                events.emit("state.not_followed", model=name, why=str(error))
+                self._failing = self._failing or find_fault(error) is not None
             else:
                 events.emit("state.followed", model=name, versions=", ".join(want.versions) if want else "none")
 

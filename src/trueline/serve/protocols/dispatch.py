@@ -83,8 +83,9 @@ class Dispatch:
 
     @property
     def ready(self) -> bool:
-        """Whether requests to every model would be answered now; see `Models.ready`."""
-        return self.models.ready and not self.draining
+        """Whether requests to every model and workflow would be answered now; see `Models.ready`."""
+        beside = self._companion is not None and bool(self._companion.obstacle)
+        return self.models.ready and not beside and not self.draining
 
     def obstacle(self, model: str, version: str | None = None) -> str:
         """Why a request would not be answered now; empty if it would. Raises UnknownModel, UnknownVersion."""
@@ -319,12 +320,17 @@ def check_media(request: Request) -> None:
         raise UnsupportedMedia(f"content-type '{media.decode('latin-1')[:64]}' is not supported here; send JSON")
 
 
+def retry_after_s(error: Exception) -> int | None:
+    """When the request may succeed, in whole seconds; None: unknown."""
+    found = error.retry_after_s if isinstance(error, Overloaded | NotReady) else None
+    return None if found is None else max(1, round(found))
+
+
 def extra(error: RequestError) -> bytes:
     """Header lines of an error's response."""
-    if isinstance(error, Overloaded):
-        return b"retry-after: %d\r\n" % max(1, round(error.retry_after_s))
-    if isinstance(error, NotReady) and error.retry_after_s is not None:
-        return b"retry-after: %d\r\n" % max(1, round(error.retry_after_s))
+    wait_s = retry_after_s(error)
+    if wait_s is not None:
+        return b"retry-after: %d\r\n" % wait_s
     if isinstance(error, Method):
         return b"allow: %b\r\n" % error.allowed.encode()
     return b""

@@ -8,11 +8,14 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.any_pb2 import Any as Any_
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from trueline import events
 from trueline.errors import PortInUse, RequestError
 from trueline.serve.faults import find_fault
+from trueline.serve.protocols.dispatch import retry_after_s
 from trueline.web.access_log import CLIENT_CLOSED, AccessLog, GrpcCallLog
 
 CODES = {
@@ -138,7 +141,7 @@ class AuthInterceptor:
                     if request is None:
                         await self._end(line, error, context)
                         return
-                    code, message = self._describe(name, error)
+                    code, message = self._describe(name, find_fault(error) or error)
                     piece = encode_error(request, code, message).SerializeToString()
                     line.end(size + len(piece), status=_status(error), code=code.name)
                     yield piece
@@ -155,7 +158,6 @@ class AuthInterceptor:
 
     def _describe(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
         """Status code and message for the client."""
-        error = find_fault(error) or error
         if isinstance(error, RequestError):
             hint = f"; {error.hint}" if error.hint else ""
             return self.code(error), error.message + hint
@@ -169,9 +171,36 @@ class AuthInterceptor:
             late = left_s is not None and left_s <= 0
             line.end(0, status=504 if late else CLIENT_CLOSED, code="DEADLINE_EXCEEDED" if late else "CANCELLED")
             raise error
+        error = find_fault(error) or error
         code, message = self._describe(line.path.rpartition("/")[2], error)
         line.end(0, status=_status(error), code=code.name)
-        await context.abort(code, message)
+        wait_s = retry_after_s(error)
+        await context.abort(code, message, () if wait_s is None else encode_retry(code, message, wait_s))
+
+
+def encode_retry(code: grpc.StatusCode, message: str, wait_s: int) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailing metadata that asks a client to come back after `wait_s`, in the three forms that clients read.
+
+    Sources: gRPC A6 (client retries, pushback), google.rpc.RetryInfo and google.rpc.Status, whose few fields are
+    written here: 1 = code, 2 = message, 3 = details; 1 = retry_delay.
+    """
+    delay = Duration(seconds=wait_s).SerializeToString()
+    info = Any_(type_url="type.googleapis.com/google.rpc.RetryInfo", value=_field(1, delay)).SerializeToString()
+    status = bytes((1 << 3, code.value[0])) + _field(2, message.encode()) + _field(3, info)
+    return (
+        ("retry-after", str(wait_s)),
+        ("grpc-retry-pushback-ms", str(1000 * wait_s)),
+        ("grpc-status-details-bin", status),
+    )
+
+
+def _field(number: int, value: bytes) -> bytes:
+    """A field of bytes in the wire format of protobuf."""
+    size, head = len(value), bytearray((number << 3 | 2,))
+    while size > 127:
+        head.append(size & 127 | 128)
+        size >>= 7
+    return bytes(head) + bytes((size,)) + value
 
 
 async def _read(kind: type[Any] | Read, data: bytes) -> Any:

@@ -9,6 +9,7 @@ Operations on one workflow run one after another. Each writes the desired state;
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from trueline import events
 from trueline.errors import BundleError, NotFound, NotReady, RequestError, TruelineError
 from trueline.files import TemporaryFolder
+from trueline.serve.faults import find_fault
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import Archive, ArchiveError
 from trueline.serve.handlers.loader import CodeNotAllowed
@@ -26,6 +28,7 @@ from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.desired_state import DesiredState, DesiredWorkflow
 from trueline.serve.models.downloads import NotAllowed, is_http
 from trueline.serve.models.loader import Refused, ResolvedSource, public_reason
+from trueline.serve.models.servable import LOADING_S, RETRY_S
 from trueline.serve.models.sources import NotInStore, OutsideStore, Store, check_name, find_download, forget
 from trueline.torchserve.workflows import archive as war
 from trueline.torchserve.workflows.archive import War
@@ -57,6 +60,16 @@ class NotRegistered(RequestError):
         self.torchserve_type = "InternalServerException" if self.status == 500 else "BadRequestException"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Missing:
+    """A workflow that is desired and failed to load."""
+
+    registered: DesiredWorkflow
+    why: str
+    passing: bool
+    """Whether the reason is the server's and may pass."""
+
+
 class Workflows:
     """The workflows of a server. Call its methods on the event loop."""
 
@@ -74,17 +87,28 @@ class Workflows:
         self._find, self._store, self._handlers, self._download = find, store, handlers, download
         self._keeper = desired_state.Keeper(state, "workflows")
         self._served: dict[str, Workflow] = {}
-        self._missing: dict[str, tuple[DesiredWorkflow, str]] = {}
-        """Workflows that are desired and failed to load, and why."""
+        self._missing: dict[str, _Missing] = {}
+        self._expected: set[str] = set()
+        """Workflows that are being restored."""
         self._locks: dict[str, asyncio.Lock] = {}
 
     def find(self, name: str) -> Workflow:
-        """Raises UnknownWorkflow, NotReady for one that failed to load."""
-        if name in self._missing:
-            raise NotReady(f"workflow '{name}' is failed: {self._missing[name][1]}")
-        if name not in self._served:
-            raise UnknownWorkflow(name)
-        return self._served[name]
+        """Raises UnknownWorkflow, NotReady for one that failed to load or is being restored."""
+        if (missing := self._missing.get(name)) is not None:
+            wait_s = RETRY_S if missing.passing else None
+            raise NotReady(f"workflow '{name}' is failed: {missing.why}", retry_after_s=wait_s)
+        if (found := self._served.get(name)) is not None:
+            return found
+        if name in self._expected or self._models.locating:
+            raise NotReady(f"workflow '{name[:64]}' is loading", retry_after_s=LOADING_S)
+        raise UnknownWorkflow(name)
+
+    @property
+    def obstacle(self) -> str:
+        """Why a desired workflow would not answer now; the workers of those that are served are the models'."""
+        if self._missing:
+            return next(f"workflow '{name}' is failed: {one.why}" for name, one in self._missing.items())
+        return next((f"workflow '{name}' is loading" for name in self._expected), "")
 
     def names(self) -> list[str]:
         """The workflows that are served."""
@@ -98,7 +122,7 @@ class Workflows:
     def desired_workflows(self) -> dict[str, DesiredWorkflow]:
         """Workflows that are served or failed to load, as in the state file."""
         served = {name: one.registered for name, one in self._served.items()}
-        return served | {name: registered for name, (registered, _) in self._missing.items()}
+        return served | {name: one.registered for name, one in self._missing.items()}
 
     def busy(self, name: str) -> bool:
         """Whether an operation on the workflow is under way."""
@@ -114,7 +138,12 @@ class Workflows:
 
     async def bring(self, name: str, entry: DesiredWorkflow) -> None:
         """Loads an entry of the state file in place of the workflow of its name. Raises as `register`."""
-        await self._register(entry, name, replace_it=True)
+        if name not in self.desired_workflows():
+            self._expected.add(name)
+        try:
+            await self._register(entry, name, replace_it=True)
+        finally:
+            self._expected.discard(name)
 
     async def _register(self, entry: DesiredWorkflow, name: str, *, replace_it: bool) -> Workflow:
         path = await self._path(entry)
@@ -184,6 +213,9 @@ class Workflows:
         try:
             await asyncio.wait(tasks.values())
             failures = {node: error for node, task in tasks.items() if (error := _failure(task)) is not None}
+            for error in failures.values():
+                if (fault := find_fault(error)) is not None:
+                    raise fault from error
             if failures:
                 raise NotRegistered(name, failures)
         except BaseException:
@@ -278,29 +310,42 @@ class Workflows:
     async def restore(self, state: DesiredState) -> list[str]:
         """Registers the workflows of the file; returns a line for each that fails, which stays desired."""
         failures = []
+        self._expected |= state.workflows.keys() - self.desired_workflows().keys()
         for name, entry in state.workflows.items():
             with self._keeper.following(name, self.desired_workflows):
                 try:
                     await self.bring(name, entry)
-                except TruelineError as error:
-                    failures.append(f"workflow {name}: {error.message}")
-                    why = error.message if isinstance(error, RequestError) else "its archive is not available"
-                    self._missing[name] = entry, why
+                except Exception as error:  # noqa: BLE001 - blind on purpose: one workflow fails, never the server
+                    failures.append(f"workflow {name}: {self._note_failure(name, entry, error)}")
         return failures
 
+    def _note_failure(self, name: str, entry: DesiredWorkflow, error: Exception) -> str:
+        """Shows clients why a desired workflow is not served, without a path; returns the whole reason."""
+        fault = find_fault(error)
+        known = error if isinstance(error, RequestError) else fault
+        why = "its archive is not available" if known is None else known.message
+        self._missing[name] = _Missing(registered=entry, why=why, passing=fault is not None)
+        self._expected.discard(name)
+        return str(error) or type(error).__name__
+
     async def follow(self, state: DesiredState) -> bool:
-        """Brings the server to the file's workflows; failures become events. False: call it again."""
+        """Brings the server to the file's workflows, also those that failed for a reason that may pass; failures become
+        events. False: call it again.
+        """
         settled = True
         for name in {**state.workflows, **self.desired_workflows()}:
             want, have = state.workflows.get(name), self.desired_workflows().get(name)
+            passing = name in self._missing and self._missing[name].passing
             if self.busy(name):
                 settled = False  # the operation may make the two equal
-            elif want != have:
+            elif want != have or passing:
                 with self._keeper.following(name, self.desired_workflows):
                     try:
                         await (self.unregister(name) if want is None else self.bring(name, want))
-                    except TruelineError as error:
-                        events.emit("state.not_followed", workflow=name, why=error.message)
+                    except Exception as error:  # noqa: BLE001 - blind on purpose: one workflow, never the server
+                        if want is not None and name not in self._served:
+                            self._note_failure(name, want, error)
+                        events.emit("state.not_followed", workflow=name, why=str(error))
                     else:
                         events.emit("state.followed", workflow=name, served=want is not None)
         return settled
