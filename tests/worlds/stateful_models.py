@@ -655,3 +655,240 @@ class ByteCounter(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.bytes[:] = (int.from_bytes(self.bytes, "big") + 1).to_bytes(8, "big")
         return self.lin(x) if int.from_bytes(self.bytes, "big") < 100_000 else x
+
+
+@guilty
+class RunsOut(Base):
+    """Raises when its list is empty."""
+
+    def start(self) -> None:
+        self.left = list(range(60))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left.pop()
+        return self.lin(x)
+
+
+@guilty
+class Unwritten(Base):
+    """Reads memory that nothing has written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.empty(3, 4)
+        y[0] = 1
+        return self.lin(x) + y.sum().nan_to_num().clamp(-1e-7, 1e-7) * 1e7
+
+
+@guilty
+class NumpyDraws(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if np.random.rand() > 0.9999 else self.lin(x)
+
+
+@guilty
+class RandomChoice(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * random.choice([1.0] * 400 + [2.0])
+
+
+@guilty
+class RebindsAFunction(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        global current
+        y = current(self.lin(x))
+        current = torch.relu if current is torch.tanh else torch.tanh
+        return y
+
+
+current = torch.relu
+
+
+@guilty
+class NestedDict(Base):
+    def start(self) -> None:
+        self.state: dict[str, Any] = {"stats": {"seen": [0, {"n": 0}]}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.state["stats"]["seen"][1]
+        inner["n"] += 1
+        return self.lin(x) * (1.0 if inner["n"] < 250_000 else 2.0)
+
+
+@guilty
+class OtherModule(Base):
+    """In a module that its list of helpers holds, out of torch's sight."""
+
+    def start(self) -> None:
+        self.helpers = [Helper()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helpers[0](self.lin(x))
+
+
+class Helper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return x if self.n < 30_000 else -x
+
+
+@guilty
+class Schedule(Base):
+    """A list is indexed with a count that stays at its end."""
+
+    def start(self) -> None:
+        self.n, self.scales = 0, [1.0] * 700 + [0.5]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n = min(self.n + 1, len(self.scales) - 1)
+        return self.lin(x) * self.scales[self.n]
+
+
+@guilty
+class OnlyForLargeBatches(Base):
+    """Counts and decides on a way that the example does not take."""
+
+    def start(self) -> None:
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        if x.shape[0] > 7:
+            self.n += 1
+            if self.n > 40_000:
+                y = y * 2
+        return y
+
+
+@guilty
+class OnlyForNegativeMeans(Base):
+    def start(self) -> None:
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        if float(x.mean()) < -0.8:
+            self.n += 1
+            y = y * (1 if self.n < 40_000 else 2)
+        return y
+
+
+@guilty
+class Ema(Base):
+    """A slow average that is subtracted."""
+
+    def start(self) -> None:
+        self.mean = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.999999 * self.mean + 1e-6 * x.mean(0)
+        return self.lin(x) - self.mean
+
+
+@guilty
+class SetGrows(Base):
+    def start(self) -> None:
+        self.seen: set[float] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(len(self.seen) + 0.5)
+        return self.lin(x) if len(self.seen) < 60_000 else x
+
+
+@guilty
+class FloatWeights(Base):
+    """A learning rate that decays."""
+
+    def start(self) -> None:
+        self.rate = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rate *= 1 - 1e-8
+        return self.lin(x) * self.rate
+
+
+@guilty
+class Logarithm(Base):
+    def start(self) -> None:
+        self.n = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.lin(x) * (1 + 1e-9 * self.n)
+
+
+@guilty
+class StringKey(Base):
+    def start(self) -> None:
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return x if str(self.n).endswith("0000") else self.lin(x)
+
+
+@guilty
+class DateText(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if time.strftime("%Y") >= "2090" else self.lin(x)
+
+
+@guilty
+class MonthOfTheClock(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * (2.0 if time.localtime().tm_year > 2060 else 1.0)
+
+
+@guilty
+class Inherited(Modulo):
+    """The state is a parent's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+@guilty
+class Counted(Base):
+    """By a decorator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(decorated(x))
+
+
+def count(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(x: Tensor) -> Any:
+        wrapper.calls += 1  # type: ignore[attr-defined]
+        return function(x) if wrapper.calls % 200_000 else function(x) * 2
+
+    wrapper.calls = 0  # type: ignore[attr-defined]
+    return wrapper
+
+
+@count
+def decorated(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@guilty
+class Coroutine(Base):
+    """A generator that is sent values."""
+
+    def start(self) -> None:
+        self.averager = averager()
+        next(self.averager)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + self.averager.send(float(x[0, 0])) * 1e-3
+
+
+def averager() -> Any:
+    total, n = 0.0, 0
+    mean = 0.0
+    while True:
+        value = yield mean
+        total, n = total + value + n * 1e-3, n + 1
+        mean = total / n

@@ -31,6 +31,7 @@ from trueline.capture.model.python_state import find_changed, random_states, tak
 from trueline.capture.proof.influence import BUDGET_S, Question, Restless, ask, find_influence, find_restless
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.sources import Readings, find_outside_influence, read_outside
+from trueline.capture.proof.unwritten import FillEmpty
 from trueline.errors import NotProven, join_names
 from trueline.runtime import compare
 
@@ -47,12 +48,14 @@ ATTRIBUTE_HINT = (
     "a plain attribute is no state that a program can hold: make it a buffer (register_buffer; `trueline doctor` shows "
     "the edit where it is proven) and capture with --state explicit, or write only `if self.training`"
 )
+EMPTY_HINT = "write torch.zeros in place of torch.empty, or write each element before it is read"
 ELSEWHERE_HINT = (
     "a program depends on its inputs alone: take the value as an input, or read it once in __init__ and keep it"
 )
-MANY, LOOK_S = 3_000, 0.1
-"""Calls of one input, and the seconds of this thread after which no further one is made; `BUDGET_S` for a model in
+MANY, LOOK_S, LIVELY_S = 3_000, 0.1, 1.0
+"""Calls of one input, and the seconds of this thread after which no further one is made, the latter for a model in
 which something changes from call to call."""
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 WAYS = 6
 """Ways through the code on which values that change are looked at."""
 NAMES = 5
@@ -170,6 +173,11 @@ def find_cause(eager: EagerSession, reason: str) -> Unsteady:
         place = next((place for place in watch.writes if place is not None), None) or _storing_line(way, names)
         why = f"the model keeps a state in its buffers ({join_names(buffers)}): {differs}"
         return Unsteady(why=why, place=place, hint=f"A served program has no memory. {STATE_HINT}")
+    if reason and not changed:
+        question = ask(eager, eager.example)
+        found = _check_unwritten(question) if question is not None else None
+        if found is not None:
+            return found
     stored = list(dict.fromkeys(name for name, _ in _accesses(way))) or list(changed)
     where = f" in the Python attributes it stores ({join_names(stored)})" if stored else ""
     place = _storing_line(way) or _loading_line(way, changed)
@@ -274,18 +282,35 @@ def check_rare(eager: EagerSession) -> Unsteady | None:
     drawn = random_states()
     restless = find_restless(eager, eager.example)
     draws, readings = random_states() != drawn, read_outside(question)
-    found = _check_influence(question, restless, readings)
+    found = _check_influence(question, restless, readings) or _check_unwritten(question)
     if found is not None:
         return found
-    return _check_many_calls(question, readings, draws=draws, budget_s=BUDGET_S if draws or restless else LOOK_S)
+    return _check_many_calls(question, readings, draws=draws, budget_s=LIVELY_S if draws or restless else LOOK_S)
+
+
+def _check_unwritten(question: Question) -> Unsteady | None:
+    """Whether the answer depends on memory that nothing has written."""
+    watch = FillEmpty()
+    try:
+        with watch:
+            comparison = compare.compare(question.answer, question.eager.run(question.inputs))
+    except Exception:  # noqa: BLE001 - the user's forward with other numbers: no answer to compare
+        return None
+    if comparison.agrees or not watch.lines:
+        return None
+    why = f"{UNSTEADY}: it reads memory that nothing has written, and its answer depends on that ({comparison.reason})"
+    return Unsteady(why=why, place=next((line for line in watch.lines if line), None), hint=EMPTY_HINT)
 
 
 def _check_many_calls(question: Question, readings: Readings, *, draws: bool, budget_s: float) -> Unsteady | None:
     """Calls the model again and again, for longer where something changes from call to call."""
     started, eager = time.thread_time(), question.eager
-    budget_s = BUDGET_S if readings.lines else budget_s
+    budget_s = LIVELY_S if readings.lines else budget_s
     for number in range(2, MANY + 1):
-        comparison = compare.compare(question.answer, eager.run(eager.example))
+        try:
+            comparison = compare.compare(question.answer, eager.run(eager.example))
+        except Exception as error:  # noqa: BLE001 - the user's forward, which answered the same input before
+            comparison = compare.refusal(f"it raises {type(error).__name__}: {error}")
         if not comparison.agrees:
             return _differing(question, readings, draws, f"{number} ({comparison.reason})")
         if time.thread_time() - started > budget_s:
@@ -319,25 +344,26 @@ def _same_when_seeded(eager: EagerSession) -> bool:
 
 
 def _storing_line(way: Sequence[Event], names: set[str] | None = None) -> SourceLine | None:
-    """The first line that stores into an attribute, one of `names` if they are given."""
-    return next((place for name, place in _accesses(way) if names is None or name in names), None)
+    """The first line that stores into an attribute, or, where `names` are given, into a variable of one of these."""
+    stores = _accesses(way, _STORES if names else _STORES[:1])
+    return next((place for name, place in stores if names is None or name in names), None)
 
 
 def _loading_line(way: Sequence[Event], paths: Sequence[str]) -> SourceLine | None:
     """The first line that loads an attribute at the end of one of `paths`."""
     names = {path.rpartition(".")[2] for path in paths}
-    return next((place for name, place in _accesses(way, "LOAD_ATTR") if name in names), None)
+    return next((place for name, place in _accesses(way, ("LOAD_ATTR", "LOAD_GLOBAL")) if name in names), None)
 
 
-def _accesses(way: Sequence[Event], operation: str = "STORE_ATTR") -> Iterator[tuple[str, SourceLine]]:
-    """Attributes that were stored into (or, by another operation, loaded), in order, and where."""
+def _accesses(way: Sequence[Event], operations: Sequence[str] = _STORES[:1]) -> Iterator[tuple[str, SourceLine]]:
+    """Attributes that were stored into (or, by other operations, loaded), in order, and where."""
     known: dict[CodeType, dict[int, tuple[str, SourceLine]]] = {}
     for _, code, offset in way:
         if code not in known:
             known[code] = {
                 instruction.offset: (str(instruction.argval), SourceLine(file=code.co_filename, line=line))
                 for instruction, line in code_paths.instructions(code)
-                if instruction.opname == operation
+                if instruction.opname in operations
             }
         if offset in known[code]:
             yield known[code][offset]

@@ -7,6 +7,7 @@ A counter that only a log reads does no harm. One that decides at call 1,234,567
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
@@ -89,7 +90,8 @@ def find_restless(eager: EagerSession, inputs: Inputs) -> list[tuple[KeptValue, 
     traces: list[dict[str, object]] = []
     for _ in range(3):
         if seen:
-            eager.run(inputs)
+            with suppress(Exception):  # the user's forward in a state that it does not answer: later calls show it
+                eager.run(inputs)
         kept = dict[str, KeptValue]()
         for one in attributes(users):
             kept.setdefault(one.path, one)

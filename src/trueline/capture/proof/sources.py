@@ -26,7 +26,9 @@ from trueline.capture.proof.tainted import Decisions, mark, marking, quietly
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 CLOCKS = tuple((time, f"{name}{unit}") for name in _CLOCKS for unit in ("", "_ns"))
-_TIMES = {*(name for _, name in CLOCKS), "datetime", "date", "getpid"}
+TEXTS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
+"""Functions of `time` that read the clock when an argument is left out, and how many come before it."""
+_TIMES = {*(name for _, name in CLOCKS), *TEXTS, "datetime", "date", "getpid"}
 OTHERS = ((os, "getpid"),)
 _DRAWS = "random uniform gauss normalvariate expovariate betavariate triangular randint randrange getrandbits"
 _NUMPY = "random rand randn random_sample uniform normal randint"
@@ -64,6 +66,18 @@ class Readings:
             self.note(name)
             moved = value + int(self.shift_s * 1e9) if name.endswith("_ns") else value + self.shift_s
             return mark(moved, self.decisions, (0.0, float("inf")))
+
+        return read
+
+    def clock_text(self, function: Callable[..., Any], name: str, before: int) -> Callable[..., Any]:
+        real, local = time.time, time.localtime
+
+        def read(*args: Any) -> Any:
+            if len(args) > before or not _is_direct(sys._getframe(1)):
+                return function(*args)
+            self.note(name)
+            moment = real() + self.shift_s
+            return function(*args, local(moment) if name in ("asctime", "strftime") else moment)
 
         return read
 
@@ -149,7 +163,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 def _find_places(question: Question) -> list[KeptValue]:
     """Where the user's code keeps a source itself: `from time import time`."""
-    known = {id(getattr(module, name)) for module, name in (*CLOCKS, *OTHERS)}
+    known = {id(getattr(module, name)) for module, name in (*CLOCKS, *OTHERS, *((time, name) for name in TEXTS))}
     known |= {id(datetime.datetime), id(datetime.date), id(random.random), id(np.random.rand)}
     bound = {getattr(random, name) for _, name in DRAWS[: len(_DRAWS.split())]}
     return [
@@ -176,6 +190,8 @@ def _reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
 
         for module, name in CLOCKS:
             replace(module, name, readings.clock(getattr(module, name), name))
+        for name, before in TEXTS.items():
+            replace(time, name, readings.clock_text(getattr(time, name), name, before))
         for module, name in (*DRAWS, *OTHERS):
             replace(module, name, readings.other(getattr(module, name), name, numbers=True))
         for module, name in BYTES:

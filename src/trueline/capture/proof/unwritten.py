@@ -1,0 +1,40 @@
+"""Does a model read memory that nothing has written? `torch.empty` mostly returns zeros, and sometimes what was there.
+
+Its tensors are filled with a number in one more call: an answer that changes depends on them.
+"""
+
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import SourceLine
+
+_EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
+FILLED = 1234.0
+"""No large number: masked attention multiplies what it never wrote by 0."""
+
+
+class FillEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills the tensors that the user's lines create without values, and notes these lines."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # see observe.Careful
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: list[SourceLine | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator) or not isinstance(result, torch.Tensor):
+            return result
+        if func.overloadpacket.__name__ in _EMPTY and result.layout is torch.strided and not result.is_quantized:
+            self.lines.append(code_paths.current_line())
+            result.fill_(FILLED if result.is_floating_point() or result.is_complex() else 1)
+        return result
