@@ -192,12 +192,18 @@ def _require(rungs: Sequence[Rung], *, every: bool, name: str) -> None:
     )
 
 
+_BRANCHES = ("goes another way", "data-dependent", "DataDependent", "a number is taken out")
+"""Words of a refusal that a branch on values is the cause of."""
+
+
 def _advice(first: Attempt, proven: Sequence[Format]) -> str:
     if first.hint:
         return first.hint
-    if first.line:
+    if any(word in f"{first.line} {first.why}" for word in _BRANCHES):
         return (
             "a program follows one way only: make that line go one way, choosing with torch.where, or write it as "
             "torch.cond"
         )
+    if first.line and not proven:
+        return "`trueline doctor` looks for a rewrite of that line; --any takes any format that can be proven"
     return f"these formats are proven, ask for them alone: {join_names(proven)}" if proven else ""

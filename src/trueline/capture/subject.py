@@ -14,7 +14,7 @@ from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import as_arguments, register_dataclasses
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.attempt import State
-from trueline.capture.proof.observe import Observation, observe
+from trueline.capture.proof.observe import Observation, observe, watch_again
 from trueline.capture.proof.probes import Probe
 from trueline.checkpoint.checkpoint import load_model
 from trueline.data.source import Source
@@ -46,7 +46,9 @@ class Subject:
 
     def observe(self, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
         """Runs the model once on each probe; all later steps compare with these answers."""
-        return observe(self.eager, probes, num_draws=num_draws)
+        observations = observe(self.eager, probes, num_draws=num_draws)
+        kept = not num_draws and self.eager.recall.find_changed()
+        return watch_again(self.eager, observations) if kept else observations
 
 
 def prepare(

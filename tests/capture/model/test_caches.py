@@ -78,7 +78,7 @@ def test_past_and_new_tokens_end_together_where_the_positions_end(tmp_path: Path
         for new in (1, 20, 63):
             assert session.run(inputs(new, 64 - new))["output_0"].shape == (1, new, 8)
         for new in (2, 20, 62):
-            with pytest.raises(RequestError, match=r"new \+ past <= 64"):
+            with pytest.raises(RequestError, match=r"new \+ past is at most 64"):
                 session.run(inputs(new, 65 - new))
 
 

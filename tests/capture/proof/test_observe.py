@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
 from trueline.bundle.values import Values
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import narrowing, prove
-from trueline.capture.proof.observe import Careful, observe
+from trueline.capture.proof.observe import Careful, find_parting, observe, watch_again
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.value_probes import make_value_probes
 from trueline.errors import RequestError
@@ -113,3 +113,24 @@ def test_capturing_a_model_of_linear_algebra_goes_through(tmp_path: Path) -> Non
     with pytest.raises(RequestError, match=r"input 'x' has nan at \[0, 1\], proven only for values that are from -1.8"):
         open_program(bundle).run({"x": np.array([[1, np.nan, 2]], np.float32)})
     assert np.isfinite(bundle.golden()[0].outputs["output"]).all()
+
+
+class Tables(nn.Module):
+    """A table for each number of records, made when it first comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = int(x.shape[0])
+        if rows not in self.tables:
+            self.tables[rows] = torch.arange(rows, dtype=x.dtype)[:, None]
+        return x + self.tables[rows]
+
+
+def test_the_line_that_fills_a_cache_is_not_named_as_one_at_which_ways_part() -> None:
+    eager = EagerSession(Tables().eval(), torch.randn(3, 4))
+    seen = observe(eager, make_probes(eager.example, signature=eager.calling.presumed))
+    assert find_parting(seen) is not None
+    assert find_parting(watch_again(eager, seen)) is None

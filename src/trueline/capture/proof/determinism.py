@@ -28,10 +28,10 @@ from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import find_changed, random_states, take_snapshot
-from trueline.capture.proof.influence import BUDGET_S, Question, Restless, ask, find_influence, find_restless
 from trueline.capture.proof.observe import Observation
-from trueline.capture.proof.sources import Readings, find_outside_influence, read_outside
-from trueline.capture.proof.unwritten import FillEmpty
+from trueline.capture.proof.state.influence import BUDGET_S, Question, Restless, ask, find_influence, find_restless
+from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
+from trueline.capture.proof.state.unwritten import FillEmpty
 from trueline.errors import NotProven, join_names
 from trueline.runtime import compare
 

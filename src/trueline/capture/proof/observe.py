@@ -53,6 +53,8 @@ class Observation:
     """Whether the model was stopped before an operator that would end the process, or never return, on these values."""
     bounds: Mapping[str, Bound] | None = None
     """How far a program's float outputs may be off."""
+    warm: Sequence[Event] | None = None
+    """The way of a second call, in which caches are filled; None where it was not watched."""
     judged: bool = False
     """Whether the model answered in float64; else the bounds are of the scale of each column alone."""
 
@@ -74,6 +76,17 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
                 one = replace(one, draws=draws.sample(eager, probe.inputs, num_draws))
         seen.append(one)
     return tuple(seen) if num_draws else with_bounds(eager, seen)
+
+
+def watch_again(eager: Session, seen: Sequence[Observation]) -> tuple[Observation, ...]:
+    """`seen` with the ways of second calls, as long as BUDGET_S lasts: where a table is made for a size, the first way
+    parts from later ones, and no program follows it."""
+    started, again = time.thread_time(), []
+    for one in seen:
+        if one.outputs is not None and time.thread_time() - started < BUDGET_S:
+            one = replace(one, warm=observe_one(eager, one.probe).way)
+        again.append(one)
+    return tuple(again)
 
 
 def with_bounds(eager: Session, seen: Sequence[Observation], arbiter: Arbiter | None = None) -> tuple[Observation, ...]:
@@ -182,7 +195,7 @@ def find_parting(observations: Sequence[Observation], disagreeing: str = "") -> 
         for other in ranked:
             if other.outputs is None:
                 continue  # an exception cut its way short
-            place = code_paths.divergence(other.way, suspect.way)
+            place = code_paths.divergence(other.warm or other.way, suspect.warm or suspect.way)
             if place is not None:
                 return place, other.probe.name, suspect.probe.name
     return None

@@ -21,8 +21,8 @@ from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.python_state import Memento
 from trueline.capture.model.reach import KeptValue, attributes
-from trueline.capture.proof.influence import DECISIONS, Influence, Question
-from trueline.capture.proof.tainted import Decisions, mark, marking, quietly
+from trueline.capture.proof.state.influence import DECISIONS, Influence, Question
+from trueline.capture.proof.state.tainted import Decisions, mark, marking, quietly
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 CLOCKS = tuple((time, f"{name}{unit}") for name in _CLOCKS for unit in ("", "_ns"))

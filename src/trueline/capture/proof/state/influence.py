@@ -21,7 +21,7 @@ from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import Memento, state_of, trace
 from trueline.capture.model.reach import KeptValue, attributes, is_iterator
-from trueline.capture.proof.tainted import Decisions, TaintedDraws, TaintedIterator, TaintWatch, mark, quietly
+from trueline.capture.proof.state.tainted import Decisions, TaintedDraws, TaintedIterator, TaintWatch, mark, quietly
 from trueline.runtime import compare
 
 COUNTS = (9, 10, 99, 100, 999, 1000, 9999, 10_000, 1_000_000)

@@ -1,0 +1,1 @@
+"""What a model keeps or reads beside its inputs, and whether that changes its answers."""
