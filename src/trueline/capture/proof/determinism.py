@@ -31,7 +31,7 @@ from trueline.capture.model.python_state import find_changed, random_states, tak
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.state.influence import BUDGET_S, Question, Restless, ask, find_influence, find_restless
 from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
-from trueline.capture.proof.state.unwritten import FillEmpty
+from trueline.capture.proof.state.unwritten import FILLED, FillEmpty
 from trueline.errors import NotProven, join_names
 from trueline.runtime import compare
 
@@ -290,13 +290,18 @@ def check_rare(eager: EagerSession) -> Unsteady | None:
 
 def _check_unwritten(question: Question) -> Unsteady | None:
     """Whether the answer depends on memory that nothing has written."""
-    watch = FillEmpty()
-    try:
-        with watch:
-            comparison = compare.compare(question.answer, question.eager.run(question.inputs))
-    except Exception:  # noqa: BLE001 - the user's forward with other numbers: no answer to compare
-        return None
-    if comparison.agrees or not watch.lines:
+    answers = []
+    for value in FILLED:
+        watch = FillEmpty(value)
+        try:
+            with watch:
+                answers.append(question.eager.run(question.inputs))
+        except Exception:  # noqa: BLE001 - the user's forward with other numbers: no answer to compare
+            return None
+        if not watch.lines:
+            return None
+    comparison = compare.compare(*answers)
+    if comparison.agrees:
         return None
     why = f"{UNSTEADY}: it reads memory that nothing has written, and its answer depends on that ({comparison.reason})"
     return Unsteady(why=why, place=next((line for line in watch.lines if line), None), hint=EMPTY_HINT)

@@ -1,6 +1,6 @@
 """Does a model read memory that nothing has written? `torch.empty` mostly returns zeros, and sometimes what was there.
 
-Its tensors are filled with a number in one more call: an answer that changes depends on them.
+Its tensors are filled with two numbers in two more calls: an answer that differs depends on them.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
 
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
-FILLED = 1234.0
-"""No large number: masked attention multiplies what it never wrote by 0."""
+FILLED = (1234.0, -77.0)
+"""Two fillings. No large numbers: masked attention multiplies what it never wrote by 0."""
 
 
 class FillEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -26,8 +26,9 @@ class FillEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         return True  # see observe.Careful
 
-    def __init__(self) -> None:
+    def __init__(self, value: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._value = value
         self.lines: list[SourceLine | None] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,5 +37,6 @@ class FillEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         if func.overloadpacket.__name__ in _EMPTY and result.layout is torch.strided and not result.is_quantized:
             self.lines.append(code_paths.current_line())
-            result.fill_(FILLED if result.is_floating_point() or result.is_complex() else 1)
+            fraction = result.is_floating_point() or result.is_complex()
+            result.fill_(self._value if fraction else int(self._value > 0))
         return result
