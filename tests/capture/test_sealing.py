@@ -20,6 +20,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.attempt import Attempt
 from trueline.capture.rung import Rung
 from trueline.capture.subject import Subject
+from trueline.errors import CaptureError
 from trueline.recipe.contract import Recipe
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "torchscript": "model.ts"}
@@ -39,7 +40,11 @@ RECIPE = Recipe(name="small", digest="d" * 64, path=None, model=never, loss=neve
 
 @pytest.fixture
 def subject() -> Subject:
-    module = Masked().eval()
+    return _subject(Masked())
+
+
+def _subject(module: nn.Module) -> Subject:
+    module = module.eval()
     x = {"x": torch.randn(3, 4), "mask": torch.ones(3, 4, dtype=torch.int64)}
     eager = EagerSession(module, x, dynamic_shapes={"x": {1: "length"}, "mask": {1: "length"}})
     return Subject(module=module, eager=eager, data={})
@@ -131,6 +136,27 @@ def test_golden_examples_are_the_models_answers_at_several_batches_and_at_the_sm
     assert [golden.inputs["x"].shape for golden in found.golden()] == [(1, 4), (2, 4), (5, 4), (3, 2)]
     for golden in found.golden():
         np.testing.assert_array_equal(golden.outputs["output"], golden.inputs["x"] * golden.inputs["mask"])
+
+
+class Together(nn.Module):
+    """Refuses a short length of several records."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] < 3 and x.shape[0] > 1:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        return x * mask
+
+
+def test_a_golden_example_that_the_model_cannot_answer_is_left_out(tmp_path: Path, claim: Signature) -> None:
+    found = sealed(tmp_path, _subject(Together()), rung(tmp_path, "onnx", claim))
+    assert [golden.case for golden in found.golden()] == ["batch-1", "batch-2", "batch-5"]
+
+
+def test_without_a_golden_example_nothing_is_sealed(tmp_path: Path, claim: Signature) -> None:
+    narrow = msgspec.structs.replace(claim, dims={**claim.dims, "batch": Dim(min=60, max=64)})
+    with pytest.raises(CaptureError, match="no example can be kept in the bundle"):
+        sealed(tmp_path, _subject(Masked()), rung(tmp_path, "onnx", narrow))
+    assert not (tmp_path / "b").exists()
 
 
 def test_no_golden_example_lies_outside_of_what_was_proven(tmp_path: Path, subject: Subject, claim: Signature) -> None:

@@ -1,6 +1,6 @@
 """From proven rungs to a bundle: golden records, lineage, and the choice of the program to serve."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import msgspec
 from trueline import events
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
+from trueline.bundle.signature import Array
 from trueline.capture.claims import prove_padding
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof import fast_path
@@ -18,6 +19,7 @@ from trueline.capture.proof.prove import versions
 from trueline.capture.rung import Rung
 from trueline.capture.subject import Subject
 from trueline.checkpoint.checkpoint import read_manifest
+from trueline.errors import CaptureError
 from trueline.recipe.contract import Recipe
 from trueline.runtime import distribution
 from trueline.runtime.session import FORMATS
@@ -82,7 +84,8 @@ def make_entry(rung: Rung) -> ProgramEntry:
 
 def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature]) -> list[Golden]:
     """The example at several batch sizes, and one case for the smallest of every other free dimension. Each program has
-    to answer each case, so cases outside one of the `claims` are left out."""
+    to answer each case, so cases outside one of the `claims` are left out, and those that the model itself cannot
+    answer: the smallest height may need a width that is smaller too. Raises CaptureError where none is left."""
     example = {**subject.eager.example, **subject.eager.initial_state}
     base = signature.sizes(example)
     cases = {f"batch-{size}": {**base, BATCH: size} for size in GOLDEN_SIZES}
@@ -94,12 +97,26 @@ def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature])
     for case, sizes in cases.items():
         inputs = resize(example, signature, sizes)
         if signature.allows(sizes) and all(takes(claim, inputs) for claim in claims):
-            answer = subject.eager.run(inputs)
+            answer = _answer(subject, inputs)
+            if answer is None:
+                continue
             if signature.random:  # many answers, stacked
                 answer = distribution.sample(subject.eager, inputs, distribution.golden_draws(answer))
             records.append(Golden(case=case, inputs=inputs, outputs=answer))
+    if not records:
+        raise CaptureError(
+            "no example can be kept in the bundle: the model answers none of its sizes inside of what was proven",
+            hint="give examples of sizes that go together",
+        )
     if signature.state:
         first = records[0]
         inputs = {**first.inputs, **{given: first.outputs[left] for given, left in signature.state.items()}}
         records.append(Golden(case="second-call", inputs=inputs, outputs=subject.eager.run(inputs)))
     return records
+
+
+def _answer(subject: Subject, inputs: Mapping[str, Array]) -> dict[str, Array] | None:
+    try:
+        return subject.eager.run(inputs)
+    except Exception:  # noqa: BLE001 - the user's forward at sizes that it may not accept together
+        return None

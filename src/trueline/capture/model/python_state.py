@@ -154,7 +154,7 @@ class Memento:
         if kept.kind in ("attribute", "cell", "context") or (kept.kind == "dict" and "__builtins__" in kept.holder):
             self._single.append(kept)  # a file has more names than those that are used
         elif kept.kind == "dict":
-            self._containers.setdefault(id(kept.holder), (kept.holder, dict(kept.holder)))
+            self._containers.setdefault(id(kept.holder), (kept.holder, dict(dict.items(kept.holder))))
         value = kept.value
         if isinstance(value, dict | list | set | deque | bytearray) and id(value) not in self._containers:
             self._containers[id(value)] = value, _shallow(value)
@@ -193,14 +193,17 @@ def _holds(kept: KeptValue, value: Any) -> bool:
 
 
 def _shallow(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else bytes(value) if isinstance(value, bytearray) else list(value)
+    """Of a dict what it holds itself: a subclass may make values for keys that it lists (transformers' lazy maps)."""
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    return bytes(value) if isinstance(value, bytearray) else list(value)
 
 
 def _refill(holder: Any, content: Any) -> None:
     if isinstance(holder, dict):
-        same = len(holder) == len(content) and all(
+        same = dict.__len__(holder) == len(content) and all(
             one is other and key == name
-            for (key, one), (name, other) in zip(holder.items(), content.items(), strict=True)
+            for (key, one), (name, other) in zip(dict.items(holder), content.items(), strict=True)
         )
         if not same:
             dict.clear(holder)

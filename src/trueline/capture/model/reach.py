@@ -141,7 +141,7 @@ def _attributes_of(module: torch.nn.Module, path: str) -> Iterator[KeptValue]:
         if name in ("_parameters", "_buffers", "_modules") and isinstance(value, dict):
             for part, held in list(value.items()):
                 yield KeptValue(path=_join(path, part), holder=value, name=part, value=held, kind="dict")
-        elif name not in _CONSTANT and (not name.startswith("_") or value or name not in _EMPTY):
+        elif name not in _CONSTANT and (not name.startswith("_") or name not in _EMPTY or value):
             yield KeptValue(path=_join(path, name), holder=own, name=name, value=value, kind="dict")
     yield _inside(f"{type(module).__qualname__}", type(module))
 
@@ -159,7 +159,7 @@ def _inside(path: str, value: Any) -> KeptValue:
 
 
 def _items(path: str, value: dict[Any, Any]) -> Iterator[KeptValue]:
-    for key, one in itertools.islice(list(value.items()), WIDTH):
+    for key, one in itertools.islice(list(dict.items(value)), WIDTH):
         yield KeptValue(path=f"{path}[{_key(key)}]", holder=value, name=key, value=one, kind="dict")
         if not isinstance(key, (*_LEAVES, tuple)):
             yield _inside(f"{path}.key", key)

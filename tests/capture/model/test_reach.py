@@ -1,0 +1,56 @@
+"""What is reached from a model is only looked at: nothing of it is asked to do anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueline.capture.model.python_state import Memento
+from trueline.capture.model.reach import attributes
+
+
+class LazyMap(dict[str, Any]):
+    """Lists keys whose values it makes, or fails to, when they are read: transformers' maps of its classes."""
+
+    def keys(self) -> Any:
+        return ["absent"]
+
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self.keys()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+
+class NoTruth:
+    """As torch's packed weights of a quantized layer."""
+
+    def __bool__(self) -> bool:
+        raise NotImplementedError("'__len__' is not implemented")
+
+
+class Holder(nn.Module):
+    def __init__(self, held: object) -> None:
+        super().__init__()
+        self._held = held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_dict_that_makes_its_values_is_kept_by_what_it_holds() -> None:
+    held = LazyMap(kept=1)
+    memento = Memento(Holder(held))
+    dict.update(held, kept=2)
+    memento.restore()
+    assert dict.items(held) == {"kept": 1}.items()
+
+
+def test_an_object_without_a_truth_value_is_an_attribute_like_any_other() -> None:
+    assert "_held" in [kept.path for kept in attributes(Holder(NoTruth()))]
