@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0, help="0: the time decides; it is printed")
     parser.add_argument("--out", type=Path, default=Path("runs/attack"), help="where wrong models are written")
-    parser.add_argument("--limit-s", type=float, default=60.0, help="for one model")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of processor time for one model")
     parser.add_argument("--models", type=int, default=0, help="end after this many, 0: when the time is over")
     parser.add_argument("--log", type=Path, help="a JSONL file with the record of every model")
     parser.add_argument("--file", type=Path, help="judge this written model alone")

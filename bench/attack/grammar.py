@@ -198,13 +198,23 @@ def idioms() -> list[Idiom]:
 
 
 def sketches(seed: int) -> Iterator[Sketch]:
-    """Without end. Every idiom leads a model once before one leads a second time: first alone, then among others."""
-    known, turn = idioms(), 0
-    draw = random.Random(seed)
+    """Without end. Half of the models are led by everyday code, the others by the classes of issue 22 in turn; each
+    idiom of a class leads one, alone or among others, before an idiom of its class leads a second."""
+    known, draw = idioms(), random.Random(seed)
+    classes: dict[str, list[Idiom]] = {}
+    for idiom in known:
+        classes.setdefault(idiom.issue, []).append(idiom)
+    leads = {name: _again_and_again(draw, members) for name, members in classes.items()}
+    named = sorted(name for name in classes if name)
     while True:
-        for lead in draw.sample(known, len(known)):
-            yield compose(draw, known, lead, most=1 if turn == 0 and draw.random() < 0.5 else 3)
-        turn += 1
+        for name in draw.sample(named, len(named)):
+            for lead in (next(leads[name]), next(leads[""])):
+                yield compose(draw, known, lead, most=1 if draw.random() < 0.3 else 3)
+
+
+def _again_and_again(draw: random.Random, members: Sequence[Idiom]) -> Iterator[Idiom]:
+    while True:
+        yield from draw.sample(members, len(members))
 
 
 def compose(draw: random.Random, known: Sequence[Idiom], lead: Idiom, most: int) -> Sketch:

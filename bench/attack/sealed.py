@@ -71,7 +71,7 @@ def attempt(text: str, *, seed: int = 0, rewrite: bool = False) -> Record:
     try:
         recipe = work / "recipe.py"
         recipe.write_text(text)
-        started = time.monotonic()
+        started = time.process_time()
         with _quiet(), _listening() as words:
             if rewrite:
                 doctor(load_recipe(recipe), apply=work / "rewritten", keep=False)
@@ -82,7 +82,7 @@ def attempt(text: str, *, seed: int = 0, rewrite: bool = False) -> Record:
                 load_recipe(recipe), None, work / "bundle", formats=GRAPHS if rewrite else None, one_is_enough=rewrite
             )
             words += [attempt.summary for attempt in done.programs]
-        record["capture_s"] = round(time.monotonic() - started, 3)
+        record["capture_cpu_s"] = round(time.process_time() - started, 3)
         _judge(subject, work / "bundle", record, "\n".join(words), seed)
     except TruelineError as error:
         record["refusal"] = f"{type(error).__name__}: {error}"[:600]
@@ -94,7 +94,7 @@ def attempt(text: str, *, seed: int = 0, rewrite: bool = False) -> Record:
 
 
 def _judge(subject: Subject, path: Path, record: Record, words: str, seed: int) -> None:
-    bundle, started = open_bundle(path), time.monotonic()
+    bundle, started = open_bundle(path), time.process_time()
     served = bundle.manifest.serve
     for entry in bundle.manifest.programs:
         program = Sealed(open_program(bundle, entry.format, threads=1))
@@ -106,7 +106,7 @@ def _judge(subject: Subject, path: Path, record: Record, words: str, seed: int) 
         if entry.format == served and verdict.narrow and not WARNED.search(words):
             record["narrow"] = verdict.narrow
     record["range"] = next((line for line in words.splitlines() if "proven for" in line), "")[:300]
-    record["judge_s"] = round(time.monotonic() - started, 3)
+    record["judge_cpu_s"] = round(time.process_time() - started, 3)
 
 
 def _eager(subject: Subject) -> str:

@@ -178,8 +178,13 @@ def test_a_seed_names_its_models() -> None:
     assert texts(7) != texts(8)
 
 
-def test_every_idiom_leads_a_model_before_one_leads_a_second_time() -> None:
-    seen = {idiom.name for sketch in itertools.islice(grammar.sketches(3), len(IDIOMS)) for idiom in sketch.idioms}
+def test_every_class_leads_a_model_in_the_first_twenty_and_every_idiom_one_of_its_class() -> None:
+    def leads(count: int) -> list[set[str]]:
+        return [{one.issue for one in sketch.idioms} for sketch in itertools.islice(grammar.sketches(3), count)]
+
+    classes = {idiom.issue for idiom in IDIOMS.values()}
+    assert set().union(*leads(2 * len(classes))) == classes
+    seen = {idiom.name for sketch in itertools.islice(grammar.sketches(3), 900) for idiom in sketch.idioms}
     assert seen == set(IDIOMS)
 
 
