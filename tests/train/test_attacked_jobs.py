@@ -1,13 +1,17 @@
 """Promises of a job while another process of the machine attacks every port of its workers."""
 
+import json
+import os
+import signal
+
 import pytest
 
 from trueline import events
 from trueline.train.api import train
 from trueline.train.settings import Fault
 from worlds import TESTS
-from worlds.jobs import seen_counts
-from worlds.strangers import Strangers
+from worlds.jobs import TINY, seen_counts
+from worlds.strangers import PortThief, Strangers
 
 pytestmark = pytest.mark.jobs
 LARGE = TESTS / "train" / "recipes" / "large.py"
@@ -37,3 +41,26 @@ def test_strangers_at_every_port_cost_no_worker_and_no_record(tmp_path):
     logs = "".join(path.read_text() for path in (tmp_path / "job" / "logs").glob("worker-*.log"))
     assert "worker.caught_up" in logs
     assert "terminate" not in logs
+
+
+def test_no_other_user_listens_on_the_masters_port_while_there_is_no_master(tmp_path):
+    """Workers look for the next master there, and would send it the secret."""
+    job, thief, killed, counts = tmp_path / "job", PortThief(), [], {}
+
+    def listen(name, fields):
+        if name == "step.applied" and fields["step"] in (5, 20) and fields["step"] not in killed:
+            master = json.loads((job / "master.json").read_text())
+            if not killed:
+                thief.aim(int(master["address"].rpartition(":")[2]))
+            killed.append(fields["step"])
+            os.kill(master["pid"], signal.SIGKILL)
+
+        if name == "step.applied" and fields["step"] >= 200 and not counts:
+            counts.update(thief.stop())  # before the job ends, and gives its port up
+
+    with events.listening(listen):
+        result = train(TINY, job_dir=job, workers=2, epochs=40)
+    assert seen_counts(result.checkpoint) == [40.0]
+    assert killed == [5, 20]
+    assert counts["tried"] > 100
+    assert counts["listened"] == 0

@@ -56,6 +56,52 @@ class Strangers:
         return counts
 
 
+LISTEN = """
+import json, os, socket, sys, threading
+if os.geteuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+foreign = sys.argv[1] == "0"
+options = (socket.SO_REUSEADDR, socket.SO_REUSEPORT) if foreign else (socket.SO_REUSEADDR,)
+over = threading.Event()
+port = int(sys.stdin.readline())
+threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+tried = heard = 0
+while not over.is_set():
+    for option in options:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, option, 1)
+            tried += 1
+            try:
+                listener.bind(("127.0.0.1", port))
+                listener.listen()
+                heard += 1
+            except OSError:
+                continue
+print(json.dumps({"tried": tried, "listened": heard}))
+"""
+
+
+class PortThief:
+    """Another user of the machine (the same one without SO_REUSEPORT, if tests do not run as root) that tries without a
+    pause to listen on a port."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", LISTEN, str(os.geteuid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def aim(self, port: int) -> None:
+        """Begins; the port stays the same from then on."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{port}\n")
+        self._process.stdin.flush()
+
+    def stop(self) -> dict[str, int]:
+        """Ends the attempts; returns how many there were, and how often it listened."""
+        counts: dict[str, int] = json.loads(self._process.communicate()[0])
+        return counts
+
+
 class Ports:
     """The loopback's TCP ports on which one of the targets listens. New ones are found within a millisecond."""
 

@@ -6,6 +6,7 @@
     JOB/master.json     address, page, pid       JOB/summary.json     of a finished job
     JOB/secret          while the job runs       JOB/checkpoints/     unless they are written elsewhere
     JOB/faults/         those carried out        JOB/page.html        the live page, and its token
+    JOB/master.lock     held by the master
 
 The lock is an open-file-description lock (fcntl(2)): the kernel releases it when the launcher ends, by whatever means,
 and a query does not disturb the holder. A pid alone would belong to another process one day.
@@ -25,7 +26,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from trueline import events, files
-from trueline.errors import UsageError
+from trueline.errors import TrainError, UsageError
 
 _FLOCK = "hhqqi4x"  # struct flock: type, base, start, length, pid (0 for these locks)
 _WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -66,6 +67,7 @@ class JobDir:
         self._launch = path / "launcher.json"
         self._master = path / "master.json"
         self._secret = path / "secret"
+        self._master_lock = path / "master.lock"
 
     def log(self, name: str) -> Path:
         """The file that takes the output of a process: `master`, `agent`, `launcher` or a worker's ref."""
@@ -73,12 +75,22 @@ class JobDir:
 
     def hold(self) -> int:
         """Takes the lock until the returned descriptor is closed. Raises UsageError when it is taken."""
-        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _WHOLE_FILE)
-        except (BlockingIOError, PermissionError) as error:
-            os.close(handle)
-            raise self._running() from error
+        handle = _lock_file(self._lock)
+        if handle is None:
+            raise self._running()
+        return handle
+
+    def hold_master(self) -> int:
+        """Takes the lock of the one master that may serve the job, until the returned descriptor is closed.
+
+        Masters of a launch share a port, so a port in use does not keep a second one from serving. Raises TrainError.
+        """
+        handle = _lock_file(self._master_lock)
+        if handle is None:
+            raise TrainError(
+                f"another master of the job in {self.path} still runs",
+                hint="the launcher tries again; if that does not help, stop the job and resume it",
+            )
         return handle
 
     def is_held(self) -> bool:
@@ -133,6 +145,17 @@ class JobDir:
         line = json.dumps({"at": time.time(), "seq": 0, "name": name, "fields": fields}) + "\n"
         with contextlib.suppress(OSError), self.events.open("a") as file:
             file.write(line)
+
+
+def _lock_file(path: Path) -> int | None:
+    """Locks a file until the returned descriptor is closed; None when it is locked."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+    except (BlockingIOError, PermissionError):
+        os.close(handle)
+        return None
+    return handle
 
 
 def _read(path: Path, kind: type[_Record]) -> _Record | None:

@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import socket
 
 import psutil
 import pytest
 
+from trueline.errors import TrainError
 from trueline.train import settings
-from trueline.train.master.failover import MasterProcess
+from trueline.train.job_dir import JobDir
+from trueline.train.master.failover import MasterProcess, reserve_port
 from worlds.waiting import until, until_ended
 
 
@@ -105,3 +108,37 @@ def test_a_master_that_cannot_begin_says_so_by_its_exit_code(line):
     line.masters.start("--port", "0")
     assert line.masters.wait(200) == 1
     assert "job.json" in (line.folder / "logs" / "master.log").read_text()
+
+
+def bind(address, *options):
+    listener = socket.socket()
+    for option in options:
+        listener.setsockopt(socket.SOL_SOCKET, option, 1)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def test_a_reserved_port_is_for_masters_alone_and_takes_no_connection_itself():
+    with reserve_port() as reserved:
+        address = reserved.getsockname()
+        for options in ((), (socket.SO_REUSEADDR,)):  # another user cannot do more, with SO_REUSEPORT either
+            with pytest.raises(OSError, match="in use"):
+                bind(address, *options)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        with bind(address, socket.SO_REUSEADDR, socket.SO_REUSEPORT), socket.create_connection(address) as caller:
+            assert caller.getpeername() == address
+
+
+def test_two_masters_never_serve_one_job_though_they_could_share_its_port(tmp_path):
+    folder = JobDir(tmp_path)
+    first = folder.hold_master()
+    with pytest.raises(TrainError, match="another master of the job"):
+        folder.hold_master()
+    os.close(first)
+    os.close(folder.hold_master())

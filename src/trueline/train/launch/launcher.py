@@ -36,7 +36,7 @@ from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import shutdown
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
-from trueline.train.master.failover import MasterProcess
+from trueline.train.master.failover import MasterProcess, reserve_port
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -59,7 +59,8 @@ class LocalJob:
         self.settings: JobSettings = job_settings.load(job_dir)
         self.agent: subprocess.Popen[bytes] | None = None
         self.master: MasterProcess | None = None
-        self.restarts = self._port = 0
+        self.restarts = 0
+        self._listened = False  # a master of this launch
         self._events: queue.Queue[pb.Events] = queue.Queue()
         self._master_channel: grpc.Channel | None = None  # all masters of a launch have one port
         self._closing = False
@@ -81,6 +82,7 @@ class LocalJob:
             self.life, self._life_end = os.pipe()
             self._sweep()
             exits.callback(self._clean)
+            self._reserved = exits.enter_context(reserve_port())
             exits.callback(self._end_processes)
             self.agent = self._start_agent()
             self._start_master()
@@ -104,7 +106,7 @@ class LocalJob:
 
     def _end_processes(self) -> None:
         self._closing = True
-        if self.master is not None and self.master.poll() is None and self._port:
+        if self.master is not None and self.master.poll() is None and self._listened:
             # The master closes its journal, if it still can.
             with contextlib.suppress(grpc.RpcError), self._channel() as channel:
                 stop = pb.StopRequest(why="the launcher ends")
@@ -140,7 +142,7 @@ class LocalJob:
         if self.master is None:
             arguments = [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
             self.master = MasterProcess(arguments, life=self.life, log=self.folder.log("master"))
-        self.master.start("--port", str(self._port))
+        self.master.start("--port", str(self._reserved.getsockname()[1]))
 
     def _address(self) -> str:
         """Waits until the master listens, and returns its address."""
@@ -151,7 +153,7 @@ class LocalJob:
                     hint=f"see {self.folder.log('master')}",
                 )
             time.sleep(0.01)  # the master's own start takes some 200 ms
-        self._port = int(master.address.rpartition(":")[2])
+        self._listened = True
         return master.address
 
     def _channel(self) -> grpc.Channel:

@@ -15,6 +15,7 @@ import importlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,18 @@ from pathlib import Path
 from trueline.engine.local.process import LIFELINE, run_child, wake_at_end
 
 START = b"start "
+
+
+def reserve_port() -> socket.socket:
+    """Binds a port of the loopback for the masters of a launch, without listening on it.
+
+    Workers look for a dead master's successor there, and send it the job's secret. Linux lets only processes of one
+    user share a port (SO_REUSEPORT, socket(7)), so as long as this socket exists no other user can listen on it.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 class MasterProcess:

@@ -234,13 +234,14 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     """Serves the job in `job_dir` until it is stopped; returns the exit code."""
     job = settings.load(job_dir)
     folder = JobDir(job_dir)
+    lock = folder.hold_master()
     secret = folder.read_secret()
     journal = Journal(folder.journal)
     master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
     master.publisher.hook = live.add_event
     launch = folder.read_master() is None  # the launcher removes that of an earlier launch
-    options = [("grpc.so_reuseport", 0), ("grpc.server.max_pending_requests", BURST),
+    options = [("grpc.so_reuseport", 1), ("grpc.server.max_pending_requests", BURST),
                ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip
     server = grpc.aio.server(interceptors=[SecretInterceptor(secret, master.fail_unexpectedly)], options=options)
     pb_grpc.add_MasterServicer_to_server(MasterService(master), server)
@@ -273,6 +274,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     await server.stop(0.2)
     journal.close()
     master.publisher.close()
+    os.close(lock)
     return 0
 
 
