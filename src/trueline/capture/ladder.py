@@ -289,7 +289,7 @@ def _prove(
         return open_session(format, path, signature, native=True)  # this process emitted it
 
     session, proof, observations = judge_and_narrow(
-        open_with, exported.signature, eager, observations, progress=progress
+        open_with, exported.signature, eager, observations, examples=eager.examples, progress=progress
     )
     if session.signature != exported.signature:
         events.emit("claim.narrowed", to=range_text(session.signature))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from trueline import events
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
@@ -37,6 +38,8 @@ def seal(
     random = any(rung.random for rung in proven)
     signature = msgspec.structs.replace(signature.with_rows({}).with_values({}), random=random)
     signature = prove_padding(subject.eager, signature, subject.eager.example)
+    if not all(_accepts_padding(rung.signature or signature, signature, subject) for rung in proven):
+        signature = msgspec.structs.replace(signature, padded=())
     manifest = read_manifest(checkpoint) if checkpoint is not None else {}
     mode = fast_path.describe(subject.eager)
     if mode:
@@ -64,6 +67,16 @@ def seal(
         summary=Summary(recipe=recipe.name, recipe_digest=recipe.digest, checkpoint_digest=digest, step=step),
     )
     return seal_bundle(out, contents, overwrite=overwrite)
+
+
+def _accepts_padding(claim: Signature, padded: Signature, subject: Subject) -> bool:
+    """Whether the values that fill a sequence up are inside the claim of a program."""
+    sizes = claim.sizes(subject.eager.example)
+    return all(
+        spec.values.refusal(spec.name, np.array([padded_spec.fill], spec.dtype), sizes) is None
+        for spec, padded_spec in zip(claim.inputs, padded.inputs, strict=True)
+        if spec.values and set(spec.shape) & set(padded.padded)
+    )
 
 
 def make_entry(rung: Rung) -> ProgramEntry:

@@ -162,6 +162,7 @@ def _observe(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: 
     from trueline.capture.proof.narrowing import takes
     from trueline.capture.proof.observe import observe
     from trueline.capture.proof.probes import LIMIT, make_probes
+    from trueline.capture.proof.value_probes import make_value_probes
     from trueline.runtime import distribution
 
     signature = bundle.signature
@@ -176,6 +177,7 @@ def _observe(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: 
                 sizes[symbol][one.shapes[name][axis]] = None
     limit, num_draws = (distribution.PROBES, distribution.DRAWS) if signature.random else (LIMIT, 0)
     probes = make_probes(example, signature=signature, sizes=sizes, seed=seed, limit=limit)
+    probes = (*probes, *make_value_probes(example, bundle.signature_of(), seed=seed))
     kept = [probe for probe in probes if takes(oracle.signature, probe.inputs) or not takes(signature, probe.inputs)]
     return observe(oracle, kept, num_draws=num_draws)
 

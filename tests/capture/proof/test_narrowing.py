@@ -49,7 +49,9 @@ def claimed(example: Any, change: Any, module: nn.Module | None = None, others: 
     eager = EagerSession(module or Same(), example, others=others)
     claim = eager.signature
     seen = observe(eager, [*make_probes(eager.example), *make_value_probes(eager.example, claim)])
-    _, proof, _ = narrowing.judge_and_narrow(lambda one: Program(eager, one, change), claim, eager, seen)
+    _, proof, _ = narrowing.judge_and_narrow(
+        lambda one: Program(eager, one, change), claim, eager, seen, examples=eager.examples
+    )
     return proof.proven, proof.signature.values
 
 
@@ -142,10 +144,11 @@ def test_where_the_model_refuses_and_the_program_answers_only_what_examples_show
             return {"output": inputs["x"] + 1}
 
     _, proof, _ = narrowing.judge_and_narrow(
-        lambda one: Answers(eager, one, None),
+        lambda one: Answers(eager, one, lambda inputs, value: value),
         eager.signature,
         eager,
-        seen,  # type: ignore[arg-type]
+        seen,
+        examples=eager.examples,
     )
     assert (proof.proven, proof.signature.values) == (True, {"x": Values(low=0)})
 

@@ -15,13 +15,16 @@ import msgspec
 import numpy as np
 
 from trueline import files
-from trueline.bundle import Bundle, Contents, Golden, Summary
+from trueline.bundle import Bundle, Contents, Golden, Signature, Summary
 from trueline.bundle import seal as seal_bundle
 from trueline.capture.files import model_folder
 from trueline.capture.files.file_subject import FileSubject, Kind, fit_sizes, plain_name, random_inputs
 from trueline.capture.files.input_specs import DeclaredInputs
+from trueline.capture.proof.narrowing import judge_and_narrow
+from trueline.capture.proof.observe import observe
 from trueline.capture.proof.probes import BATCH
-from trueline.capture.proof.prove import judge, versions
+from trueline.capture.proof.prove import versions
+from trueline.capture.proof.value_probes import make_value_probes
 from trueline.capture.rung import Rung, make_rung, refuse
 from trueline.capture.sealing import GOLDEN_SIZES, make_entry
 from trueline.capture.time_limit import OutOfTime, TimeLimit
@@ -29,9 +32,11 @@ from trueline.errors import BundleError, CaptureError, NotProven, UsageError, jo
 from trueline.recipe.contract import Recipe
 from trueline.runtime import torchscript_archive
 from trueline.runtime.open import open_session
-from trueline.runtime.session import USUAL, Format
+from trueline.runtime.session import USUAL, Format, Session
 
 OTHER_SIZE = 8
+MOST = 2**16
+"""Whole numbers beyond this are not given to a file's program, which may make as much memory of them."""
 
 
 def wrap(
@@ -164,13 +169,23 @@ def _prove(format: Format, subject: FileSubject, folder: Path, started: float) -
     path = None
     try:
         path = subject.emit[format](folder)
-        session = open_session(format, path, subject.signature, native=True)  # this process emitted it
-        proof = judge(session, subject.observations)
+        made = path
+
+        def open_with(signature: Signature) -> Session:
+            return open_session(format, made, signature, native=True)  # this process emitted it
+
+        example = subject.observations[0].probe.inputs
+        probes = make_value_probes(example, subject.signature)
+        kept = [one for one in probes if not abs(one.value) > MOST]  # NaN too
+        values = observe(subject.oracle, kept)
+        _, proof, _ = judge_and_narrow(
+            open_with, subject.signature, subject.oracle, [*subject.observations, *values], examples=[example]
+        )
     except (CaptureError, BundleError, UsageError) as error:
         return refuse(format, error, (), folder, started, emitted=path is not None)
     rung = make_rung(format, proof, (), path, folder, started, any_batch=True)
     evidence = tuple(msgspec.structs.replace(one, against=subject.against) for one in proof.evidence)
-    return replace(rung, evidence=evidence, signature=None)
+    return replace(rung, evidence=evidence)
 
 
 def _require(rungs: Sequence[Rung], subject: FileSubject, needed: Sequence[Format], *, path: Path) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Rows, Signature, TensorSpec
 from trueline.bundle.values import Values
-from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.observe import Observation, observe
 from trueline.capture.proof.probes import is_mask
 from trueline.capture.proof.prove import Progress, Proof, judge, judge_narrowed
@@ -36,13 +35,14 @@ to begin with a value other than 0 (padding after the values).
 def judge_and_narrow(
     open_with: Open,
     signature: Signature,
-    eager: EagerSession,
+    oracle: Session,
     observations: Sequence[Observation],
     *,
+    examples: Sequence[Inputs],
     progress: Progress = lambda done, total: None,
 ) -> tuple[Session, Proof, Sequence[Observation]]:
     """The program, its proof, and the observations of the proof: with `signature`, or with the widest narrower claim
-    under which all that is left agrees."""
+    under which all that is left agrees. `examples` stay inside it."""
     session = open_with(signature)
     proof = judge(session, observations, progress=progress)
     fewer = [
@@ -53,10 +53,10 @@ def judge_and_narrow(
     ]
     evidence = proof.evidence
     if fewer:
-        more = observe(eager, fewer)
+        more = observe(oracle, fewer)
         observations = [*observations, *more]
         evidence = (*evidence, *judge(session, more).evidence)
-    claim = narrow(session.signature, eager.examples, observations, evidence)
+    claim = narrow(session.signature, examples, observations, evidence)
     if claim is None:
         return session, judge_narrowed(session, observations, evidence) if fewer else proof, observations
     session = open_with(claim)

@@ -91,7 +91,11 @@ def _try(
         size = path.stat().st_size
         events.emit("program.emitted", format="torchscript", size_bytes=size, seconds=time.monotonic() - started)
         session, proof, observations = judge_and_narrow(
-            lambda claim: open_session("torchscript", path, claim), signature, eager, observations
+            lambda claim: open_session("torchscript", path, claim),
+            signature,
+            eager,
+            observations,
+            examples=eager.examples,
         )
     except (CaptureError, BundleError) as error:
         line = error.hint if isinstance(error, CaptureError) else ""

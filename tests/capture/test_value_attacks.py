@@ -1,0 +1,95 @@
+"""Every program answers NaN, infinities and indices as the model does, or refuses them as its claim says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trueline.bundle import open_bundle
+from trueline.capture.api import capture
+from trueline.errors import RequestError, TruelineError
+from trueline.recipe.eager_mode import as_trained
+from trueline.runtime.open import open_program
+from worlds import value_models
+from worlds.recipes import untrained
+
+pytestmark = pytest.mark.slow
+
+NUMBERS = (-1, -2, -5, -19, -20, -21, 5, 8, 14, 15, 19, 20, 21, 1000, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1, -(2**31))
+
+
+def variants(example: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The example with other values of one input."""
+    random = np.random.default_rng(7)
+    for name, array in example.items():
+        if array.dtype.kind == "f":
+            for value in (np.nan, np.inf, -np.inf):
+                for where in ((0,) * array.ndim, (-1,) * array.ndim, (1,), (..., 1), (...,)):
+                    changed = array.copy()
+                    changed[where] = value
+                    yield f"{name} {value} at {where}", {**example, name: changed}
+                for draw in range(3):
+                    changed = np.where(random.random(array.shape) < 0.2, array.dtype.type(value), array)
+                    yield f"{name} {value}, {draw}", {**example, name: changed}
+            for scale in (-1, 0, 1e3, 1e7, 1e30):
+                yield f"{name} times {scale}", {**example, name: array * array.dtype.type(scale)}
+        for value in NUMBERS if array.dtype.kind == "i" else ():
+            if np.iinfo(array.dtype).min <= value <= np.iinfo(array.dtype).max:
+                changed = array.copy()
+                changed.reshape(-1)[0] = value
+                yield f"{name} {value} first", {**example, name: changed}
+                yield f"{name} all {value}", {**example, name: np.full_like(array, value)}
+
+
+def eager_answer(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+    """None where the model raises."""
+    try:
+        with torch.no_grad(), as_trained():
+            return model(*[torch.from_numpy(one.copy()) for one in inputs.values()]).numpy()
+    except Exception:  # noqa: BLE001 - whatever the model raises
+        return None
+
+
+def difference(want: Any, got: Any) -> str:
+    if want.shape != got.shape:
+        return "shape"
+    if want.dtype.kind != "f":
+        return "" if (want == got).all() else "values"
+    if (np.isnan(want) != np.isnan(got)).any() or (np.isinf(want) != np.isinf(got)).any():
+        return "places of NaN or infinities"
+    finite = np.isfinite(want)
+    scale = np.abs(want[finite]).max(initial=0.0)
+    with np.errstate(over="ignore"):
+        return "" if (np.abs(want[finite] - got[finite]) <= 1e-3 * scale + 1e-30).all() else "numbers"
+
+
+@pytest.mark.parametrize("attack", value_models.ATTACKS)
+def test_what_the_claim_lets_through_is_answered_as_the_model_answers(attack: str, tmp_path: Path) -> None:
+    make, example = value_models.ATTACKS[attack]
+    bundle = open_bundle(capture(untrained(make, name="attack", examples=lambda: example), None, tmp_path / "b").path)
+    arrays = [one.numpy() for one in (example if isinstance(example, tuple) else (example,))]
+    named = {spec.name: array for spec, array in zip(bundle.signature.inputs, arrays, strict=True)}
+    formats = [program.format for program in bundle.manifest.programs]
+    assert "onnx" in formats or attack == "a check on values"
+    model, wrong = make().eval(), []
+    for format in formats:
+        session = open_program(bundle, format)
+        session.run(named)  # the user's example is never refused
+        for what, inputs in variants(named):
+            want = eager_answer(model, inputs)
+            try:
+                (got,) = session.run(inputs).values()
+            except RequestError:
+                continue
+            except TruelineError as error:
+                got = None if want is None else f"{error.message}"
+            if want is None and got is not None:
+                wrong.append(f"{format}: {what}: the model raises")
+            elif want is not None and (got is None or isinstance(got, str) or difference(want, got)):
+                wrong.append(f"{format}: {what}: {got if isinstance(got, str) else difference(want, got)}")
+    assert wrong == []
