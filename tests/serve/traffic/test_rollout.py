@@ -453,3 +453,40 @@ def test_what_a_version_did_is_counted_from_its_beginning_or_since_an_earlier_lo
     since = sample(stats, first)
     assert since == Sample(answered=6, failed=7, seconds=cells(c4=2, c17=4))
     assert since.requests == 13
+
+
+# versions that lose their workers
+
+
+def test_a_canary_is_not_rolled_back_onto_a_version_that_has_lost_its_workers(pair_app: StoreApp) -> None:
+    pair_app.manage("PUT", "/models/pair/2/canary?weight=50")
+    pair_app.manage("PUT", "/models/pair/1?min_worker=0&max_worker=0")
+    status, said = pair_app.manage("DELETE", "/models/pair/canary")
+    assert (status, said["type"]) == (409, "ConflictStatusException")
+    assert "/models/pair/2/set-default" in said["message"]
+    traffic = pair_app.management._traffic
+    traffic._end(traffic._canaries["pair"], CanaryVerdict("roll back", "it was slow"))
+    assert pair_app.models.default("pair") == "2"
+    assert set(ask(pair_app, 50)) == {200}
+
+
+def test_a_canary_that_has_lost_its_workers_is_not_promoted(pair_app: StoreApp) -> None:
+    pair_app.manage("PUT", "/models/pair/2/canary?weight=50&promote_after=10")
+    ask(pair_app, 60)
+    pair_app.manage("PUT", "/models/pair/2?min_worker=0&max_worker=0")
+    pair_app.management._traffic.tick()
+    assert pair_app.models.default("pair") == "1"
+    assert set(ask(pair_app, 50)) == {200}
+
+
+def test_a_version_whose_requests_would_go_to_one_without_workers_is_not_unregistered(pair_app: StoreApp) -> None:
+    pair_app.manage("PUT", "/models/pair/split?1=0&2=100")
+    pair_app.manage("PUT", "/models/pair/1?min_worker=0&max_worker=0")
+    assert set(ask(pair_app, 50)) == {200}
+    status, said = pair_app.manage("DELETE", "/models/pair/2")
+    assert (status, said["type"]) == (409, "ConflictStatusException")
+    assert "PUT /models/pair/1?min_worker=1" in said["message"]
+    assert set(ask(pair_app, 50)) == {200}
+    pair_app.manage("PUT", "/models/pair/1?min_worker=1")
+    assert pair_app.manage("DELETE", "/models/pair/2")[0] == 200
+    assert set(ask(pair_app, 50)) == {200}

@@ -165,6 +165,18 @@ class Fleet:
                 "initial_workers=1",
             )
 
+    def _check_successor(self, model: str, version: str) -> None:
+        """Raises Conflict if requests that `version` answers would go to the default version, which cannot answer."""
+        split, default = self.models.split(model), self.models.find(model, self.models.default(model))
+        favoured = split is not None and split.weights.get(version) and not self.models.obstacle(model, version)
+        if favoured and default.obstacle:
+            raise Conflict(
+                f"requests of version {version} of model {model} would go to version {default.version}, which cannot "
+                f"answer them: {default.obstacle}",
+                hint=f"scale it first (PUT /models/{model}/{default.version}?min_worker=1&synchronous=true), or make "
+                "another version the default",
+            )
+
     async def make_default(self, model: str, version: str) -> None:
         """`set_default`, once a worker of the version can answer. Raises NotStarted, too."""
         await self.wait_able(model, version)
@@ -237,6 +249,8 @@ class Fleet:
                     hint="set another default version first, or remove the others",
                 )
             default, split = self.models.default(model), self.models.split(model)
+            if version is not None and others and not self._strict:
+                self._check_successor(model, version)
             gone = [self.models.remove(model, name) for name in names]
             kept = {one: self._desired.pop(one) for one in gone if one in self._desired}
             try:

@@ -72,10 +72,19 @@ class Traffic:
         self._wait()
 
     def end_canary(self, model: str) -> None:
-        """Sends all requests to the default version. Raises NotFound when there is no canary."""
+        """Sends all requests to the default version. Raises NotFound when there is no canary, Conflict when the default
+        version has lost its workers and the canary has some.
+        """
         found = self._canaries.get(model)
         if found is None or found.over:
             raise NotFound(f"model '{model}' has no canary")
+        if found.base.obstacle and not found.version.obstacle:
+            raise Conflict(
+                f"version {found.base.version} of model {model} would get all requests and cannot answer them: "
+                f"{found.base.obstacle}",
+                hint=f"scale it first, or make the canary the default (PUT /models/{model}/{found.version.version}"
+                "/set-default)",
+            )
         self._end(found, CanaryVerdict("roll back", "it was ended by hand"))
 
     def tick(self) -> None:
@@ -91,13 +100,16 @@ class Traffic:
 
     def _end(self, canary: Canary, verdict: CanaryVerdict) -> None:
         canary.over, canary.verdict = True, verdict
-        to = canary.version if verdict.act == "promote" else canary.base
+        to, other = (canary.version, canary.base) if verdict.act == "promote" else (canary.base, canary.version)
+        if to.obstacle and not other.obstacle:  # an operator scaled it to nothing, or its workers died
+            events.emit("canary.kept", model=canary.model, version=other.version, why=to.obstacle)
+            to = other
         try:
             self._fleet.set_default(canary.model, to.version)
         except TruelineError as error:  # the state file cannot be written, but the traffic moves
             self._models.set_default(canary.model, to.version)
             events.emit("canary.not_written", model=canary.model, why=error.message)
-        word = "canary.promoted" if verdict.act == "promote" else "canary.rolled_back"
+        word = "canary.promoted" if to is canary.version else "canary.rolled_back"
         events.emit(word, model=canary.model, version=canary.version.version, why=verdict.why)
 
     def _wait(self) -> None:
