@@ -197,8 +197,15 @@ _BRANCHES = ("goes another way", "data-dependent", "DataDependent", "a number is
 
 
 def _advice(first: Attempt, proven: Sequence[Format]) -> str:
+    from trueline.capture.rung import OTHER_SIZES
+
     if first.hint:
         return first.hint
+    if OTHER_SIZES in first.line and "ata-dependent" not in first.why:
+        return (
+            "that line goes by a size, and a program holds for all of them: `trueline doctor` looks for a rewrite "
+            "without the branch or loop; or give examples of one size only"
+        )
     if any(word in f"{first.line} {first.why}" for word in _BRANCHES):
         return (
             "a program follows one way only: make that line go one way, choosing with torch.where, or write it as "

@@ -23,6 +23,8 @@ from trueline.errors import TruelineError
 from trueline.runtime import distribution
 from trueline.runtime.session import Format
 
+OTHER_SIZES = "which have other sizes"
+"""Said of a line where sizes steer, as far as is known, and not values."""
 ANOTHER = "capture it in another format (--any tries them all), or ask `trueline doctor` for a rewrite"
 _PLACE = re.compile(r".+:\d+: ")
 
@@ -162,4 +164,7 @@ def _parting_line(observations: Sequence[Observation], disagreeing: str = "") ->
     if parting is None:
         return ""
     place, one, other = parting
-    return f"{place} (goes another way for '{other}' than for '{one}')"
+    both = [seen.probe.inputs.values() for seen in observations if seen.probe.name in (one, other)]
+    shapes = [[array.shape for array in inputs] for inputs in both]
+    sizes = "" if shapes.count(shapes[0]) == len(shapes) else f", {OTHER_SIZES}"
+    return f"{place} (goes another way for '{other}' than for '{one}'{sizes})"

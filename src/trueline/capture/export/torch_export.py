@@ -83,6 +83,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             mutated = operators.written_buffers(program)
             program = operators.as_aten(program)
     except Exception as error:
+        _refuse_packed(error, flat)
         _refuse_constant(error, calling, fixed)
         place = code_paths.users_line(error)
         raise CaptureError(
@@ -129,6 +130,22 @@ def _dynamic(calling: Calling, axes: Sequence[Sequence[int]], steps: Mapping[str
 def _at_least_two(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """`tensor` with free sizes of at least 2: torch makes a constant of a size of 1."""
     return resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
+
+
+def _refuse_packed(error: Exception, flat: torch.nn.Module) -> None:
+    """Raises CaptureError if torch's `error` is of the packed weights of a quantized layer."""
+    if "__obj_flatten__" not in str(error):
+        return
+    layers = [
+        f"{name.removeprefix('module.')} ({type(part).__name__})"
+        for name, part in flat.named_modules()
+        if any(isinstance(one, torch.ScriptObject) for one in vars(part).values())
+    ]
+    raise CaptureError(
+        f"weights of quantized layers are packed for this machine, and no format can hold them: {join_names(layers)}",
+        hint="capture the model as it is before quantize_dynamic, and quantize its ONNX program: "
+        "onnxruntime.quantization.quantize_dynamic",
+    ) from error
 
 
 def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, code_paths.SourceLine]) -> None:
