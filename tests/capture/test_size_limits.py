@@ -241,3 +241,14 @@ def test_sizes_that_are_large_together_are_compared_too(tmp_path: Path) -> None:
             expected = Both()(torch.from_numpy(x)).numpy()
             np.testing.assert_allclose(open_program(bundle).run({"x": x})["output"], expected)
     assert not bundle.signature.allows({"batch": 200, "length": 200})
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : round(x.shape[1] * 0.5)].sum(1)
+
+
+def test_a_rounded_share_of_a_size_is_proven_in_both_formats_without_a_bound(tmp_path: Path) -> None:
+    bundle = captured(Half, tmp_path / "b", lengths=True)
+    assert bundle.signature.dims["length"] == Dim()
+    assert [program.format for program in bundle.manifest.programs] == ["onnx", "torch_export"]

@@ -225,9 +225,9 @@ class _Walk:
         if answer is None:
             return None
         self.answers[size, mixed] = answer
-        started = time.monotonic()
+        started = time.process_time()
         proof = judge(self.program, [answer.seen])
-        self.far.spend(self.symbol, time.monotonic() - started)
+        self.far.spend(self.symbol, time.process_time() - started)
         verdict = proof.evidence[0].verdict
         return None if verdict == "outside" or (mixed and answer.seen.outputs is None) else verdict == "agrees"
 

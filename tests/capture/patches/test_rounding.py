@@ -1,4 +1,4 @@
-"""A share of a size, rounded by Python's own ceil or floor, goes into a file and comes back as it was."""
+"""A share of a size, rounded by Python's own ceil, floor or round, goes into a file and comes back as it was."""
 
 from __future__ import annotations
 
@@ -24,9 +24,19 @@ class Share(nn.Module):
         return x[:, :up] * 2, x * (torch.arange(length) < down) + before
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 9, 10])
-def test_a_rounded_share_of_a_size_is_the_same_after_it_was_written(tmp_path: Path, length: int) -> None:
-    model = Share().eval()
+class Nearest(nn.Module):
+    """Half to even: 0.5, 1.5 and 2.5 become 0, 2 and 2, and so do their negatives."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        length = x.shape[1]
+        return x * (torch.arange(length) < round(0.5 * length)), x + round(-0.5 * length) + round(length / 3)
+
+
+@pytest.mark.parametrize("model", [Share(), Nearest()])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 9, 10])
+def test_a_rounded_share_of_a_size_is_the_same_after_it_was_written(
+    tmp_path: Path, model: nn.Module, length: int
+) -> None:
     eager = EagerSession(model, torch.randn(3, 9), dynamic_shapes={"x": {1: "length"}})
     exported = export(eager.module, eager.calling)
     before = str(exported.program.graph)

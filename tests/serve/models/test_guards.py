@@ -38,7 +38,7 @@ def pairs(out: Path) -> Any:
     ]
     program = bundles.graph(nodes, [x, w], [y], {"last": np.array([1])})
     guard = Guard(text="2 * length == double", rule="2 * d0 == d1", symbols=("length", "double"))
-    dims = {"batch": Dim(), "length": Dim(multiple_of=2, min=2), "double": Dim()}
+    dims = {"batch": Dim(), "length": Dim(multiple_of=2, min=2), "double": Dim(max=64, probed=True)}
     signature = Signature(inputs=(x, w), outputs=(y,), dims=dims, guards=(guard,))
     given = {"x": np.ones((3, 2), np.float32), "w": np.ones((3, 4), np.float32)}
     golden = Golden(case="3", inputs=given, outputs={"y": np.full(3, 6, np.float32)})
@@ -85,6 +85,7 @@ PROTOCOLS = [
     [
         (4, 7, "the sizes length = 4, double = 7 are outside the proven range, in which double is twice length"),
         (3, 6, "input 'x' has size 3 in dimension 1 (length), proven only for sizes of at least 2 and a multiple of 2"),
+        (34, 68, "input 'w' has size 68 in dimension 1 (double), proven only for sizes of at least 1 and at most 64"),
     ],
 )
 def test_a_request_outside_a_guard_is_refused_in_its_words(

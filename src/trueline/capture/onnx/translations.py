@@ -166,6 +166,13 @@ def _nearest(input: Any, output_size: INT64 | None = None, scale_factors: Sequen
     return input
 
 
+def _round_size(size: Any, digits: None = None) -> Any:
+    """`round` of a share of a size, half to even as ONNX's."""
+    if digits is not None:
+        raise NotImplementedError("round() of a size to decimal places")
+    return op.Cast(op.Round(size), to=ir.DataType.INT64)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **numerics.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
@@ -182,5 +189,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.upsample_nearest3d.vec: _nearest,
     _ATEN.multinomial.default: _multinomial,
     torch.ops.higher_order.map_impl: _map,
+    round: _round_size,
 }
 """Operator of an exported program -> what writes it in ONNX."""

@@ -32,8 +32,8 @@ FIRST, LARGEST = 64, 4096
 """The first size that is far, and the last: larger ones take minutes."""
 TOGETHER = "together"
 """In place of a symbol, where several are far."""
-FREE_S, UNROLLED_S = 1.0, 4.0
-"""Seconds for the sizes of one symbol; the claim of one that code was unrolled over ends where they end."""
+FREE_S, UNROLLED_S = 0.5, 4.0
+"""Seconds of processor time for the sizes of one symbol; where code was unrolled over it, the claim ends with them."""
 MAX_VALUES = 1 << 24
 """Numbers in the inputs of one call."""
 MAX_BYTES = 1 << 27
@@ -104,9 +104,9 @@ class FarSizes:
             total = sum(array.size for array in inputs.values())
             if seconds > left or largest > MAX_BYTES or total > MAX_VALUES:
                 return None
-            started = time.monotonic()
+            started = time.process_time()
             answer = self._call(claim, sizes, _mix(inputs, claim) if mixed else inputs, left, mixed=mixed)
-            self.spend(symbol, time.monotonic() - started)
+            self.spend(symbol, time.process_time() - started)
             if answer is None:
                 return None
             self._answers[key] = answer
@@ -123,7 +123,7 @@ class FarSizes:
             inputs=inputs,
             wild=mixed,  # what a mask in another order hides may be everything
         )
-        started, memory = time.thread_time(), _LargestTensor()
+        started, memory = time.process_time(), _LargestTensor()
         try:
             with ExitStack() as stack:
                 edges = stack.enter_context(code_paths.watch_edges(max(left, 0.1)))
@@ -133,7 +133,7 @@ class FarSizes:
             return None
         if any(word in seen.error for word in _MEMORY) or "MemoryError" in seen.error:
             return None
-        return FarAnswer(seen=seen, edges=frozenset(edges), cost=(time.thread_time() - started, memory.num_bytes))
+        return FarAnswer(seen=seen, edges=frozenset(edges), cost=(time.process_time() - started, memory.num_bytes))
 
     def _predict(self, symbol: str, size: int) -> tuple[float, float]:
         """Seconds and bytes of a call at `size`, from the calls at smaller sizes of the symbol."""
