@@ -11,7 +11,7 @@ import functools
 import random
 import warnings
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from trueline.capture.model import code_paths
-from trueline.capture.model.reach import MISSING, KeptValue, attributes, is_iterator
+from trueline.capture.model.reach import MISSING, KeptValue, attributes, elements_of, is_iterator, items_of
 
 _LARGEST = 64 << 20
 """Bytes of a tensor above which it is not copied, only looked at."""
@@ -64,10 +64,13 @@ def trace(value: Any) -> object:
         return _trace_tensor(value)
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype.str, zlib.crc32(_some(value.reshape(-1)).tobytes())
-    if isinstance(value, dict | list | tuple | deque):
-        return type(value).__name__, len(value)
+    if isinstance(value, dict):
+        return type(value).__name__, dict.__len__(value)
+    if isinstance(value, list | tuple | deque):
+        return type(value).__name__, len(elements_of(value))
     if isinstance(value, set | frozenset):
-        return len(value), frozenset(trace(one) for one in value) if len(value) <= _READ >> 8 else None
+        elements = elements_of(value)
+        return len(elements), frozenset(map(trace, elements)) if len(elements) <= _READ >> 8 else None
     if isinstance(value, bytearray | array.array):
         return bytes(value)
     generator = state_of(value)
@@ -154,7 +157,7 @@ class Memento:
         if kept.kind in ("attribute", "cell", "context") or (kept.kind == "dict" and "__builtins__" in kept.holder):
             self._single.append(kept)  # a file has more names than those that are used
         elif kept.kind == "dict":
-            self._containers.setdefault(id(kept.holder), (kept.holder, dict(dict.items(kept.holder))))
+            self._containers.setdefault(id(kept.holder), (kept.holder, dict(items_of(kept.holder))))
         value = kept.value
         if isinstance(value, dict | list | set | deque | bytearray) and id(value) not in self._containers:
             self._containers[id(value)] = value, _shallow(value)
@@ -193,30 +196,31 @@ def _holds(kept: KeptValue, value: Any) -> bool:
 
 
 def _shallow(value: Any) -> Any:
-    """Of a dict what it holds itself: a subclass may make values for keys that it lists (transformers' lazy maps)."""
     if isinstance(value, dict):
-        return dict(dict.items(value))
-    return bytes(value) if isinstance(value, bytearray) else list(value)
+        return dict(items_of(value))
+    return bytes(value) if isinstance(value, bytearray) else elements_of(value)
 
 
 def _refill(holder: Any, content: Any) -> None:
+    """Puts back what a container held, where it holds something else, whatever its class makes of a write."""
     if isinstance(holder, dict):
-        same = dict.__len__(holder) == len(content) and all(
-            one is other and key == name
-            for (key, one), (name, other) in zip(dict.items(holder), content.items(), strict=True)
+        now = items_of(holder)
+        same = len(now) == len(content) and all(
+            key == name and one is other for (key, one), (name, other) in zip(now, content.items(), strict=True)
         )
         if not same:
-            dict.clear(holder)
-            dict.update(holder, content)
+            base: Any = OrderedDict if isinstance(holder, OrderedDict) else dict
+            base.clear(holder)
+            for key, one in content.items():
+                base.__setitem__(holder, key, one)
     elif isinstance(holder, bytearray):
         holder[:] = content
-    elif isinstance(holder, set):
-        if len(holder) != len(content) or not holder.issuperset(content):
-            holder.clear()
-            holder.update(content)
-    elif len(holder) != len(content) or any(one is not other for one, other in zip(holder, content, strict=True)):
-        holder.clear()
-        holder.extend(content)
+    else:
+        now = elements_of(holder)
+        if len(now) != len(content) or any(one is not other for one, other in zip(now, content, strict=True)):
+            base = next(kind for kind in (list, deque, set) if isinstance(holder, kind))
+            base.clear(holder)
+            (base.update if base is set else base.extend)(holder, content)
 
 
 def _copy_iterator(value: Any) -> Any:

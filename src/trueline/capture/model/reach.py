@@ -159,10 +159,22 @@ def _inside(path: str, value: Any) -> KeptValue:
 
 
 def _items(path: str, value: dict[Any, Any]) -> Iterator[KeptValue]:
-    for key, one in itertools.islice(list(dict.items(value)), WIDTH):
+    for key, one in itertools.islice(items_of(value), WIDTH):
         yield KeptValue(path=f"{path}[{_key(key)}]", holder=value, name=key, value=one, kind="dict")
         if not isinstance(key, (*_LEAVES, tuple)):
             yield _inside(f"{path}.key", key)
+
+
+def items_of(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """What a dict keeps. One of a class of its own may give something else: that of transformers' activations gives an
+    instance for each class that it keeps."""
+    return [(key, dict.__getitem__(value, key)) for key in dict.keys(value)]
+
+
+def elements_of(value: Any) -> list[Any]:
+    """What a sequence or set keeps, whatever a class of its own gives."""
+    kind: Any = next(kind for kind in (list, tuple, deque, set, frozenset) if isinstance(value, kind))
+    return list(kind.__iter__(value))
 
 
 def _key(key: Any) -> str:
@@ -170,11 +182,12 @@ def _key(key: Any) -> str:
 
 
 def _elements(kept: KeptValue) -> Iterator[KeptValue]:
-    value, size = kept.value, len(kept.value)
+    value, elements = kept.value, elements_of(kept.value)
+    size = len(elements)
     kind: Kind = "element" if isinstance(value, tuple) else "index"
     holder = kept if isinstance(value, tuple) else value
     for index in range(size) if size <= WIDTH + 16 else itertools.chain(range(WIDTH), range(size - 16, size)):
-        yield KeptValue(path=f"{kept.path}[{index}]", holder=holder, name=index, value=value[index], kind=kind)
+        yield KeptValue(path=f"{kept.path}[{index}]", holder=holder, name=index, value=elements[index], kind=kind)
 
 
 def _of_function(path: str, function: FunctionType) -> Iterator[KeptValue]:
