@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,3 +55,32 @@ def test_a_dict_that_makes_its_values_is_kept_by_what_it_holds() -> None:
 
 def test_an_object_without_a_truth_value_is_an_attribute_like_any_other() -> None:
     assert "_held" in [kept.path for kept in attributes(Holder(NoTruth()))]
+
+
+class Maker(OrderedDict[str, Any]):
+    """Gives another value than it keeps."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key) + 1
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("it is made once")
+
+
+class Short(list[int]):
+    def __len__(self) -> int:
+        return 1
+
+
+def test_what_a_container_keeps_is_put_back_in_its_order_whatever_its_class_makes_of_it() -> None:
+    module = nn.Module()
+    module.made, module.short = Maker(), Short([1, 2, 3])
+    for key in ("b", "a", "c"):
+        OrderedDict.__setitem__(module.made, key, ord(key))
+    memento = Memento(module)
+    OrderedDict.__delitem__(module.made, "b")
+    module.short.append(4)
+    memento.restore()
+    assert list(module.made) == ["b", "a", "c"]
+    assert module.made["b"] == ord("b") + 1
+    assert list(iter(module.short)) == [1, 2, 3]
