@@ -547,8 +547,8 @@ def test_a_golden_example_that_the_files_do_not_hold_is_an_error(sealed: Path, c
 
 def test_a_golden_example_has_answers_and_not_only_questions() -> None:
     x, y = {"x": np.ones((1, 3), np.float32)}, {"y": np.ones(1, np.float32)}
-    inputs, outputs = golden.encode([Golden(case="a", inputs=x, outputs=y)])
-    without, _ = golden.encode([Golden(case="b", inputs=x, outputs=y)])
+    inputs, outputs, _ = golden.encode([Golden(case="a", inputs=x, outputs=y)])
+    without, _, _ = golden.encode([Golden(case="b", inputs=x, outputs=y)])
     for given, answered in ((inputs, without), (without, outputs)):
         with pytest.raises(BundleError, match="lack case 'a'"):
             golden.decode(["a"], given, answered, "here")
@@ -699,3 +699,17 @@ def test_an_input_that_is_no_tensor_is_refused_when_the_bundle_is_opened(sealed:
     reseal(sealed, {"signature": signature})
     with pytest.raises(BundleError, match="which no tensor has"):
         open_bundle(sealed)
+
+
+def test_the_bounds_of_an_answer_travel_with_it_and_a_bundle_without_them_is_read(sealed: Path) -> None:
+    x, y = {"x": np.ones((1, 3), np.float32)}, {"a/b": np.ones((1, 2), np.float32)}
+    bounds = {"a/b": (np.array([3.0]), np.array([2.0]), np.array([1.0, 0.5]))}
+    inputs, outputs, allowed = golden.encode([Golden(case="one", inputs=x, outputs=y, bounds=bounds)])
+    (read,) = golden.decode(["one"], inputs, outputs, "here", allowed)
+    assert [one.tolist() for one in read.bounds["a/b"]] == [[3.0], [2.0], [1.0, 0.5]]
+    assert golden.decode(["one"], inputs, outputs, "here")[0].bounds == {}
+    assert all(one.bounds == {} for one in open_bundle(sealed).golden())
+    for wrong in ({"c": bounds["a/b"]}, {"a/b": bounds["a/b"][:2]}, {"a/b": (*bounds["a/b"][:2], np.ones(3))}):
+        _, _, allowed = golden.encode([Golden(case="one", inputs=x, outputs=y, bounds=wrong)])
+        with pytest.raises(BundleError, match="do not fit its shape"):
+            golden.decode(["one"], inputs, outputs, "here", allowed)

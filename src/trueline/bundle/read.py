@@ -72,7 +72,9 @@ class Bundle:
         """The golden records as numpy arrays."""
         inputs = (self.path / schema.GOLDEN_INPUTS).read_bytes()
         outputs = (self.path / schema.GOLDEN_OUTPUTS).read_bytes()
-        return golden_files.decode(self.manifest.golden, inputs, outputs, str(self.path))
+        known = schema.GOLDEN_BOUNDS in self.manifest.files
+        bounds = (self.path / schema.GOLDEN_BOUNDS).read_bytes() if known else None
+        return golden_files.decode(self.manifest.golden, inputs, outputs, str(self.path), bounds)
 
     def evidence(self) -> Iterator[Evidence]:
         """Every comparison, in order."""

@@ -7,6 +7,7 @@
                                    model.offload.json: a plan, with its .pt2 and .onnx beside it
       golden/inputs.safetensors    "1/x", "4/x": case, then input; a case is one batch
       golden/outputs.safetensors   "1/logits", "4/logits": the eager model's answers
+      golden/bounds.safetensors    "1/logits/0", …: how far an answer may be off, of the whole and along each axis
       evidence.jsonl               one line for each comparison
       lineage.json                 where the model came from
 
@@ -30,6 +31,7 @@ EVIDENCE = "evidence.jsonl"
 LINEAGE = "lineage.json"
 GOLDEN_INPUTS = "golden/inputs.safetensors"
 GOLDEN_OUTPUTS = "golden/outputs.safetensors"
+GOLDEN_BOUNDS = "golden/bounds.safetensors"
 MANIFEST_BYTES = 16 * 2**20
 """No manifest is larger; a reader takes no more into memory before it has verified anything."""
 

@@ -64,9 +64,11 @@ def _write_files(partial: Path, contents: Contents) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
     (partial / "golden").mkdir()
-    inputs, outputs = golden_files.encode(contents.golden)
+    inputs, outputs, bounds = golden_files.encode(contents.golden)
     (partial / schema.GOLDEN_INPUTS).write_bytes(inputs)
     (partial / schema.GOLDEN_OUTPUTS).write_bytes(outputs)
+    if any(golden.bounds for golden in contents.golden):
+        (partial / schema.GOLDEN_BOUNDS).write_bytes(bounds)
     (partial / schema.EVIDENCE).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in contents.evidence))
     lineage = msgspec.json.encode(contents.lineage, order="sorted")
     (partial / schema.LINEAGE).write_bytes(msgspec.json.format(lineage, indent=1) + b"\n")

@@ -1,6 +1,7 @@
 """From proven rungs to a bundle: golden records, lineage, and the choice of the program to serve."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trueline.capture.claims import prove_padding
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof import fast_path
 from trueline.capture.proof.narrowing import takes
+from trueline.capture.proof.observe import observation, with_bounds
 from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.prove import versions
 from trueline.capture.rung import Rung
@@ -23,7 +25,7 @@ from trueline.checkpoint.checkpoint import read_manifest
 from trueline.errors import CaptureError
 from trueline.recipe.contract import Recipe
 from trueline.runtime import distribution
-from trueline.runtime.session import FORMATS
+from trueline.runtime.session import FORMATS, Session
 from trueline.storage.location import Location
 
 GOLDEN_SIZES = (1, 2, 5)
@@ -125,7 +127,7 @@ def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature])
         first = records[0]
         inputs = {**first.inputs, **{given: first.outputs[left] for given, left in signature.state.items()}}
         records.append(Golden(case="second-call", inputs=inputs, outputs=subject.eager.run(inputs)))
-    return records
+    return records if signature.random else add_bounds(subject.eager, records)
 
 
 def _answer(subject: Subject, inputs: Mapping[str, Array]) -> dict[str, Array] | None:
@@ -133,3 +135,13 @@ def _answer(subject: Subject, inputs: Mapping[str, Array]) -> dict[str, Array] |
         return subject.eager.run(inputs)
     except Exception:  # noqa: BLE001 - the user's forward at sizes that it may not accept together
         return None
+
+
+def add_bounds(eager: Session, records: Sequence[Golden]) -> list[Golden]:
+    """`records`, answers of `eager`, with how far a program may be from them, here and on another machine."""
+    seen = [observation(one.case, one.inputs, one.outputs) for one in records]
+    bounds = [one.bounds or {} for one in with_bounds(eager, seen)]
+    return [
+        replace(one, bounds={name: tuple(bound) for name, bound in found.items()})
+        for one, found in zip(records, bounds, strict=True)
+    ]

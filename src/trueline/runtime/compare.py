@@ -105,9 +105,20 @@ def _compare_one(
         return _compare_exact(name, want, got)
     a = want.astype(np.float64)
     scale = spread(column_scale(largest(a), a.shape), a.shape)
-    tolerance = tolerances[want.dtype]
-    allowed = tolerance.atol + tolerance.rtol * scale if bound is None else spread(bound, a.shape)
+    allowed = spread(bound or default_bound(want, tolerances) or (), a.shape)
     return _compare_floats(name, a, got.astype(np.float64), scale, allowed)
+
+
+def default_bound(
+    want: Array, tolerances: Mapping[np.dtype[np.generic], Tolerance] = TOLERANCES
+) -> tuple[Floats, ...] | None:
+    """The bound of an answer that has none: the tolerance of its dtype, of the scale of each column. None where it has
+    to be equal."""
+    tolerance = tolerances.get(want.dtype)
+    if tolerance is None:
+        return None
+    scales = column_scale(largest(want.astype(np.float64)), want.shape)
+    return tuple(np.asarray(tolerance.atol + tolerance.rtol * one) for one in scales)
 
 
 def _compare_exact(name: str, want: Array, got: Array) -> Comparison:

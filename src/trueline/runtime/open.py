@@ -116,7 +116,7 @@ def _compare_golden(session: Session, golden: Golden, *, random: bool) -> Compar
     from trueline.runtime.compare import compare
 
     if not random:
-        return compare(golden.outputs, _in_order(session.run(golden.inputs), golden.outputs))
+        return compare(golden.outputs, _in_order(session.run(golden.inputs), golden.outputs), bounds=golden.bounds)
     count = len(next(iter(golden.outputs.values())))
     answers = _in_order(distribution.sample(session, golden.inputs, count), golden.outputs)
     return distribution.compare_draws(golden.outputs, answers, level=distribution.REPLAY_LEVEL)

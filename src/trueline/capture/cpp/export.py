@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from trueline import events, files
-from trueline.bundle import Bundle, Dim, Signature, TensorSpec, schema
+from trueline.bundle import Bundle, Dim, Golden, Signature, TensorSpec, schema
 from trueline.bundle.guard_words import describe_guard
 from trueline.bundle.guards import Guard
 from trueline.bundle.read import open_bundle
 from trueline.bundle.values import Values
 from trueline.errors import BundleError, UsageError, join_names
-from trueline.runtime.compare import TOLERANCES
+from trueline.runtime.compare import default_bound
 
 C_TYPES = {
     "BOOL": "at::kBool", "INT8": "at::kChar", "INT16": "at::kShort", "INT32": "at::kInt", "INT64": "at::kLong",
@@ -102,15 +102,11 @@ def signature_text(signature: Signature) -> str:
         f"{{{json.dumps(name)}, {dim.min}, {-1 if dim.max is None else dim.max}, {dim.multiple_of}}}"
         for name, dim in signature.dims.items()
     ]
-    names = {"float16": "at::kHalf", "float32": "at::kFloat", "float64": "at::kDouble"}
     tables = {
         "Dim> dims": dims,
         "Spec> inputs": [_spec(spec, symbols) for spec in signature.inputs],
         "Spec> outputs": [_spec(spec, symbols) for spec in signature.outputs],
         "Guard> guards": [_guard(guard, symbols, signature.dims) for guard in signature.guards],
-        "Tolerance> tolerances": [
-            f"{{{names[dtype.name]}, {bound.atol!r}, {bound.rtol!r}}}" for dtype, bound in TOLERANCES.items()
-        ],
     }
     return _source("what was proven. A max of -1 is no bound.", tables)
 
@@ -195,11 +191,19 @@ def _golden_text(bundle: Bundle) -> str:
     signature = bundle.signature
     inputs, outputs = (_header(bundle.path / name) for name in (schema.GOLDEN_INPUTS, schema.GOLDEN_OUTPUTS))
     rows = []
-    for case in bundle.manifest.golden:
-        given = "".join(_tensor(inputs, case, spec) for spec in signature.inputs)
-        answer = "".join(_tensor(outputs, case, spec) for spec in signature.outputs)
-        rows.append(f"{{{json.dumps(case)},\n     {{{given}}},\n     {{{answer}}}}}")
+    for golden in bundle.golden():
+        given = "".join(_tensor(inputs, golden.case, spec) for spec in signature.inputs)
+        answer = "".join(_tensor(outputs, golden.case, spec) for spec in signature.outputs)
+        bounds = ", ".join(_bound(golden, spec) for spec in signature.outputs)
+        rows.append(f"{{{json.dumps(golden.case)},\n     {{{given}}},\n     {{{answer}}},\n     {{{bounds}}}}}")
     return _source("the golden records, raw numbers in golden/*.safetensors.", {"Golden> golden": rows})
+
+
+def _bound(golden: Golden, spec: TensorSpec) -> str:
+    """How far an output may be off, of the whole and along each axis; empty where it has to be equal."""
+    answer = golden.outputs[spec.name]
+    bound = golden.bounds.get(spec.name) or default_bound(answer) or ()
+    return f"{{{', '.join('{' + ', '.join(repr(float(one)) for one in part) + '}' for part in bound)}}}"
 
 
 def _header(path: Path) -> Mapping[str, Any]:

@@ -59,6 +59,13 @@ class Observation:
     """Whether the model answered in float64; else the bounds are of the scale of each column alone."""
 
 
+def observation(name: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Observation:
+    """An answer to values of the user, not watched."""
+    records = max((len(array) for array in inputs.values() if array.ndim), default=1)
+    probe = Probe(name=name, origin="given", num_records=records, inputs=inputs)
+    return Observation(probe=probe, outputs=dict(outputs), error="", way=())
+
+
 def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
     """Runs the eager model on each probe, watching which way its code goes. What it raises is recorded, not raised.
     Then runs it in float64, which tells how far a program may be from it.

@@ -117,7 +117,7 @@ def padding_of(session: Session, cases: Sequence[Golden]) -> Padding | None:
         if not signature.allows({**signature.sizes(case.inputs), **more}):
             continue
         outputs = padding.cut(session.run(fill_up(signature, case.inputs, more)), case.inputs)
-        verdict = compare(case.outputs, {name: outputs[name] for name in case.outputs})
+        verdict = compare(case.outputs, {name: outputs[name] for name in case.outputs}, bounds=case.bounds)
         if not verdict.agrees:
             events.emit("padding.refused", case=case.case, why=verdict.reason)
             return None
