@@ -154,7 +154,10 @@ class Arbiter:
 
     def __init__(self, eager: EagerSession) -> None:
         self._eager = eager
-        self._module = _copy(eager.module)
+        parts = (*eager.module.parameters(), *eager.module.buffers())
+        self.small = sum(part.nbytes for part in parts) <= HELD
+        """Whether it holds the parameters in float64."""
+        self._module = _copy(eager.module, held=self.small)
         tensors = [*eager.module.parameters(), *eager.module.buffers(), *eager.calling.example]
         dtypes = {one.dtype for one in tensors if one.is_floating_point()}
         units = [torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype in WIDE or dtype == torch.float64]
@@ -171,14 +174,12 @@ class Arbiter:
         return {spec.name: _widen(tensor.detach()).numpy() for spec, tensor in named}
 
 
-def _copy(module: torch.nn.Module) -> torch.nn.Module:
+def _copy(module: torch.nn.Module, *, held: bool) -> torch.nn.Module:
     """`module` with attributes of its own: a table that it keeps for a size stays float32 in the original. Its
-    parameters are in float64, or those of the original where they are large. Raises what cannot be copied."""
-    parameters, buffers = list(module.parameters()), list(module.buffers())
-    small = sum(one.nbytes for one in (*parameters, *buffers)) <= HELD
+    parameters are in float64 if they are `held`, else those of the original. Raises what cannot be copied."""
     made: dict[int, Any] = {}
-    for one in parameters:
-        made[id(one)] = torch.nn.Parameter(_widen(one.detach()), one.is_floating_point()) if small else one
-    for buffer in buffers:
-        made[id(buffer)] = _widen(buffer.detach()).clone() if small else buffer.detach().clone()
+    for one in module.parameters():
+        made[id(one)] = torch.nn.Parameter(_widen(one.detach()), one.is_floating_point()) if held else one
+    for buffer in module.buffers():
+        made[id(buffer)] = _widen(buffer.detach()).clone() if held else buffer.detach().clone()
     return copy.deepcopy(module, made)

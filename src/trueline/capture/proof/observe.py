@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -33,10 +34,11 @@ from trueline.runtime.compare import Bound
 from trueline.runtime.session import Session
 
 SEED = 0
-BUDGET_S, LEAST = 10.0, 4
-"""Seconds of this thread that the float64 runs of all probes take, and the fewest of them."""
+BUDGET_S, LEAST = 8.0, 2
+"""CPU seconds of the float64 runs of all probes, half as many for a model that is not held in float64, and the fewest
+probes."""
 DRAWS = 2
-"""Runs in float64 with rounding, of each probe."""
+"""Runs in float64 with rounding, of each probe; one for a model that is not held in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +100,19 @@ def watch_again(eager: Session, seen: Sequence[Observation]) -> tuple[Observatio
 
 def with_bounds(eager: Session, seen: Sequence[Observation], arbiter: Arbiter | None = None) -> tuple[Observation, ...]:
     """`seen`, answers of `eager`, with bounds. The model answers in float64 as long as BUDGET_S lasts, on small probes
-    first; the others have the noise of those."""
-    exact = _ask(arbiter or make_arbiter(eager), seen)
-    measures = [bounds.measure(one.outputs or {}, exact.get(i, ())) for i, one in enumerate(seen)]
+    first; the others have the noise of those. What was measured of equal inputs before is not measured again."""
+    known = _MEASURED.setdefault(eager, {}) if isinstance(eager, EagerSession) else {}
+    keys = [digest(one.probe.inputs) for one in seen]
+    missing = [i for i, one in enumerate(seen) if one.outputs is not None and keys[i] not in known]
+    for i, exact in _ask(eager, arbiter, seen, missing):
+        known[keys[i]] = bounds.measure(seen[i].outputs or {}, exact)
+    measures = [known.get(key) or bounds.measure(one.outputs or {}, ()) for key, one in zip(keys, seen, strict=True)]
     derived = bounds.derive(measures, [one.probe.origin == "given" for one in seen])
-    return tuple(replace(one, bounds=derived[i], judged=bool(exact)) for i, one in enumerate(seen))
+    return tuple(replace(one, bounds=derived[i], judged=bool(known)) for i, one in enumerate(seen))
+
+
+_MEASURED: WeakKeyDictionary[EagerSession, dict[str, bounds.Measures]] = WeakKeyDictionary()
+"""By model, and the digest of the inputs."""
 
 
 def make_arbiter(eager: Session) -> Arbiter | None:
@@ -113,29 +123,26 @@ def make_arbiter(eager: Session) -> Arbiter | None:
         return None
 
 
-Exact = Mapping[str, Array]
-"""An answer in float64."""
-
-
-def _ask(arbiter: Arbiter | None, seen: Sequence[Observation]) -> dict[int, tuple[Exact, ...]]:
-    """The arbiter's answers, by the number of the observation; empty where the model does not run in float64."""
-    answers: dict[int, tuple[Exact, ...]] = {}
+def _ask(
+    eager: Session, arbiter: Arbiter | None, seen: Sequence[Observation], missing: Sequence[int]
+) -> Iterator[tuple[int, list[Mapping[str, Array]]]]:
+    """The arbiter's answers for some of `seen`, by number; none where the model does not run in float64."""
+    arbiter = arbiter or (make_arbiter(eager) if missing else None)
     if arbiter is None:
-        return answers
-    asked = [i for i, one in enumerate(seen) if one.outputs is not None]
-    started, per_value = time.thread_time(), 0.0
-    for i in sorted(asked, key=lambda i: seen[i].probe.volume):
-        probe, before = seen[i].probe, time.thread_time()
-        if len(answers) >= LEAST and before - started + per_value * probe.volume[1] > BUDGET_S:
-            break
+        return
+    started, per_value = time.process_time(), 0.0
+    budget, draws = (BUDGET_S, DRAWS) if arbiter.small else (BUDGET_S / 2, 1)
+    for asked, i in enumerate(sorted(missing, key=lambda i: seen[i].probe.volume)):
+        probe, before = seen[i].probe, time.process_time()
+        if asked >= LEAST and before - started + per_value * probe.volume[1] > budget:
+            return
         try:
             with care(probe):
-                answers[i] = tuple(arbiter.run(probe.inputs, rounded=draw) for draw in range(DRAWS + 1))
+                yield i, [arbiter.run(probe.inputs, rounded=draw) for draw in range(draws + 1)]
         except Exception:  # noqa: BLE001 - an operator without a float64 kernel, a check of dtypes: no answer
-            if not answers:
-                break
-        per_value = (time.thread_time() - before) / max(probe.volume[1], 1)
-    return answers
+            if not asked:
+                return
+        per_value = (time.process_time() - before) / max(probe.volume[1], 1)
 
 
 def observe_one(
