@@ -173,19 +173,22 @@ def largest(values: Floats) -> tuple[Floats, ...]:
 
 
 def column_scale(
-    sizes: Sequence[Floats], shape: Sequence[int], known: Mapping[int, Floats] | None = None
+    sizes: Sequence[Floats],
+    shape: Sequence[int],
+    known: Mapping[int, Floats] | None = None,
+    flat: Sequence[Floats] | None = None,
 ) -> tuple[Floats, ...]:
-    """`sizes` as `largest` gives them, raised where a column has too few elements to tell its scale: to what is `known`
-    of the axis from other answers, or else to SOFT times as much; never above the whole."""
+    """`sizes` as `largest` gives them, raised where a column has too few elements to tell its scale, or is `flat` (its
+    elements are equal, as of equal records): to what is `known` of the axis from other answers, or else to SOFT times
+    as much; never above the whole."""
     whole, count = sizes[0], int(np.prod(shape))
     scales = [whole]
     for axis, (size, one) in enumerate(zip(shape, sizes[1:], strict=True)):
-        raised = one
-        if size and count // size < FEW:
-            raised = np.minimum(one * SOFT, whole)
-            if known is not None and axis in known:
-                raised = np.maximum(one, known[axis])
-        scales.append(raised)
+        raised = np.minimum(one * SOFT, whole)
+        if known is not None and axis in known:
+            raised = np.maximum(one, known[axis])
+        few = bool(size) and count // size < FEW
+        scales.append(raised if few else one if flat is None else np.where(flat[axis], raised, one))
     return tuple(scales)
 
 

@@ -4,9 +4,9 @@
     bound of a column     FACTOR * noise + ULPS units in the last place of the column's own scale
 
 The column of an element is the smallest in scale of the slices through it, one for each axis: features beside
-timestamps, channels, positions, records. A slice with few elements has the scale that the user's own records show.
-A model that is chaotic on the user's records does not widen a bound beyond CAP of the scale: there a program has to
-answer as eager does. Pure numpy.
+timestamps, channels, positions, records. A slice with few elements, or equal ones, has the scale that the user's own
+records show. A model that is chaotic on the user's records does not widen a bound beyond CAP of the scale: there a
+program has to answer as eager does. Pure numpy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,7 @@ FACTOR = 16.0
 """Times the noise. Measured: docs/concepts/proof.md."""
 ULPS = 16.0
 CAP = 2.0**-6
+FLAT = 2.0**-10
 PARTED, FEW_PARTED = 2.0**-4, 0.25
 """Elements that are off by this much of their scale went another way (a branch, an order) in float64; where they are a
 small part, they say nothing about the others."""
@@ -38,6 +39,8 @@ class Measure:
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
     scale: Slices
+    flat: Slices
+    """Along each axis, whether the elements at an index are equal but for rounding."""
     noise: Slices | None
     """None where the arbiter did not answer."""
 
@@ -56,7 +59,7 @@ def measure(answer: Mapping[str, Array], exact: Sequence[Mapping[str, Array]]) -
 def _measure(answer: Array, exact: Sequence[Array]) -> Measure:
     eager = answer.astype(np.float64)
     scale = largest(eager)
-    plain = Measure(shape=answer.shape, dtype=answer.dtype, scale=scale, noise=None)
+    plain = Measure(shape=answer.shape, dtype=answer.dtype, scale=scale, flat=_flat(eager), noise=None)
     if not exact or any(one.shape != answer.shape for one in exact):
         return plain
     noise = _distance(eager, exact[0])
@@ -66,6 +69,16 @@ def _measure(answer: Array, exact: Sequence[Array]) -> Measure:
     if parted.any() and parted.mean() < FEW_PARTED:
         noise = np.where(parted, 0.0, noise)
     return replace(plain, noise=largest(noise))
+
+
+def _flat(values: Floats) -> Slices:
+    finite = np.where(np.isfinite(values), values, 0.0)
+    found = []
+    for axis in range(values.ndim):
+        rows = np.moveaxis(finite, axis, 0).reshape(values.shape[axis], values.size // max(values.shape[axis], 1))
+        spans = np.ptp(rows, axis=1) if rows.size else np.zeros(values.shape[axis])
+        found.append(spans <= FLAT * np.max(np.abs(rows), axis=1, initial=0.0))
+    return tuple(found)
 
 
 def _distance(one: Floats, other: Array) -> Floats:
@@ -99,11 +112,11 @@ class _Table:
         """The largest noise relative to the scale, where the arbiter answered."""
 
     def derive(self, one: Measure, own: bool) -> Bound:
-        scale = column_scale(one.scale, one.shape, self.scales)
+        scale = column_scale(one.scale, one.shape, self.scales, one.flat)
         tolerance, limits = TOLERANCES[one.dtype].rtol, np.finfo(one.dtype.name)
         least, tiny = ULPS * float(limits.eps), float(limits.tiny)
         if one.noise is not None:
-            noise = column_scale(one.noise, one.shape, self.noises)
+            noise = column_scale(one.noise, one.shape, self.noises, one.flat)
         elif self.relative is not None:
             noise = tuple(np.asarray(min(self.relative, tolerance) * at) for at in scale)
         else:

@@ -1,0 +1,215 @@
+"""A program is as near to the eager model as rounding takes that model itself, in each column of each output."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.capture.model.arbiter import Arbiter
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof.observe import observe
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import Proof, judge
+
+Array = npt.NDArray[Any]
+Formula = Callable[[Any], Any]
+
+
+class Model(nn.Module):
+    def __init__(self, formula: Formula) -> None:
+        super().__init__()
+        self.formula = formula
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.formula(x)
+
+
+class Program:
+    """A formula of numpy in place of a program."""
+
+    format = "numpy"
+
+    def __init__(self, eager: EagerSession, formula: Formula) -> None:
+        self.signature = eager.signature
+        self._formula = formula
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        with np.errstate(all="ignore"):
+            found = self._formula(inputs["x"])
+        return {self.signature.outputs[0].name: np.asarray(found, np.float32)}
+
+
+def proof(model: nn.Module, x: Tensor, formula: Formula) -> Proof:
+    eager = EagerSession(model.eval(), x)
+    seen = observe(eager, [probe for probe in make_probes(eager.example) if not probe.wild])
+    assert all(one.judged for one in seen)
+    return judge(Program(eager, formula), seen)
+
+
+def softmax(x: Array) -> Array:
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    found: Array = powers / powers.sum(-1, keepdims=True)
+    return found
+
+
+TAILS = np.array([0, -20, -40, -10], np.float32)
+STAMP = np.float32(1.7e9)
+
+
+def beside(probabilities: Formula, large: Formula) -> Formula:
+    return lambda x: np.concatenate([large(x), probabilities(x)], -1)
+
+
+ATTACKS: dict[str, tuple[Formula, Formula, Formula]] = {
+    "probabilities beside timestamps": (
+        lambda x: torch.cat([x[:, :1] * 0 + 1.7e9, torch.softmax(x, -1)], -1),
+        beside(softmax, lambda x: x[:, :1] * 0 + STAMP),
+        beside(lambda x: softmax(x) * np.float32(1.0001), lambda x: x[:, :1] * 0 + STAMP),
+    ),
+    "probabilities beside areas": (
+        lambda x: torch.cat([(x[:, :1] * 400) * (x[:, 1:2] * 500), torch.sigmoid(x[:, 2:])], -1),
+        beside(lambda x: 1 / (1 + np.exp(-x[:, 2:])), lambda x: (x[:, :1] * 400) * (x[:, 1:2] * 500)),
+        beside(lambda x: 1.0001 / (1 + np.exp(-x[:, 2:])), lambda x: (x[:, :1] * 400) * (x[:, 1:2] * 500)),
+    ),
+    "expm1": (lambda x: torch.expm1(1e-3 * x), lambda x: np.expm1(np.float32(1e-3) * x),
+              lambda x: np.exp(np.float32(1e-3) * x) - np.float32(1)),
+    "log1p": (lambda x: torch.log1p(1e-3 * x.abs()), lambda x: np.log1p(np.float32(1e-3) * np.abs(x)),
+              lambda x: np.log(np.float32(1) + np.float32(1e-3) * np.abs(x))),
+    "a sine that is taken for its angle": (
+        lambda x: torch.sin(0.05 * x), lambda x: np.sin(np.float32(0.05) * x), lambda x: np.float32(0.05) * x),
+    "the tails of a softmax": (
+        lambda x: torch.softmax(x + torch.tensor([0.0, -20, -40, -10]), -1),
+        lambda x: softmax(x + TAILS),
+        lambda x: softmax(x + TAILS) * np.array([1, 1, 1.001, 1], np.float32),
+    ),
+    "all of it times 1.001": (torch.tanh, np.tanh, lambda x: np.tanh(x) * np.float32(1.001)),
+    "a small answer that is folded to a constant": (
+        lambda x: 1e-6 + 1e-8 * x,
+        lambda x: np.float32(1e-6) + np.float32(1e-8) * x,
+        lambda x: x * 0 + np.float32(1e-6),
+    ),
+    "one small column, by a ten thousandth": (
+        lambda x: torch.sigmoid(x) * torch.tensor([1.0, 1e6, 1e-6, 1e3]),
+        lambda x: 1 / (1 + np.exp(-x)) * np.array([1, 1e6, 1e-6, 1e3], np.float32),
+        lambda x: 1 / (1 + np.exp(-x)) * np.array([1, 1e6, 1.0001e-6, 1e3], np.float32),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+def test_a_wrong_column_or_a_small_answer_is_refused_and_the_right_one_is_proven(what: str) -> None:
+    eager, right, wrong = ATTACKS[what]
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    assert proof(Model(eager), x, right).reason == ""
+    assert "is allowed" in proof(Model(eager), x, wrong).reason
+
+
+RIGHT: dict[str, tuple[Formula, Formula]] = {
+    "a mean that is taken away": (
+        lambda x: x + 100 - (x + 100).mean(-1, keepdim=True),
+        lambda x: (y := x[:, ::-1] + np.float32(100), (y - y.mean(-1, keepdims=True))[:, ::-1])[1],
+    ),
+    "a difference of large numbers": (lambda x: torch.exp(1e-3 * x) - 1, lambda x: np.exp(x * np.float32(1e-3)) - 1),
+    "a sum in another order": (lambda x: x.sum(-1), lambda x: x[:, 3] + x[:, 2] + x[:, 1] + x[:, 0]),
+    "an overflow": (lambda x: torch.exp(x * 40), lambda x: np.exp(x * np.float32(40))),
+    "chaos": (lambda x: torch.sin(x * 2**20), lambda x: np.sin((x * np.float32(2**20)).astype(np.float64))),
+    "logits near zero": (lambda x: x - x.flip(-1), lambda x: x - x[:, ::-1]),
+    "a cast to float32": (lambda x: torch.exp(x.float()).to(torch.float32), np.exp),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_what_only_rounds_otherwise_is_proven(what: str) -> None:
+    eager, right = RIGHT[what]
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    assert proof(Model(eager), x, right).reason == ""
+
+
+def test_a_chaotic_column_hides_no_wrong_one_beside_it_and_has_to_be_what_eager_answers() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cat([torch.sin(x[:, :2] * 2**20), torch.sigmoid(x[:, 2:])], -1)
+
+    def right(x: Array) -> Array:
+        return np.concatenate([np.sin(x[:, :2].astype(np.float64) * 2**20), 1 / (1 + np.exp(-x[:, 2:]))], -1)
+
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    assert proof(Model(model), x, right).reason == ""
+    for wrong in ([1, 1, 1, 1.0001], [1, 1.1, 1, 1]):
+        assert not proof(Model(model), x, lambda x, by=wrong: right(x) * np.array(by)).proven
+
+
+# The arbiter. -----------------------------------------------------------------------------------------------------
+
+
+def ask(module: nn.Module, x: Tensor) -> tuple[Array, Array]:
+    eager = EagerSession(module.eval(), x)
+    (name,) = eager.run(eager.example)
+    return Arbiter(eager).run(eager.example)[name], Arbiter(eager).run(eager.example, rounded=1)[name]
+
+
+def test_the_arbiter_computes_in_float64_whatever_the_model_casts_to() -> None:
+    x = torch.randn(5, 4)
+    for formula in (torch.exp, lambda x: torch.exp(x.float()), lambda x: torch.exp(x.half()).to(torch.float32)):
+        found, _ = ask(Model(formula), x)
+        np.testing.assert_allclose(found, np.exp(x.double().numpy()), rtol=1e-14)
+
+
+def test_the_rounded_run_is_off_by_the_rounding_of_float32_and_exact_results_are_not_moved() -> None:
+    x = torch.randn(500, 4)
+    exact, rounded = ask(Model(torch.exp), x)
+    off = np.abs(rounded / exact - 1).max()
+    assert 2**-26 < off <= 2**-24
+    exact, rounded = ask(Model(lambda x: (x * 4).floor() / 4 + 2), x)
+    np.testing.assert_array_equal(exact, rounded)
+
+
+def test_the_model_and_the_tables_that_it_keeps_stay_as_they_are() -> None:
+    class Tables(Model):
+        def __init__(self) -> None:
+            super().__init__(self.answer)
+            self.tables: dict[int, Tensor] = {}
+
+        def answer(self, x: Tensor) -> Tensor:
+            key = len(x) if x.dtype == torch.float32 else -len(x)
+            if key not in self.tables:
+                self.tables[key] = torch.arange(4, dtype=x.dtype)
+            return self.linear(x) + self.tables[key][:3]
+
+    module = Tables()
+    eager = EagerSession(module.eval(), torch.randn(5, 4))
+    eager.run(eager.example)
+    Arbiter(eager).run(eager.example)
+    assert {key: one.dtype for key, one in module.tables.items()} == {5: torch.float32}
+    assert {one.dtype for one in module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_parameters_are_widened_whether_the_model_is_held_in_float64_or_not(
+    held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trueline.capture.model.arbiter.HELD", 1 << 20 if held else 0)
+    module, x = Model(lambda x: x), torch.randn(5, 4)
+    module.formula = lambda x: module.linear(x)
+    found, _ = ask(module, x)
+    want = x.double() @ module.linear.weight.double().T + module.linear.bias.double()
+    np.testing.assert_allclose(found, want.detach().numpy(), rtol=1e-13)
+
+
+def test_a_model_that_has_no_copy_is_compared_by_the_scale_of_its_columns_and_the_evidence_says_so() -> None:
+    module = Model(torch.exp)
+    module.lock = threading.Lock()  # type: ignore[assignment]
+    eager = EagerSession(module.eval(), torch.randn(5, 4))
+    seen = observe(eager, make_probes(eager.example)[:3])
+    assert not any(one.judged for one in seen)
+    found = judge(Program(eager, np.exp), seen)
+    assert found.proven
+    assert all("of its scale, without float64" in one.tolerance for one in found.evidence)
+    assert not judge(Program(eager, lambda x: np.exp(x) * np.float32(1.001)), seen).proven
