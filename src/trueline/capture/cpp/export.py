@@ -194,12 +194,12 @@ def _golden_text(bundle: Bundle) -> str:
     for golden in bundle.golden():
         given = "".join(_tensor(inputs, golden.case, spec) for spec in signature.inputs)
         answer = "".join(_tensor(outputs, golden.case, spec) for spec in signature.outputs)
-        bounds = ", ".join(_bound(golden, spec) for spec in signature.outputs)
+        bounds = ", ".join(_format_bound(golden, spec) for spec in signature.outputs)
         rows.append(f"{{{json.dumps(golden.case)},\n     {{{given}}},\n     {{{answer}}},\n     {{{bounds}}}}}")
     return _source("the golden records, raw numbers in golden/*.safetensors.", {"Golden> golden": rows})
 
 
-def _bound(golden: Golden, spec: TensorSpec) -> str:
+def _format_bound(golden: Golden, spec: TensorSpec) -> str:
     """How far an output may be off, of the whole and along each axis; empty where it has to be equal."""
     answer = golden.outputs[spec.name]
     bound = golden.bounds.get(spec.name) or default_bound(answer) or ()
