@@ -30,19 +30,38 @@ differently, not for every message.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
+
+_USER = re.compile(r"(\w://)[^/@\s]+@")
+_PARAMETER = re.compile(
+    r"(?i)([?&](?:[\w-]{0,32}(?:signature|token|secret|passw(?:or)?d|credential|access_?key|api_?key|key_?id)"
+    r"[\w-]{0,32}|sig|sas|key|auth|code)=)[^&#\s,;'\"]+"
+)
+
+
+def redact_urls(text: str) -> str:
+    """`text` with its URLs without users, passwords and tokens: for logs, terminals and clients. Source: CWE-532.
+
+    >>> redact_urls("403 for https://id:pw@host/x?X-Amz-Signature=abc&n=1")
+    '403 for https://host/x?X-Amz-Signature=***&n=1'
+    """
+    if "://" not in text:
+        return text
+    return _PARAMETER.sub(r"\1***", _USER.sub(r"\1", text))
 
 
 class TruelineError(Exception):
-    """Root of the tree. `str()` is the message; `hint` says what to do, and is printed on its own line."""
+    """Root of the tree. `str()` is the message; `hint` says what to do, and is printed on its own line. Credentials in
+    URLs are taken out of both.
+    """
 
     code = "error"
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = redact_urls(message), redact_urls(hint)
+        super().__init__(self.message)
 
 
 class UsageError(TruelineError):

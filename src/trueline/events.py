@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from trueline.errors import redact_urls
+
 Field = str | int | float | bool | None
 Listener = Callable[[str, dict[str, Field]], None]
 
@@ -50,7 +52,10 @@ def _text(value: Field) -> str:
 
 
 def emit(name: str, /, **fields: Field) -> None:
-    """Reports event `name` (`noun.verb`) with `fields` to the listeners and the log."""
+    """Reports event `name` (`noun.verb`) with `fields` to the listeners and the log, without credentials of URLs."""
+    for key, value in fields.items():
+        if isinstance(value, str) and "://" in value:
+            fields[key] = redact_urls(value)
     for listener in tuple(_listeners):
         listener(name, fields)
     if logger.isEnabledFor(logging.INFO):
