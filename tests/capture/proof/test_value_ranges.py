@@ -120,7 +120,7 @@ def test_a_range_that_ends_at_a_size_moves_with_it(module: nn.Module, values: Va
 
 @pytest.mark.slow
 def test_a_count_that_would_take_all_memory_ends_the_range_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MEMORY_BYTES", 2**26)
+    monkeypatch.setattr(limits, "MEMORY_BYTES", (2**26,))
     values = found(Counts(), AT)["at"]
     assert values.low == 0
     assert values.high is not None

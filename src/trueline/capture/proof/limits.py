@@ -5,20 +5,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-MEMORY_BYTES = 2**30
-"""Further memory that such a call may take."""
+MEMORY_BYTES = (2**28, 2**30)
+"""Further memory that such a call may take: the first with which the model answers its own values."""
 
 
 @contextmanager
-def bounded_memory() -> Iterator[None]:
-    """An allocation beyond MEMORY_BYTES more than this process has now fails, as torch's and ONNX Runtime's errors say.
+def bounded_memory(num_bytes: int) -> Iterator[None]:
+    """An allocation beyond `num_bytes` more than this process has now fails, as torch's and ONNX Runtime's errors say.
 
     RLIMIT_AS counts mapped memory of the whole process. Where it cannot be read or set, nothing is bounded.
     """
     before = resource.getrlimit(resource.RLIMIT_AS)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MEMORY_BYTES
+        limit = pages * resource.getpagesize() + num_bytes
         if before[0] != resource.RLIM_INFINITY:
             limit = min(limit, before[0])
         resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))

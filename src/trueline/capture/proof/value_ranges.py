@@ -16,7 +16,7 @@ from trueline.bundle.values import ANY, Number, Values
 from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
-from trueline.capture.proof.limits import bounded_memory
+from trueline.capture.proof import limits
 from trueline.capture.proof.narrowing import takes_values
 from trueline.capture.proof.observe import Careful
 from trueline.capture.proof.probes import fit, resize
@@ -56,12 +56,15 @@ class _Ends:
         two = fit(signature, self._base, {BATCH: 2}) if BATCH in self._base else None
         self._sizes: Mapping[str, int] = two or self._base
         self._deadline = time.monotonic() + BUDGET_S
-        shown = resize(eager.example, signature, self._sizes)[spec.name]
+        example = resize(eager.example, signature, self._sizes)
+        shown = example[spec.name]
         finite = shown[np.isfinite(shown)] if shown.dtype.kind == "f" else shown
         self._shown = (finite.min().item(), finite.max().item()) if finite.size else None
+        enough = (size for size in limits.MEMORY_BYTES if _answers(eager, example, size))
+        self._memory = next(enough, None)
 
     def find(self) -> Values:
-        if self._shown is None:
+        if self._shown is None or self._memory is None:
             return ANY
         dtype = self._spec.dtype
         least, most = self._shown
@@ -143,13 +146,13 @@ class _Ends:
         else:
             planted = array.copy()
             planted.reshape(-1)[place] = value
-        return _answers(self._eager, {**inputs, self._spec.name: planted})
+        return _answers(self._eager, {**inputs, self._spec.name: planted}, self._memory or 0)
 
 
-def _answers(eager: EagerSession, inputs: Inputs) -> bool:
+def _answers(eager: EagerSession, inputs: Inputs, memory: int) -> bool:
     """Whether the model answers, in bounded memory and without a loop that does not end."""
     try:
-        with code_paths.watch(ends=True), Careful(), bounded_memory():  # type: ignore[no-untyped-call]
+        with code_paths.watch(ends=True), Careful(), limits.bounded_memory(memory):  # type: ignore[no-untyped-call]
             eager.run(inputs)
     except Exception:  # noqa: BLE001 - the user's forward on made-up values may raise anything
         return False
@@ -163,7 +166,7 @@ def _answers_inside(eager: EagerSession, claim: Signature) -> bool:
     inputs = resize(eager.example, claim, base)
     for _ in range(ROUNDS):
         drawn = {spec.name: _draw(spec, inputs[spec.name], base, random) for spec in claim.inputs}
-        if not _answers(eager, drawn):
+        if not _answers(eager, drawn, limits.MEMORY_BYTES[-1]):
             return False
     return True
 
