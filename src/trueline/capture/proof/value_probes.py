@@ -6,7 +6,7 @@ to others shows only beside them. Whole numbers are planted at the ends of their
 FP64 and INT32 lose them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,14 @@ import numpy as np
 
 from trueline.bundle.signature import Array, Signature, TensorSpec
 from trueline.bundle.values import Values
-from trueline.capture.proof.probes import BATCH, Probe, fit, resize
+from trueline.capture.proof.probes import BATCH, Probe, fit, is_mask, resize
 
 RECORDS = 12
 """Records of a probe that has another value in each."""
-BORDERS = (2**15, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1)
-"""Whole numbers beyond which a cast loses something, and their negatives."""
+BORDERS = (2**15, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1, -(2**31), -(2**31) - 1, -(2**53) - 1)
+"""Whole numbers beyond which a cast loses something."""
+FEW = 2
+"""Records of a probe of whole numbers: many are tried, one by one."""
 HUGE = (1e30, 1e18, 1e9, 1e6, 1e4)
 """Magnitudes of floats, the largest first: a smaller one is only of use where a larger one is refused or wrong."""
 
@@ -135,11 +137,14 @@ def _scatter(array: Array, values: Array, random: np.random.Generator, *, whole:
 
 
 def _integers(example: Mapping[str, Array], signature: Signature, spec: TensorSpec) -> Iterator[Probe]:
-    name, array = spec.name, example[spec.name]
-    for value in borders(array, spec.values, signature.sizes(example)):
-        yield _probe(example, signature, f"{value}", name, plant(array, value), value)
-    for value in ends(array, spec.values, signature.sizes(example)):
-        yield _probe(example, signature, f"{value} everywhere", name, np.full_like(array, value), value)
+    """At two records; of a mask only what lies beside 0 and 1, and its ends."""
+    name, mask = spec.name, is_mask(example[spec.name])
+    few = many(example, signature, FEW)
+    sizes = signature.sizes(few)
+    for value in borders(few[name], spec.values, sizes, shown=example[name], beyond=() if mask else BORDERS):
+        yield _probe(few, signature, f"{value}", name, plant(few[name], value), value)
+    for value in ends(few[name], spec.values, sizes):
+        yield _probe(few, signature, f"{value} everywhere", name, np.full_like(few[name], value), value)
 
 
 def ends(array: Array, values: Values, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -150,11 +155,12 @@ def ends(array: Array, values: Values, sizes: Mapping[str, int]) -> tuple[int, i
     return least if low is None else max(least, int(low)), most if high is None else min(most, int(high))
 
 
-def borders(array: Array, values: Values, sizes: Mapping[str, int]) -> list[int]:
-    """Whole numbers outside of what `array` shows and inside of `values`, the nearest to it first."""
+def borders(
+    array: Array, values: Values, sizes: Mapping[str, int], *, shown: Array, beyond: Sequence[int] = BORDERS
+) -> list[int]:
+    """Whole numbers outside of what the example has `shown` and inside of `values`, the nearest to it first."""
     low, high = ends(array, values, sizes)
-    least, most = int(array.min()), int(array.max())
-    near = [least - 1, most + 1, -1, -2, 2 * most + 1]
-    wanted = [*near, low, high, *BORDERS, *(-one for one in BORDERS)]
+    least, most = int(shown.min()), int(shown.max())
+    wanted = [least - 1, most + 1, -1, low, high, *beyond]
     kept = [one for one in dict.fromkeys(wanted) if low <= one <= high and not least <= one <= most]
     return sorted(kept, key=lambda one: one - most if one > most else least - one)
