@@ -67,8 +67,27 @@ def test_a_member_whose_group_failed_to_form_meets_one_that_never_failed(monkeyp
     group.form(2, rank=0, size=2, store=store.address)
     value = torch.ones(1)
     dist.all_reduce(value)
-    assert peer.communicate()[0] == "2\n"
+    assert (peer.communicate()[0], peer.returncode) == ("2\n", 0)
     assert value.item() == 2
+    group.close()
+    store.close()
+
+
+def test_where_the_system_has_no_socket_filters_gloo_connects_by_itself_and_it_is_said(monkeypatch):
+    monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("trueline.parallel.gloo_sockets.find_lack", lambda: "no socket filters")
+    said = []
+    monkeypatch.setattr("trueline.parallel.gloo.events.emit", lambda name, **fields: said.append((name, fields)))
+    lacking = "from trueline.parallel import gloo_sockets; gloo_sockets.find_lack = lambda: 'none'\n" + PEER
+    store = StoreServer()
+    peer = subprocess.Popen([sys.executable, "-c", lacking, store.address], stdout=subprocess.PIPE, text=True)
+    assert peer.stdout.readline() == "here\n"
+    group = GlooGroup()
+    group.form(2, rank=0, size=2, store=store.address)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert (peer.communicate()[0], peer.returncode) == ("2\n", 0)
+    assert said == [("gloo.unproven", {"why": "no socket filters"})]
     group.close()
     store.close()
 

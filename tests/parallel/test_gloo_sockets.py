@@ -225,3 +225,13 @@ def test_members_that_are_attacked_at_every_port_while_one_is_late_form_their_gr
 
     assert in_processes(3, member) == [3.0**20] * 3
     assert strangers.stop()["ports"] >= 1
+
+
+def test_a_kernel_without_socket_filters_is_found_before_any_group(monkeypatch):
+    assert gloo_sockets.find_lack.__wrapped__() == ""
+
+    def refuse(*_):
+        raise OSError(92, "Protocol not available")
+
+    monkeypatch.setattr(gloo_sockets, "_attach_filter", refuse)
+    assert gloo_sockets.find_lack.__wrapped__() == "the kernel takes no socket filter: Protocol not available"

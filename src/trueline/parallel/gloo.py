@@ -9,12 +9,14 @@ which is formed, cut and left with the group. Linux only (/proc/self/fd).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import distributed_c10d
 
+from trueline import events
 from trueline.errors import TrainError, TruelineError
 from trueline.parallel import gloo_sockets, mesh
 from trueline.parallel.backend import Connect, Plane, Sum
@@ -37,6 +40,8 @@ FORM_TIMEOUT_S = 2.0
 RUN_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 30.0
 _LOOK_S = 20e-6  # between two checks of a plane's sum
+_EXIT_S = 5.0
+"""How long the end of the process waits for groups to be dropped."""
 PLANE_TRIES = 5  # after this many planes in a row that did not form while gloo did, the job ends
 _BACKEND = "trueline_gloo"
 _formed: dict[str, ProcessGroupGloo] = {}
@@ -240,7 +245,9 @@ class GlooGroup:
             with contextlib.suppress(RuntimeError, ValueError):  # a half-formed group; it is dropped as well
                 dist.destroy_process_group()
             works, self._works = self._works, []
-            threading.Thread(target=_drop_group, args=(left, works), name="drop-group", daemon=True).start()
+            dropping = threading.Thread(target=_drop_group, args=(left, works), name="drop-group", daemon=True)
+            _dropping.add(dropping)
+            dropping.start()
         if self._sums:
             sums, self._sums = self._sums, []
             threading.Thread(target=_wait_for_sums, args=(sums,), name="outlast", daemon=True).start()
@@ -264,8 +271,12 @@ def _connect_members(
     try:
         peers.open()
         named = PrefixStore("gloo", peers)
-        links = mesh.meet(peers, generation, rank, size, patience.total_seconds())
-        group = gloo_sockets.form(links, rank, size, patience)
+        if lack := gloo_sockets.find_lack():
+            events.emit("gloo.unproven", why=lack)
+            group = ProcessGroupGloo(named, rank, size, timeout=patience)
+        else:
+            links = mesh.meet(peers, generation, rank, size, patience.total_seconds())
+            group = gloo_sockets.form(links, rank, size, patience)
         group._set_default_timeout(timedelta(seconds=RUN_TIMEOUT_S))
         if connect is None:
             return group, named, None
@@ -279,12 +290,24 @@ def _connect_members(
         peers.release()
 
 
+_dropping = weakref.WeakSet[threading.Thread]()
+
+
 def _drop_group(groups: list[Any], works: list[Any]) -> None:
     """Drops a group after its operations have ended; its destructor waits for them, and for its threads."""
     for work in works:
         with contextlib.suppress(RuntimeError):  # expected: the group was left
             work.wait()
     groups.clear()
+
+
+@atexit.register
+def _wait_dropped() -> None:
+    """Lets groups be dropped before the interpreter ends. Python ends a thread that returns from C++ after that, which
+    in a destructor of gloo's ends the process with SIGABRT."""
+    until = time.monotonic() + _EXIT_S
+    for dropping in list(_dropping):
+        dropping.join(max(0.0, until - time.monotonic()))
 
 
 def _wait_for_sums(sums: list[Sum]) -> None:

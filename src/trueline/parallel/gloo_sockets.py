@@ -14,14 +14,17 @@ one has read anything. `tests/parallel/test_gloo_sockets.py` fails if torch's gl
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import re
+import select
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,6 +102,23 @@ def _form(links: dict[int, socket.socket], rank: int, size: int, patience: timed
     return group
 
 
+@functools.cache
+def find_lack() -> str:
+    """What this system lacks for `form`, the same for all members on it; empty where it lacks nothing. Other processes
+    have no influence on the answer. Sandboxes such as gVisor have no socket filters."""
+    if sys.platform != "linux":
+        return "the system is not Linux"
+    with socket.create_server((_HOST, 0)) as listener, select.epoll() as poll:
+        try:
+            _attach_filter(listener, [_ADMIT])
+        except OSError as error:
+            return f"the kernel takes no socket filter: {error.strerror}"
+        poll.register(listener)
+        if listener.fileno() not in _read_poll_set(poll.fileno()):
+            return "/proc/self/fdinfo does not show what is in an epoll set"
+    return ""
+
+
 class _OwnAddress(Store):
     """What gloo reads at a rendezvous: for each peer this member's own entry, with an address above its own."""
 
@@ -150,12 +170,9 @@ class _Device:
         for port in ports:
             program += [(0x15, 0, 1, port), _ADMIT]  # unless it is this port, jump over what follows
         program.append(_DROP)
-        code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
         try:
             with _borrow(self._listener) as listener:
-                listener.setsockopt(
-                    socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(program), ctypes.addressof(code))
-                )
+                _attach_filter(listener, program)
         except OSError as error:
             raise _refusal(f"this kernel takes no socket filter: {error}") from error
 
@@ -195,6 +212,11 @@ class _Device:
         if _libc.epoll_ctl(self._poll, operation, number, ctypes.byref(_EpollEvent(events, data))):
             error = ctypes.get_errno()
             raise RuntimeError(f"gloo: epoll_ctl failed: {os.strerror(error)}")
+
+
+def _attach_filter(sock: socket.socket, program: Sequence[tuple[int, int, int, int]]) -> None:
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(program), ctypes.addressof(code)))
 
 
 def _refusal(why: str) -> TrainError:
