@@ -29,7 +29,7 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, err
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of link(2) on a file system without hard links."""
 
-TemporaryKind = Literal["archive", "bundle", "life", "state", "weights"]
+TemporaryKind = Literal["archive", "bundle", "download", "life", "state", "weights"]
 _TEMPORARY = "trueline-"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

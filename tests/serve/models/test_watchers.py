@@ -10,6 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from trueline import files
 from trueline.bundle import pack, schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import BundleError, StorageError, UsageError
@@ -221,6 +222,16 @@ def test_a_bundle_of_a_store_arrives_verified_and_is_brought_once(uploaded: str,
     again = fetch.fetch(f"{uploaded}/{name}#sha256:{found.digest}", tmp_path / "cache")
     assert again.path == found.path
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [found.digest]
+
+
+def test_what_a_killed_server_had_begun_to_download_is_deleted_and_a_download_under_way_is_not(
+    uploaded: str, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    (cache / "trueline-download-left" / "bundle").mkdir(parents=True)
+    with files.TemporaryFolder("download", cache) as under_way:
+        found = fetch.fetch(f"{uploaded}/digits.tlb", cache)
+        assert {path.name for path in cache.iterdir()} == {found.digest, under_way.name}
 
 
 def test_the_server_takes_a_url_where_it_takes_a_path(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +57,11 @@ def fetch(source: str, cache: Path) -> Bundle:
         if folder and not fs.isfile(f"{root}/{schema.MANIFEST}"):
             raise BundleError(f"there is no bundle at {url}", hint="it is a packed file, or a folder with bundle.json")
     cache.mkdir(parents=True, exist_ok=True)
+    files.sweep_temporary(cache)  # what a killed server had begun to download
     if folder:
         found = _fetch_folder(fs, str(root), url, cache)
     else:
-        with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=cache) as scratch:
+        with files.TemporaryFolder("download", cache) as scratch:
             file = Path(scratch, "packed.tlb")
             with translate_errors(url, "reading"):
                 fs.get_file(str(root), str(file))
@@ -93,7 +93,7 @@ def _fetch_folder(fs: Any, root: str, url: str, cache: Path) -> Bundle:
     if known.is_dir():
         with contextlib.suppress(BundleError):
             return _open(known)
-    with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=cache) as scratch:
+    with files.TemporaryFolder("download", cache) as scratch:
         folder = Path(scratch, "bundle")
         for name, entry in manifest.files.items():
             target = folder / name
