@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +101,31 @@ def test_an_operator_that_does_not_return_is_left_behind(
         limit.run("the operator", stuck.wait)
     with pytest.raises(OutOfTime, match="not tried for want of time: the next"):
         limit.run("the next", lambda: pytest.fail("it began"))
+
+
+def test_what_a_stage_that_is_left_behind_switched_on_is_put_back_and_no_other_begins(
+    stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_limit, "GRACE_S", 0.05)
+    limit, stderr = TimeLimit(10), sys.stderr
+
+    def export() -> None:
+        torch.compiler._is_exporting_flag = True
+        with contextlib.redirect_stderr(io.StringIO()):
+            stuck.wait()
+
+    try:
+        with pytest.raises(OutOfTime):
+            limit.run("torch.export", export, share=1e-3)
+        assert sys.stderr is stderr
+        assert not torch.compiler.is_exporting()
+        with pytest.raises(OutOfTime, match="the next, since an earlier stage does not end"):
+            limit.run("the next", lambda: pytest.fail("it began"))
+    finally:
+        torch.compiler._is_exporting_flag = False
+    stuck.set()
+    limit.wait_for_threads()
+    assert limit.run("the next", lambda: "begins") == "begins"
 
 
 def test_a_stage_gets_its_share_of_what_is_left() -> None:

@@ -4,6 +4,9 @@ A stage (an export, a proof) runs in a thread of its own. When its time is over,
 thread that is inside an operator and does not come back is left behind. The caller has the time and the user's line in
 either case, and continues with what is proven. While a stage takes long, an event says what runs and at which line.
 
+What a thread that is left behind had switched on for the whole process (torch's flags of an export, a silenced stderr)
+is put back as it was, and no further stage begins beside it: its patches may still be in force.
+
 CPython delivers an exception to another thread between two instructions (PyThreadState_SetAsyncExc), so the wait for
 `sleep` or for a long operator cannot be cut short, only left.
 """
@@ -35,6 +38,8 @@ QUIET_S = 10.0
 """Seconds of a stage before the first event that says what it does; then twice as many each time."""
 GRACE_S = 5.0
 """Seconds that an interrupted stage has to clean up after itself before its thread is left behind."""
+_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+"""Of torch.compiler."""
 _STACK_BYTES = 64 << 20
 """Of a stage's thread, at least: sympy and copy.deepcopy recurse in C."""
 
@@ -88,7 +93,10 @@ class TimeLimit:
         allowed = share * self.left_s
         if allowed <= 0:
             raise self._out_of_time(f"not tried for want of time: {what}")
+        if any(thread.is_alive() for thread in self._left):
+            raise self._out_of_time(f"not tried for want of time: {what}, since an earlier stage does not end")
         outcome: list[Result | BaseException] = []
+        put_back = _keep_globals()
         context = contextvars.copy_context()
 
         def work() -> None:
@@ -102,10 +110,10 @@ class TimeLimit:
         try:
             place = _wait(thread, what, allowed)
         except BaseException:  # Ctrl-C: the stage cleans up, if it can, before the caller does
-            self._stop(thread)
+            self._stop(thread, put_back)
             raise
         if thread.is_alive():
-            self._stop(thread)
+            self._stop(thread, put_back)
             spent = time.monotonic() - started
             raise self._out_of_time(f"not tried for want of time: {what} did not end in {spent:.0f} s", place)
         result = outcome[0]
@@ -119,14 +127,29 @@ class TimeLimit:
         for thread in self._left:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _stop(self, thread: threading.Thread) -> None:
+    def _stop(self, thread: threading.Thread, put_back: Callable[[], None]) -> None:
         _interrupt(thread)
         if thread.is_alive():
             self._left.append(thread)
+            put_back()
 
     def _out_of_time(self, why: str, place: code_paths.SourceLine | None = None) -> OutOfTime:
         more = f"allow it more: --minutes {max(1.0, 4 * self.total):.0f}"
         return OutOfTime(f"{why} (the limit is {self.total:.3g} minutes in all)", hint=more, place=place)
+
+
+def _keep_globals() -> Callable[[], None]:
+    """Puts back, when it is called, what an export switches on for the whole process."""
+    out, err = sys.stdout, sys.stderr
+    compiler = sys.modules.get("torch.compiler")
+    flags = {name: getattr(compiler, name) for name in _FLAGS if hasattr(compiler, name)}
+
+    def put_back() -> None:
+        sys.stdout, sys.stderr = out, err
+        for name, value in flags.items():
+            setattr(compiler, name, value)
+
+    return put_back
 
 
 def _start(work: Callable[[], None], name: str) -> threading.Thread:
