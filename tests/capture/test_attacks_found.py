@@ -1,0 +1,39 @@
+"""Models that the attack generator found sealed and wrong, shrunk to one idiom each: they are right now, or refused."""
+
+from __future__ import annotations
+
+import pytest
+from bench.attack import grammar
+from bench.attack.sealed import attempt
+from bench.attack.shrink import kinds
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # captures each
+IDIOMS = {idiom.name: idiom for idiom in grammar.idioms()}
+
+FOUND = {
+    "a loop over records and a branch on the batch": ("stack_records", "dict_of_sizes"),
+    "a large column beside small ones": ("hidden_error",),
+    "small answers": ("expm1_small", "log1p_small", "elu_small"),
+    "a state that is not seen": ("counter_300", "module_random", "torch_tensor_in_list"),
+    "NaN in, numbers out": ("max_dim", "topk"),
+    "an index that eager refuses": ("embedding", "one_hot_matmul"),
+    "a padded encoder": ("encoder_padding",),
+    "positions that end": ("positions_128",),
+    "an example of the user outside the claim": ("fraction_int", "root_int", "transpose_view"),
+}
+"""Class -> the idioms that were sealed and wrong, or narrow, in e036b43."""
+
+
+@pytest.mark.parametrize(
+    ("why", "name"), [pytest.param(why, name, id=name) for why, names in FOUND.items() for name in names]
+)
+def test_what_the_generator_found_is_right_or_refused(why: str, name: str) -> None:
+    idiom = IDIOMS[name]
+    sketch = grammar.Sketch(grammar.SHAPES[idiom.start] or "D", (idiom,), sizes=1)
+    record = attempt(grammar.source(sketch))
+    assert kinds(record) == set(), (why, record)
+    assert "crash" not in record, record
+    if "impure" in idiom.tags:
+        assert record["refusal"].startswith("NotProven"), record
+    else:
+        assert record["formats"], record
