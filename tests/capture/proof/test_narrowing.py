@@ -156,3 +156,25 @@ def test_where_the_model_refuses_and_the_program_answers_only_what_examples_show
 def test_a_disagreement_that_no_condition_leaves_out_refuses_the_program() -> None:
     proven, values = claimed(X, lambda inputs, value: value * 0 if inputs["x"].sum() == 0 else value)
     assert (proven, values) == (False, {})
+
+
+def test_a_branch_on_a_norm_is_not_taken_for_a_range_of_values() -> None:
+    class Norm(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / x.pow(2).mean().sqrt().clamp(min=1.0)
+
+    def frozen(inputs: Any, answer: Any) -> Any:
+        return inputs["x"]  # the way of small numbers, for all: a single larger one is left out by a range
+
+    small = X / X.abs().max() * 1.3
+    assert not claimed(small, frozen, Norm())[0]
+
+
+@pytest.mark.parametrize("most", [1e3, 1e5, 1e7, 1e9])
+def test_a_program_that_overflows_by_a_sum_claims_only_a_range_of_which_all_values_are_answered(most: float) -> None:
+    def lose_large(inputs: Any, answer: Any) -> Any:
+        return answer * 0 if np.abs(inputs["x"]).sum() > most else answer
+
+    proven, values = claimed(X, lose_large)
+    assert proven
+    assert float(X.abs().max()) <= values["x"].high <= most / X.numel()

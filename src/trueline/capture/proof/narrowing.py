@@ -14,7 +14,7 @@ from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Rows, Signature, TensorSpec
 from trueline.bundle.values import Values
 from trueline.capture.proof.observe import Observation, observe
-from trueline.capture.proof.probes import is_mask
+from trueline.capture.proof.probes import Probe, is_mask
 from trueline.capture.proof.prove import Progress, Proof, judge, judge_narrowed
 from trueline.capture.proof.value_probes import smaller
 from trueline.errors import RequestError
@@ -59,8 +59,41 @@ def judge_and_narrow(
     claim = narrow(session.signature, examples, observations, evidence)
     if claim is None:
         return session, judge_narrowed(session, observations, evidence) if fewer else proof, observations
-    session = open_with(claim)
-    return session, judge_narrowed(session, observations, evidence), observations
+    for candidate in (claim, _shown_only(claim, examples)):
+        session = open_with(candidate)
+        ends = observe(oracle, _probe_ends(candidate, examples[0]))
+        found = judge(session, ends).evidence
+        if all(one.verdict != "disagrees" for one in found):
+            break
+    observations = [*observations, *ends]
+    return session, judge_narrowed(session, observations, (*evidence, *found)), observations
+
+
+def _shown_only(claim: Signature, examples: Sequence[Inputs]) -> Signature:
+    """`claim` with the ranges of floats cut to what the examples show, of either sign."""
+    most = {
+        spec.name: max(float(np.max(np.abs(one[spec.name]), initial=0.0)) for one in examples)
+        for spec in claim.inputs
+        if spec.dtype.kind == "f" and spec.values.high is not None
+    }
+    return claim.with_values({**claim.values, **{name: Values(low=-one, high=one) for name, one in most.items()}})
+
+
+def _probe_ends(claim: Signature, example: Inputs) -> list[Probe]:
+    """Probes with all elements of a float input at either end of its claim, and with the ends in turn: what a branch on
+    a sum or a norm needs to go the other way, where one planted value does not suffice."""
+    probes = []
+    for spec in (spec for spec in claim.inputs if spec.dtype.kind == "f"):
+        low, high = spec.values.low, spec.values.high
+        if low is None or high is None:
+            continue
+        inside = [np.nextafter(np.asarray(end, spec.dtype), np.asarray(0, spec.dtype)) for end in (low, high)]
+        turns = np.resize(np.array(inside), example[spec.name].shape)
+        values = [np.full_like(turns, inside[0]), np.full_like(turns, inside[1]), turns]
+        for what, array in zip((f"all at {low:g}", f"all at {high:g}", "all at an end"), values, strict=True):
+            inputs = {**example, spec.name: array}
+            probes.append(Probe(name=f"{spec.name} {what}", origin="made", num_records=len(array), inputs=inputs))
+    return probes
 
 
 def narrow(
