@@ -32,6 +32,7 @@ KNOWN = {
     "recipe/load.py": {"exec", "compile"},  # the user's recipe
     "storage/cache.py": {"np.load"},  # allow_pickle=False
     "batch/predict.py": {"np.load"},  # the same
+    "checkpoint/weights_file.py": {"torch.load"},  # weights_only=True
     "cli/jobs/chaos.py": {"os.execvp"},  # a list of words
     "data/loading/worker_pool.py": {"pickle.loads"},  # what a fork of this process wrote to memory without a name
     "serve/offload/frames.py": {"pickle.loads"},  # what a process of this package wrote to memory without a name
