@@ -73,9 +73,9 @@ def capture(
     recipe = load_recipe(recipe, needs=ONLY_CALLED)
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
     prepare = partial(subject.prepare, recipe, checkpoint, state=state, allow_random=allow_random)
-    model = limit.run("the model with its example", prepare)
-    limit.allow_weights(model.num_bytes)
     with _workplace(out, limit) as work:
+        model = limit.run("the model with its example", prepare)
+        limit.allow_weights(model.num_bytes)
         rungs = climb(model, wanted, work, otherwise=() if formats else STAND_IN, opset=opset, limit=limit)
         _require(rungs, every=bool(formats) and not one_is_enough, name=recipe.name)
         bundle = sealing.seal(recipe, checkpoint, model, rungs, out, overwrite=overwrite)
@@ -165,8 +165,12 @@ def _workplace(out: Path, limit: TimeLimit) -> Iterator[Path]:
         work = Path(tempfile.mkdtemp(prefix=files.PARTIAL, dir=out.parent))
     except OSError as error:
         raise files.storage_error(error, out) from error
+    from trueline.capture.time_limit import OutOfTime
+
     try:
         yield work
+    except OutOfTime as error:
+        raise error.with_line() from error
     finally:
         limit.wait_for_threads()
         shutil.rmtree(work, ignore_errors=True)

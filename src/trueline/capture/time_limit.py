@@ -38,6 +38,7 @@ QUIET_S = 10.0
 """Seconds of a stage before the first event that says what it does; then twice as many each time."""
 GRACE_S = 5.0
 """Seconds that an interrupted stage has to clean up after itself before its thread is left behind."""
+_NAME = "trueline: "
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 """Of torch.compiler."""
 _STACK_BYTES = 64 << 20
@@ -56,6 +57,11 @@ class OutOfTime(CaptureError):
     def __init__(self, message: str, *, hint: str = "", place: code_paths.SourceLine | None = None) -> None:
         super().__init__(message, hint=hint)
         self.place = place
+
+    def with_line(self) -> OutOfTime:
+        """The same with the line in its message, for an error that ends the capture."""
+        at = f"; it was at {self.place}" if self.place else ""
+        return OutOfTime(self.message + at, hint=self.hint, place=self.place)
 
 
 @dataclass(slots=True)
@@ -93,8 +99,10 @@ class TimeLimit:
         allowed = share * self.left_s
         if allowed <= 0:
             raise self._out_of_time(f"not tried for want of time: {what}")
-        if any(thread.is_alive() for thread in self._left):
-            raise self._out_of_time(f"not tried for want of time: {what}, since an earlier stage does not end")
+        stuck = next((thread for thread in self._left if thread.is_alive()), None)
+        if stuck is not None:
+            why = f"{what}, since {stuck.name.removeprefix(_NAME)} does not end"
+            raise self._out_of_time(f"not tried for want of time: {why}", _users_line(stuck))
         outcome: list[Result | BaseException] = []
         put_back = _keep_globals()
         context = contextvars.copy_context()
@@ -106,7 +114,7 @@ class TimeLimit:
                 outcome.append(error)
 
         started = time.monotonic()
-        thread = _start(work, f"trueline: {what}")
+        thread = _start(work, f"{_NAME}{what}")
         try:
             place = _wait(thread, what, allowed)
         except BaseException:  # Ctrl-C: the stage cleans up, if it can, before the caller does
