@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import os
 import pickle
 import signal
 import socket
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from trueline.web.body import BodyBuffer, SharedBody
 from trueline.web.messages import Request, Response
 from trueline.wire import inference_pb2 as pb
 from worlds.servers import TinyApp
+from worlds.waiting import until
 
 
 @pytest.fixture
@@ -205,3 +208,33 @@ def test_a_part_of_a_body_in_a_file_travels_as_the_part_that_it_is() -> None:
     with ours, theirs:
         frames.send(ours, pickle.PickleBuffer(buffer.take()[-4:]))
         assert bytes(frames.receive(theirs)) == b"tail"
+
+
+def _long_body() -> memoryview:
+    buffer = BodyBuffer()
+    for _ in range(40):
+        buffer.add(b"no JSON " * 20_000)
+    body = buffer.take()
+    assert isinstance(body, memoryview)
+    return body
+
+
+def test_a_body_that_could_not_be_read_is_gone_with_its_error(
+    offload: Offload, loop: asyncio.AbstractEventLoop
+) -> None:
+    """In a cycle it would keep its memory, and its view ended the interpreter when the collector cleared it."""
+    body = _long_body()
+    owner = weakref.ref(body.obj)
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="invalid literal"):
+            loop.run_until_complete(offload.run(int, body, num_bytes=len(body)))
+        del body
+        until(lambda: owner() is None, "the body is gone")
+    finally:
+        gc.enable()
+
+
+def test_a_view_of_a_part_of_a_body_is_sent_as_a_copy(offload: Offload, loop: asyncio.AbstractEventLoop) -> None:
+    body = _long_body()
+    assert loop.run_until_complete(offload.run(len, body[8:-8], num_bytes=len(body))) == len(body) - 16

@@ -92,7 +92,12 @@ def test_a_rollout_in_every_order_of_its_operations_loses_no_request(store: Path
         def settle(version: str, workers: int) -> None:
             """Returns when all processes have followed."""
             url = f"{running.management_url}/models/pair/{version}"
-            servers.eventually(lambda: servers.get(url).json()[0]["minWorkers"] == workers)
+
+            def has_followed() -> bool:
+                answer = servers.get(url)
+                return answer.status_code == 200 and answer.json()[0]["minWorkers"] == workers
+
+            servers.eventually(has_followed)
 
         load = Load(running.url, tensors=first.endswith(".bundle"))
         with load.running():
