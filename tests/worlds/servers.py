@@ -60,12 +60,12 @@ def keys_in(key_file: Path) -> dict[str, str]:
 def eventually(true: Callable[[], object]) -> None:
     """Returns once `true` holds for servers that may not listen yet.
 
-    Three times: all connections of one attempt may reach the same one of several processes.
+    Ten times: all connections of one attempt may reach the same one of several processes.
     """
 
     def holds() -> object:
         try:
-            return all(true() for _ in range(3))
+            return all(true() for _ in range(10))
         except httpx.TransportError:
             return False
 

@@ -95,7 +95,8 @@ def test_a_rollout_in_every_order_of_its_operations_loses_no_request(store: Path
 
             def has_followed() -> bool:
                 answer = servers.get(url)
-                return answer.status_code == 200 and answer.json()[0]["minWorkers"] == workers
+                found = answer.json()[0] if answer.status_code == 200 else {"minWorkers": None}
+                return found["minWorkers"] == workers == len(found["workers"])
 
             servers.eventually(has_followed)
 
