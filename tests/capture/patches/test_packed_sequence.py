@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from trueline.capture.export import torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
+from trueline.capture.proof import value_ranges
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
@@ -73,13 +74,14 @@ def observed(module: nn.Module) -> EagerSession:
 def test_a_packed_layer_is_proven_in_both_formats_for_every_length(tmp_path: Path, module: nn.Module) -> None:
     eager = observed(module)
     exported = torch_export.export(eager.module, eager.calling)
-    probes = make_probes(eager.example, signature=exported.signature)
+    signature = value_ranges.settle(eager, exported.signature)
+    probes = make_probes(eager.example, signature=signature)
     assert {probe.inputs["x"].shape[1] for probe in probes} >= {1, 6, 12}
     for format, path in (
         ("torch_export", torch_export.emit(exported, tmp_path / "e")),
         ("onnx", emit.emit(exported, tmp_path / "o")),
     ):
-        proof = prove(open_session(format, path, exported.signature), eager, probes)
+        proof = prove(open_session(format, path, signature), eager, probes)
         assert proof.reason == ""
         assert sum(one.verdict == "agrees" for one in proof.evidence) >= 15
 

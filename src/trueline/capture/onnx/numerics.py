@@ -147,8 +147,37 @@ def _logcumsumexp(self: Any, dim: int) -> Any:
 
 def _log_sigmoid(self: Any) -> Any:
     """The logarithm of a sigmoid that may be too small for a float."""
-    beyond = op.Log(op.Add(_like(1.0, self), op.Exp(op.Neg(op.Abs(self)))))
-    return op.Sub(op.Min(self, _like(0.0, self)), beyond)
+    return op.Sub(op.Min(self, _like(0.0, self)), _log1p(op.Exp(op.Neg(op.Abs(self)))))
+
+
+def _log1p(self: Any) -> Any:
+    """log(1 + x), also of an x that is lost in 1 + x: the logarithm of the rounded sum, times the quotient of what was
+    added and what arrived. Source: HP-15C Advanced Functions Handbook, page 193."""
+    one = _like(1.0, self)
+    rounded = op.Add(one, self)
+    added = op.Sub(rounded, one)
+    found = op.Mul(op.Log(rounded), op.Div(self, added))
+    large = op.Where(op.Equal(rounded, self), op.Log(rounded), found)
+    return op.Where(op.Equal(added, _like(0.0, self)), self, large)
+
+
+def _expm1(self: Any) -> Any:
+    """exp(x) - 1, also of an x whose exponential is nearly 1. Source: Higham, Accuracy and Stability, 1.14.1."""
+    one = _like(1.0, self)
+    power = op.Exp(self)
+    less = op.Sub(power, one)
+    found = op.Mul(less, op.Div(self, op.Log(power)))
+    near = op.Less(op.Abs(self), one)
+    return op.Where(near, op.Where(op.Equal(power, one), self, found), less)
+
+
+def _elu(self: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
+    below = op.Mul(_expm1(op.Mul(self, _like(input_scale, self))), _like(alpha, self))
+    return op.Mul(op.Where(op.Greater(self, _like(0.0, self)), self, below), _like(scale, self))
+
+
+def _celu(self: Any, alpha: float = 1.0) -> Any:
+    return _elu(self, alpha, 1.0, 1.0 / alpha)
 
 
 def _roll(self: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
@@ -256,6 +285,10 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.logaddexp.default: _logaddexp,
     _ATEN.logcumsumexp.default: _logcumsumexp,
     _ATEN.log_sigmoid.default: _log_sigmoid,
+    _ATEN.log1p.default: _log1p,
+    _ATEN.expm1.default: _expm1,
+    _ATEN.elu.default: _elu,
+    _ATEN.celu.default: _celu,
     _ATEN.roll.default: _roll,
     _ATEN.scatter_reduce.two: _scatter_reduce,
     _ATEN.scaled_dot_product_attention.default: _attention,

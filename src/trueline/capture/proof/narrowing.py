@@ -5,7 +5,7 @@ server enforce, so a program that disagrees only there is sealed with them. An e
 program that needs it to be is refused.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ def judge_and_narrow(
     claim = narrow(session.signature, examples, observations, evidence)
     if claim is None:
         return session, judge_narrowed(session, observations, evidence) if fewer else proof, observations
-    for candidate in (claim, _shown_only(claim, examples)):
+    for candidate in _smaller_claims(claim, examples):
         session = open_with(candidate)
         ends = observe(oracle, _probe_ends(candidate, examples[0]))
         found = judge(session, ends).evidence
@@ -69,14 +69,19 @@ def judge_and_narrow(
     return session, judge_narrowed(session, observations, (*evidence, *found)), observations
 
 
-def _shown_only(claim: Signature, examples: Sequence[Inputs]) -> Signature:
-    """`claim` with the ranges of floats cut to what the examples show, of either sign."""
-    most = {
+def _smaller_claims(claim: Signature, examples: Sequence[Inputs]) -> Iterator[Signature]:
+    """`claim`, then ten times smaller ranges of floats each time, down to what the examples show, of either sign."""
+    shown = {
         spec.name: max(float(np.max(np.abs(one[spec.name]), initial=0.0)) for one in examples)
         for spec in claim.inputs
         if spec.dtype.kind == "f" and spec.values.high is not None
     }
-    return claim.with_values({**claim.values, **{name: Values(low=-one, high=one) for name, one in most.items()}})
+    yield claim
+    most = {name: float(claim.values[name].high or 0.0) for name in shown}
+    while any(most[name] > shown[name] for name in shown):
+        most = {name: max(one / 10, shown[name]) for name, one in most.items()}
+        cut = {name: claim.values[name].both(Values(low=-one, high=one)) for name, one in most.items()}
+        yield claim.with_values({**claim.values, **cut})
 
 
 def _probe_ends(claim: Signature, example: Inputs) -> list[Probe]:
@@ -92,7 +97,8 @@ def _probe_ends(claim: Signature, example: Inputs) -> list[Probe]:
         values = [np.full_like(turns, inside[0]), np.full_like(turns, inside[1]), turns]
         for what, array in zip((f"all at {low:g}", f"all at {high:g}", "all at an end"), values, strict=True):
             inputs = {**example, spec.name: array}
-            probes.append(Probe(name=f"{spec.name} {what}", origin="made", num_records=len(array), inputs=inputs))
+            count = array.shape[0] if array.ndim else 1
+            probes.append(Probe(name=f"{spec.name} {what}", origin="made", num_records=count, inputs=inputs))
     return probes
 
 

@@ -22,7 +22,7 @@ BORDERS = (2**15, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1, -(2**31), -(2**31) - 1
 """Whole numbers beyond which a cast loses something."""
 FEW = 2
 """Records of a probe of whole numbers: many are tried, one by one."""
-HUGE = (1e30, 1e18, 1e9, 1e6, 1e4)
+HUGE = (1e30, 1e18, 1e9, 1e6, 1e4, 1e3, 1e2, 1e1)
 """Magnitudes of floats, the largest first: a smaller one is only of use where a larger one is refused or wrong."""
 
 UP_TO = "up to {:g}"
@@ -102,7 +102,7 @@ def _floats(
     size = next((size for size in HUGE if size < float(np.finfo(kind).max)), 0.0)
     if 0 < shown < size:
         with np.errstate(all="ignore"):  # of an example with infinities
-            scaled = (array.astype(np.float64) * (size / shown)).astype(array.dtype)
+            scaled = np.asarray(array.astype(np.float64) * (size / shown)).astype(array.dtype)
         yield _probe(example, signature, UP_TO.format(size), name, scaled, size)
 
 
@@ -113,7 +113,7 @@ def smaller(probe: Probe) -> Iterator[Probe]:
         return
     array = probe.inputs[name]
     for size in (size for size in HUGE if size < most):
-        scaled = (array.astype(np.float64) * (size / most)).astype(array.dtype)
+        scaled = np.asarray(array.astype(np.float64) * (size / most)).astype(array.dtype)
         named = probe.name.replace(UP_TO.format(most), UP_TO.format(size))
         yield replace(probe, name=named, inputs={**probe.inputs, name: scaled}, value=size)
 

@@ -62,6 +62,7 @@ class _Ends:
         self._shown = (finite.min().item(), finite.max().item()) if finite.size else None
         enough = (size for size in limits.MEMORY_BYTES if _answers(eager, example, size))
         self._memory = next(enough, None)
+        self._lacked_memory = False
 
     def find(self) -> Values:
         if self._shown is None or self._memory is None:
@@ -76,7 +77,9 @@ class _Ends:
             high=high if high is not None and self._is_fixed(high, +1, exact=most_found) else None,
         )
         if high is not None and values.high is None and dtype.kind in "iu":
-            return self._relative(values, int(high))
+            values = self._relative(values, int(high))
+            if values.high is None and self._lacked_memory and self._is_fixed(int(high) // 2, +1, exact=False):
+                return msgspec.structs.replace(values, high=int(high) // 2)  # where memory ends is never exact
         return values
 
     def _end(self, good: Number, bad: Number) -> tuple[Number | None, bool]:
@@ -146,17 +149,23 @@ class _Ends:
         else:
             planted = array.copy()
             planted.reshape(-1)[place] = value
-        return _answers(self._eager, {**inputs, self._spec.name: planted}, self._memory or 0)
+        error = _error(self._eager, {**inputs, self._spec.name: planted}, self._memory or 0)
+        self._lacked_memory |= isinstance(error, MemoryError) or "allocate memory" in str(error)
+        return error is None
 
 
 def _answers(eager: EagerSession, inputs: Inputs, memory: int) -> bool:
-    """Whether the model answers, in bounded memory and without a loop that does not end."""
+    return _error(eager, inputs, memory) is None
+
+
+def _error(eager: EagerSession, inputs: Inputs, memory: int) -> Exception | None:
+    """What the model raises, in bounded memory and without a loop that does not end; None when it answers."""
     try:
         with code_paths.watch(ends=True), Careful(), limits.bounded_memory(memory):  # type: ignore[no-untyped-call]
             eager.run(inputs)
-    except Exception:  # noqa: BLE001 - the user's forward on made-up values may raise anything
-        return False
-    return True
+    except Exception as error:  # noqa: BLE001 - the user's forward on made-up values may raise anything
+        return error.with_traceback(None)
+    return None
 
 
 def _answers_inside(eager: EagerSession, claim: Signature) -> bool:
