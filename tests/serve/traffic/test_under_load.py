@@ -98,7 +98,7 @@ def test_a_rollout_in_every_order_of_its_operations_loses_no_request(store: Path
                 found = answer.json()[0] if answer.status_code == 200 else {"minWorkers": None}
                 return found["minWorkers"] == workers == len(found["workers"])
 
-            servers.eventually(has_followed)
+            servers.eventually(lambda: all(has_followed() for _ in range(4)))  # 40 connections reach both
 
         load = Load(running.url, tensors=first.endswith(".bundle"))
         with load.running():
