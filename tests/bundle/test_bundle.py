@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import importlib
 import json
 import os
@@ -713,3 +714,16 @@ def test_the_bounds_of_an_answer_travel_with_it_and_a_bundle_without_them_is_rea
         _, _, allowed = golden.encode([Golden(case="one", inputs=x, outputs=y, bounds=wrong)])
         with pytest.raises(BundleError, match="do not fit its shape"):
             golden.decode(["one"], inputs, outputs, "here", allowed)
+
+
+def test_a_bundle_without_fields_that_were_added_later_is_opened_with_their_defaults(sealed: Path) -> None:
+    path = sealed / "bundle.json"
+    fields = json.loads(path.read_text())
+    for dim in fields["signature"]["dims"].values():
+        assert dim.pop("probed") is False
+    fields["digest"] = ""
+    digest = hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
+    path.write_text(json.dumps(fields | {"digest": digest}))
+    bundle = open_bundle(sealed)
+    assert bundle.digest == digest
+    assert not any(dim.probed for dim in bundle.signature.dims.values())

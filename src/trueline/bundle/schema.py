@@ -15,7 +15,7 @@ The digest is of the manifest's canonical form (keys sorted, no spaces, the dige
 file through the table: one digest names one bundle.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -139,6 +139,12 @@ def with_digest(manifest: BundleManifest) -> BundleManifest:
     return msgspec.structs.replace(manifest, digest=files.sha256_bytes(canonical(manifest)))
 
 
+def _digest_of(text: bytes) -> str:
+    """The digest of what `text` says, with the fields that it has: fields that were added later have defaults."""
+    fields = msgspec.json.decode(text, type=dict[str, Any])
+    return files.sha256_bytes(msgspec.json.encode(fields | {"digest": ""}, order="sorted"))
+
+
 def encode(manifest: BundleManifest) -> bytes:
     """The manifest as the text of `bundle.json`."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
@@ -156,7 +162,7 @@ def decode(text: bytes, where: str) -> BundleManifest:
         manifest = msgspec.json.decode(text, type=BundleManifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BundleError(f"{where} is torn or no bundle manifest: {error}", hint=AGAIN) from error
-    if with_digest(manifest).digest != manifest.digest:
+    if _digest_of(text) != manifest.digest:
         raise BundleError(f"{where} was changed after it was sealed: its digest does not match", hint=AGAIN)
     _check_sense(manifest, where)
     return manifest
