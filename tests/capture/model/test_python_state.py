@@ -267,6 +267,8 @@ def test_what_a_sequence_asks_is_not_asked_alone_unless_the_state_changes_with_i
     assert all(one.inputs["x"].tobytes() in in_turns for one in dropped)
     asked = {one.name.rpartition(", ")[2] for one in alone}
     assert asked >= {"as given", "random", "times 1000"}
+    planted = [one.name for one in make_value_probes(eager.example, eager.signature)]
+    assert any(name.endswith("x: one NaN") for name in planted)
     assert alone[0].name == everything[0].name
     assert stateful.num_calls(eager) == len(in_turns)
     plain = EagerSession(nn.Linear(8, 4).eval(), torch.randn(3, 8))
