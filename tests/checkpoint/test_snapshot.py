@@ -1,47 +1,115 @@
-"""Promises of the copy that a step waits for."""
+"""Promises of a snapshot: the state of its moment, read in place as long as nothing changes, copied before a change."""
+
+import threading
 
 import numpy as np
+import pytest
 import torch
 
-from trueline.checkpoint.snapshot import StateCopy
+from trueline.checkpoint import snapshot as snapshots
+from trueline.checkpoint.snapshot import Snapshot
+from trueline.errors import CheckpointError
+from worlds.states import read_all
 
 
-def addresses(tree):
-    return {name: tensor.data_ptr() for name, tensor in tree.items() if isinstance(tensor, torch.Tensor)}
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 8)
+    monkeypatch.setattr(snapshots, "LEAST_LIVE", 12)
 
 
-def test_a_copy_is_the_state_of_its_moment():
+def lively(**tensors):
+    return Snapshot(tensors, live=lambda _: True), tensors
+
+
+def test_a_snapshot_is_the_state_of_its_moment():
     live = {"w": torch.ones(3), "half": torch.ones(2, dtype=torch.bfloat16), "tally": np.arange(3), "lr": [0.1]}
-    copied = StateCopy().take(live)
+    taken = Snapshot(live)
     live["w"].zero_()
     live["tally"][:] = 7
     live["lr"][0] = 0.2
-    assert copied.state["w"].tolist() == [1.0, 1.0, 1.0]
-    assert copied.state["tally"].tolist() == [0, 1, 2]
-    assert (copied.state["lr"], copied.state["half"].dtype) == ([0.1], torch.bfloat16)
+    state = read_all(taken)
+    assert (state["w"].tolist(), state["tally"].tolist(), state["lr"]) == ([1.0] * 3, [0, 1, 2], [0.1])
+    assert state["half"].dtype is torch.bfloat16
+    assert taken.moved == taken.total == 12 + 4 + 24
 
 
-def test_memory_that_was_released_is_used_again():
-    copies = StateCopy()
-    first = copies.take({"w": torch.ones(5)})
-    where = addresses(first.state)
-    first.release()
-    assert addresses(copies.take({"w": torch.zeros(5)}).state) == where
+def test_tensors_that_do_not_change_are_read_where_they_are():
+    taken, _ = lively(w=torch.arange(1.0, 6.0))
+    assert taken._tensors[0].data_ptr() == _["w"].data_ptr()
+    assert read_all(taken)["w"].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_copy_that_is_still_being_written_is_left_alone():
-    copies = StateCopy()
-    first = copies.take({"w": torch.ones(5)})
-    second = copies.take({"w": torch.zeros(5)})
-    assert first.state["w"].tolist() == [1.0] * 5
-    assert addresses(first.state) != addresses(second.state)
+@pytest.mark.parametrize("read", [0, 1, 2, 3], ids="{} pieces were read".format)
+def test_what_was_not_read_before_a_change_is_copied_and_what_was_read_is_not(read):
+    taken, live = lively(v=torch.arange(4.0), w=torch.arange(5.0))
+    first = taken.pieces(0)
+    data = [bytes(next(first)) for _ in range(min(read, 2))]
+    if read == 3:
+        assert next(first, None) is None
+    taken.settle()
+    for tensor in live.values():
+        tensor.fill_(-1.0)
+    data += [bytes(piece) for piece in first]
+    assert np.frombuffer(b"".join(data), np.float32).tolist() == [0, 1, 2, 3]
+    assert np.frombuffer(b"".join(map(bytes, taken.pieces(1))), np.float32).tolist() == [0, 1, 2, 3, 4]
+    assert taken._tensors == [None, None], "what all have read is kept no longer"
 
 
-def test_tensors_of_another_shape_or_kind_get_memory_of_their_own():
-    copies = StateCopy()
-    copies.take({"w": torch.ones(5), "v": torch.ones(2)}).release()
-    later = copies.take({"w": torch.ones(5), "v": torch.ones(2, dtype=torch.float64), "new": torch.ones(4)})
-    assert [tensor.tolist() for tensor in later.state.values()] == [[1.0] * 5, [1.0] * 2, [1.0] * 4]
-    assert later.state["v"].dtype is torch.float64
-    later.release()
-    assert list(copies.take({"w": torch.ones(5)}).state) == ["w"]
+def test_each_reader_gets_all_of_it():
+    taken = Snapshot({"w": torch.arange(5.0)}, readers=2, live=lambda _: True)
+    assert b"".join(map(bytes, taken.pieces(0))) == b"".join(map(bytes, taken.pieces(0)))
+    with pytest.raises(CheckpointError, match="was dropped"):
+        next(taken.pieces(0))
+
+
+def test_a_change_waits_for_readers_but_no_longer_than_half_of_the_time_since_the_snapshot(monkeypatch):
+    taken = Snapshot({"w": torch.arange(5.0)}, patience=0.5, live=lambda _: True)
+    waited = []
+    monkeypatch.setattr(taken._changed, "wait_for", lambda over, limit: waited.append((over(), limit)))
+    monkeypatch.setattr(snapshots.time, "monotonic", lambda: taken._born + 3.0)
+    taken.settle()
+    assert waited == [(False, 1.5)]
+    taken.settle()
+    assert len(waited) == 1, "it depends on nothing any more"
+
+
+def test_a_change_goes_on_as_soon_as_all_is_read():
+    taken = Snapshot({"w": torch.arange(5.0)}, patience=1e9, live=lambda _: True)
+    reader = threading.Thread(target=read_all, args=(taken,))
+    reader.start()
+    taken.settle()
+    reader.join()
+    assert taken._tensors == [None]
+
+
+def test_a_tensor_that_something_else_changes_fails_its_readers_instead_of_giving_a_torn_state():
+    taken, live = lively(w=torch.arange(5.0))
+    pieces = taken.pieces(0)
+    next(pieces)
+    live["w"].mul_(2.0)
+    with pytest.raises(CheckpointError, match="outside of the optimizer's step"):
+        next(pieces)
+    later, live = lively(w=torch.arange(5.0))
+    live["w"].mul_(2.0)
+    later.settle()
+    assert later.torn
+    with pytest.raises(CheckpointError, match="outside of the optimizer's step"):
+        read_all(later)
+
+
+def test_readers_of_a_closed_snapshot_fail():
+    taken, _ = lively(w=torch.arange(5.0))
+    pieces = taken.pieces(0)
+    next(pieces)
+    taken.close()
+    with pytest.raises(CheckpointError, match="was dropped"):
+        next(pieces)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4, 4).t()[1:], torch.ones(2)], ids=["not contiguous", "small"])
+def test_other_tensors_are_copied_at_once(tensor):
+    taken, _ = lively(w=tensor)
+    expected = tensor.clone()
+    tensor.zero_()
+    assert torch.equal(read_all(taken)["w"], expected)

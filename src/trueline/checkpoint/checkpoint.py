@@ -25,6 +25,7 @@ import torch
 
 from trueline import clock, events, files
 from trueline.checkpoint import tree, weights_file
+from trueline.checkpoint.snapshot import Snapshot, as_bytes
 from trueline.errors import CheckpointError, RecipeError
 from trueline.storage.checkpoint_store import Parts, open_checkpoint_store
 from trueline.storage.location import Location, join_location, split_location
@@ -71,13 +72,13 @@ def write(
     folder: Location,
     *,
     step: int,
-    state: dict[str, Any],
+    state: dict[str, Any] | Snapshot,
     facts: dict[str, Any],
     sealing: Callable[[], None] = lambda: None,
 ) -> Location:
     """Writes `state` as `folder/step-N`, whole or not at all; returns where. `facts` go into the manifest as they are.
 
-    `folder` is a path or a URL. The tensors are read while it writes and must not change meanwhile. `sealing` is called
+    `folder` is a path or a URL. A state that changes while it is written is passed as a Snapshot. `sealing` is called
     after the tensors and before the manifest is written. An equal step is replaced: it is the same state. Raises
     StorageError, and then nothing is left behind.
     """
@@ -86,10 +87,14 @@ def write(
     return join_location(folder, name)
 
 
-def _parts(step: int, state: dict[str, Any], facts: dict[str, Any], sealing: Callable[[], None]) -> Parts:
-    skeleton, tensors = tree.encode(state)
+def _parts(step: int, state: dict[str, Any] | Snapshot, facts: dict[str, Any], sealing: Callable[[], None]) -> Parts:
     digest = hashlib.sha256()
-    yield TENSORS, _hash_pieces(tensor_pieces(tensors), digest)
+    if isinstance(state, Snapshot):
+        skeleton, pieces = state.skeleton, tensor_pieces(state.layout, state.pieces)
+    else:
+        skeleton, tensors = tree.encode(state)
+        pieces = tensor_pieces(tensors)
+    yield TENSORS, _hash_pieces(pieces, digest)
     sealing()
     made = {"schema": SCHEMA, "created": clock.utc_now(), "step": step}
     text = json.dumps({**made, **facts, "files": {TENSORS: digest.hexdigest()}, "state": skeleton})
@@ -102,9 +107,11 @@ def _hash_pieces(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash) ->
         yield piece
 
 
-def tensor_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[bytes | memoryview]:
+def tensor_pieces(
+    tensors: Sequence[torch.Tensor], pieces: Callable[[int], Iterator[memoryview]] | None = None
+) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file that holds `tensors` under the names 0, 1, 2, ... Raises CheckpointError for a
-    dtype without a name.
+    dtype without a name. `pieces`: gives the bytes of a tensor by its index; else they are the tensors' own.
 
     The library's own writer copies every tensor and needs a local file. These pieces are views of the tensors' memory,
     hashed and sent to a store while they are written, without the interpreter's lock and without more memory. Source:
@@ -122,7 +129,7 @@ def tensor_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[bytes | memoryvie
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for i in order:
-        yield from _views(tensors[i])
+        yield from _views(tensors[i]) if pieces is None else pieces(i)
 
 
 def _name(tensor: torch.Tensor, i: int) -> str:
@@ -136,7 +143,7 @@ def _name(tensor: torch.Tensor, i: int) -> str:
 
 def _views(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.numel():
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        flat = as_bytes(tensor.detach().cpu().contiguous()).numpy().data
         for start in range(0, len(flat), PIECE_BYTES):
             yield flat[start : start + PIECE_BYTES]
 

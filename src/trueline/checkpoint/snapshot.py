@@ -1,58 +1,112 @@
-"""Copies of a state that training changes: the only part of a checkpoint that a step waits for.
+"""A state as it was at one moment, while training continues: copied only where training is faster than its readers.
 
-The copies' memory is reused, so that the system allocates each page once. Two copies exist at most when each is
-released after it was written; one that was not released is never overwritten.
+Parameters and optimizer state change in one place, the optimizer's step. Until then a reader (the writer of a
+checkpoint, the sender of a state) reads them where they are, in pieces. Before the change `settle` copies what was not
+read yet. So neither a whole copy nor its time is needed, and nothing holds the interpreter's lock for a whole state.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from trueline.checkpoint import tree
+from trueline.errors import CheckpointError
+
+PIECE_BYTES = 4 << 20
+LEAST_LIVE = 1 << 20
+"""Bytes of a tensor below which it is copied at once."""
 
 
-@dataclass(slots=True)
-class StateSnapshot:
-    """A copy of a state in host memory; valid until it is released."""
+class Snapshot:
+    """`state` (of the types that `tree.encode` takes) for a number of readers, each of which reads every tensor once.
 
-    state: Any
-    _buffers: _Buffers
+    `live` tells of a tensor whether it stays as it is until `settle`; all others are copied at once. `patience`:
+    how long `settle` waits for the readers before it copies, as a part of the time since the snapshot was taken.
+    """
 
-    def release(self) -> None:
-        """Gives the memory to later copies. May be called in another thread."""
-        self._buffers.busy = False
-
-
-@dataclass(slots=True)
-class _Buffers:
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    busy: bool = False
-
-
-class StateCopy:
-    def __init__(self) -> None:
-        self._sets: list[_Buffers] = []
-
-    def take(self, state: Any) -> StateSnapshot:
-        """Copies `state` (of the types that `tree.encode` takes) into free buffers."""
-        skeleton, tensors = tree.encode(state)
-        buffers = next((free for free in self._sets if not free.busy), None)
-        if buffers is None:
-            buffers = _Buffers()
-            self._sets.append(buffers)
-        buffers.busy = True
-        old = [*buffers.tensors, *[None] * len(tensors)]
-        buffers.tensors = [
-            buffer
-            if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
-            else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            for buffer, tensor in zip(old, tensors, strict=False)
+    def __init__(
+        self,
+        state: Any,
+        *,
+        readers: int = 1,
+        patience: float = 0.0,
+        live: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
+        self.skeleton, tensors = tree.encode(state)
+        self.layout = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
+        """Shapes and dtypes, without memory."""
+        self.total = readers * sum(tensor.nbytes for tensor in self.layout)
+        self.moved = 0  # bytes that were read
+        self.torn = False  # a tensor was changed before `settle` was called: readers fail
+        self._born, self._patience = time.monotonic(), patience
+        self._unread = [readers] * len(tensors)
+        self._changed = threading.Condition()
+        in_place = [t.is_cpu and t.is_contiguous() and t.nbytes >= LEAST_LIVE and live(t) for t in tensors]
+        self._live = {i: tensors[i]._version for i, stays in enumerate(in_place) if stays}
+        self._tensors: list[torch.Tensor | None] = [
+            tensor if stays else copy(tensor) for tensor, stays in zip(tensors, in_place, strict=True)
         ]
-        for buffer, tensor in zip(buffers.tensors, tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
-        return StateSnapshot(tree.decode(skeleton, buffers.tensors), buffers)
+
+    def pieces(self, index: int) -> Iterator[memoryview]:
+        """The bytes of a tensor; each piece is valid until the next one is taken. Raises CheckpointError."""
+        size = self.layout[index].nbytes
+        room = torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8)
+        for start in range(0, size, PIECE_BYTES):
+            with self._changed:
+                tensor = self._tensors[index]
+                if tensor is None or self.torn:
+                    raise CheckpointError("the state was dropped, or changed outside of the optimizer's step")
+                piece = as_bytes(tensor)[start : start + PIECE_BYTES]
+                if index in self._live:
+                    piece = room[: len(piece)].copy_(piece)
+                    self.torn = self.torn or tensor._version != self._live[index]
+                    if self.torn:
+                        continue
+            yield piece.numpy().data
+            self.moved += len(piece)
+        with self._changed:
+            self._unread[index] -= 1
+            if not self._unread[index]:
+                self._tensors[index] = None
+                self._live.pop(index, None)
+                self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Makes the snapshot independent of the live tensors, which are about to change."""
+        if not self._live:
+            return
+        with self._changed:
+            if self._patience:
+                patience_s = self._patience * (time.monotonic() - self._born)
+                self._changed.wait_for(lambda: not self._live, patience_s)
+            for index, version in self._live.items():
+                tensor = self._tensors[index]
+                if tensor is not None:
+                    self.torn = self.torn or tensor._version != version
+                    self._tensors[index] = copy(tensor)
+            self._live.clear()
+
+    def close(self) -> None:
+        """Drops what was not read; readers fail."""
+        with self._changed:
+            self._tensors = [None] * len(self._tensors)
+            self._live.clear()
+            self._changed.notify_all()
+
+
+def copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in host memory. One of a tensor on a device is complete after `torch.cuda.synchronize()`."""
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return room.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[bytes] The memory of a contiguous tensor in host memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

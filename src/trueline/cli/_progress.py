@@ -59,6 +59,7 @@ _WORDS = {
     "worker.killed": "  killed {worker}: {why}",
     "fault.unreachable": "  no worker will be killed at step {step}: {why}",
     "worker.quarantined": "  worker {slot} is in quarantine: {why}",
+    "worker.retried": "  worker {slot} is tried again after its quarantine",
     "record.suspected": "  record {record} is suspected: {why}",
     "record.set_aside": "  record {record} ({where}) is set aside: {why}",
     "evaluation.done": "  evaluation after step {step}: loss {loss:.4g}, {metrics}",
@@ -92,8 +93,8 @@ _WORDS = {
 }
 _MINOR = {
     "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
-    "checkpoint.saved", "job.finished", "job.stopping", "capture.started", "program.emitted",
-    "program.unfollowed",
+    "worker.receiving", "worker.received", "checkpoint.saved", "job.finished", "job.stopping", "capture.started",
+    "program.emitted", "program.unfollowed",
 }  # fmt: skip
 WINDOW_NS = 5_000_000_000
 """Records a second are the mean over this time."""

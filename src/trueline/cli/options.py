@@ -25,6 +25,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 
+RED = ("quarantined:",)
+"""How lines begin that are red on a terminal."""
+
+
 class Output(NamedTuple):
     """The result of a verb: on stdout as `text`, or as `facts` with --json."""
 
@@ -69,7 +73,8 @@ def verb(name: str, *, examples: str, shows_progress: bool = False) -> Callable[
                 output: Output | None = function(**given)
             if output is not None and (as_json or output.text):
                 text = json.dumps(output.facts, default=str) if as_json else output.text.rstrip("\n")
-                click.echo(printable(text, multiline=True))
+                lines = printable(text, multiline=True).split("\n")
+                click.echo("\n".join(click.style(line, fg="red") if line.startswith(RED) else line for line in lines))
             return 0 if output is None else output.code
 
         command = click.command(name, cls=_Verb, epilog=epilog)(run)

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from trueline.parallel.exchange import BackwardPiece, Shares, is_collective, unused_parameters
+from trueline.parallel.exchange import BackwardPiece, Overtaken, Shares, is_collective, unused_parameters
 from trueline.parallel.gloo import GlooGroup
 
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -138,6 +138,8 @@ class DdpExchange:
         try:
             outputs = self._run_ddp(*args, **kwargs)
             return outputs[0] if self._find_unused else outputs
+        except Overtaken:
+            raise
         except RuntimeError as error:
             if not is_collective(error) and "Expected to have finished reduction" in str(error):
                 raise unused_parameters(()) from error
@@ -173,6 +175,7 @@ class DdpExchange:
         bucket ends the local part of the backward; the hook then waits for all sums, as DDP would do next.
         Raises RuntimeError when a peer fails.
         """
+        self._group.check()  # the rest of the backward would be for nothing
         gradients: torch.Tensor = bucket.buffer()
         summed = gradients if self._group.can_sum(gradients) else gradients.cpu()
         devices: list[int | str | torch.device] = [] if gradients.is_cpu else [gradients.device]

@@ -77,9 +77,13 @@ class GradientExchange(Protocol):
         """Leaves the group: no later gradient reaches it."""
 
 
+class Overtaken(RuntimeError):
+    """A computation was given up: its group was cut and cannot complete the step."""
+
+
 def is_collective(error: RuntimeError) -> bool:
     """Whether `error` came from the process group and not from the user's model."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | Overtaken):
         return True
     text = str(error)
     return any(mark in text for mark in ("gloo", "Connection closed by peer", "Connection reset", "ProcessGroup"))

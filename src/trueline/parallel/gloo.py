@@ -30,6 +30,7 @@ from trueline import events
 from trueline.errors import TrainError, TruelineError
 from trueline.parallel import gloo_sockets, mesh
 from trueline.parallel.backend import Connect, Plane, Sum
+from trueline.parallel.exchange import Overtaken
 from trueline.parallel.store import PeerStore
 
 _SLICE = timedelta(milliseconds=20)
@@ -108,6 +109,11 @@ class GlooGroup:
     def _track(self, work: Any) -> Any:
         self._works = [*(other for other in self._works if not other.is_completed()), work]
         return work
+
+    def check(self) -> None:
+        """Raises Overtaken when the group was cut."""
+        if self._broken:
+            raise Overtaken("gloo: the group was cut")
 
     def wait(self, work: Any) -> None:
         """Waits for `work`, an asynchronous operation of this group. Raises RuntimeError when it fails or is cut."""

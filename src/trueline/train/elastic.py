@@ -11,6 +11,7 @@ out again. Protocol and failure cases: docs/concepts/generation.md.
 import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -23,7 +24,7 @@ from trueline.data.source import Batch, Source
 from trueline.data.sources.mixture import record_lookup
 from trueline.errors import TrainError, UsageError
 from trueline.parallel.backend import connector
-from trueline.parallel.exchange import Shares, is_collective
+from trueline.parallel.exchange import Overtaken, Shares, is_collective
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.store import StoreServer
 from trueline.train import devices
@@ -54,6 +55,8 @@ class LoopExtras(TypedDict, total=False):
     checkpointer: Checkpointer | None
     faults: tuple[Fault, ...]
     traits: model_traits.ModelTraits | None
+    owned: bool
+    """Whether the loop is Trueline's own: between steps nothing changes the model, and a forward may be given up."""
 
 
 class Elastic:
@@ -95,7 +98,7 @@ class Elastic:
         backend = "gloo" if options.bitwise else options.backend  # ordered sums are computed in host memory
         process_group = GlooGroup(connector(backend, device))
         replica = Replica(model, optimizer_step, process_group, source.num_records, options, sharded=shard > 0)
-        self._replica, timer = replica, StepTimer()
+        replica.owned, self._replica, timer = extras.get("owned", False), replica, StepTimer()
         replica.exchange.on_computed, replica.exchange.on_sent = timer.end_computing, self._read_ahead
         link = self._link = connect(process_group.cut_until_left)
         checkpointer, faults = extras.get("checkpointer"), extras.get("faults", ())
@@ -183,6 +186,14 @@ class Elastic:
         """Sets the function that computes the loss when single records are tried; without it only reading is tried."""
         self._trials.loss_of = loss_of
 
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward of the built-in loop: raises Overtaken, for `blame`, once a death made it futile.
+
+        A large model computes for seconds, in which the survivors of a death could take the step again.
+        """
+        watched = self._recovery.large and not self._replica.options.compile
+        return self._group.watch_forward() if watched else nullcontext()
+
     def leave(self) -> None:
         """Announces a departure; it takes effect between two steps."""
         self._link.leave()
@@ -259,6 +270,8 @@ class Elastic:
         """Runs the all-reduce of `step` and commits it; True if the step was applied."""
         if self._replica.exchange.broken is not None:
             return self._abandon(str(self._replica.exchange.broken))
+        if self._group.is_overtaken():
+            return self._abandon("a newer view")
         self._faults.arm_backward(step, self.model)
         holds = self._recovery.holds
         try:
@@ -366,6 +379,10 @@ class Elastic:
 
     def blame(self, error: Exception, records: Ints | None = None) -> None:
         """Reports the records that made this worker's share raise `error`. Raises `error` again if none is to blame."""
+        if isinstance(error, Overtaken):
+            self._batch = None
+            self._abandon(str(error))
+            return
         if records is None:
             records = self._batch.records if self._batch is not None else np.empty(0, np.int64)
         self._batch = None

@@ -354,6 +354,9 @@ class Progress(_message.Message):
     EVALUATIONS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     PHASE_S_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    TO_MOVE_FIELD_NUMBER: _builtins.int
+    SENDING_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     generation: _builtins.int
     step: _builtins.int
@@ -361,6 +364,11 @@ class Progress(_message.Message):
     """reading, computing, waiting, committing, regrouping, healing, evaluating, finishing"""
     phase_s: _builtins.float
     """for how long"""
+    moved: _builtins.int
+    """bytes that it has received of a state, or sent of one,"""
+    to_move: _builtins.int
+    """and all of them; 0: no state is on its way"""
+    sending: _builtins.bool
     @_builtins.property
     def applied(self) -> _containers.RepeatedCompositeFieldContainer[Global___Applied]: ...
     @_builtins.property
@@ -378,10 +386,13 @@ class Progress(_message.Message):
         evaluations: _abc.Iterable[Global___Evaluation] | None = ...,
         phase: _builtins.str = ...,
         phase_s: _builtins.float = ...,
+        moved: _builtins.int = ...,
+        to_move: _builtins.int = ...,
+        sending: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "certificates", b"certificates", "evaluations", b"evaluations", "generation", b"generation", "phase", b"phase", "phase_s", b"phase_s", "ref", b"ref", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "certificates", b"certificates", "evaluations", b"evaluations", "generation", b"generation", "moved", b"moved", "phase", b"phase", "phase_s", b"phase_s", "ref", b"ref", "sending", b"sending", "step", b"step", "to_move", b"to_move"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

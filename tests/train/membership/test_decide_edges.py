@@ -336,6 +336,7 @@ def test_a_slot_that_is_tried_again_after_its_quarantine_begins_with_a_clean_she
     assert (world.state.quarantined, world.state.crashes.get(1)) == ({}, None)
     assert crashing(world, "worker-1.9", 5).state.quarantined == {}
     early = running(steps=5).happen(h.Death(B, "killed"))
+    early.policy = dataclasses.replace(early.policy, quarantine_s=100.0)
     for incarnation in (1, 2, 3):
         early.enter(a=early.state.committed, c=early.state.committed).happen(h.Heartbeat(A, early.state.committed + 1))
         early_deaths(early, 1, incarnation)
@@ -715,7 +716,7 @@ def test_a_slot_is_shut_when_it_fails_more_than_twice_as_often_as_all_others(oth
     world.state.members[B].base = 0
     happened = decided(world, h.Death(B, "exit code 3", failed=True))
     why = f"worker slot 1 failed 6 times in 60 s, all others {others} times; last: exit code 3"
-    row = h.Log("QUARANTINE", {"slot": 1, "worker": B, "why": why})
+    row = h.Log("QUARANTINE", {"slot": 1, "worker": B, "why": why, "times": 1, "retry_s": 30.0})
     assert [action for action in happened if action == row] == [row] * shut
     assert world.state.crashes.keys() == ({0} if shut else {0, 1})
     assert world.state.quarantined == ({1: why} if shut else {})

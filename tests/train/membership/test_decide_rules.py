@@ -165,13 +165,45 @@ def quarantined_slot() -> World:
     return world
 
 
-def test_a_slot_that_keeps_dying_while_the_job_gets_on_stays_empty_with_its_reason():
+def test_a_slot_that_keeps_dying_while_the_job_gets_on_stays_empty_for_a_while_with_its_reason():
     world = quarantined_slot()
     assert world.state.quarantined == {
         1: "worker slot 1 died 3 times in a row before its first step; last: exit code 139"
     }
-    assert world.wait(60.0, A, C).of(h.Start) == []
+    assert world.wait(20.0, A, C).of(h.Start) == []
     assert (world.state.phase, world.state.target_workers) == ("running", 2)
+
+
+def test_a_slot_in_quarantine_is_tried_again_and_each_time_that_it_dies_once_more_it_rests_for_twice_as_long():
+    world = quarantined_slot()
+    rested = []
+    for incarnation in range(4, 10):
+        began = world.now
+        while not world.state.pending:
+            world.wait(1.0, A, C)
+        rested.append(round(world.now - began, -1))
+        assert list(world.state.pending) == [f"worker-1.{incarnation}"]
+        assert (logged(world, "RETRY")[-1]["slot"], world.state.target_workers) == (1, 3)
+        world.happen(h.Death(f"worker-1.{incarnation}", "exit code 139"))
+        assert world.state.phase == "running", "the job goes on, even without a step since the last try"
+    assert rested == [20.0, 60.0, 120.0, 240.0, 480.0, 480.0]  # 9 s of the first 30 had passed
+
+
+def test_a_slot_that_works_after_its_quarantine_has_a_clean_sheet_when_a_worker_of_it_is_killed():
+    world = quarantined_slot().wait(40.0, A, C)
+    committed = world.state.committed
+    world.happen(h.Ready("worker-1.4", "x:1")).enter(a=committed, c=committed)
+    world.happen(h.Entered("worker-1.4", world.state.generation, -1), h.Heartbeat("worker-1.4", committed + 2))
+    assert (len(world.state.view), world.state.relapses) == (3, {1: 1}), "the job is at its full size"
+    world.happen(h.Death("worker-1.4", "killed by SIGKILL"))
+    assert (world.state.relapses, world.state.quarantined) == ({}, {})
+
+
+def test_a_job_that_waits_for_workers_or_is_at_its_end_lifts_no_quarantine():
+    world = quarantined_slot()
+    world.state.finishing = True
+    assert world.wait(60.0, A, C).of(h.Start) == []
+    assert 1 in world.state.quarantined
 
 
 def test_a_slot_in_quarantine_is_tried_again_when_too_few_are_left_without_it():
@@ -203,7 +235,7 @@ def test_a_slot_whose_workers_fail_again_and_again_after_some_steps_stays_empty_
     failing(world, 1, 1)
     why = "worker slot 1 failed 6 times in 45 s, all others 0 times; last: exit code 3"
     assert world.state.quarantined == {1: why}
-    assert world.wait(60.0, *world.state.view).of(h.Start) == []
+    assert world.wait(20.0, *world.state.view).of(h.Start) == []
     assert world.state.phase == "running"
     assert [action.slot for action in world.happen(h.Scale(3, "mended")).of(h.Start)] == [1]
 
@@ -447,3 +479,38 @@ def test_a_master_that_came_back_gives_the_members_time_to_enter():
     world.state.view_s = 0.0  # another master has read the journal
     world.wait(9.0, A, B, phase="waiting", phase_s=60.0)
     assert world.of(h.Kill) == []
+
+
+def moving(world: World, ref: str, moved: int, *, sending: bool = False) -> World:
+    return world.happen(h.Heartbeat(ref, 5, "waiting", moved=moved, to_move=3_600_000_000, sending=sending))
+
+
+def killed(world: World) -> list[h.Kill]:
+    return [action for action in world.all if isinstance(action, h.Kill)]
+
+
+def test_a_member_that_is_silent_lives_as_long_as_the_other_end_says_that_its_state_moves():
+    world = moving(running(), C, 0)
+    for moved in range(1, 13):
+        moving(world, A, moved, sending=True).wait(4.0, B)
+    assert killed(world) == []
+    world.wait(20.0, B)
+    assert {kill.ref for kill in killed(world)} == {A, C}
+
+
+def test_a_silent_member_without_a_transfer_is_not_covered_by_that_of_others():
+    world = running()
+    for moved in range(1, 60):
+        moving(moving(world, A, moved, sending=True), C, moved).wait(0.25)
+    assert [kill.ref for kill in killed(world)] == [B]
+
+
+def test_a_transfer_that_stands_still_is_given_up_though_its_receiver_sends_heartbeats():
+    world, second = running(), 0
+    while not killed(world):
+        second += 1
+        for ref, sending in ((A, True), (C, False)):
+            moving(world, ref, 1_210_000_000 + min(second, 10), sending=sending)
+        world.wait(1.0, B)
+    assert killed(world) == [h.Kill(C, "no byte came for 31 s, receiving state: 1.2 of 3.6 GB")]
+    assert second == 41, "its last byte came in the tenth"

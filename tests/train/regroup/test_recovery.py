@@ -1,5 +1,6 @@
 """Promises of how members are brought to the state that is furthest ahead; what a broadcast brings is given."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError
 from trueline.train.faults import Faults
-from trueline.train.regroup import state_transfer
+from trueline.train.regroup import recovery, state_transfer
 from trueline.train.regroup.recovery import Recovery
 from trueline.train.step.ledger import Ledger, StepAccount
+from trueline.train.step.replica import Reduced
 from trueline.wire import train_pb2 as pb
 
+ROOM = {"w": torch.zeros(1)}
 BROADCAST = {"name": "of the source"}
 
 
@@ -21,7 +24,8 @@ class Replica:
 
     def __init__(self, *, large=False, scaler=False, unused=False):
         self.model = SimpleNamespace(
-            parameters=lambda: [SimpleNamespace(nbytes=state_transfer.STREAM_BYTES if large else 4)]
+            parameters=lambda: [SimpleNamespace(nbytes=state_transfer.STREAM_BYTES if large else 4)],
+            state_dict=lambda: ROOM,
         )
         self.options = SimpleNamespace(find_unused_parameters=unused)
         self.optimizer_step = SimpleNamespace(scaler=SimpleNamespace(is_enabled=lambda: scaler))
@@ -31,36 +35,42 @@ class Replica:
     def state(self):
         return {"name": "mine"}
 
-    def snapshot(self):
-        return {"name": "a copy of mine"}
+    def snapshot(self, *, readers, patience):
+        return {"name": "a copy of mine", "readers": readers}
 
     def restore(self, state):
         self.taken.append(state["name"])
 
-    def keep(self, account):
+    def keep(self, account, *, copied):
+        self.copied = copied
         last = torch.tensor([1.0, torch.inf]) if account.loss_sum == 100.0 else torch.ones(2)
-        return SimpleNamespace(account=account, gradients=[None, last])
+        return Reduced(account, torch.zeros(0), [None, last])
 
 
 class Member:
     """One member of a group whose plan is given: what it takes, what it sends, what it offers and fetches."""
 
     def __init__(self, monkeypatch, steps, rank, *, source=0, checkpoint="", **kind):
-        self.replica, self.sent, self.offered, self.asked = Replica(**kind), [], [], []
+        self.replica, self.sent, self.offered, self.asked, self.rooms = Replica(**kind), [], [], [], []
         plan = pb.Plan(source=source, steps=steps, checkpoint=checkpoint, state="there:1")
         self.behind = None
-        self.group = SimpleNamespace(plan=plan, rank=rank, size=len(steps), generation=3, process_group=None,
+        self.group = SimpleNamespace(link=SimpleNamespace(), plan=plan, rank=rank, size=len(steps), generation=3,
+                                       process_group=None,
                                        start_shares=lambda behind: setattr(self, "behind", behind),
                                        is_overtaken=lambda: False)  # fmt: skip
         self.withdrawn = 0
 
-        def broadcast(group, state, *, source):
+        def broadcast(group, state, *, source, into):
+            self.rooms.append(into)
             self.sent.append((None if state is None else state["name"], source))
             return BROADCAST if state is None else state
 
-        def fetch(address, generation):
+        def fetch(address, generation, into):
             self.asked.append((address, generation))
-            return SimpleNamespace(state=None, trouble="", over=False)
+            self.rooms.append(into)
+            self.joined = []
+            return SimpleNamespace(state=None, trouble="", over=False, began=time.monotonic(), moved=5, total=9,
+                                   join=self.joined.append)  # fmt: skip
 
         monkeypatch.setattr(state_transfer, "broadcast", broadcast)
         monkeypatch.setattr(state_transfer, "Fetch", fetch)
@@ -139,7 +149,7 @@ def test_a_torn_checkpoint_gives_way_to_an_older_one_and_the_only_one_to_its_err
 def test_a_large_state_is_offered_by_its_source_and_fetched_beside_the_steps(monkeypatch):
     source, joiner, third = (Member(monkeypatch, [5, -1, 5], rank, large=True).heal() for rank in range(3))
     assert [member.sent for member in (source, joiner, third)] == [[], [], []]
-    assert (source.offered, joiner.offered, third.offered) == ([(3, {"name": "a copy of mine"})], [], [])
+    assert (source.offered, joiner.offered, third.offered) == ([(3, {"name": "a copy of mine", "readers": 1})], [], [])
     assert (source.asked, joiner.asked, third.asked) == ([], [("there:1", 3)], [])
     assert [(member.recovery.has_state, member.recovery.holds) for member in (source, joiner, third)] == [
         (True, True), (False, False), (True, True),
@@ -266,3 +276,50 @@ def test_all_members_take_the_scale_of_the_source(monkeypatch):
     member.group.process_group = SimpleNamespace(wait=lambda work: None)
     member.heal()
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (512.0, 3)
+
+
+def test_only_a_worker_without_a_state_receives_into_its_own_parameters(monkeypatch):
+    for large, steps in ((True, [5, -1]), (False, [0, -1])):
+        assert Member(monkeypatch, steps, 1, large=large).heal().rooms == [ROOM]
+        holder = Member(monkeypatch, [5, 4], 1, large=large)
+        holder.recovery.has_state = True
+        assert holder.heal().rooms == [None], "a transfer that breaks off must not tear what it holds"
+
+
+def test_sums_are_kept_without_a_copy_where_the_state_has_arrived_by_then(monkeypatch):
+    member = observing(monkeypatch)
+    member.recovery.keep(account(1.0))
+    assert (member.replica.copied, len(member.joined)) == (True, 1), "it has waited for a moment"
+    member.recovery._fetch.over = True
+    member.recovery.keep(account(1.0))
+    assert not member.replica.copied
+
+
+def test_an_observer_waits_for_half_of_the_time_that_the_transfer_has_lasted_and_not_in_a_cut_group(monkeypatch):
+    member, now = observing(monkeypatch), [0.0]
+    monkeypatch.setattr(recovery.time, "monotonic", lambda: now[0])
+    member.recovery._fetch.began = -4.0
+    member.recovery.keep(account(1.0))
+    (given_up,) = member.joined
+    for at, over in ((1.9, False), (2.1, True)):
+        now[0] = at
+        assert given_up() is over
+    now[0], member.group.is_overtaken = 0.0, lambda: True
+    assert given_up()
+
+
+def test_a_large_models_observer_keeps_two_steps_and_then_lets_the_others_wait(monkeypatch):
+    healing, crowded = observing(monkeypatch).recovery, []
+    monkeypatch.setattr(recovery, "KEPT_BYTES", 7)
+    for _ in range(2):
+        healing.keep(account(1.0))
+        crowded.append(healing.crowded)
+    assert crowded == [False, True]
+
+
+def test_a_transfer_is_told_with_its_bytes_by_both_ends(monkeypatch):
+    member = observing(monkeypatch)
+    assert member.group.link.transfer() == (5, 9, False)
+    member.recovery.forget()
+    member.recovery._offer.progress = (3, 8)
+    assert member.group.link.transfer() == (3, 8, True)

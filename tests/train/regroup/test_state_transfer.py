@@ -5,10 +5,12 @@ import json
 import socket
 import struct
 import threading
+import time
 
 import pytest
 import torch
 
+from trueline.checkpoint.snapshot import Snapshot
 from trueline.parallel import handshake
 from trueline.parallel.handshake import Hello, PeerListener
 from trueline.train.regroup import state_transfer
@@ -45,7 +47,7 @@ def refused(found, address):
 
 
 def test_a_joiner_gets_the_state_as_it_is_with_tensors_of_its_own(offer):
-    offer.publish(3, STATE)
+    offer.publish(3, Snapshot(STATE, readers=2))
     state, trouble = fetched(Fetch(offer.address, 3))
     assert (trouble, state["ledger"]) == ("", {"steps": 7})
     assert state["model"]["half"].dtype is torch.bfloat16
@@ -56,33 +58,33 @@ def test_a_joiner_gets_the_state_as_it_is_with_tensors_of_its_own(offer):
 
 @pytest.mark.parametrize("secret", ["", "other", "secret "])
 def test_without_the_jobs_secret_no_state_is_given(offer, monkeypatch, secret):
-    offer.publish(3, STATE)
+    offer.publish(3, Snapshot(STATE, readers=2))
     monkeypatch.setenv("TRUELINE_SECRET", secret)
     assert refused(fetched(Fetch(offer.address, 3)), offer.address)
 
 
 def test_a_state_of_a_newer_generation_is_not_given_to_a_joiner_of_an_older_one(offer):
-    offer.publish(4, STATE)
+    offer.publish(4, Snapshot(STATE))
     assert refused(fetched(Fetch(offer.address, 3)), offer.address)
 
 
 def test_a_state_of_an_older_generation_is_not_given_to_a_joiner_of_a_newer_one(offer, monkeypatch):
     monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.05)
-    offer.publish(3, STATE)
+    offer.publish(3, Snapshot(STATE, readers=2))
     assert refused(fetched(Fetch(offer.address, 4)), offer.address)
 
 
 def test_a_joiner_that_is_early_waits_for_the_state_of_its_generation(offer):
-    offer.publish(3, STATE)
+    offer.publish(3, Snapshot(STATE, readers=2))
     early = Fetch(offer.address, 4)
     assert ledger_of(fetched(Fetch(offer.address, 3))) == 7  # the early one has been heard, or will be now
-    offer.publish(4, NEWER)
+    offer.publish(4, Snapshot(NEWER))
     assert ledger_of(fetched(early)) == 8
 
 
 def test_a_state_that_was_withdrawn_is_given_to_nobody(offer, monkeypatch):
     monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.05)
-    offer.publish(3, STATE)
+    offer.publish(3, Snapshot(STATE, readers=2))
     offer.withdraw()
     assert refused(fetched(Fetch(offer.address, 3)), offer.address)
 
@@ -132,7 +134,7 @@ def test_a_member_that_is_gone_gives_no_state(offer):
 
 
 def test_a_stranger_that_asks_for_the_state_gets_no_byte_of_it(offer):
-    offer.publish(3, STATE)
+    offer.publish(3, Snapshot(STATE, readers=2))
     host, _, port = offer.address.rpartition(":")
     question = json.dumps({"secret": "guess", "generation": 3}).encode()
     greeting = b"TLP1" + struct.pack("!Bqq", 1, 3, -1) + bytes(32)
@@ -177,7 +179,7 @@ def test_a_false_state_from_where_a_dead_source_listened_is_not_taken(monkeypatc
 
 
 def test_a_connection_for_another_purpose_gets_no_state(offer):
-    offer.publish(3, STATE)
+    offer.publish(3, Snapshot(STATE, readers=2))
     with handshake.connect(offer.address, Hello(99, 3), 100) as connection:
         assert received(connection) == b""
 
@@ -189,3 +191,52 @@ def test_whoever_waits_for_a_state_stops_when_it_is_needed_no_more(offer, monkey
     fetch.join(lambda: next(asked))
     assert fetch.state is None
     fetched(fetch)
+
+
+def test_a_state_is_received_into_the_models_own_tensors_where_they_fit(offer):
+    offer.publish(3, Snapshot(STATE))
+    room = {"w": torch.zeros(5), "half": torch.zeros(4, dtype=torch.bfloat16)}
+    fetch = Fetch(offer.address, 3, room)
+    state, trouble = fetched(fetch)
+    assert (trouble, fetch.moved, fetch.total) == ("", 26, 26)
+    assert state["model"]["w"].data_ptr() == room["w"].data_ptr()
+    assert room["w"].tolist() == [0, 1, 2, 3, 4]
+    assert state["model"]["half"].tolist() == [1.0] * 3, "another shape gets its own memory"
+
+
+def test_both_ends_know_how_many_bytes_have_moved(offer):
+    taken = Snapshot(STATE)
+    assert offer.progress == (0, 0)
+    offer.publish(3, taken)
+    assert offer.progress == (0, 26)
+    fetched(Fetch(offer.address, 3))
+    assert taken.moved == 26
+    assert offer.progress == (0, 0), "it is over"
+
+
+def test_no_allocation_or_copy_of_a_whole_state_holds_the_interpreters_lock(offer):
+    """A thread that only counts goes on while 64 MB are offered, sent and received: no other one stops it for long."""
+    state = {"model": {"w": torch.zeros(1 << 24)}}
+    stop, gaps = threading.Event(), []
+
+    def count():
+        last = time.perf_counter()
+        while not stop.is_set():
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    def lock_held_s(work):
+        gaps.clear()
+        work()
+        return max(gaps)
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    try:
+        whole_s = min(lock_held_s(lambda: bytearray(1 << 26)) for _ in range(5))  # what `_receive` once did
+        offer.publish(3, Snapshot(state, readers=5, live=lambda _: True))
+        assert min(lock_held_s(lambda: fetched(Fetch(offer.address, 3))) for _ in range(5)) < whole_s
+    finally:
+        stop.set()
+        counter.join()

@@ -9,6 +9,7 @@ import torch
 
 from trueline import events
 from trueline.checkpoint import checkpoint
+from trueline.checkpoint.snapshot import Snapshot
 from trueline.errors import StorageError
 from trueline.train.step.checkpointer import Checkpointer
 
@@ -26,6 +27,9 @@ class Job:
 
     def state(self):
         return {"model": {"w": self.weights}, "ledger": self.as_tree()}
+
+    def snapshot(self):
+        return Snapshot(self.state())
 
     def report_checkpoint(self, step, path, digest):
         self.told.append((step, path, digest))
@@ -52,7 +56,7 @@ class Slow:
     def write(self, folder, *, step, state, facts, sealing):
         self.began.set()
         assert self.gate.wait(100)
-        self.written.append((step, state["model"]["w"][0].item()))
+        self.written.append((step, state._tensors[0][0].item()))
         return self._write(folder, step=step, state=state, facts=facts, sealing=sealing)
 
 
@@ -187,34 +191,27 @@ def test_a_checkpoint_that_an_operator_asks_for_is_written_once_and_not_before_t
     assert [step for step, _, _ in job.told] == [3, 5]  # the last one is the job's own
 
 
-def test_two_states_are_copied_at_most_and_a_third_waits_for_the_first(tmp_path, monkeypatch):
+def test_two_states_are_kept_at_most_and_a_third_waits_for_the_first(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
     job = Job(Checkpointer(tmp_path, {}, every=1))
-    take, join, busy = job.checkpointer._copies.take, job.checkpointer._join, []
+    take, join, busy, taken = job.snapshot, job.checkpointer._join, [], []
 
-    def watched(state):
-        busy.append(sum(one.busy for one in job.checkpointer._copies._sets))
-        return take(state)
+    def watched():
+        busy.append(sum(one._tensors[0] is not None for one in taken))
+        taken.append(take())
+        return taken[-1]
 
     def joined():
         slow.gate.set()
         join()
 
-    monkeypatch.setattr(job.checkpointer._copies, "take", watched)
+    monkeypatch.setattr(job, "snapshot", watched)
     monkeypatch.setattr(job.checkpointer, "_join", joined)
     job.step()
     job.step(best=True)
     job.step(due=True)
     job.complete()
     assert busy == [0, 1, 0]
-
-
-def test_the_memory_of_a_written_copy_is_used_for_the_next_one(tmp_path):
-    job = Job(Checkpointer(tmp_path, {}, every=1))
-    for _ in range(4):
-        job.step()
-        job.checkpointer._join()
-    assert [one.busy for one in job.checkpointer._copies._sets] == [False]
 
 
 def test_one_state_is_written_after_the_other(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from trueline.train.step.options import Options
 from trueline.train.step.replica import Reduced
 from trueline.train.step.validation import Rule, Validation
 from worlds.groups import together
+from worlds.states import read_all
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +120,7 @@ def test_who_catches_up_leaves_out_a_step_whose_loss_is_no_number():
         count=count, digest=digest, generation=1, step=job.steps, wish=False, loss_sum=math.nan, rates=(1.0,)
     )
     gradients = [torch.full_like(value, math.nan) for value in model.parameters()]
-    job._recovery._fetch = SimpleNamespace(state=job._replica.snapshot(), trouble="", over=True)
+    job._recovery._fetch = SimpleNamespace(state=read_all(job._replica.snapshot()), trouble="", over=True)
     job._recovery._kept = [Reduced(account, torch.zeros(8), gradients)]
     assert job._catch_up()
     assert job.steps == 1

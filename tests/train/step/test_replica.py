@@ -10,6 +10,7 @@ from trueline.train.step.ledger import StepAccount
 from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
 from trueline.train.step.replica import Replica
+from worlds.states import read_all
 
 
 def replica_of(model, *, sharded=False):
@@ -103,9 +104,10 @@ def test_a_state_that_travels_goes_on_as_if_it_had_stayed():
         assert replica.apply(ACCOUNT)
 
     step(stays, 1.0)
-    state = stays.snapshot()
-    copied = {name: value.clone() for name, value in state["model"].items()}
+    taken = stays.snapshot()
+    copied = {name: value.clone() for name, value in stays.model.state_dict().items()}
     step(stays, 2.0)
+    state = read_all(taken)
     assert all(torch.equal(state["model"][name], value) for name, value in copied.items()), "it is of its moment"
     travels.restore(state)
     step(travels, 2.0)

@@ -47,7 +47,7 @@ def format_status(facts: dict[str, Any], now: float) -> str:
     if facts["state"] == "running" and facts["page"]:
         lines.append(f"page: {facts['page']}")
     lines += [_evaluation(label, live[key]) for key, label in _EVALUATIONS.items() if live.get(key)]
-    lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in live.get("quarantined", ())]
+    lines += map(_quarantine, live.get("quarantined", ()))
     lines += map(format_set_aside, live.get("set_aside", ()))
     if members := live.get("members"):
         head = ("WORKER", "STEPS", "DOES", "FOR", "RECORDS/S")
@@ -57,6 +57,11 @@ def format_status(facts: dict[str, Any], now: float) -> str:
     if facts["state"] in ("dead", "failed", "stopped"):
         lines.append(f"continue it with: trueline resume {facts['folder']}")
     return "\n".join(lines)
+
+
+def _quarantine(one: dict[str, Any]) -> str:
+    again = f" (tried again in {one['retry_s']:.0f} s)" if "retry_s" in one else ""
+    return f"quarantined: worker {one['slot']}: {one['why']}{again}"
 
 
 def _where(facts: dict[str, Any], live: dict[str, Any]) -> str:

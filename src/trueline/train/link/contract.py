@@ -5,7 +5,7 @@ trains alone. Training needs the master only when the membership changes, so eve
 restarted. Each implementation passes `tests/conformance/link.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from trueline.wire import train_pb2 as pb
@@ -80,6 +80,9 @@ class ProgressReporter(Protocol):
         """Reports an evaluation without waiting."""
 
     def report_checkpoint(self, step: int, path: str, digest: str) -> None: ...
+
+    transfer: Callable[[], tuple[int, int, bool]]
+    """Tells of a state on its way: bytes moved, all bytes (0: none is), whether this worker sends it."""
 
     def report_phase(self, phase: str) -> None:
         """Sets what this worker does from now on. The master sees it in the next heartbeat."""

@@ -64,6 +64,7 @@ class MasterLink:
         self._evaluations: deque[pb.Evaluation] = deque()
         self.save_from = 0
         self._phase, self._since = "starting", time.monotonic()
+        self.transfer: Callable[[], tuple[int, int, bool]] = lambda: (0, 0, False)
         self._sending = threading.Lock()
         self._wake, self._urgent = threading.Event(), threading.Event()
         """There is something to report; something to be sent at once."""
@@ -170,11 +171,12 @@ class MasterLink:
     def _gather_report(self, *, everything: bool) -> pb.Progress:
         overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
         due = self._applied if everything or self.leads or overdue else ()
+        moved, to_move, sending = self.transfer()
         return pb.Progress(
             ref=self.ref, generation=self._generation, step=self._step,
             applied=[pb.Applied(**report._asdict()) for report in due],
             certificates=list(self._certificates), evaluations=list(self._evaluations),
-            phase=self._phase, phase_s=time.monotonic() - self._since,
+            phase=self._phase, phase_s=time.monotonic() - self._since, moved=moved, to_move=to_move, sending=sending,
         )  # fmt: skip
 
     def _drop_reported(self, message: pb.Progress, committed: int) -> None:

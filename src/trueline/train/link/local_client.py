@@ -1,6 +1,6 @@
 """The link of a process that trains alone (a notebook, a plain script): it has no master."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trueline.train.link.contract import StepReport
 from trueline.wire import train_pb2 as pb
@@ -17,6 +17,7 @@ class LocalLink:
         self.leads = True
         self.save_from = self._misses = 0
         self._store = ""
+        self.transfer: Callable[[], tuple[int, int, bool]] = lambda: (0, 0, False)
         self.view: pb.View | None = None
         self.steps: list[StepReport] = []
         self.evaluations: list[pb.Evaluation] = []

@@ -98,12 +98,19 @@ def apply_row(state: State, kind: str, body: dict[str, Any], now: float) -> None
         case "CKPT":
             state.checkpoint, state.checkpoint_step = body["path"], body["step"]
         case "LAUNCH":
-            state.workers, state.quarantined = body["workers"], {}
+            state.workers = body["workers"]
+            state.lift_quarantines()
         case "SCALE":
             state.workers = body["workers"]
-            state.quarantined = {} if body["again"] else state.quarantined
+            if body["again"]:
+                state.lift_quarantines()
         case "QUARANTINE":
-            state.quarantined[body["slot"]] = body["why"]
+            slot = body["slot"]
+            state.quarantined[slot], state.retry_at[slot] = body["why"], now + body.get("retry_s", 0.0)
+            state.relapses[slot] = body.get("times", 1)
+        case "RETRY":
+            state.quarantined.pop(body["slot"], None)
+            state.retry_at.pop(body["slot"], None)
         case "SUSPECT":
             state.suspects.setdefault(body["record"], {})[body["worker"]] = body["why"]
             state.places[body["record"]] = body.get("where", "")

@@ -23,6 +23,7 @@ from trueline.train.master.publisher import EventPublisher
 from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
 from trueline.train.membership.autoscale import Bounds, Scaling, decide
+from trueline.train.membership.health import describe_transfer
 from trueline.train.membership.state import MembershipPolicy, State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
@@ -38,6 +39,7 @@ _HINTS = {
 _EVENT_OF_ROW = {
     "SCALE": "job.scaled",
     "QUARANTINE": "worker.quarantined",
+    "RETRY": "worker.retried",
     "SUSPECT": "record.suspected",
     "POISON": "record.set_aside",
     "CKPT": "checkpoint.saved",
@@ -72,6 +74,7 @@ class Master:
         self.publisher = EventPublisher(self.folder.events)
         self._scaling = Scaling()
         self._deaths: dict[str, h.Death] = {}
+        self._receiving: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.save_from = 0  # as in `link.contract.ProgressReporter`
         self.stopped = asyncio.Event()
@@ -274,6 +277,17 @@ class Master:
             for ref in self.state.members.keys() - alive:
                 self.emit("worker.lost", worker=ref, why="died while the master was away")
         self.handle(h.Begin(frozenset(alive), launch))
+
+    def note_transfer(self, ref: str) -> None:
+        """Publishes how much of its state a joiner has received, with each of its heartbeats, and the end of it."""
+        member = self.state.members.get(ref)
+        if member is not None and member.to_move and not member.sending:
+            self._receiving.add(ref)
+            does = describe_transfer(member)
+            self.emit("worker.receiving", worker=ref, moved=member.moved, of=member.to_move, does=does)
+        elif ref in self._receiving:
+            self._receiving.discard(ref)
+            self.emit("worker.received", worker=ref)
 
     async def run_clock(self) -> None:
         while not self.stopped.is_set():

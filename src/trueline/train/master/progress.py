@@ -14,6 +14,7 @@ import numpy as np
 
 from trueline.events import Field
 from trueline.train.master.journal import REMEMBERED, Row
+from trueline.train.membership.health import describe_transfer
 from trueline.train.membership.state import State
 from trueline.train.settings import JobSettings
 from trueline.train.step import ledger
@@ -234,7 +235,8 @@ class JobProgress:
         known = rates if generation == state.generation and len(rates) == len(state.view) else ()
         members = [
             {
-                "ref": member.ref, "rank": member.rank, "steps": member.steps, "phase": member.phase,
+                "ref": member.ref, "rank": member.rank, "steps": member.steps,
+                "phase": describe_transfer(member) or member.phase,
                 "since": round(member.phase_s + now - member.seen_at, 3),
                 "rate": round(known[member.rank] if known and member.rank >= 0 else member.rate, 1),
             }
@@ -244,7 +246,7 @@ class JobProgress:
         epoch_steps = max(1, self.total_steps // max(1, job.epochs))
         return {
             "name": job.name, "phase": state.phase, "generation": state.generation, "workers": state.workers,
-            "members": members, "pending": list(state.pending), "quarantined": state.list_quarantined(),
+            "members": members, "pending": list(state.pending), "quarantined": state.list_quarantined(now),
             "set_aside": state.list_set_aside(), "careful": state.careful, "committed": state.committed,
             "total_steps": self.total_steps, "epoch": min(state.committed // epoch_steps, job.epochs - 1),
             "loss": self.loss, "records_per_s": round(self.records_per_s(now), 1),

@@ -108,7 +108,9 @@ class MasterService(pb_grpc.MasterServicer):
         return plan
 
     async def Report(self, request: pb.Progress, context: Context) -> pb.Ack:
-        await self._handle(h.Heartbeat(request.ref, request.step, request.phase, request.phase_s), context)
+        moves = request.moved, request.to_move, request.sending
+        await self._handle(h.Heartbeat(request.ref, request.step, request.phase, request.phase_s, *moves), context)
+        self.master.note_transfer(request.ref)
         committed = self.master.record_progress(request)
         return pb.Ack(committed=committed, save_from=self.master.save_from)
 

@@ -10,7 +10,7 @@ docs/concepts/generation.md. The state changes in place.
 from trueline.engine.contract import parse_ref
 from trueline.train.membership import events as h
 from trueline.train.membership.events import Action
-from trueline.train.membership.health import count_stranded, find_overdue, forgive, lose_workers
+from trueline.train.membership.health import count_stranded, find_overdue, forgive, lose_workers, retry
 from trueline.train.membership.poison import suspect
 from trueline.train.membership.state import Member, MembershipPolicy, State, fill, form, settle
 
@@ -86,7 +86,8 @@ def scale_fault(workers: int, policy: MembershipPolicy) -> str:
 def _begin(state: State, event: h.Begin, now: float, policy: MembershipPolicy) -> list[Action]:
     """Adopts the running workers; if none runs, fills all slots."""
     if event.launch:
-        state.workers, state.quarantined = policy.workers, {}
+        state.workers = policy.workers
+        state.lift_quarantines()
     if not event.alive:
         state.members, state.pending, state.failures = {}, {}, {}
         state.phase, state.view, state.awaited, state.unfinished = "gathering", (), set(), set()
@@ -171,6 +172,9 @@ def _apply_heartbeat(
     state: State, member: Member, event: h.Heartbeat, now: float, policy: MembershipPolicy
 ) -> list[Action]:
     first = member.steps < 0 <= event.step
+    if not event.to_move or event.moved != member.moved or not member.to_move:
+        member.moved_at = now
+    member.moved, member.to_move, member.sending = event.moved, event.to_move, event.sending
     member.phase, member.phase_s = event.phase, event.phase_s
     if event.step > member.steps:
         member.steps = event.step
@@ -202,7 +206,7 @@ def _scale(state: State, event: h.Scale, now: float, policy: MembershipPolicy) -
     before, state.workers = state.workers, event.workers
     again = event.workers >= before or state.target_workers < policy.min_workers
     if again:
-        state.quarantined = {}
+        state.lift_quarantines()
     waiting = [ref for ref in state.pending if parse_ref(ref)[1] >= event.workers]
     waiting += [m.ref for m in state.members.values() if m.rank < 0 and not m.left and m.slot >= event.workers]
     for ref in waiting:
@@ -225,6 +229,7 @@ def _tick(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
         return actions
     if state.phase == "gathering" and state.members:
         actions += _gather(state, now, policy)
+    actions += retry(state, now)
     if state.incarnations and now >= state.fill_at:
         actions += fill(state, now)
     if count := count_stranded(state, policy):

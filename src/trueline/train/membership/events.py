@@ -56,6 +56,9 @@ class Heartbeat(Struct, frozen=True):
     step: int
     phase: str = ""
     phase_s: float = 0.0
+    moved: int = 0
+    to_move: int = 0  # bytes of a state that it receives, or sends; 0: none is on its way
+    sending: bool = False
 
 
 class Leaving(Struct, frozen=True):

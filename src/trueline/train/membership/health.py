@@ -1,4 +1,8 @@
-"""Decides which workers are given up: exits, silence, stuck workers, slots that keep failing. Pure."""
+"""Decides which workers are given up: exits, silence, stuck workers, slots that keep failing. Pure.
+
+Who sends or receives a state is judged by its progress, which both ends report: a member that is too busy to send a
+heartbeat lives as long as bytes of its state move. A slot that keeps failing is left empty for a while and tried again.
+"""
 
 import math
 from collections.abc import Sequence
@@ -47,18 +51,21 @@ def _blame(state: State, death: Death, member: Member | None, now: float, policy
     slot = parse_ref(death.ref)[1]
     if slot >= state.workers or (member is not None and (member.stepped or member.leaving)):
         state.failures.pop(slot, None)
+        if not death.failed:
+            state.relapses.pop(slot, None)
         return _count_crash(state, death, now, policy) if death.failed and slot < state.workers else []
     before = state.failures.get(slot, Failures(0, state.committed, now))
     count = before.count + 1
     since = before.since_step if count > 1 else state.committed
     state.failures[slot] = Failures(count, since, now + policy.delay_s(count))
-    if count < policy.max_failures:
+    relapsed = slot in state.relapses  # it was tried once more, and that is enough
+    if count < policy.max_failures and not relapsed:
         return []
     why = f"worker slot {slot} died {count} times in a row before its first step; last: {death.why}"
-    if since == state.committed:
+    if since == state.committed and not relapsed:
         state.phase = "failed"
         return [FailJob("train", why)]
-    return _quarantine(state, death.ref, why, policy)
+    return _quarantine(state, death.ref, why, now, policy)
 
 
 def _count_crash(state: State, death: Death, now: float, policy: MembershipPolicy) -> list[Action]:
@@ -77,14 +84,18 @@ def _count_crash(state: State, death: Death, now: float, policy: MembershipPolic
         return []
     del state.crashes[slot]
     why = f"worker slot {slot} failed {len(mine)} times in {now - mine[0]:.0f} s, all others {others} times; last: "
-    return _quarantine(state, death.ref, why + death.why, policy)
+    return _quarantine(state, death.ref, why + death.why, now, policy)
 
 
-def _quarantine(state: State, ref: str, why: str, policy: MembershipPolicy) -> list[Action]:
+def _quarantine(state: State, ref: str, why: str, now: float, policy: MembershipPolicy) -> list[Action]:
+    """Leaves a slot empty for a while, and for longer each time that it has to be done again."""
     slot = parse_ref(ref)[1]
-    state.quarantined[slot] = why
+    times = state.relapses[slot] = state.relapses.get(slot, 0) + 1
+    pause_s = policy.pause_s(times)
+    state.quarantined[slot], state.retry_at[slot] = why, now + pause_s
     state.failures.pop(slot, None)
-    actions: list[Action] = [Log("QUARANTINE", {"slot": slot, "worker": ref, "why": why})]
+    body = {"slot": slot, "worker": ref, "why": why, "times": times, "retry_s": pause_s}
+    actions: list[Action] = [Log("QUARANTINE", body)]
     if state.target_workers < policy.min_workers:
         state.phase = "failed"
         left = f"{state.target_workers} of {state.workers} slots are left, at least {policy.min_workers} are needed"
@@ -92,13 +103,29 @@ def _quarantine(state: State, ref: str, why: str, policy: MembershipPolicy) -> l
     return actions
 
 
+def retry(state: State, now: float) -> list[Action]:
+    """Ends the quarantines whose time is over: their slots are filled again, and one death is enough to come back."""
+    if state.phase != "running" or state.finishing:
+        return []
+    over = [slot for slot in state.quarantined if slot < state.workers and state.retry_at.get(slot, now) <= now]
+    for slot in over:
+        del state.quarantined[slot]
+        state.retry_at.pop(slot, None)
+    return [Log("RETRY", {"slot": slot, "times": state.relapses.get(slot, 0)}) for slot in over]
+
+
 def find_overdue(state: State, now: float, policy: MembershipPolicy) -> list[Death]:
     """The workers to kill now, and why."""
     overdue = []
     lease_s = lease(state, policy)
+    moved_at = max((member.moved_at for member in state.members.values() if member.to_move), default=-math.inf)
     for member in state.members.values():
-        if now - member.seen_at > lease_s:
-            overdue.append(Death(member.ref, f"silent for {now - member.seen_at:.1f} s"))
+        seen_at = max(member.seen_at, moved_at) if member.to_move else member.seen_at
+        if now - seen_at > lease_s:
+            overdue.append(Death(member.ref, f"silent for {now - seen_at:.1f} s{describe_transfer(member, ', ')}"))
+        elif member.to_move and not member.sending and member.seen_at - member.moved_at > policy.still_s:
+            still = f"no byte came for {member.seen_at - member.moved_at:.0f} s"
+            overdue.append(Death(member.ref, f"{still}{describe_transfer(member, ', ')}"))
         elif member.left_at is not None and now - member.left_at > policy.leave_s:
             overdue.append(Death(member.ref, f"still there {now - member.left_at:.0f} s after the others continued"))
         elif member.rank < 0 and not member.left and state.is_leaving(member):
@@ -107,6 +134,18 @@ def find_overdue(state: State, now: float, policy: MembershipPolicy) -> list[Dea
         if now - at > policy.start_s:
             overdue.append(Death(ref, f"not ready {now - at:.0f} s after its start"))
     return overdue or _stuck(state, policy)
+
+
+def describe_transfer(member: Member, before: str = "") -> str:
+    """
+    >>> describe_transfer(Member(ref="worker-0.1", slot=0, store="", seen_at=0.0, moved=12 * 10**8, to_move=36 * 10**8))
+    'receiving state: 1.2 of 3.6 GB'
+    """
+    if not member.to_move:
+        return ""
+    unit, name = (1e9, "GB") if member.to_move >= 1e9 else (1e6, "MB")
+    verb = "sending" if member.sending else "receiving"
+    return f"{before}{verb} state: {member.moved / unit:.1f} of {member.to_move / unit:.1f} {name}"
 
 
 def _stuck(state: State, policy: MembershipPolicy) -> list[Death]:

@@ -36,6 +36,16 @@ class MembershipPolicy:
     """Time in which twice as many failures of one slot, after steps of its own, put it into quarantine if all others
     together have less than half as many."""
     set_aside: int = 100  # records that may be set aside; one more ends the job
+    still_s: float = 30.0  # a member that gets no byte of its state for longer is given up
+    quarantine_s: float = 30.0  # of a slot for the first time; doubled each time, at most four times
+
+    def pause_s(self, times: int) -> float:
+        """How long a slot that is in quarantine for the `times`-th time in a row stays there.
+
+        >>> [MembershipPolicy(workers=1).pause_s(n) for n in (1, 2, 3, 99)]
+        [30.0, 60.0, 120.0, 480.0]
+        """
+        return self.quarantine_s * 2.0 ** min(times - 1, 4)
 
     def delay_s(self, failures: int) -> float:
         """How long a slot stays empty after `failures` deaths in a row before its first step.
@@ -64,6 +74,10 @@ class Member:
     base: int | None = None  # the job's steps when it first took part; it applied the later ones itself
     phase: str = ""
     phase_s: float = 0.0  # how long it was in `phase` at its last heartbeat
+    moved: int = 0
+    to_move: int = 0  # bytes of a state that it receives or sends; 0: none is on its way
+    sending: bool = False
+    moved_at: float = 0.0  # when `moved` last grew
     trying: int = -1  # the record that it tries alone; -1: none
     trying_where: str = ""
 
@@ -105,7 +119,10 @@ class State:
     failures: dict[int, Failures] = field(default_factory=dict)
     crashes: dict[int, list[float]] = field(default_factory=dict)
     """Slot -> times of recent failures of its own workers, after steps of their own."""
-    quarantined: dict[int, str] = field(default_factory=dict)  # slots that stay empty, and why
+    quarantined: dict[int, str] = field(default_factory=dict)  # slots that stay empty for a while, and why
+    retry_at: dict[int, float] = field(default_factory=dict)  # when these are tried again
+    relapses: dict[int, int] = field(default_factory=dict)
+    """Slot -> times that it was put in quarantine since it last worked well."""
     suspects: dict[int, dict[str, str]] = field(default_factory=dict)  # votes: record -> worker -> why
     set_aside: dict[int, str] = field(default_factory=dict)  # records left out of training, and why
     places: dict[int, str] = field(default_factory=dict)  # where these records lie: part, file, record in it
@@ -132,9 +149,16 @@ class State:
         aside = sorted(self.set_aside.items())
         return [{"record": record, "where": self.places.get(record, ""), "why": why} for record, why in aside]
 
-    def list_quarantined(self) -> list[dict[str, Any]]:
-        """The slots in quarantine, as in summary and status."""
-        return [{"slot": slot, "why": why} for slot, why in sorted(self.quarantined.items())]
+    def list_quarantined(self, now: float | None = None) -> list[dict[str, Any]]:
+        """The slots in quarantine, as in summary and, with the seconds until they are tried again, status."""
+        listed: list[dict[str, Any]] = [{"slot": slot, "why": why} for slot, why in sorted(self.quarantined.items())]
+        if now is not None:
+            for one in listed:
+                one["retry_s"] = round(max(0.0, self.retry_at.get(one["slot"], now) - now), 1)
+        return listed
+
+    def lift_quarantines(self) -> None:
+        self.quarantined, self.retry_at, self.relapses = {}, {}, {}
 
     def is_leaving(self, member: Member) -> bool:
         return member.leaving or member.slot >= self.workers

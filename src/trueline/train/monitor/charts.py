@@ -171,6 +171,7 @@ class Span:
 class Lane:
     spans: list[Span] = field(default_factory=list)
     quarantined: str = ""
+    does: str = ""  # of a state on its way to the worker
 
     @property
     def alive(self) -> Span | None:
@@ -196,7 +197,7 @@ class Lanes:
     def start(self, ref: str, at: float, last: float) -> None:
         """Begins a life; the one before in the same slot, if its end was not seen, ended by `last`."""
         lane = self.by_slot.setdefault(parse_ref(ref)[1], Lane())
-        lane.quarantined, span = "", lane.alive
+        lane.quarantined, lane.does, span = "", "", lane.alive
         if lane.spans and parse_ref(ref)[2] <= parse_ref(lane.spans[-1].ref)[2]:
             return  # known already, or followed by another
         if span is not None:
@@ -236,6 +237,9 @@ class Lanes:
         for span in self.living():
             self._close(span, at, how, "")
 
+    def note(self, ref: str, does: str) -> None:
+        self.by_slot.setdefault(parse_ref(ref)[1], Lane()).does = does
+
     def quarantine(self, slot: int, why: str) -> None:
         self.by_slot.setdefault(slot, Lane()).quarantined = why or "it kept dying"
 
@@ -245,7 +249,12 @@ class Lanes:
     def rows(self) -> list[dict[str, object]]:
         """For the page, the lowest slots first."""
         return [
-            {"slot": slot, "quarantined": lane.quarantined, "spans": [span.row() for span in lane.spans]}
+            {
+                "slot": slot,
+                "quarantined": lane.quarantined,
+                "does": lane.does if lane.alive else "",
+                "spans": [span.row() for span in lane.spans],
+            }
             for slot, lane in sorted(self.by_slot.items())[:MAX_LANES]
         ]
 

@@ -20,7 +20,8 @@ Fields = Mapping[str, Field]
 MAX_EVENTS, MAX_REGROUPS, MAX_EVALUATIONS, MAX_KEPT = 80, 240, 400, 200
 _STILL_S = 1.0
 _CLEAN_EXIT = "exit code 0"  # how a worker ends that has left as planned
-_SILENT = {"step.applied", "worker.running", "group.released", "epoch.certified", "checkpoint.saved", "evaluation.done"}
+_SILENT = {"step.applied", "worker.running", "worker.receiving", "worker.received", "group.released",
+           "epoch.certified", "checkpoint.saved", "evaluation.done"}  # fmt: skip
 """Frequent events, which the page shows elsewhere."""
 _BAD = {"worker.lost", "worker.killed", "worker.quarantined", "worker.fenced", "record.set_aside", "record.suspected",
         "job.failed", "log.truncated", "checkpoint.failed", "master.lost", "agent.lost"}  # fmt: skip
@@ -32,6 +33,8 @@ _WORDS = {
     "worker.killed": "{worker} was given up: {why}",
     "worker.leaving": "{worker} leaves as planned",
     "view.published": "generation {generation}: {workers} workers ({why})",
+    "worker.quarantined": "worker {slot} is in quarantine, and is tried again in {retry_s:.0f} s: {why}",
+    "worker.retried": "worker {slot} is tried again after its quarantine",
     "record.suspected": "record {record} is suspected: {why}",
     "record.set_aside": "record {record} ({where}) is set aside: {why}",
     "job.scaled": "from {before} to {workers} workers: {why}",
@@ -204,6 +207,11 @@ class JobView:
         for span in self.lanes.living():
             if parse_ref(span.ref)[1] >= workers:
                 self.lanes.mark_leaving(span.ref)
+
+    def _on_worker_receiving(self, fields: Fields, at: float) -> None:
+        self.lanes.note(str(fields["worker"]), str(fields.get("does", "")))
+
+    _on_worker_received = _on_worker_receiving
 
     def _on_worker_quarantined(self, fields: Fields, at: float) -> None:
         slot = fields.get("slot")

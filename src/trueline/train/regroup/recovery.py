@@ -6,6 +6,7 @@ all-reduce with zeros and keep its results.
 """
 
 import math
+import time
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,10 @@ from trueline.train.step.ledger import StepAccount
 from trueline.train.step.replica import Reduced, Replica
 
 MOST_KEPT = 8  # steps that an observer keeps before it makes the others wait for its state
+KEPT_BYTES = 256 << 20
+"""So much of gradients an observer keeps of more steps than one: a large model's fill the memory."""
+PATIENCE = 0.5
+"""For how long a step may wait for the end of a transfer, as a part of the time that it has lasted."""
 
 
 class Recovery:
@@ -33,6 +38,7 @@ class Recovery:
         self.observed = 0  # steps that the group has applied while this worker observes
         self._fetch: state_transfer.Fetch | None = None
         self._kept: list[Reduced | list[float]] = []
+        group.link.transfer = self.transfer
 
     @property
     def holds(self) -> bool:
@@ -47,12 +53,12 @@ class Recovery:
         if plan.checkpoint and rank == plan.source:
             self._replica.restore(_newest(plan.checkpoint).state)
         behind = [other != plan.source and (step < most or step < 0) for other, step in enumerate(plan.steps)]
-        streamed = any(behind) and most > 0 and not plan.checkpoint and self._large()
+        streamed = any(behind) and most > 0 and not plan.checkpoint and self.large
         if streamed:
             self._stream(behind)
         elif any(behind):
             mine = self._replica.state() if rank == plan.source else None
-            state = state_transfer.broadcast(self._group.process_group, mine, source=plan.source)
+            state = state_transfer.broadcast(self._group.process_group, mine, source=plan.source, into=self._room())
             if behind[rank]:
                 self._replica.restore(state)
         self._agree_on_scale()
@@ -70,7 +76,8 @@ class Recovery:
         self._group.process_group.wait(dist.broadcast(row, self._group.plan.source, async_op=True))
         scaler.load_state_dict({**mine, "scale": row[0].item(), "_growth_tracker": int(row[1])})
 
-    def _large(self) -> bool:
+    @property
+    def large(self) -> bool:
         """Whether to stream the state, from what all members know: the parameters, with two optimizer values each."""
         if self._replica.options.find_unused_parameters:
             return False  # an observer cannot tell which parameters the others left out
@@ -79,10 +86,19 @@ class Recovery:
     def _stream(self, behind: list[bool]) -> None:
         group, plan = self._group, self._group.plan
         if group.rank == plan.source:
-            self._offer.publish(group.generation, self._replica.snapshot())
+            self._offer.publish(group.generation, self._replica.snapshot(readers=sum(behind), patience=PATIENCE))
         elif behind[group.rank]:
-            self._fetch = state_transfer.Fetch(plan.state, group.generation)
+            self._fetch = state_transfer.Fetch(plan.state, group.generation, self._room())
             self.observed = plan.steps[plan.source]
+
+    def _room(self) -> state_transfer.Room | None:
+        """Where this worker's parameters may be received: in place, unless it has a state to lose."""
+        return None if self.has_state else self._replica.model.state_dict()
+
+    def transfer(self) -> tuple[int, int, bool]:
+        """Bytes that this worker has received or sent of a state, all of them (0: none moves), whether it sends."""
+        fetch = self._fetch
+        return (*self._offer.progress, True) if fetch is None else (fetch.moved, fetch.total, False)
 
     def _forget_evaluation(self) -> None:
         """Drops an evaluation of the current step, which is repeated: some members may not have entered it."""
@@ -102,8 +118,11 @@ class Recovery:
             self._offer.withdraw()
 
     def keep(self, account: StepAccount) -> None:
-        """Keeps the sums of the last step until the state has arrived."""
-        reduced = self._replica.keep(account)
+        """Keeps the sums of the last step until the state has arrived; waits a little, as its source does."""
+        if self._fetch is not None:
+            patient_until = time.monotonic() + PATIENCE * (time.monotonic() - self._fetch.began)
+            self._fetch.join(lambda: time.monotonic() > patient_until or self._group.is_overtaken())
+        reduced = self._replica.keep(account, copied=not self.has_arrived())
         self._kept.append(reduced)
         if self._advances(reduced):
             self.observed += 1
@@ -122,7 +141,9 @@ class Recovery:
     @property
     def crowded(self) -> bool:
         """Whether the limit of kept steps is reached, so that the others have to wait for the state."""
-        return len(self._kept) >= MOST_KEPT
+        steps = [kept for kept in self._kept if isinstance(kept, Reduced)]
+        size = sum(value.nbytes for kept in steps for value in kept.gradients if value is not None)
+        return len(self._kept) >= MOST_KEPT or (len(steps) > 1 and size > KEPT_BYTES)
 
     def has_arrived(self) -> bool:
         """Whether the transfer is over: `take` returns the state, or raises."""

@@ -1,9 +1,10 @@
 """Transfers the state of a job from one worker to another: peer to peer, never through the disk, without pickle.
 
     broadcast   while a group forms: small states, and whenever no member can continue anyway
-    stream      beside the training: the source offers a copy, a thread of the joiner fetches it in chunks
+    stream      beside the training: the source offers a snapshot, a thread of the joiner fetches it in pieces
 
-A streamed state is of the step at which the group formed (`recovery.py`).
+A streamed state is of the step at which the group formed (`recovery.py`). No allocation, copy or system call holds the
+interpreter's lock for a whole state: heartbeats and other threads run meanwhile, however large it is.
 """
 
 import contextlib
@@ -11,14 +12,16 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from trueline.checkpoint import tree
+from trueline.checkpoint.snapshot import Snapshot, as_bytes
+from trueline.errors import CheckpointError
 from trueline.parallel import handshake
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.handshake import Hello, PeerListener, Purpose
@@ -27,50 +30,77 @@ CHUNK = 4 << 20
 STREAM_BYTES = 16 << 20
 """A larger state is streamed, so that the other members need not wait for it."""
 PATIENCE_S = 30.0  # how long a peer may be silent in the middle of a transfer
-_LENGTH = struct.Struct("!Q")
+MOST_HEADER = 64 << 20
+"""Bytes of the structure of a state: names, numbers, shapes."""
+_LENGTH, _TIMEVAL = struct.Struct("!Q"), struct.Struct("@ll")
+_SMALL, _PIECE = 1 << 20, 64 << 20
+"""Of a broadcast: smaller tensors travel together, larger ones in pieces."""
+
+Room = Mapping[str, torch.Tensor]
+"""Tensors of a model by their names, into which a state is received."""
 
 
-def broadcast(group: GlooGroup, state: dict[str, Any] | None, *, source: int) -> dict[str, Any]:
-    """Broadcasts the `state` of rank `source`; the others pass None. Raises RuntimeError when a peer fails."""
-    header, tensors = _pack(state) if state is not None else (b"", [])
+def broadcast(
+    group: GlooGroup, state: dict[str, Any] | None, *, source: int, into: Room | None = None
+) -> dict[str, Any]:
+    """Broadcasts the `state` of rank `source`; the others pass None. Raises RuntimeError when a peer fails.
+
+    `into` gets the tensors of the model that fit, also if the broadcast fails.
+    """
+    header, tensors = b"", list[torch.Tensor]()
+    if state is not None:
+        skeleton, tensors = tree.encode(state)
+        header = _encode_header(skeleton, tensors)
     length = torch.tensor([len(header)], dtype=torch.int64)
     group.wait(dist.broadcast(length, source, async_op=True))
-    flat = torch.frombuffer(bytearray(header), dtype=torch.uint8) if state is not None else None
-    received = _broadcast_flat(group, flat, source, int(length.item()))
-    skeleton, shapes = json.loads(bytes(received.numpy()))
-    flat = torch.cat([_as_bytes(tensor) for tensor in tensors]) if tensors else None
-    received = _broadcast_flat(group, flat, source, sum(_nbytes(dtype, shape) for dtype, shape in shapes))
-    return _unpack(skeleton, shapes, received) if state is None else state
-
-
-def _broadcast_flat(group: GlooGroup, flat: torch.Tensor | None, source: int, size: int) -> torch.Tensor:
-    buffer = torch.empty(size, dtype=torch.uint8) if flat is None else flat
-    piece = 64 << 20
-    for start in range(0, size, piece):
-        group.wait(dist.broadcast(buffer[start : start + piece], source, async_op=True))
-    return buffer
+    text = torch.frombuffer(bytearray(header or bytes(int(length.item()))), dtype=torch.uint8)
+    group.wait(dist.broadcast(text, source, async_op=True))
+    skeleton, shapes = json.loads(bytes(text.numpy()))
+    if state is None:
+        tensors = _allocate(skeleton, shapes, into or {})
+    small = [tensor for tensor in tensors if tensor.nbytes < _SMALL]
+    together = torch.cat([torch.empty(0, dtype=torch.uint8), *map(_contiguous_bytes, small)])
+    for flat in (together, *(_contiguous_bytes(tensor) for tensor in tensors if tensor.nbytes >= _SMALL)):
+        for start in range(0, len(flat), _PIECE):
+            group.wait(dist.broadcast(flat[start : start + _PIECE], source, async_op=True))
+    if state is not None:
+        return state
+    for tensor, part in zip(small, torch.split(together, [tensor.nbytes for tensor in small]), strict=True):
+        as_bytes(tensor).copy_(part)
+    received: dict[str, Any] = tree.decode(skeleton, tensors)
+    return received
 
 
 class Offer:
-    """Serves a copied state to workers of this job (`handshake.py`) that name the state's generation."""
+    """Serves a snapshot to workers of this job (`handshake.py`) that name its generation."""
 
     def __init__(self) -> None:
         self._listener = PeerListener(self._accept, name="state")
         self.address = self._listener.address
-        self._offered: tuple[int, dict[str, Any]] | None = None
+        self._offered: tuple[int, Snapshot] | None = None
         self._change = threading.Condition()
 
-    def publish(self, generation: int, state: dict[str, Any]) -> None:
-        """Offers `state`, which must not change, to the members of `generation`."""
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that were sent, and bytes to send; zeros without an offer."""
+        offered = self._offered
+        return (
+            (0, 0) if offered is None or offered[1].moved == offered[1].total else (offered[1].moved, offered[1].total)
+        )
+
+    def publish(self, generation: int, snapshot: Snapshot) -> None:
+        """Offers `snapshot` to as many members of `generation` as it has readers."""
         with self._change:
-            self._offered = generation, state
+            self._offered = generation, snapshot
             self._change.notify_all()
 
     def withdraw(self) -> None:
         if self._offered is None:  # the usual case
             return
         with self._change:
+            _, snapshot = self._offered
             self._offered = None
+        snapshot.close()
 
     def close(self) -> None:
         self.withdraw()
@@ -80,30 +110,36 @@ class Offer:
         threading.Thread(target=self._answer, args=(hello, connection), name="state", daemon=True).start()
 
     def _answer(self, hello: Hello, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):  # the joiner is gone
+        with connection, contextlib.suppress(OSError, CheckpointError):  # the joiner is gone, or the snapshot
             if hello.purpose != Purpose.STATE:
                 return
-            connection.settimeout(PATIENCE_S)
             with self._change:
                 self._change.wait_for(lambda: self._offered and self._offered[0] >= hello.generation, PATIENCE_S)
                 offered = self._offered
             if offered is None or offered[0] != hello.generation:
                 return
-            header, tensors = _pack(offered[1])
+            snapshot = offered[1]
+            _limit(connection, socket.SO_SNDTIMEO, PATIENCE_S)
+            header = _encode_header(snapshot.skeleton, snapshot.layout)
             connection.sendall(_LENGTH.pack(len(header)) + header)
-            for tensor in tensors:
-                flat = _as_bytes(tensor).numpy()
-                for start in range(0, len(flat), CHUNK):
-                    connection.sendall(flat[start : start + CHUNK].data)
+            for index in range(len(snapshot.layout)):
+                for piece in snapshot.pieces(index):
+                    connection.sendall(piece)
 
 
 class Fetch:
-    """Fetches, in a thread, the state that the member at `address` offers to `generation`."""
+    """Fetches, in a thread, the state that the member at `address` offers to `generation`.
 
-    def __init__(self, address: str, generation: int) -> None:
-        self._address, self._generation = address, generation
+    `into` gets the tensors of the model that fit, also if the transfer fails: for a worker that has no state to lose.
+    """
+
+    def __init__(self, address: str, generation: int, into: Room | None = None) -> None:
+        self._address, self._generation, self._into = address, generation, into or {}
+        self.began = time.monotonic()
         self.state: dict[str, Any] | None = None
         self.trouble = ""
+        self.moved = self.total = 0
+        """Bytes that have arrived, and all; zeros until the source has said how many."""
         self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
         self._thread.start()
 
@@ -121,53 +157,61 @@ class Fetch:
         hello = Hello(Purpose.STATE, self._generation)
         try:
             with handshake.connect(self._address, hello, handshake.PROOF_S) as connection:
-                connection.settimeout(2 * PATIENCE_S)
-                skeleton, shapes = json.loads(_receive(connection, _length(connection, most=1 << 30)))
-                size = sum(_nbytes(dtype, shape) for dtype, shape in shapes)
-                flat = torch.from_numpy(np.frombuffer(_receive(connection, size), np.uint8))
-                self.state = _unpack(skeleton, shapes, flat)
-        except (OSError, ValueError) as error:
+                _limit(connection, socket.SO_RCVTIMEO, 2 * PATIENCE_S)
+                header = bytearray(_length(connection, most=MOST_HEADER))
+                self._receive(connection, memoryview(header))
+                skeleton, shapes = json.loads(header)
+                tensors = _allocate(skeleton, shapes, self._into)
+                self.moved, self.total = 0, sum(tensor.nbytes for tensor in tensors)
+                for tensor in tensors:
+                    self._receive(connection, as_bytes(tensor).numpy().data)
+                self.state = tree.decode(skeleton, tensors)
+        except (OSError, ValueError, CheckpointError) as error:
             self.trouble = f"the state was not received from {self._address}: {error}"
+
+    def _receive(self, connection: socket.socket, room: memoryview) -> None:
+        at = 0
+        while at < len(room):
+            got = connection.recv_into(room[at:], min(CHUNK, len(room) - at), socket.MSG_WAITALL)
+            if not got:
+                raise OSError("the peer closed the connection")
+            at += got
+            self.moved += got
+
+
+def _limit(connection: socket.socket, option: int, seconds: float) -> None:
+    """Lets a call on `connection` block in the kernel for so long: one call for a whole chunk (socket(7))."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
 
 
 def _length(connection: socket.socket, *, most: int) -> int:
-    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    data = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if len(data) < _LENGTH.size:
+        raise OSError("the peer closed the connection")
+    (length,) = _LENGTH.unpack(data)
     if length > most:
         raise ValueError(f"a message of {length} bytes, expected at most {most}")
     return int(length)
 
 
-def _receive(connection: socket.socket, size: int) -> bytearray:
-    buffer = bytearray(size)
-    view, at = memoryview(buffer), 0
-    while at < size:
-        got = connection.recv_into(view[at:], min(CHUNK, size - at))
-        if not got:
-            raise OSError("the peer closed the connection")
-        at += got
-    return buffer
-
-
-def _pack(state: dict[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
-    skeleton, tensors = tree.encode(state)
+def _encode_header(skeleton: tree.Skeleton, tensors: list[torch.Tensor]) -> bytes:
     shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    return json.dumps([skeleton, shapes]).encode(), tensors
+    return json.dumps([skeleton, shapes]).encode()
 
 
-def _unpack(skeleton: Any, shapes: list[list[Any]], flat: torch.Tensor) -> dict[str, Any]:
-    tensors, at = [], 0
-    for dtype, shape in shapes:
-        size = _nbytes(dtype, shape)
-        piece = flat[at : at + size].clone()  # aligned, and without the large buffer
-        tensors.append(piece.view(getattr(torch, dtype)).reshape(shape))
-        at += size
-    state: dict[str, Any] = tree.decode(skeleton, tensors)
-    return state
+def _allocate(skeleton: tree.Skeleton, shapes: list[list[Any]], into: Room) -> list[torch.Tensor]:
+    """Tensors of these shapes: those of `into` under the model's names where they fit, else new memory."""
+    sections = dict(skeleton["d"]) if isinstance(skeleton, dict) and "d" in skeleton else {}
+    names = {node["t"]: name for name, node in sections.get("model", {}).get("d", ()) if "t" in (node or ())}
+    tensors = []
+    for index, (dtype, shape) in enumerate(shapes):
+        own = into.get(names.get(index, ""))
+        fits = own is not None and own.is_cpu and own.is_contiguous() and list(own.shape) == shape
+        fits = fits and own is not None and own.dtype == getattr(torch, dtype)
+        tensors.append(own.detach() if own is not None and fits else torch.empty(shape, dtype=getattr(torch, dtype)))
+    return tensors
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _nbytes(dtype: str, shape: list[int]) -> int:
-    return int(getattr(torch, dtype).itemsize * np.prod(shape, dtype=np.int64))
+def _contiguous_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return as_bytes(tensor.detach().cpu().contiguous())

@@ -1,9 +1,9 @@
 """Writes checkpoints beside the training: rank 0, at the end of each epoch or every `every` steps.
 
-Training waits only while the state is copied, between two steps; a thread writes the copy. A failure is a warning and
-the older checkpoints stay; only the job's last checkpoint has to succeed. While one is still being written, a regular
-one is skipped (waiting would stall the step), the best so far or a requested one is copied now and written afterwards
-(a third one waits), and the job's last one waits.
+A thread writes a snapshot of the state; training waits only while the next step copies what is not written by then. A
+failure is a warning and the older checkpoints stay; only the job's last checkpoint has to succeed. While one is still
+being written, a regular one is skipped (waiting would stall the step), the best so far or a requested one is taken now
+and written afterwards (a third one waits), and the job's last one waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from trueline import events
 from trueline.checkpoint import checkpoint
-from trueline.checkpoint.snapshot import StateCopy, StateSnapshot
+from trueline.checkpoint.snapshot import Snapshot
 from trueline.data.source import Source
 from trueline.errors import StorageError, TruelineError
 from trueline.storage.location import Location, parse_location
@@ -42,7 +42,6 @@ class Checkpointer:
     ) -> None:
         self._faults = faults
         self.folder, self.facts, self.every, self.keep = parse_location(folder), facts, every, keep
-        self._copies = StateCopy()
         self._writers: list[threading.Thread] = []
         self._failure: TruelineError | None = None
         self._saved: object = None
@@ -94,34 +93,34 @@ class Checkpointer:
 
     def _begin(self, replica: Replica, link: ProgressReporter) -> None:
         self._begun = replica.ledger.steps
-        copied = self._copies.take(replica.state())
+        snapshot, ledger = replica.snapshot(), replica.ledger.as_tree()
         before = self._writers[-1] if self._writers else None
-        writer = threading.Thread(target=self._run, args=(before, copied, link), name="checkpoint")
+        writer = threading.Thread(target=self._run, args=(before, snapshot, ledger, link), name="checkpoint")
         self._writers.append(writer)
         writer.start()
 
-    def _run(self, before: threading.Thread | None, copied: StateSnapshot, link: ProgressReporter) -> None:
+    def _run(
+        self, before: threading.Thread | None, snapshot: Snapshot, ledger: dict[str, Any], link: ProgressReporter
+    ) -> None:
         if before is not None:
             before.join()
         with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        ledger = copied.state["ledger"]
         try:
-            self._write(copied.state, link)
+            self._write(snapshot, ledger, link)
             self._saved, self._failure = _identify(ledger), None
         except TruelineError as error:
             self._fail(ledger["steps"], error)
         except Exception as error:  # noqa: BLE001  the thread's end: `complete` raises it
             self._fail(ledger["steps"], StorageError(f"no checkpoint was written: {type(error).__name__}: {error}"))
         finally:
-            copied.release()
+            snapshot.close()
 
     def _fail(self, step: int, error: TruelineError) -> None:
         self._failure = error
         events.emit("checkpoint.failed", step=step, why=error.message)
 
-    def _write(self, state: dict[str, Any], link: ProgressReporter) -> None:
-        ledger = state["ledger"]
+    def _write(self, snapshot: Snapshot, ledger: dict[str, Any], link: ProgressReporter) -> None:
         step, evaluations = ledger["steps"], ledger.get("evaluations") or []
         facts = {**self.facts, "certificates": ledger["certificates"], "evaluations": evaluations}
 
@@ -129,7 +128,7 @@ class Checkpointer:
             if self._faults:
                 Faults(self._faults, link.ref).at("saving", step)
 
-        path = checkpoint.write(self.folder, step=step, state=state, facts=facts, sealing=strike)
+        path = checkpoint.write(self.folder, step=step, state=snapshot, facts=facts, sealing=strike)
         link.report_checkpoint(step, str(path), checkpoint.read_manifest(path)["digest"])
         try:
             checkpoint.prune(self.folder, newest=step, keep=self.keep, best=checkpoint.best_step(evaluations))

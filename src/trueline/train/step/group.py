@@ -3,11 +3,14 @@
 docs/concepts/generation.md, "A regroup", shows the sequence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch.nn.modules.module import register_module_forward_pre_hook
+
 from trueline import events
-from trueline.parallel.exchange import is_collective
+from trueline.parallel.exchange import Overtaken, is_collective
 from trueline.parallel.gloo import GlooGroup
 from trueline.train.faults import Faults
 from trueline.train.link.contract import Link
@@ -132,6 +135,20 @@ class WorkerGroup:
         """Whether a newer view cuts this group: it cannot complete a step any more."""
         newest = self.link.view
         return newest is not self.view and newest is not None and newest.cut_below > self.generation
+
+    @contextmanager
+    def watch_forward(self) -> Iterator[None]:
+        """Raises Overtaken in the block, when a module of any model is called after a newer view has cut this group."""
+
+        def check(*_: object) -> None:
+            if self.is_overtaken():
+                raise Overtaken("ProcessGroup: a newer view")
+
+        hook = register_module_forward_pre_hook(check)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def wants_regroup(self) -> bool:
         """Whether there is a newer view to regroup for."""

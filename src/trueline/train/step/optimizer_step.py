@@ -31,6 +31,8 @@ class OptimizerStep:
         device = self._parameters[0].device.type if self._parameters else "cpu"
         self.scaler = torch.amp.GradScaler(device, enabled=options.precision == "fp16")
         self.scale_loss(torch.zeros((), device=device))  # a member without records in its first step unscales too
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before parameters, optimizer state or averages change."""
         self._averages: dict[str, torch.Tensor] = {}
         if options.ema:
             self._averages = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -60,6 +62,7 @@ class OptimizerStep:
         if self.options.clip_norm:
             self._clip()
         undo = self._step_plateau(measured)
+        self.before_change()
         if not self.scaler.is_enabled():
             self.optimizer.step()
         elif not self._step_scaled():
@@ -115,6 +118,7 @@ class OptimizerStep:
         if not self._averages:
             yield
             return
+        self.before_change()
         live = {name: value.detach().clone() for name, value in self.model.named_parameters()}
         self._load(self._averages)
         try:
@@ -126,6 +130,16 @@ class OptimizerStep:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(values[name])
+
+    def stable_memory(self) -> frozenset[int]:
+        """Where the tensors lie that change after `before_change` alone: no buffers, nor weights that a forward scales
+        down."""
+        scaled = {id(own) for module in self.model.modules() if getattr(module, "max_norm", None) is not None
+                  for own in module.parameters(recurse=False)}  # fmt: skip
+        own = [value for value in self.model.parameters() if id(value) not in scaled]
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [value for value in (*own, *moments, *self._averages.values()) if isinstance(value, torch.Tensor)]
+        return frozenset(value.data_ptr() for value in tensors)
 
     def state(self) -> dict[str, Any]:
         """Optimizer, scheduler, scaler and averages; the tensors are the live ones."""

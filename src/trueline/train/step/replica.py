@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trueline.checkpoint import tree
+from trueline.checkpoint.snapshot import Snapshot
 from trueline.parallel.ddp import DdpExchange
 from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares, unused_parameters
 from trueline.parallel.gloo import GlooGroup
@@ -57,6 +57,10 @@ class Replica:
         self._parameters = [value for value in model.parameters() if value.requires_grad]
         self._width = self._tallied + sum(value.numel() for value in self._running)
         self._before: list[torch.Tensor] = []
+        self._snapshots: list[Snapshot] = []
+        self.owned = False
+        """Whether nothing but the optimizer's step changes parameters: the loop is not a user's own."""
+        optimizer_step.before_change = self.settle
         if options.compile:
             model.forward = torch.compile(model.forward)
         self.exchange: GradientExchange
@@ -74,6 +78,7 @@ class Replica:
         """Leaves the group, and takes the running statistics of the last applied step again."""
         self.exchange.detach()
         self._reset_statistics()
+        self.optimizer_step.zero_grad()  # gradients lie in the memory of the group's buckets
 
     def begin(self) -> None:
         """Begins a step: no gradients, no contributions; running statistics are those of the last applied step."""
@@ -124,8 +129,10 @@ class Replica:
         if unused and not self.options.find_unused_parameters:
             raise unused_parameters(unused)
 
-    def keep(self, account: StepAccount) -> Reduced:
-        """Copies the sums of the last `reduce`."""
+    def keep(self, account: StepAccount, *, copied: bool = True) -> Reduced:
+        """The sums of the last `reduce`, which are valid until the next one unless they are copied."""
+        if not copied:
+            return Reduced(account, self._summed, [value.grad for value in self._parameters])
         gradients = [None if value.grad is None else value.grad.clone() for value in self._parameters]
         return Reduced(account, self._summed.clone(), gradients)
 
@@ -159,13 +166,24 @@ class Replica:
         """The whole state; its tensors are the live ones."""
         return {"model": self.model.state_dict(), **self.optimizer_step.state(), "ledger": self.ledger.as_tree()}
 
-    def snapshot(self) -> dict[str, Any]:
-        """A copy of the whole state in host memory, which a thread may send while training continues."""
-        skeleton, tensors = tree.encode(self.state())
-        copied: dict[str, Any] = tree.decode(skeleton, [tensor.to("cpu", copy=True) for tensor in tensors])
-        return copied
+    def snapshot(self, *, readers: int = 1, patience: float = 0.0) -> Snapshot:
+        """The whole state as it is now, for threads that read it while training continues."""
+        stable = self.optimizer_step.stable_memory() if self.owned else frozenset[int]()
+        snapshot = Snapshot(
+            self.state(), readers=readers, patience=patience, live=lambda tensor: tensor.data_ptr() in stable
+        )
+        self._snapshots.append(snapshot)
+        return snapshot
+
+    def settle(self) -> None:
+        """Copies what readers of snapshots have not read yet: the state is about to change."""
+        snapshots, self._snapshots = self._snapshots, []
+        for snapshot in snapshots:
+            snapshot.settle()
+            self.owned = self.owned and not snapshot.torn  # something else changes parameters: copy at once from now on
 
     def restore(self, state: dict[str, Any]) -> None:
+        self.settle()
         self._before = []
         self.model.load_state_dict(state["model"])
         self.optimizer_step.restore(state)

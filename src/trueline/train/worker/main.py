@@ -108,7 +108,7 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
         model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
         scheduler=scheduler, options=Options.of(settings), validation=validation_of(recipe, model, settings),
         checkpointer=Checkpointer.of(settings, job_dir, facts), faults=settings.faults,
-        traits=_try_model(recipe, model, source),
+        traits=_try_model(recipe, model, source), owned=True,
     )  # fmt: skip
 
 
@@ -156,7 +156,8 @@ def train(recipe: Recipe, job: Elastic, options: Options) -> None:
     job.try_with(loss_of)
     for batch in job:
         try:
-            loss = loss_of(batch)
+            with job.forward():
+                loss = loss_of(batch)
         except Exception as error:  # noqa: BLE001  a user's code may raise anything
             job.blame(error)
             continue
