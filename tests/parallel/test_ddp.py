@@ -8,7 +8,7 @@ import torch
 from conformance.gradient_exchange import *  # noqa: F403  its tests
 from trueline.parallel import ddp
 from trueline.parallel.ddp import DdpExchange
-from trueline.parallel.exchange import is_collective
+from trueline.parallel.exchange import Overtaken, is_collective
 from trueline.parallel.gloo import GlooGroup
 
 
@@ -89,3 +89,21 @@ def test_a_group_begins_without_buckets_of_the_one_before(monkeypatch):
 )
 def test_an_error_of_the_group_is_told_from_one_of_the_model(error, collective):
     assert is_collective(error) is collective
+
+
+def test_the_backward_of_a_group_that_was_cut_stops_at_its_next_bucket():
+    exchange, (bucket,), _ = exchange_with(Summed())
+    exchange._pending, exchange._group._broken = [], True
+    with pytest.raises(Overtaken, match="the group was cut"):
+        exchange._send(bucket)
+    assert is_collective(Overtaken("the group was cut"))
+    assert exchange._pending == []
+
+
+def test_a_forward_that_is_given_up_is_not_run_again():
+    exchange = DdpExchange(torch.nn.Linear(2, 1), GlooGroup(), 0, find_unused=False)
+    exchange._ddp = mock.Mock(side_effect=Overtaken("a newer view"))
+    exchange._original = mock.Mock()
+    with pytest.raises(Overtaken):
+        exchange._model(torch.ones(1, 2))
+    assert not exchange._original.called

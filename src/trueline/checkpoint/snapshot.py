@@ -17,7 +17,7 @@ import torch
 from trueline.checkpoint import tree
 from trueline.errors import CheckpointError
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 8 << 20
 LEAST_LIVE = 1 << 20
 """Bytes of a tensor below which it is copied at once."""
 

@@ -289,7 +289,7 @@ class Elastic:
         self._link.report_phase("committing")
         self._faults.at("allreduced", step)
         self._timer.end_waiting(self._contribution.count)
-        self._wishes = account.wishes
+        self._wishes = account.wishes if self._group.size > 1 else int(self._group.wants_regroup())
         self._group.update_rates(account.rates, account.count)
         self._recovery.count_holders(account.holders)
         if not holds:

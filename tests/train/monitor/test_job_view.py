@@ -211,3 +211,27 @@ def test_prometheus_reads_the_same_numbers():
     assert float(values['trueline_job_evaluation{metric="accuracy"}']) == view.evaluations[-1]["metrics"]["accuracy"]
     assert values["trueline_job_records_set_aside"] == values["trueline_job_quarantined_slots"] == "1.0"
     assert values['trueline_job_phase{phase="finished"}'] == "1.0"
+
+
+def test_a_joiner_shows_how_much_of_its_state_has_come_until_all_has():
+    ref = {"worker": "worker-1.1"}
+    view = board_of([("worker.started", ref, 1), ("worker.joined", ref, 2)])
+    for name, fields, does in (
+        ("worker.receiving", {"does": "receiving state: 1.2 of 3.6 GB"}, "receiving state: 1.2 of 3.6 GB"),
+        ("worker.received", {}, ""),
+        ("worker.receiving", {"does": "receiving state: 0.1 of 3.6 GB"}, "receiving state: 0.1 of 3.6 GB"),
+        ("worker.lost", {"why": "killed by SIGKILL"}, ""),
+    ):
+        view.apply(name, {**ref, **fields}, 3)
+        assert [lane["does"] for lane in view.state(3.0)["lanes"]] == [does]
+    assert not [line for line in view.lines if "receiv" in line[1]], "no line for each of its heartbeats"
+
+
+def test_a_slot_in_quarantine_is_told_with_its_reason_until_it_is_tried_again():
+    fields = {"slot": 1, "worker": "worker-1.3", "why": "died", "times": 1, "retry_s": 30.0}
+    view = board_of([("worker.quarantined", fields, 1)])
+    assert [lane["quarantined"] for lane in view.state(1.0)["lanes"]] == ["died"]
+    assert view.lines[-1][2:] == ["worker 1 is in quarantine, and is tried again in 30 s: died", "bad"]
+    view.apply("worker.retried", {"slot": 1, "times": 1}, 31)
+    view.apply("worker.started", {"worker": "worker-1.4"}, 31)
+    assert [lane["quarantined"] for lane in view.state(31.0)["lanes"]] == [""]

@@ -1,7 +1,9 @@
 """Promises of how a worker gets from one group into the next; line and group are given, no process takes part."""
 
 import pytest
+import torch
 
+from trueline.parallel.exchange import Overtaken
 from trueline.train.faults import Faults
 from trueline.train.step.group import PATIENCE_S, WorkerGroup
 from trueline.wire import train_pb2 as pb
@@ -193,3 +195,20 @@ def test_who_is_behind_has_no_part_and_tells_the_usual_speed_until_it_has_measur
     assert found.weights == (10.0, 30.0, 0.0)
     assert (found.rate_to_report(0.0), found.rate_to_report(7.0)) == (20.0, 7.0)
     assert started([10.0, 30.0], rank=1).rate_to_report(0.0) == 30.0
+
+
+def test_the_forward_of_a_step_that_a_newer_view_cuts_stops_at_its_next_module_and_any_other_runs():
+    line, group = Line(), Group()
+    member = WorkerGroup(line, group, Faults((), ME), view=view(3))
+    model, calls = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)), []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    for newest in (None, member.view, view(4, cut_below=3)):
+        line.view = newest
+        with member.watch_forward():
+            model(torch.ones(1, 1))
+    line.view = view(4, cut_below=4)
+    model(torch.ones(1, 1))  # nobody watches
+    with pytest.raises(Overtaken), member.watch_forward():
+        model[0](torch.ones(1, 1))
+    assert len(calls) == 4
+    model(torch.ones(1, 1))

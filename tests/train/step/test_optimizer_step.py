@@ -184,3 +184,25 @@ def test_an_optimizer_has_parameters_of_the_model_only():
     check_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(UsageError, match=r"has 1 parameters that are not of the model \(the first of shape \[3\]\)"):
         check_optimizer(model, torch.optim.SGD([*model.parameters(), other], lr=1.0))
+
+
+def test_what_reads_the_state_is_told_before_it_changes():
+    advance, seen = advance_of(ema=0.9), []
+    advance.before_change = lambda: seen.append(weight(advance))
+    assert step(advance)
+    assert (seen, weight(advance)) == ([1.0], 0.0)
+    with advance.use_averages():
+        seen.append("averages")
+    assert seen == [1.0, 0.0, "averages"]
+
+
+def test_memory_is_stable_between_steps_for_parameters_and_moments_but_not_for_buffers_and_what_a_forward_scales():
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 2, max_norm=1.0), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    advance = advance_of(model, momentum=0.9)
+    step(advance)
+    stable = advance.stable_memory()
+    assert all(value.data_ptr() in stable for value in (*model[1].parameters(), *model[2].parameters()))
+    assert model[0].weight.data_ptr() not in stable
+    assert all(buffer.data_ptr() not in stable for buffer in model.buffers())
+    moments = [state["momentum_buffer"] for state in advance.optimizer.state.values()]
+    assert all(moment.data_ptr() in stable for moment in moments)

@@ -126,3 +126,44 @@ def test_a_parameter_that_took_no_part_is_named():
         replica.check_all_used()
     model[1](torch.ones(1, 2)).sum().backward()
     replica.check_all_used()
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_snapshot_reads_the_parameters_in_place_only_where_the_loop_is_not_a_users_own(monkeypatch, owned):
+    monkeypatch.setattr("trueline.checkpoint.snapshot.LEAST_LIVE", 1)
+    replica = momentum_of(torch.nn.Linear(2, 1))
+    replica.owned = owned
+    taken = replica.snapshot()
+    assert bool(taken._live) is owned
+    before = [value.clone() for value in replica.model.parameters()]
+    reduced(replica, 1.0)
+    assert replica.apply(ACCOUNT)
+    assert [value.tolist() for value in read_all(taken)["model"].values()] == [value.tolist() for value in before]
+
+
+def test_a_restored_state_does_not_reach_a_snapshot_of_the_old_one(monkeypatch):
+    monkeypatch.setattr("trueline.checkpoint.snapshot.LEAST_LIVE", 1)
+    replica, other = momentum_of(torch.nn.Linear(2, 1)), momentum_of(torch.nn.Linear(2, 1))
+    replica.owned = True
+    taken, before = replica.snapshot(), replica.model.weight.tolist()
+    replica.restore(read_all(other.snapshot()))
+    assert read_all(taken)["model"]["weight"].tolist() == before
+
+
+def test_where_something_else_changed_parameters_later_snapshots_are_copied_at_once(monkeypatch):
+    monkeypatch.setattr("trueline.checkpoint.snapshot.LEAST_LIVE", 1)
+    replica = momentum_of(torch.nn.Linear(2, 1))
+    replica.owned = True
+    replica.snapshot()
+    with torch.no_grad():
+        replica.model.weight.mul_(2.0)
+    replica.settle()
+    assert not replica.owned
+    assert not replica.snapshot()._live
+
+
+def test_a_group_that_is_left_takes_the_gradients_in_its_buckets_along():
+    replica = momentum_of(torch.nn.Linear(2, 1))
+    reduced(replica, 1.0)
+    replica.detach()
+    assert [value.grad for value in replica.model.parameters()] == [None, None]

@@ -31,7 +31,7 @@ from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.version import __version__
 
-NICENESS = 10  # of the writing thread: where cores are scarce, training goes first
+NICENESS = 19  # of the writing thread: where cores are scarce, it has what waiting for peers leaves
 
 
 class Checkpointer:
@@ -45,6 +45,7 @@ class Checkpointer:
         self._writers: list[threading.Thread] = []
         self._failure: TruelineError | None = None
         self._saved: object = None
+        self._last = False  # training is over and waits
         self._begun = 0  # steps of the newest state that was copied
 
     @classmethod
@@ -104,8 +105,9 @@ class Checkpointer:
     ) -> None:
         if before is not None:
             before.join()
-        with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        if not self._last:
+            with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._write(snapshot, ledger, link)
             self._saved, self._failure = _identify(ledger), None
@@ -142,6 +144,7 @@ class Checkpointer:
     def complete(self, replica: Replica, link: ProgressReporter) -> None:
         """Returns when the last step's state is stored, even if its first writer has died. Raises StorageError."""
         self._join()
+        self._last = True
         if self._saved != _identify(replica.ledger.as_tree()):
             self._begin(replica, link)
             self._join()
