@@ -17,6 +17,7 @@ from trueline import events
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import RequestError, UsageError, join_names
+from trueline.serve import host
 from trueline.serve.assembly import Parts, assemble
 from trueline.serve.handlers import archive, orphans
 from trueline.serve.models import desired_state, sources
@@ -44,6 +45,7 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
 
         await multiprocess.run(settings, announce)
         return
+    host.take_short_turns()
     loop, stop, parts = asyncio.get_running_loop(), Stop(), assemble(settings)
     cleaning = loop.run_in_executor(None, orphans.clean_up)
     fleet, companion = parts.core.fleet, parts.extension.companion

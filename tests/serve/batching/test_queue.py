@@ -291,6 +291,32 @@ def test_short_requests_of_one_turn_run_together_on_the_loop_once_that_was_seen_
     assert asyncio.run(main()).threads == {threading.get_ident()}
 
 
+def test_a_short_request_does_not_wait_for_the_long_ones_that_a_thread_runs() -> None:
+    long = {"x": np.zeros(9)}
+
+    async def main() -> None:
+        steps = Steps()
+        with ThreadPoolExecutor(1) as pool:
+            batcher = Batcher(steps.run, ONE_BY_ONE, pool, asyncio.get_running_loop(), short_values=8)
+            running = batcher.submit(long, 1, "k")
+            await asyncio.sleep(0)
+            steps.begun()
+            waiting = batcher.submit(long, 1, "k")
+            assert batcher.run_mode() == "now"
+            assert batcher.alone()
+            short = batcher.submit(x(0), 1, "k")  # one that could not run at once
+            assert batcher.run_mode() == "queue"
+            assert not batcher.alone()
+            assert short.cancel()
+            assert batcher.alone()
+            late = batcher.submit(x(1), 1, "k")
+            steps.let_go(3)
+            await asyncio.gather(running, waiting, late)
+            assert batcher.alone()
+
+    asyncio.run(main())
+
+
 def test_what_was_answered_is_free_without_a_search_for_cycles() -> None:
     async def main() -> int:
         with ThreadPoolExecutor(1) as pool:

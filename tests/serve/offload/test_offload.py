@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from trueline.errors import NotReady, Overloaded, RequestError
+from trueline.serve import host
 from trueline.serve.offload import child, frames
 from trueline.serve.offload.frames import ALIGNMENT
 from trueline.serve.offload.process import LONG_BYTES, LONG_VALUES, MAX_WAITING, MEDIUM_BYTES, Offload
@@ -55,6 +56,18 @@ def offload(loop: asyncio.AbstractEventLoop) -> Iterator[Offload]:
 
 def padded(value: object, size: int = LONG_BYTES + 1) -> bytes:
     return json.dumps(value).encode() + b" " * size
+
+
+def test_reading_beside_yields_the_processor_to_the_server_in_its_own_session_too(
+    loop: asyncio.AbstractEventLoop, offload: Offload
+) -> None:
+    def ask(work: Any, *args: object) -> Any:
+        return loop.run_until_complete(offload.run(work, *args, num_bytes=1))
+
+    assert ask(os.nice, 0) == max(host.BESIDE_NICE, os.nice(0))
+    group = Path("/proc/self/autogroup")  # "/autogroup-7 nice 15", where the kernel weighs sessions
+    if group.exists():
+        assert ask(group.read_text).split()[1:] in ([], ["nice", str(host.BESIDE_NICE)])
 
 
 INFER = {"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0, 1, 2]}]}

@@ -88,6 +88,8 @@ class Batcher:
         self._rows = 0
         self._bytes = 0
         self._busy = 0
+        self._num_short = 0
+        """Short items that wait or run."""
         self._item_s = 0.0
         self.standing: Overloaded | None = None
         """The last refusal, valid until a request joins or leaves the queue."""
@@ -130,27 +132,28 @@ class Batcher:
         return empty
 
     def _notify_if_empty(self) -> None:
-        if self._empty_waiters and self.idle:
-            waiters, self._empty_waiters = self._empty_waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+        while self._empty_waiters and self.idle:
+            waiter = self._empty_waiters.pop(0)
+            if not waiter.done():
+                waiter.set_result(None)
 
     def run_mode(self) -> RunMode:
         """How a short request without deadline or priority is best run."""
-        if self._busy or self._queue or not self.policy.lanes:
-            return "queue"
-        if self._turns.crowded:
-            return "queue" if self._model is None else "turn"
-        return "now" if self.alone() else "queue"
+        if self.policy.lanes and not self._blocks_short() and self._turns.crowded and self._model is not None:
+            return "turn"
+        return "now" if self.policy.lanes and self.alone() else "queue"
 
     def alone(self) -> bool:
-        """Whether a short request is best run at once: nothing waits or runs, and turns bring one request each."""
-        if self._busy or self._queue or self._turns.crowded:
+        """Whether a short request is best run at once: none waits or runs, and turns bring one request each."""
+        if self._blocks_short() or self._turns.crowded:
             return False
         if self._model is not None:
             self._turns.count_request()
         return True
+
+    def _blocks_short(self) -> bool:
+        """Whether a short request waits. Not for long ones, as pieces of a large request: they run in threads."""
+        return bool(self._num_short or (not self._short_values and (self._busy or self._queue)))
 
     def hold(self) -> None:
         """Requests are active without waiting or running, as short ones until the end of a turn; `release` follows."""
@@ -179,10 +182,8 @@ class Batcher:
         that was.
         """
         now = self._loop.time()
-        num_bytes = values = 0
-        for array in inputs.values():
-            num_bytes += array.nbytes
-            values += array.size
+        num_bytes = sum([array.nbytes for array in inputs.values()])
+        values = sum([array.size for array in inputs.values()])
         if not accepted:
             self._make_room(num_bytes, priority)
         item = Item(inputs, rows, key, num_bytes, now, None, None, priority, values)
@@ -200,6 +201,7 @@ class Batcher:
         self._rows += rows
         self._bytes += num_bytes
         self.standing = None
+        self._num_short += values <= self._short_values
         if self._model is not None and values > self._short_values:
             self._model.count_arrival(rows, now)
         if self._busy >= max(1, self.policy.lanes):
@@ -269,6 +271,7 @@ class Batcher:
         if item not in self._queue:
             return False
         self._take((item,))
+        self._num_short -= item.values <= self._short_values
         return True
 
     def _take(self, items: Sequence[Item]) -> None:
@@ -301,10 +304,8 @@ class Batcher:
         return decide(self._queue, busy=busy, now=now, policy=policy, model=self._model)
 
     def _full_rows(self) -> int:
-        policy = self.policy
-        if not policy.batch:
-            return 1
-        return policy.max_batch if self._model is None else self._model.curve.full(policy.max_batch)
+        most = self.policy.max_batch if self.policy.batch else 1
+        return most if self._model is None else self._model.curve.full(most)
 
     def _prepare_next(self, now: float) -> None:
         """Prepares a full batch while every lane is busy: the thread that ends its run continues with it at once."""
@@ -386,6 +387,7 @@ class Batcher:
         waited_s = 0.0
         for item, result in zip(run.items, run.results, strict=True):
             waited_s += run.began - item.since
+            self._num_short -= item.values <= self._short_values
             if item.timer is not None:
                 item.timer.cancel()
             if item.future is None or item.future.done():

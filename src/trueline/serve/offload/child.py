@@ -5,13 +5,12 @@ since an allocator keeps much of what it took; when nothing has come for some se
 """
 
 import contextlib
-import os
 import socket
 import sys
 from typing import Any
 
 from trueline.errors import TooLarge, TruelineError
-from trueline.serve import json_records
+from trueline.serve import host, json_records
 from trueline.serve.offload import frames
 
 IDLE_S = 10.0
@@ -22,7 +21,7 @@ PRELOADED = (json_records,)
 
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
-    os.nice(5)  # the event loop answers others meanwhile
+    host.yield_to_others()  # the event loop answers others meanwhile
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
         score.write("1000")
     base = _peak_kib()
