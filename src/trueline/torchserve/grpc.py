@@ -28,7 +28,7 @@ from trueline.serve.handlers import sequences
 from trueline.serve.handlers.worker import HandlerFailed
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from trueline.serve.protocols import grpc_base
-from trueline.serve.protocols.dispatch import KEY_HEADER
+from trueline.serve.protocols.dispatch import KEY_HEADER, BytesInFlight
 from trueline.serve.protocols.grpc_base import Context, header
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve import responses
@@ -69,7 +69,7 @@ class _Refused(NotReady):
 
 
 def _interceptor(
-    kind: TokenKind, keys: Keys | None, log: AccessLog | None, *, strict: bool
+    kind: TokenKind, keys: Keys | None, log: AccessLog | None, in_flight: BytesInFlight, *, strict: bool
 ) -> grpc_base.AuthInterceptor:
     """Checks tokens and translates refusals to statuses."""
 
@@ -86,7 +86,7 @@ def _interceptor(
         return grpc_base.code_of(error)
 
     service, face = (INFERENCE, "grpc") if kind == "inference" else (MANAGEMENT, "grpc_management")
-    return grpc_base.AuthInterceptor(service=service, check=check, code=code, log=log, face=face)
+    return grpc_base.AuthInterceptor(service=service, check=check, code=code, log=log, face=face, in_flight=in_flight)
 
 
 class Inference:
@@ -96,7 +96,7 @@ class Inference:
         self, routes: Routes, keys: Keys | None, log: AccessLog | None = None, *, strict: bool = False
     ) -> None:
         self._routes, self._strict = routes, strict
-        self._calls = _interceptor("inference", keys, log, strict=strict)
+        self._calls = _interceptor("inference", keys, log, routes.dispatch.in_flight, strict=strict)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The service under TorchServe's name."""
@@ -209,7 +209,7 @@ class Managed:
         self, management: Management, keys: Keys | None, log: AccessLog | None = None, *, strict: bool = False
     ) -> None:
         self._management = management
-        self._calls = _interceptor("management", keys, log, strict=strict)
+        self._calls = _interceptor("management", keys, log, BytesInFlight(), strict=strict)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The service under TorchServe's name."""

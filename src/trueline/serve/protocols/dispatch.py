@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -25,6 +26,7 @@ from trueline.serve.offload.process import LONG_BYTES, LONG_VALUES, Offload
 from trueline.serve.tensors import codec
 from trueline.web.body import Body
 from trueline.web.messages import JSON, Request, Response
+from trueline.web.parser import HttpLimits
 
 if TYPE_CHECKING:
     from trueline.serve.models.servable import Outputs
@@ -44,6 +46,29 @@ PREDICT_METHODS = ("POST", "PUT", "GET")
 NO_METHOD = "Requested method is not allowed, please refer to API document."
 NO_RESOURCE = "Requested resource is not found, please refer to API document."
 """TorchServe's words, which its clients compare; all paths outside /v1 and /v2 use them."""
+
+
+class BytesInFlight:
+    """Of all gRPC messages together, from when each is whole until its answer is made. REST counts its own bodies."""
+
+    def __init__(self, most: int = HttpLimits().buffered_bytes) -> None:
+        self.most = most
+        self.held = 0
+
+    @contextlib.contextmanager
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        """Raises Overloaded; one message alone is always taken."""
+        if self.held and self.held + num_bytes > self.most:
+            raise Overloaded(
+                f"the message has {num_bytes} bytes, and the server holds {self.held} of at most {self.most}",
+                hint="come back later",
+                retry_after_s=1.0,
+            )
+        self.held += num_bytes
+        try:
+            yield
+        finally:
+            self.held -= num_bytes
 
 
 class RouteTable(Protocol):
@@ -70,8 +95,11 @@ class Dispatch:
         *,
         errors_of: Callable[[str], ErrorFormat],
         companion: Companion | None = None,
+        held_bytes: int = HttpLimits().buffered_bytes,
     ) -> None:
-        """`errors_of`: the error format of a path; `companion` is served beside the models."""
+        """`errors_of`: the error format of a path; `companion` is served beside the models;
+        `held_bytes`: of all gRPC messages together.
+        """
         self.models = models
         self.stats = stats
         self._errors_of = errors_of
@@ -79,6 +107,7 @@ class Dispatch:
         self.draining = False
         self._loop = loop
         self.offload = Offload(loop)
+        self.in_flight = BytesInFlight(held_bytes)
         self._standing: tuple[Overloaded, Response] | None = None
 
     @property

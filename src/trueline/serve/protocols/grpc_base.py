@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import grpc
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from trueline import events
 from trueline.errors import PortInUse, RequestError
 from trueline.serve.faults import find_fault
-from trueline.serve.protocols.dispatch import retry_after_s
+from trueline.serve.protocols.dispatch import BytesInFlight, retry_after_s
 from trueline.web.access_log import CLIENT_CLOSED, AccessLog, GrpcCallLog
 
 CODES = {
@@ -71,6 +71,7 @@ class AuthInterceptor:
     code: Callable[[RequestError], grpc.StatusCode] = code_of
     log: AccessLog | None = None
     face: str = "grpc"
+    in_flight: BytesInFlight = field(default_factory=BytesInFlight)
 
     def unary(
         self, name: str, kind: type[Any] | Read, answer: Callable[[Any, Context], Awaitable[Any]]
@@ -84,8 +85,9 @@ class AuthInterceptor:
             line = self._line(name, data, context)
             try:
                 self.check(name, context)
-                request = line.note_model(await _read(kind, data))
-                response: bytes = (await answer(request, context)).SerializeToString()
+                with self.in_flight.hold(len(data)):
+                    request = line.note_model(await _read(kind, data))
+                    response: bytes = (await answer(request, context)).SerializeToString()
             except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
                 return await self._end(line, error, context)
             line.end(len(response))
@@ -102,11 +104,12 @@ class AuthInterceptor:
             line, size = self._line(name, data, context), 0
             try:
                 self.check(name, context)
-                request = line.note_model(await _read(kind, data))
-                async for answer in answers(request, context):
-                    piece: bytes = answer.SerializeToString()
-                    size += len(piece)
-                    yield piece
+                with self.in_flight.hold(len(data)):
+                    request = line.note_model(await _read(kind, data))
+                    async for answer in answers(request, context):
+                        piece: bytes = answer.SerializeToString()
+                        size += len(piece)
+                        yield piece
             except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
                 await self._end(line, error, context)
                 return
@@ -132,11 +135,12 @@ class AuthInterceptor:
                 request = None
                 try:
                     self.check(name, context)
-                    request = line.note_model(await _read(kind, data))
-                    async for answer in answers(request, context):
-                        piece: bytes = answer.SerializeToString()
-                        size += len(piece)
-                        yield piece
+                    with self.in_flight.hold(len(data)):
+                        request = line.note_model(await _read(kind, data))
+                        async for answer in answers(request, context):
+                            piece: bytes = answer.SerializeToString()
+                            size += len(piece)
+                            yield piece
                 except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the stream
                     if request is None:
                         await self._end(line, error, context)

@@ -84,7 +84,14 @@ class Routes:
         self._errors: ErrorFormat = self._oip if extension is None else extension.errors
         self._companion = None if extension is None else extension.companion
         self._strict = extension is not None and extension.strict
-        self.dispatch = Dispatch(models, loop, self.stats, errors_of=self.errors_of, companion=self._companion)
+        self.dispatch = Dispatch(
+            models,
+            loop,
+            self.stats,
+            errors_of=self.errors_of,
+            companion=self._companion,
+            held_bytes=HttpLimits(body_bytes=body_bytes).buffered_bytes,
+        )
         fast_path = InferFastPath(models, self.stats, self.handle_uncached)
         self._fast_path: FastPath = fast_path
         self._infer = InferPaths(self.dispatch, fast_path)

@@ -67,7 +67,9 @@ class OipService:
         self._routes = routes
         self._models = routes.models
         self._keys = keys
-        self._interceptor = grpc_base.AuthInterceptor(service=SERVICE, check=self._check, log=log)
+        self._interceptor = grpc_base.AuthInterceptor(
+            service=SERVICE, check=self._check, log=log, in_flight=routes.dispatch.in_flight
+        )
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods under the protocol's name; callers need a token."""
