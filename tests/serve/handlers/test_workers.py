@@ -20,7 +20,7 @@ from trueline.errors import DeadlineExceeded, NotReady, Overloaded
 from trueline.serve.handlers import framing
 from trueline.serve.handlers.config import HandlerPlan
 from trueline.serve.handlers.pool import Pool
-from trueline.serve.handlers.worker import LONG_BYTES, HandlerFailed, Launch, Limits, StartFailed
+from trueline.serve.handlers.worker import LONG_BYTES, HandlerFailed, Launch, Limits, StartFailed, Worker
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from worlds import archives
 
@@ -415,3 +415,37 @@ def test_the_second_protocol_is_read_and_answered_around_a_handler_for_every_req
             assert refused.value.status == 400
 
     in_pool(launch(tmp_path, SECOND, envelope="kservev2", batch_size=2, max_batch_delay_s=0.2), act)
+
+
+def test_a_long_answer_is_read_in_a_thread_and_counts_although_its_process_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reaped, read, reap = threading.Event(), framing.Frame.read, Worker._reap
+    threads: set[bool] = set()
+
+    def reads(frame: framing.Frame, kind: Any) -> Any:
+        if frame.num_bytes > LONG_BYTES:
+            threads.add(threading.current_thread() is threading.main_thread())
+            assert reaped.wait(60)
+        return read(frame, kind)
+
+    def reaps(worker: Worker) -> None:
+        reap(worker)
+        reaped.set()
+
+    monkeypatch.setattr(framing.Frame, "read", reads)
+    monkeypatch.setattr(Worker, "_reap", reaps)
+    content = os.urandom(4 * LONG_BYTES)
+
+    async def act(pool: Pool) -> None:
+        pid = pool.workers()[0][1].pid
+        waiting = pool.submit(ask("large", content))
+        while not threads:
+            await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        answer = await waiting
+        assert answer.body == content[::-1]
+        assert type(answer.body) is bytes, "no copy is made to send it"
+
+    in_pool(launch(tmp_path), act)
+    assert threads == {False}

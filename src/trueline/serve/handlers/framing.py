@@ -12,9 +12,9 @@ shrinks it, the result is a short read, not a SIGBUS.
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ _INLINE, _MEMORY = 0, 1
 
 Part = bytes | bytearray | memoryview
 Head = dict[str, Any]
+P = TypeVar("P", bytes, bytearray)
 
 
 class Closed(Exception):
@@ -63,7 +64,43 @@ def _write(memory: int, piece: Part) -> None:
         left = left[os.write(memory, left) :]
 
 
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A frame that has come and is not yet read; one in a memfd may be read in a thread."""
+
+    head_bytes: int
+    num_bytes: int
+    _inline: memoryview
+    _memory: int | None = None
+
+    def __del__(self) -> None:
+        if self._memory is not None:
+            os.close(self._memory)
+
+    def read(self, kind: type[P]) -> tuple[Head, list[P]]:
+        """Head and parts. Raises Malformed."""
+        head, sizes = _head(self._piece(bytes, self.head_bytes, 0), self.num_bytes - self.head_bytes)
+        parts, at = [], self.head_bytes
+        for size in sizes:
+            parts.append(self._piece(kind, size, at))
+            at += size
+        return head, parts
+
+    def _piece(self, kind: type[P], size: int, at: int) -> P:
+        if self._memory is None:
+            return kind(self._inline[at : at + size])
+        if kind is bytes:  # without a copy
+            found = os.pread(self._memory, size, at)
+            return kind(found if len(found) == size else _read(self._memory, size, at))
+        return kind(_read(self._memory, size, at))
+
+
 def receive(sock: socket.socket, max_bytes: int) -> tuple[Head, list[bytearray]]:
+    """The next frame, read. Raises Closed, Malformed, BlockingIOError."""
+    return receive_frame(sock, max_bytes).read(bytearray)
+
+
+def receive_frame(sock: socket.socket, max_bytes: int) -> Frame:
     """The next frame. Raises Closed, Malformed (also for a body over `max_bytes`), BlockingIOError."""
     try:
         data, descriptors, flags, _ = socket.recv_fds(sock, _PREFIX.size + INLINE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
@@ -78,24 +115,13 @@ def receive(sock: socket.socket, max_bytes: int) -> tuple[Head, list[bytearray]]
         if head_bytes > total or total > max_bytes:
             raise Malformed(f"a frame of {total} bytes is over the limit of {max_bytes}")
         if kind == _MEMORY and len(descriptors) == 1:
-            return _unpack(partial(_read, descriptors[0]), head_bytes, total)
+            return Frame(head_bytes, total, memoryview(b""), descriptors.pop())
         if kind != _INLINE or descriptors or len(data) != _PREFIX.size + total:
             raise Malformed("a frame's prefix does not fit its body")
-        body = memoryview(data)[_PREFIX.size :]
-        return _unpack(lambda size, at: bytearray(body[at : at + size]), head_bytes, total)
+        return Frame(head_bytes, total, memoryview(data)[_PREFIX.size :])
     finally:
         for one in descriptors:
             os.close(one)
-
-
-def _unpack(read: Callable[[int, int], bytearray], head_bytes: int, total: int) -> tuple[Head, list[bytearray]]:
-    """Head and parts of a body; `read(size, at)` returns a piece of it."""
-    head, sizes = _head(bytes(read(head_bytes, 0)), total - head_bytes)
-    parts, at = [], head_bytes
-    for size in sizes:
-        parts.append(read(size, at))
-        at += size
-    return head, parts
 
 
 def _read(memory: int, size: int, at: int) -> bytearray:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class NoSequence(RequestError):
 
 
 LONG_BYTES = 2**20
-"""Requests with longer bodies are sent in a thread."""
+"""Longer requests are sent, and longer answers read, in a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,8 @@ class Worker:
         self._answering: asyncio.Future[list[HandlerAnswer]] | None = None
         self._asks: Sequence[HandlerRequest] = ()
         self._piece_bytes = 0
+        self._reading: asyncio.Future[Any] | None = None
+        """A long frame that a thread reads; those after it wait."""
         self._timer: asyncio.TimerHandle | None = None
         self._begin()
 
@@ -259,15 +262,21 @@ class Worker:
         threading.Thread(target=orphans.kill_marked, args=(self._mark,), daemon=True).start()  # those of other sessions
         code = self._process.wait()
         self._read()  # an answer that arrived before the end counts
+        self._end(code)
+
+    def _end(self, code: int) -> None:
+        if self._reading is not None:
+            self._reading.add_done_callback(lambda _: self._end(code))
+            return
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._fail(f"ended with {how}", HandlerFailed(DIED))
         if not self.ended.done():
             self.ended.set_result(self._why)
 
     def _read(self) -> None:
-        while self._sock.fileno() >= 0:
+        while self._sock.fileno() >= 0 and self._reading is None:
             try:
-                head, parts = framing.receive(self._sock, self._frame_bytes)
+                frame = framing.receive_frame(self._sock, self._frame_bytes)
             except BlockingIOError:
                 return
             except framing.Closed:
@@ -279,13 +288,30 @@ class Worker:
             except (framing.Malformed, OSError) as error:
                 self.kill(f"sent a malformed frame: {error}")
                 return
-            try:
-                self._handle(head, parts)
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                self.kill(f"sent a frame that is not understood: {type(error).__name__}")
+            if frame.num_bytes > LONG_BYTES:  # 64 MiB would take 30 ms
+                self._loop.remove_reader(self._sock.fileno())
+                self._reading = self._loop.run_in_executor(None, frame.read, bytes)
+                self._reading.add_done_callback(self._on_read)
                 return
+            self._take(partial(frame.read, bytes))
 
-    def _handle(self, head: Mapping[str, Any], parts: Sequence[bytearray]) -> None:
+    def _on_read(self, done: asyncio.Future[Any]) -> None:
+        self._reading = None
+        if self._sock.fileno() < 0:
+            return
+        self._loop.add_reader(self._sock.fileno(), self._read)
+        self._take(done.result)
+        self._read()
+
+    def _take(self, read: Callable[[], tuple[framing.Head, list[bytes]]]) -> None:
+        try:
+            self._handle(*read())
+        except (framing.Malformed, MemoryError, asyncio.CancelledError) as error:
+            self.kill(f"sent a malformed frame: {error}")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            self.kill(f"sent a frame that is not understood: {type(error).__name__}")
+
+    def _handle(self, head: Mapping[str, Any], parts: Sequence[bytes]) -> None:
         kind = head["kind"]
         if "metrics" in head and self._on_metrics is not None:
             self._on_metrics(head["metrics"])
@@ -330,7 +356,7 @@ def _send_apart(sock: socket.socket, head: dict[str, Any], parts: Sequence[frami
         framing.send(sock, head, parts)
 
 
-def _answer(head: Mapping[str, Any], body: bytearray) -> HandlerAnswer:
+def _answer(head: Mapping[str, Any], body: bytes) -> HandlerAnswer:
     """Raises ValueError for headers or a status that HTTP does not allow."""
     headers = {str(name).lower(): str(value) for name, value in head["headers"].items()}
     status = int(head["status"])
