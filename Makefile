@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-data bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-large bench-data bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -146,6 +146,9 @@ clients: $(STAMP)  ## an environment with KServe's SDK, which tests of serving u
 
 bench-train: $(STAMP)  ## deaths, hangs, stragglers, overhead of elastic training; compared with torchrun, torchft, DLRover
 	$(BIN)/python bench/train.py $(BENCH)
+
+bench-large: $(STAMP)  ## kills, checkpoints and memory at 2, 60 and 300 million parameters, those that fit; SIZES=2,60 chooses
+	$(BIN)/python bench/large.py $(if $(SIZES),--sizes $(SIZES)) $(BENCH)
 
 ZOO := bench/.venvs/zoo
 

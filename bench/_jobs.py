@@ -13,12 +13,14 @@ import random
 import signal
 import sqlite3
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from _machine import peak_bytes, start_move
 from trueline import events
 from trueline.train.api import TrainResult, train
 
@@ -200,3 +202,81 @@ class MasterKiller(Watch):
         # The journal has what a dying master may not have told any more.
         pairs = itertools.pairwise(body["at_ns"] for kind, body in journal(self.job_dir) if kind == "COMMIT")
         return max((after - before) / 1e6 for before, after in pairs if after > start_ns and before < stop_ns)
+
+
+class SizedKiller(Watch):
+    """Kills a worker at a random instant whenever all have shared `settle` steps, while `reserve` steps are left.
+
+    Unlike `Killer` it counts a replacement as back when the step has records of its own, and not when it only takes
+    part without a state; and it times every step of the others meanwhile. Between kills `move` is copied over loopback.
+    """
+
+    def __init__(self, *, full: int, settle: int, reserve: int, move_bytes: int) -> None:
+        super().__init__()
+        self.full, self.settle, self.reserve, self.move_bytes = full, settle, reserve, move_bytes
+        self.dice = random.Random(0)
+        self.killed_ns = self.killed_generation = self.before_ns = 0
+        self.together = 0
+        self.resumed_ms: list[float] = []
+        """Kill to the next applied step."""
+        self.joined_ms: list[float] = []
+        """Kill to the first step with records of the replacement."""
+        self.longest_ms: list[float] = []
+        """For each kill, the longest step of the others from it until the replacement's first one."""
+        self.usual: list[float] = []
+        """Milliseconds of undisturbed steps."""
+        self.moved_s: list[float] = []
+        self.kills = self.given_up = 0
+        """Kills; replacements that the job itself killed."""
+        self.quarantined = False
+        self.peaks: dict[str, int] = {}
+        """Most resident memory of each worker."""
+        self._generation, self._sharing, self._at_ns = -1, False, 0
+        self._move: subprocess.Popen[str] | None = None
+
+    def heard(self, name: str, fields: Fields) -> None:
+        self.given_up += name == "worker.killed"
+        self.quarantined = self.quarantined or name == "worker.quarantined"
+        for ref, pid in self.pids.items():
+            self.peaks[ref] = max(self.peaks.get(ref, 0), peak_bytes(pid))
+
+    def applied(self, step: Fields) -> None:
+        first = step["generation"] != self._generation
+        shares = json.loads(step.get("shares", "[]"))
+        shared = all(rate > 0 for rate in json.loads(step["rates"])) if first else self._sharing
+        self._generation, self._sharing = step["generation"], all(shares) if shares else shared
+        gap_ms = (step["at_ns"] - max(self._at_ns, self.killed_ns)) / 1e6
+        self._at_ns = step["at_ns"]
+        whole = shared and step["workers"] == self.full
+        if self.killed_ns:
+            self._recovering(step, gap_ms, whole=whole)
+            return
+        self.together = self.together + 1 if whole else 0
+        if self.together > 3 and not self._moving():
+            self.usual.append(gap_ms)
+        if self.together == 1 and self.move_bytes:
+            self._move = start_move(self.move_bytes)
+        left = step["total"] - step["step"]
+        if self.together >= self.settle and not self._moving() and left > self.reserve and len(self.pids) == self.full:
+            time.sleep(self.dice.uniform(0, statistics.median(self.usual) / 1e3 if self.usual else 0))
+            self.killed_ns, self.killed_generation = time.monotonic_ns(), self._generation
+            self.kills, self.together = self.kills + 1, 0
+            self.longest_ms.append(0.0)
+            os.kill(self.dice.choice(sorted(self.pids.values())), signal.SIGKILL)
+
+    def _moving(self) -> bool:
+        if self._move is not None and self._move.poll() is not None:
+            self.moved_s.append(float(self._move.communicate()[0]))
+            self._move = None
+        return self._move is not None
+
+    def _recovering(self, step: Fields, gap_ms: float, *, whole: bool) -> None:
+        since_ms = (step["at_ns"] - self.killed_ns) / 1e6
+        if step["generation"] <= self.killed_generation or since_ms <= 0:
+            return  # it was applied before the kill was noticed
+        self.longest_ms[-1] = max(self.longest_ms[-1], gap_ms)
+        if len(self.resumed_ms) < self.kills:
+            self.resumed_ms.append(since_ms)
+        if whole:
+            self.joined_ms.append(since_ms)
+            self.killed_ns = 0

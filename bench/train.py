@@ -26,7 +26,7 @@ import torch
 
 import recipe
 from _jobs import HERE, FormingKiller, Killer, MasterKiller, PacedKiller, Watch, environment, journal
-from _table import report
+from _table import mark, report
 from _turns import VARIABLE, blocks, both
 from peers.drive import PEERS, run_peer
 from trueline.checkpoint import checkpoint
@@ -376,7 +376,7 @@ def main() -> None:
         found, lines = measured(name, 1 if arguments.quick else 10)
         figures |= found
         rows += lines
-    report(("what", "measured", "goal", "detail"), rows, figures)
+    report(("what", "measured", "goal", "", "detail"), mark(rows), figures)
 
 
 if __name__ == "__main__":
