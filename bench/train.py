@@ -28,7 +28,7 @@ import recipe
 from _jobs import HERE, FormingKiller, Killer, MasterKiller, PacedKiller, Watch, environment, journal
 from _table import mark, report
 from _turns import VARIABLE, blocks, both
-from peers.drive import PEERS, run_peer
+from peers.drive import EPOCH_STEPS, PEERS, run_peer
 from trueline.checkpoint import checkpoint
 
 RECIPE, PACED, COUNTING = HERE / "recipe.py", HERE / "paced.py", HERE / "peers" / "counting.py"
@@ -349,9 +349,8 @@ def storm_difference(folder: Path, scale: int, **settings: Any) -> tuple[float, 
 
 def peer(name: str) -> Callable[[Path, int], tuple[Figures, list[Row]]]:
     def measure(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
-        kills = 1 if scale == 1 else 4
-        steps = 900 * kills
-        found: Any = run_peer(name, kills=kills, records=96 * steps, steps=steps)
+        kills = 2 * scale
+        found: Any = run_peer(name, kills=kills, steps=EPOCH_STEPS * 6 * kills)
         gaps = found["gap_ms"]
         figures = {f"{name}_p50_ms": round(statistics.median(gaps), 1) if gaps else None, name: found}
         lost = "no model came out" if found["lost"] is None else f"{found['lost']} lost, {found['repeated']} repeated"

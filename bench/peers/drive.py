@@ -1,7 +1,7 @@
 """Other systems under the kills that Trueline is put under: the same model, batch, workers and way to count.
 
-    run_peer("torchrun", kills=3, records=28800, steps=300)
-    {"gap_ms": [2917.3, ..], "lost": 0, "repeated": 0, "redone": 12, "steps": 312, "survived": True, "why": ""}
+    run_peer("torchrun", kills=3, steps=3000)
+    {"gap_ms": [2917.3, ..], "lost": 0, "repeated": 0, "redone": 12, "steps": 3000, "survived": True, "why": ""}
 
 Each peer runs a script of this folder with its own data path and its own recovery, in an environment of its own
 (`setup.sh`); torchrun needs none but the one that runs this. What a peer leaves behind is killed, whatever happens.
@@ -28,9 +28,15 @@ import psutil
 HERE = Path(__file__).parent
 VENVS = HERE.parent / ".venvs"
 WORKERS = 3
+BATCH, EPOCH_STEPS = 96, 150
+"""As Trueline's job has them: with more records the counter, which is a parameter, would make the model larger."""
 IN_FLIGHT_NS = 100_000_000
 """A step that ends so soon after a kill was under way before it."""
 PEERS = ("torchrun", "torchft", "dlrover")
+LIGHTHOUSE = ["--join_timeout_ms", "10000", "--heartbeat_timeout_ms", "300", "--quorum_tick_ms", "20"]
+"""torchft: the shortest timeout that gave no false alarm here; by default 5 s, of which a kill costs all."""
+AGENT = ["--monitor-interval=0.02"]
+"""torchrun and DLRover: how often, in seconds, the agent looks for dead workers; by default 0.1 and more."""
 
 
 class Step(NamedTuple):
@@ -54,13 +60,12 @@ def missing(name: str) -> str:
 class Peer:
     """The processes of one peer's job; its supervisor is the peer's own, but torchft leaves restarts to a scheduler."""
 
-    def __init__(self, name: str, folder: Path, steps: int, records: int, *, kills: int, heartbeat_ms: int) -> None:
+    def __init__(self, name: str, folder: Path, steps: int, *, kills: int) -> None:
         self.name, self.folder, self.steps = name, folder, steps
         self.script = str(HERE / f"on_{name}.py")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-            "COUNTING_RECORDS": str(records),
-            "COUNTING_BATCH": str(records // steps),
+            "COUNTING_RECORDS": str(BATCH * EPOCH_STEPS), "COUNTING_BATCH": str(BATCH),
                     # Without it torchrun's restart finds the dead attempt's store on gloo (pytorch#135712).
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # fmt: skip
         self.env.pop("PYTHONPATH", None)
@@ -69,11 +74,11 @@ class Peer:
             self.env["TORCHFT_LIGHTHOUSE"] = f"http://127.0.0.1:{port}"
             lighthouse = str(VENVS / name / "bin" / "torchft_lighthouse")
             self._start(-1, [lighthouse, "--min_replicas", "2", "--bind", f"127.0.0.1:{port}",
-                             "--join_timeout_ms", "10000", "--heartbeat_timeout_ms", str(heartbeat_ms)])  # fmt: skip
+                             *LIGHTHOUSE])  # fmt: skip
             self.commands = {group: [self.script, str(folder), str(steps), str(group)] for group in range(WORKERS)}
         else:
             module = "torch.distributed.run" if name == "torchrun" else "dlrover.trainer.torch.main"
-            self.commands = {0: ["-m", module, "--standalone", f"--nproc-per-node={WORKERS}",
+            self.commands = {0: ["-m", module, "--standalone", f"--nproc-per-node={WORKERS}", *AGENT,
                                  f"--max-restarts={kills + 2}", self.script, str(folder), str(steps)]}  # fmt: skip
         self.tend()
 
@@ -121,28 +126,26 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(name: str, steps: int, records: int, *, kills: int, heartbeat_ms: int) -> Iterator[Peer]:
+def running(name: str, steps: int, *, kills: int) -> Iterator[Peer]:
     with tempfile.TemporaryDirectory(prefix="peer-", ignore_cleanup_errors=True) as scratch:
-        peer = Peer(name, Path(scratch), steps, records, kills=kills, heartbeat_ms=heartbeat_ms)
+        peer = Peer(name, Path(scratch), steps, kills=kills)
         try:
             yield peer
         finally:
             peer.close()
 
 
-def run_peer(
-    name: str, *, kills: int, records: int, steps: int, patience_s: float = 60.0, heartbeat_ms: int = 5000
-) -> dict[str, object]:
-    """Trains one epoch of `records` records in `steps` steps on three workers, `kills` of which are killed on the way.
+def run_peer(name: str, *, kills: int, steps: int, patience_s: float = 60.0) -> dict[str, object]:
+    """Trains `steps` steps, whole epochs, on three workers, `kills` of which are killed on the way.
 
-    A kill without a step within `patience_s` counts as that long and ends the kills. `lost` and `repeated` are records
-    of the final model that were never applied, and applications beyond the first; None when no model came out.
+    A kill without a step within `patience_s` counts as that long and ends the kills. `lost` and `repeated`: by how many
+    applications the records of the final model are short of, and beyond, one in each epoch; None without a model.
     Raises LookupError when the peer is not installed.
     """
     if why := missing(name):
         raise LookupError(why)
     dice, gaps, why = random.Random(0), [], ""
-    with running(name, steps, records, kills=kills, heartbeat_ms=heartbeat_ms) as peer:
+    with running(name, steps, kills=kills) as peer:
         since = time.monotonic_ns()
         for number in range(kills):
             pids = together(peer, since, steps=20, patience_s=patience_s)
@@ -201,10 +204,10 @@ def witnessed(peer: Peer, steps: int) -> dict[str, int | None]:
     files = sorted(peer.folder.glob("seen.*.json"))
     if not files:
         return {"lost": None, "repeated": None, "redone": redone, "steps": sum(tally.values())}
-    seen = json.loads(files[0].read_text())
+    seen, epochs = json.loads(files[0].read_text()), steps // EPOCH_STEPS
     return {
-        "lost": sum(count == 0 for count in seen),
-        "repeated": sum(count - 1 for count in seen if count > 1),
+        "lost": sum(max(0, epochs - count) for count in seen),
+        "repeated": sum(max(0, count - epochs) for count in seen),
         "redone": redone,
         "steps": steps,
     }
@@ -212,7 +215,7 @@ def witnessed(peer: Peer, steps: int) -> dict[str, int | None]:
 
 def main() -> None:
     name, kills, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    print(json.dumps(run_peer(name, kills=kills, records=96 * steps, steps=steps)))
+    print(json.dumps(run_peer(name, kills=kills, steps=steps)))
 
 
 if __name__ == "__main__":

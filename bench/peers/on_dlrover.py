@@ -37,20 +37,22 @@ def main() -> None:
 
 
 def train(ddp, optimizer, sampler, checkpointer, witness, done, steps) -> None:
-    share = counting.global_batch // dist.get_world_size()
-    for inputs, labels in DataLoader(sampler.dataset, batch_size=share, sampler=sampler):
-        optimizer.zero_grad()
-        counting.loss(ddp(*inputs), labels).backward()
-        optimizer.step()
-        witness.applied(done)
-        done += 1
-        if done % 10 == 0:
-            kind = StorageType.DISK if done % 100 == 0 else StorageType.MEMORY
-            state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(),
-                     "sampler": sampler.state_dict(done, share), "step": done}  # fmt: skip
-            checkpointer.save_checkpoint(done, state, storage_type=kind)
-        if done >= steps:
-            break
+    share, epoch_steps = counting.global_batch // dist.get_world_size(), len(sampler.dataset) // counting.global_batch
+    while done < steps:
+        sampler.set_epoch(done // epoch_steps)
+        for inputs, labels in DataLoader(sampler.dataset, batch_size=share, sampler=sampler):
+            optimizer.zero_grad()
+            counting.loss(ddp(*inputs), labels).backward()
+            optimizer.step()
+            witness.applied(done)
+            done += 1
+            if done % 10 == 0:
+                kind = StorageType.DISK if done % 100 == 0 else StorageType.MEMORY
+                state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(),
+                         "sampler": sampler.state_dict(done % epoch_steps, share), "step": done}  # fmt: skip
+                checkpointer.save_checkpoint(done, state, storage_type=kind)
+            if done >= steps:
+                break
     witness.testify(ddp.module)
 
 

@@ -32,10 +32,12 @@ def main() -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         done = saved["step"]
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
-    share = counting.global_batch // size
+    share, epoch_steps = counting.global_batch // size, len(data) // counting.global_batch
     for step in range(done, steps):
-        start = step * counting.global_batch + rank * share
+        epoch, place = divmod(step, epoch_steps)
+        if step == done or not place:
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch)).tolist()
+        start = place * counting.global_batch + rank * share
         inputs, labels = default_collate([data[index] for index in order[start : start + share]])
         optimizer.zero_grad()
         counting.loss(ddp(*inputs), labels).backward()
