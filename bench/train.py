@@ -236,7 +236,7 @@ def steps_long(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
 
 
 def steps_short(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
-    return against_ddp(folder, scale, "short", "step_ratio_8ms", "<= 1.03", block=40, steps=600)
+    return against_ddp(folder, scale, "short", "step_ratio_8ms", "<= 1.03", block=40, steps=400)
 
 
 def against_ddp(
