@@ -1,12 +1,15 @@
 """The baseline: the recipe's model and batch in a plain DDP loop, by torchrun: _plain_ddp.py LOG STEPS [READING]
 
-READING says who collates the next batch: `inside` the step; a `thread`, one batch ahead, while the step runs; or
-`loader`, a torch DataLoader with one worker process and two batches prefetched. BENCH_RECIPE names the recipe.
+READING says who collates the next batch: `inside` the step; DDP's `hook`, once the last bucket is on its way, as the
+elastic worker does; a `thread`, one batch ahead, while the step runs; or `loader`, a torch DataLoader with one worker
+process and two batches prefetched. BENCH_RECIPE names the recipe.
 Writes the monotonic nanoseconds of every applied step of rank 0 to LOG, and each rank's peak memory in bytes to
 LOG.RANK. DDP keeps its gradients in buckets, as the elastic worker does, so only the loops are compared.
 """
 
+import collections
 import importlib
+import itertools
 import os
 import sys
 import time
@@ -35,7 +38,7 @@ def shares(steps: int, rank: int, size: int) -> Iterator[list[int]]:
         yield order[start : start + share]
 
 
-def batches(reading: str, dataset: Any, records: Iterator[list[int]]) -> Iterator[Any]:
+def batches(reading: str, model: DistributedDataParallel, dataset: Any, records: Iterator[list[int]]) -> Iterator[Any]:
     def collate(indices: list[int]) -> Any:
         return default_collate([dataset[index] for index in indices])
 
@@ -43,13 +46,25 @@ def batches(reading: str, dataset: Any, records: Iterator[list[int]]) -> Iterato
         yield from map(collate, records)
     elif reading == "loader":
         yield from DataLoader(dataset, batch_sampler=list(records), num_workers=1, prefetch_factor=2)
-    else:
+    elif reading == "thread":
         with ThreadPoolExecutor(1) as reader:
             coming = reader.submit(collate, next(records))
             for indices in records:
                 batch, coming = coming.result(), reader.submit(collate, indices)
                 yield batch
             yield coming.result()
+    else:
+        ahead = collections.deque([collate(next(records))])
+
+        def sum_and_read(size: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            work = dist.all_reduce(bucket.buffer().div_(size), async_op=True)
+            if bucket.is_last():
+                ahead.extend(collate(indices) for indices in itertools.islice(records, 1))
+            return work.get_future().then(lambda done: done.value()[0])
+
+        model.register_comm_hook(dist.get_world_size(), sum_and_read)
+        while ahead:
+            yield ahead.popleft()
 
 
 def main() -> None:
@@ -61,7 +76,8 @@ def main() -> None:
     model = DistributedDataParallel(recipe.model(), gradient_as_bucket_view=True)
     optimizer = recipe.optimizer(model.parameters())
     at_ns = []
-    for inputs, labels in batches(*(rest or ["inside"]), recipe.Generated(), shares(int(steps), rank, size)):
+    reading = rest[0] if rest else "inside"
+    for inputs, labels in batches(reading, model, recipe.Generated(), shares(int(steps), rank, size)):
         optimizer.zero_grad(set_to_none=True)
         outputs = model(*inputs) if isinstance(inputs, list) else model(inputs)
         recipe.loss(outputs, labels).backward()

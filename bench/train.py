@@ -255,10 +255,11 @@ def against_ddp(
             ratio = statistics.median(mine / its for mine, its in zip(ones, others, strict=True))
             return ratio, statistics.median(ones), statistics.median(others)
 
-        reading, tried = "inside", dict[str, float]()
-        for new in ("thread", "loader"):
-            tried[f"{new} / {reading}"], *_ = one_run(plain(fresh(folder), steps, new), plain(folder, steps, reading))
-            reading = new if tried[f"{new} / {reading}"] < 1 else reading
+        tried = {"inside": 1.0}
+        for new in ("hook", "thread", "loader"):
+            ratio, *_ = one_run(plain(folder, steps, new), plain(folder, steps, "inside"))
+            tried[new] = round(ratio, 3)
+        reading = min(tried, key=tried.__getitem__)
         runs = [one_run(elastic(fresh(folder), steps), plain(folder, steps, reading)) for _ in range(scale)]
     ratios = sorted(round(ratio, 3) for ratio, *_ in runs)
     ours_ms, ddp_ms = (round(statistics.median(run[side] for run in runs), 2) for side in (1, 2))
