@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trueline.capture.model.python_state import Memento
+from trueline.capture.model.python_state import Memento, Recall
 from trueline.capture.model.reach import attributes
 
 
@@ -84,3 +84,11 @@ def test_what_a_container_keeps_is_put_back_in_its_order_whatever_its_class_make
     assert list(module.made) == ["b", "a", "c"]
     assert module.made["b"] == ord("b") + 1
     assert list(iter(module.short)) == [1, 2, 3]
+
+
+def test_a_tuple_that_torch_export_copies_is_no_change() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    recall = Recall(model)
+    torch.export.export(model, (torch.randn(2, 3, 8),))
+    assert recall.find_changed() == ()

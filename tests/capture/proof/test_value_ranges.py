@@ -140,3 +140,12 @@ def test_floats_are_searched_in_their_order() -> None:
             at = value_ranges._ordinal(held, np.dtype(kind))
             assert value_ranges._from_ordinal(at, np.dtype(kind)) == held
             assert value_ranges._from_ordinal(at + 1, np.dtype(kind)) > held
+
+
+def test_the_size_of_a_table_is_tried_before_halving(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = EagerSession(Table(16_000).eval(), IDS)
+    calls: list[Any] = []
+    run = EagerSession.run
+    monkeypatch.setattr(EagerSession, "run", lambda self, inputs: (calls.append(1), run(self, inputs))[1])
+    assert value_ranges.settle(eager, eager.calling.presumed).values == {"ids": Values(low=0, high=15_999)}
+    assert len(calls) < 40

@@ -103,8 +103,9 @@ def attributes(module: torch.nn.Module) -> Iterator[KeptValue]:
             continue
         count += 1
         yield kept
-        if isinstance(value, _LEAVES) or id(value) in seen:
-            continue
+        plain = isinstance(value, tuple) and all(isinstance(one, _LEAVES) for one in value)
+        if isinstance(value, _LEAVES) or (id(value) in seen and not plain):
+            continue  # torch.export copies a tuple that two parts share: no path may depend on that
         seen.add(id(value))
         kept_alive.append(value)
         waiting.extend(_children(kept))

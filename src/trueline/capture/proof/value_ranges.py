@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
 
 from trueline.bundle.signature import Array, Signature, TensorSpec
 from trueline.bundle.values import ANY, Number, Values
@@ -23,7 +25,7 @@ from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.value_probes import plant
 
 BUDGET_S = 5.0
-"""Wall time for the ends of one input; then the range ends where the model was last asked."""
+"""CPU seconds for the ends of one input; then the range ends where the model was last asked."""
 ROUNDS = 3
 """Inputs with all values inside the ranges, drawn at random, that the model has to answer."""
 Inputs = Mapping[str, Array]
@@ -55,7 +57,7 @@ class _Ends:
         self._base = signature.sizes(eager.example)
         two = fit(signature, self._base, {BATCH: 2}) if BATCH in self._base else None
         self._sizes: Mapping[str, int] = two or self._base
-        self._deadline = time.monotonic() + BUDGET_S
+        self._deadline = time.process_time() + BUDGET_S
         example = resize(eager.example, signature, self._sizes)
         shown = example[spec.name]
         finite = shown[np.isfinite(shown)] if shown.dtype.kind == "f" else shown
@@ -90,13 +92,29 @@ class _Ends:
         to, back = (_ordinal, _from_ordinal) if self._spec.dtype.kind == "f" else (_same, _same)
         dtype = self._spec.dtype
         inside, outside = to(good, dtype), to(bad, dtype)
-        while abs(outside - inside) > 1 and time.monotonic() < self._deadline:
+        guesses = self._guesses(int(good), int(bad)) if dtype.kind in "iu" else []
+        while guesses and time.process_time() < self._deadline:
+            at = len(guesses) // 2
+            if self._answers(guesses[at]):
+                inside, guesses = guesses[at], guesses[at + 1 :]
+            else:
+                outside, guesses = guesses[at], guesses[:at]
+        while abs(outside - inside) > 1 and time.process_time() < self._deadline:
             middle = (inside + outside) // 2
             if self._answers(back(middle, dtype)):
                 inside = middle
             else:
                 outside = middle
         return back(inside, dtype), abs(outside - inside) <= 1
+
+    def _guesses(self, good: int, bad: int) -> list[int]:
+        """Where the range may end on the way from `good` to `bad`: at 0, and on both sides of the sizes of the example
+        and of the model's tables."""
+        tables = (one for one in self._eager.module.state_dict(keep_vars=True).values() if torch.is_tensor(one))
+        sizes = {0, *self._sizes.values(), *(size for one in tables if not is_lazy(one) for size in one.shape[:1])}
+        ends = {end for size in sizes for end in (size, size - 1, -size, -size - 1)}
+        inside = [end for end in ends if min(good, bad) < end < max(good, bad)]
+        return sorted(inside, reverse=bad < good)
 
     def _is_fixed(self, end: Number, step: int, *, exact: bool) -> bool:
         """Whether the range ends there at every place and at other sizes too; `exact`: the next value is refused."""
