@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -189,6 +190,10 @@ def _fsync_dir(folder: Path) -> None:
 
 def _fsync_tree(folder: Path) -> None:
     for root, _, names in os.walk(folder):
+        for path in (*(Path(root, name) for name in names), Path(root)):
+            mode = path.lstat().st_mode
+            if mode & stat.S_IWOTH and not stat.S_ISLNK(mode):  # under a umask of 0, any user could change it
+                path.chmod(stat.S_IMODE(mode) & ~stat.S_IWOTH)
         for name in names:
             _fsync(Path(root, name))
         _fsync_dir(Path(root))
@@ -226,7 +231,7 @@ def atomic_file(
             with os.fdopen(handle, "wb") as file:
                 yield file
                 file.flush()
-                os.fchmod(file.fileno(), mode)
+                os.fchmod(file.fileno(), mode & ~_withheld())
                 os.fsync(file.fileno())
             (publish or os.replace)(Path(name), path)
         except BaseException:
@@ -235,6 +240,13 @@ def atomic_file(
         _fsync_dir(path.parent)
     except OSError as error:
         raise storage_error(error, path) from error
+
+
+def _withheld() -> int:
+    """The rights of others that this process's umask takes; /proc shows it without changing it for other threads."""
+    with suppress(OSError, StopIteration, ValueError), open("/proc/self/status", encoding="ascii") as status:
+        return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8) & 0o077
+    return 0
 
 
 def _link(partial: Path, path: Path) -> bool:
@@ -270,7 +282,7 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=path.parent))
-        partial.chmod(0o755)
+        partial.chmod(0o755 & ~_withheld())
         yield partial
         _fsync_tree(partial)
         if not path.exists():

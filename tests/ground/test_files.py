@@ -251,6 +251,21 @@ def test_a_file_is_for_all_to_read_unless_another_mode_is_asked_for(tmp_path):
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("usual", "kept")] == [0o644, 0o600]
 
 
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0, 0o644, 0o755), (0o027, 0o640, 0o750), (0o077, 0o600, 0o700)])
+def test_a_umask_takes_rights_from_others_and_never_gives_them_the_right_to_write(tmp_path, umask, file, folder):
+    before = os.umask(umask)
+    try:
+        files.write_atomic(tmp_path / "file", b"")
+        with files.atomic_dir(tmp_path / "tree") as partial:
+            (partial / "inner").mkdir()
+            (partial / "inner" / "file").write_bytes(b"")
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert (modes[tmp_path / "file"], modes[tmp_path / "tree"]) == (file, folder)
+    assert not any(mode & 0o002 or mode & umask for mode in modes.values())
+
+
 def test_the_digest_of_a_file_is_of_all_of_it(tmp_path):
     content = bytes(range(256)) * 8200  # more than two mebibytes, and lines in it
     (tmp_path / "file").write_bytes(content)

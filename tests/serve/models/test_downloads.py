@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import ipaddress
+import os
 import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +100,30 @@ def test_a_certificate_is_checked_for_the_name_in_the_address(
     assert download(f"{url}/b.mar", "b.mar", tmp_path, allowed).read_bytes() == CONTENT
     with pytest.raises(DownloadFailed):  # the certificate is for the address, not for the name
         download(f"{url}/c.mar".replace("127.0.0.1", "localhost"), "c.mar", tmp_path, allowed)
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_a_download_has_no_name_before_it_is_whole_so_that_a_kill_leaves_nothing(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: bool
+) -> None:
+    during: list[int] = []
+    read, opened = downloads._read, os.open
+
+    def reads(*args: Any) -> None:
+        read(*args)
+        during.append(len(list(tmp_path.iterdir())))
+
+    def opens(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if names and flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no unnamed files")
+        return opened(path, flags, *args, **more)
+
+    monkeypatch.setattr(downloads, "_read", reads)
+    monkeypatch.setattr(os, "open", opens)
+    found = download(f"{site.url}/b.mar", "b.mar", tmp_path, site.allowed)
+    assert (found.read_bytes(), during) == (CONTENT, [int(names)])
+    assert list(tmp_path.iterdir()) == [found]
+    assert found.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("path", ["absent.mar", "short.mar", "circle.mar"])

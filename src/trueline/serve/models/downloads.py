@@ -9,6 +9,7 @@ cut short or late leaves no file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import re
@@ -16,9 +17,10 @@ import socket
 import ssl
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
 from trueline import files
@@ -137,20 +139,41 @@ def download(url: str, name: str, store: Path, allowed: AllowedUrls, *, max_byte
     if target.exists():
         raise AlreadyStored(name)
     try:
-        handle, partial = tempfile.mkstemp(prefix=files.PARTIAL, dir=store)
-        try:
-            with open(handle, "wb") as file:
-                _read(url, allowed, file, max_bytes)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(partial, target)  # fails if the name was taken meanwhile
-        finally:
-            os.unlink(partial)
+        with _unnamed_file(store) as (file, path):
+            _read(url, allowed, file, max_bytes)
+            file.flush()
+            os.fsync(file.fileno())
+            folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:  # fails if the name was taken meanwhile; link(2) without a folder would link the symbolic link itself
+                os.link(path, name, dst_dir_fd=folder, follow_symlinks=True)
+            finally:
+                os.close(folder)
     except FileExistsError as error:
         raise AlreadyStored(name) from error
     except OSError as error:
         raise files.storage_error(error, target) from error
     return target
+
+
+@contextlib.contextmanager
+def _unnamed_file(folder: Path) -> Iterator[tuple[BinaryIO, str]]:
+    """A file that ends with this process, and where it can be linked from; with a name where the file system wants one.
+
+    Source: open(2), O_TMPFILE.
+    """
+    name = None
+    try:
+        handle = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        handle, name = tempfile.mkstemp(prefix=files.PARTIAL, dir=folder)
+    try:
+        with open(handle, "wb") as file:
+            yield file, name or f"/proc/self/fd/{handle}"
+    finally:
+        if name is not None:
+            os.unlink(name)
 
 
 def _read(url: str, allowed: AllowedUrls, file: Any, max_bytes: int) -> None:
