@@ -34,7 +34,7 @@ IN_FLIGHT_NS = 100_000_000
 """A step that ends so soon after a kill was under way before it."""
 PEERS = ("torchrun", "torchft", "dlrover")
 LIGHTHOUSE = ["--join_timeout_ms", "10000", "--heartbeat_timeout_ms", "300", "--quorum_tick_ms", "20"]
-"""torchft: the shortest timeout that gave no false alarm here; by default 5 s, of which a kill costs all."""
+"""torchft: by default 5 s, all of which a kill costs."""
 AGENT = ["--monitor-interval=0.02"]
 """torchrun and DLRover: how often, in seconds, the agent looks for dead workers; by default 0.1 and more."""
 
