@@ -1,5 +1,6 @@
 """Promises of a snapshot: the state of its moment, read in place as long as nothing changes, copied before a change."""
 
+import errno
 import threading
 
 import numpy as np
@@ -113,3 +114,58 @@ def test_other_tensors_are_copied_at_once(tensor):
     expected = tensor.clone()
     tensor.zero_()
     assert torch.equal(read_all(taken)["w"], expected)
+
+
+def test_a_tensor_that_is_changed_while_its_last_piece_is_read_fails_its_reader_too(monkeypatch):
+    taken, live = lively(w=torch.arange(5.0))
+    pieces = taken.pieces(0)
+    next(pieces), next(pieces)
+    live["w"].mul_(2.0)
+    with pytest.raises(CheckpointError, match="outside of the optimizer's step"):
+        next(pieces)
+
+
+@pytest.fixture
+def spilling(monkeypatch, tmp_path):
+    monkeypatch.setattr(snapshots, "LEAST_SPILLED", 20)
+    live = {"v": torch.arange(4.0), "w": torch.arange(5.0)}
+    return Snapshot(live, live=lambda _: True, spill=tmp_path / "checkpoints"), live
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_large_rest_waits_on_the_disk_and_not_in_memory(spilling, tmp_path, read):
+    taken, live = spilling
+    first = taken.pieces(0)
+    data = [bytes(next(first))] if read else []
+    taken.settle()
+    for tensor in live.values():
+        tensor.fill_(-1.0)
+    assert taken._tensors == [None, None]
+    assert list((tmp_path / "checkpoints").iterdir()) == [], "in a file without a name"
+    data += map(bytes, first)
+    assert np.frombuffer(b"".join(data), np.float32).tolist() == [0, 1, 2, 3]
+    assert np.frombuffer(b"".join(map(bytes, taken.pieces(1))), np.float32).tolist() == [0, 1, 2, 3, 4]
+    taken.close()
+
+
+def test_a_small_rest_and_one_that_the_disk_does_not_take_are_copied_in_memory(spilling, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    taken, live = spilling
+    monkeypatch.setattr(snapshots.tempfile, "TemporaryFile", full)
+    taken.settle()
+    live["v"].zero_()
+    assert read_all(taken)["v"].tolist() == [0, 1, 2, 3]
+    monkeypatch.setattr(snapshots, "LEAST_SPILLED", 1000)
+    small = Snapshot(live, live=lambda _: True, spill=taken._spill)
+    small.settle()
+    assert [tensor is None for tensor in small._tensors] == [False, False]
+
+
+def test_readers_of_a_closed_snapshot_that_was_spilled_fail(spilling):
+    taken, _ = spilling
+    taken.settle()
+    taken.close()
+    with pytest.raises(CheckpointError, match="was dropped"):
+        next(taken.pieces(0))

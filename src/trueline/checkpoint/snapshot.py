@@ -3,14 +3,19 @@
 Parameters and optimizer state change in one place, the optimizer's step. Until then a reader (the writer of a
 checkpoint, the sender of a state) reads them where they are, in pieces. Before the change `settle` copies what was not
 read yet. So neither a whole copy nor its time is needed, and nothing holds the interpreter's lock for a whole state.
+Where the state is written to a disk anyway, a large rest waits there (`spill`), in a file without a name, and not in
+memory.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
@@ -20,6 +25,8 @@ from trueline.errors import CheckpointError
 PIECE_BYTES = 8 << 20
 LEAST_LIVE = 1 << 20
 """Bytes of a tensor below which it is copied at once."""
+LEAST_SPILLED = 64 << 20
+"""Bytes of a rest below which it is copied in memory."""
 
 
 class Snapshot:
@@ -27,6 +34,7 @@ class Snapshot:
 
     `live` tells of a tensor whether it stays as it is until `settle`; all others are copied at once. `patience`:
     how long `settle` waits for the readers before it copies, as a part of the time since the snapshot was taken.
+    `spill`: a folder on a disk, for what `settle` copies if that is much.
     """
 
     def __init__(
@@ -36,6 +44,7 @@ class Snapshot:
         readers: int = 1,
         patience: float = 0.0,
         live: Callable[[torch.Tensor], bool] = lambda _: False,
+        spill: Path | None = None,
     ) -> None:
         self.skeleton, tensors = tree.encode(state)
         self.layout = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
@@ -46,6 +55,10 @@ class Snapshot:
         self._born, self._patience = time.monotonic(), patience
         self._unread = [readers] * len(tensors)
         self._changed = threading.Condition()
+        self._spill = spill
+        self._file: BinaryIO | None = None
+        self._spilled: dict[int, int] = {}
+        """Tensor -> where it begins in the file."""
         in_place = [t.is_cpu and t.is_contiguous() and t.nbytes >= LEAST_LIVE and live(t) for t in tensors]
         self._live = {i: tensors[i]._version for i, stays in enumerate(in_place) if stays}
         self._tensors: list[torch.Tensor | None] = [
@@ -60,15 +73,9 @@ class Snapshot:
         room = torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8)
         for start in range(0, size, PIECE_BYTES):
             with self._changed:
-                tensor = self._tensors[index]
-                if tensor is None or self.torn:
+                piece = self._read(index, start, room[: size - start])
+                if piece is None or self.torn:
                     raise CheckpointError("the state was dropped, or changed outside of the optimizer's step")
-                piece = as_bytes(tensor)[start : start + PIECE_BYTES]
-                if index in self._live:
-                    piece = room[: len(piece)].copy_(piece)
-                    self.torn = self.torn or tensor._version != self._live[index]
-                    if self.torn:
-                        continue
             yield piece.numpy().data
             self.moved += len(piece)
         with self._changed:
@@ -78,6 +85,20 @@ class Snapshot:
                 self._live.pop(index, None)
                 self._changed.notify_all()
 
+    def _read(self, index: int, start: int, room: torch.Tensor) -> torch.Tensor | None:
+        """The piece of a tensor that begins at `start`, in `room` unless its memory does not change; None: dropped."""
+        if index in self._spilled and self._file is not None:
+            read = os.preadv(self._file.fileno(), [room.numpy().data], self._spilled[index] + start)
+            return room if read == len(room) else None
+        tensor = self._tensors[index]
+        if tensor is None:
+            return None
+        piece = as_bytes(tensor)[start : start + PIECE_BYTES]
+        if index in self._live:
+            piece = room.copy_(piece)
+            self.torn = self.torn or tensor._version != self._live[index]
+        return piece
+
     def settle(self) -> None:
         """Makes the snapshot independent of the live tensors, which are about to change."""
         if not self._live:
@@ -86,16 +107,36 @@ class Snapshot:
             if self._patience:
                 patience_s = self._patience * (time.monotonic() - self._born)
                 self._changed.wait_for(lambda: not self._live, patience_s)
-            for index, version in self._live.items():
-                tensor = self._tensors[index]
-                if tensor is not None:
-                    self.torn = self.torn or tensor._version != version
-                    self._tensors[index] = copy(tensor)
+            rest = [(index, tensor) for index in self._live if (tensor := self._tensors[index]) is not None]
+            self.torn = self.torn or any(tensor._version != self._live[index] for index, tensor in rest)
+            spilled = self._spill is not None and sum(tensor.nbytes for _, tensor in rest) >= LEAST_SPILLED
+            for index, tensor in rest:
+                spilled = spilled and self._write(index, tensor)
+                self._tensors[index] = None if spilled else copy(tensor)
             self._live.clear()
+
+    def _write(self, index: int, tensor: torch.Tensor) -> bool:
+        """Copies a tensor into the file without a name; False: the disk does not take it."""
+        try:
+            if self._file is None and self._spill is not None:
+                self._spill.mkdir(parents=True, exist_ok=True)
+                self._file = tempfile.TemporaryFile(dir=self._spill)  # noqa: SIM115  `close` closes it
+            assert self._file is not None
+            at = self._file.tell()
+            for piece in torch.split(as_bytes(tensor), PIECE_BYTES):
+                self._file.write(piece.numpy().data)
+            self._file.flush()
+        except OSError:  # full, or it has no such files
+            return False
+        self._spilled[index] = at
+        return True
 
     def close(self) -> None:
         """Drops what was not read; readers fail."""
         with self._changed:
+            self._spilled.clear()
+            if self._file is not None:
+                self._file.close()
             self._tensors = [None] * len(self._tensors)
             self._live.clear()
             self._changed.notify_all()

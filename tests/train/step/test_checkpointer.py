@@ -28,7 +28,7 @@ class Job:
     def state(self):
         return {"model": {"w": self.weights}, "ledger": self.as_tree()}
 
-    def snapshot(self):
+    def snapshot(self, *, spill):
         return Snapshot(self.state())
 
     def report_checkpoint(self, step, path, digest):
@@ -196,9 +196,9 @@ def test_two_states_are_kept_at_most_and_a_third_waits_for_the_first(tmp_path, m
     job = Job(Checkpointer(tmp_path, {}, every=1))
     take, join, busy, taken = job.snapshot, job.checkpointer._join, [], []
 
-    def watched():
+    def watched(**how):
         busy.append(sum(one._tensors[0] is not None for one in taken))
-        taken.append(take())
+        taken.append(take(**how))
         return taken[-1]
 
     def joined():

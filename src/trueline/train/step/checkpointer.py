@@ -94,7 +94,8 @@ class Checkpointer:
 
     def _begin(self, replica: Replica, link: ProgressReporter) -> None:
         self._begun = replica.ledger.steps
-        snapshot, ledger = replica.snapshot(), replica.ledger.as_tree()
+        spill = self.folder if isinstance(self.folder, Path) else None
+        snapshot, ledger = replica.snapshot(spill=spill), replica.ledger.as_tree()
         before = self._writers[-1] if self._writers else None
         writer = threading.Thread(target=self._run, args=(before, snapshot, ledger, link), name="checkpoint")
         self._writers.append(writer)

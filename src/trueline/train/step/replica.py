@@ -6,6 +6,7 @@ with n/B, whatever the split.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,11 +167,15 @@ class Replica:
         """The whole state; its tensors are the live ones."""
         return {"model": self.model.state_dict(), **self.optimizer_step.state(), "ledger": self.ledger.as_tree()}
 
-    def snapshot(self, *, readers: int = 1, patience: float = 0.0) -> Snapshot:
+    def snapshot(self, *, readers: int = 1, patience: float = 0.0, spill: Path | None = None) -> Snapshot:
         """The whole state as it is now, for threads that read it while training continues."""
         stable = self.optimizer_step.stable_memory() if self.owned else frozenset[int]()
         snapshot = Snapshot(
-            self.state(), readers=readers, patience=patience, live=lambda tensor: tensor.data_ptr() in stable
+            self.state(),
+            readers=readers,
+            patience=patience,
+            spill=spill,
+            live=lambda tensor: tensor.data_ptr() in stable,
         )
         self._snapshots.append(snapshot)
         return snapshot
