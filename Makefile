@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-large bench-data bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-large bench-data bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large protos clean
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -126,6 +126,10 @@ docs: $(STAMP)  ## generate pages from the code: docs/guides/configuration.md
 chaos: $(STAMP)  ## a thousand faults in whole jobs, some ten minutes; then as root with network cuts and full disks
 	$(BIN)/python -m pytest -m chaos -s $(call MARKED,chaos)
 	$(BIN)/trueline chaos tests/train/recipes/tiny.py --seed 1 --epochs 300 --kills 60 --what worker,launcher,network,reset,disk
+
+chaos-large: $(STAMP)  ## three hundred strikes at a job of sixty million parameters: an hour on two cores, 4 GB
+	$(BIN)/trueline chaos tests/train/recipes/sixty.py --seed 23 --epochs 150 --every 4 --kills 300 --workers 1:2 \
+	  --checkpoint-every 16 --tolerance 1e-4 --what points,worker,two,master,both,hang
 
 bench: bench-train bench-serve  ## each benchmark prints a table, then one line of JSON
 	$(BIN)/python bench/serve_overhead.py
