@@ -1,5 +1,6 @@
 """`Elastic` without a master: a notebook or a plain script."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import torch
 import trueline
 from trueline import events
 from trueline.errors import UsageError
+from trueline.parallel.exchange import Overtaken
+from trueline.wire import train_pb2 as pb
 from worlds.jobs import TINY
 
 pytestmark = pytest.mark.slow
@@ -92,3 +95,28 @@ def test_a_batch_that_cannot_be_read_ahead_is_read_when_its_step_has_come():
     job, _, told = trained(fails=True)
     assert (job.steps, told.count("read.ahead_failed")) == (16, 1)
     assert job.certificates[1]["records"] == 240
+
+
+@pytest.mark.parametrize("noticed", ["forward", "step"])
+def test_a_step_that_a_newer_view_has_made_futile_is_given_up_at_once_and_its_records_come_again(monkeypatch, noticed):
+    monkeypatch.setattr("trueline.train.regroup.state_transfer.STREAM_BYTES", 0)
+    recipe, model, _, job = own_loop()
+    backward, batches, outcomes = [], [], []
+    model.seen.register_hook(lambda _: backward.append(job.steps))
+    for number, batch in enumerate(job):
+        batches.append(batch.records.tolist())
+        if number == 3:
+            after = job._group.generation + 1
+            job._link.view = pb.View(generation=after, members=[job._link.ref], cut_below=after)
+        try:
+            with job.forward() if noticed == "forward" else contextlib.nullcontext():
+                loss = recipe.loss(model(*batch.inputs), batch.labels)
+        except Overtaken as error:
+            outcomes.append(noticed)
+            job.blame(error)
+            continue
+        outcomes.append(job.step(loss))
+    assert outcomes == [True] * 3 + ["forward" if noticed == "forward" else False] + [True] * 13
+    assert batches[3] == batches[4]
+    assert backward == list(range(16)), "no backward of the step that was given up"
+    assert job.certificates[1]["tally_max"] == job.certificates[1]["tally_min"] == 1
