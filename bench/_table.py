@@ -93,9 +93,12 @@ def provenance() -> dict[str, object]:
     }
 
 
+_RUN = provenance()
+"""When the benchmark began: a commit made meanwhile was not measured."""
+
+
 def report(headers: Sequence[str], rows: Sequence[Sequence[object]], result: Mapping[str, object]) -> None:
     """Prints what was run, the table, then `result` as one line of JSON, with what was run under `run`."""
-    run = provenance()
-    print(", ".join(f"{name} {value}" for name, value in run.items()))
+    print(", ".join(f"{name} {value}" for name, value in _RUN.items()))
     print(table(headers, rows))
-    print(json.dumps({**result, "run": run}))
+    print(json.dumps({**result, "run": _RUN}))
