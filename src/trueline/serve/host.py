@@ -24,7 +24,7 @@ _SCHED_ATTR = struct.Struct("=IIQiIQQQII")
 _KEEP_POLICY = 8
 SLICE_NS = 100_000
 """The shortest that Linux takes."""
-BESIDE_NICE = 15
+BESIDE_NICE = 5
 """Of processes beside the event loop."""
 _LOCK = threading.Lock()
 _opening = 0
