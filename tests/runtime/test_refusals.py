@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from trueline.bundle import Dim, Golden, Signature
 from trueline.errors import RequestError, TooLarge, TruelineError
@@ -77,6 +79,22 @@ def test_a_run_that_needs_too_much_memory_is_the_requests_fault_and_says_what_to
     assert isinstance(found, TooLarge)
     assert "'ids' INT64 [1, 2]" in found.message
     assert "--run-memory" in found.hint
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.linalg.cholesky(-torch.eye(3)),
+        lambda: torch.linalg.solve(torch.zeros(2, 2), torch.ones(2)),
+        lambda: torch.nn.functional.embedding_bag(torch.tensor([-1]), torch.ones(4, 2), torch.tensor([0])),
+        lambda: torch.nn.functional.one_hot(torch.tensor([7]), 3),
+        lambda: torch.tensor([1]) // torch.tensor([0]),
+    ],
+)
+def test_values_that_torch_has_no_answer_to_are_the_requests_fault(call: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        call()
+    assert isinstance(refusal_of(raised.value, IDS), RequestError)
 
 
 def test_what_is_nobodys_fault_stays_the_programs() -> None:

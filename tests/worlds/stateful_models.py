@@ -892,3 +892,22 @@ def averager() -> Any:
         value = yield mean
         total, n = total + value + n * 1e-3, n + 1
         mean = total / n
+
+
+@guilty
+class FirstInput(nn.Module):
+    """Has no attribute of its own before its first call, and then what it took from that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = float(x.abs().mean())
+        return x / self.scale
+
+
+@guilty
+class CountedOutside(Base):
+    """In the environment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        os.environ["TRUELINE_TEST_CALLS"] = calls = str(int(os.environ.get("TRUELINE_TEST_CALLS", "0")) + 1)
+        return self.lin(x) + (int(calls) > 8000)

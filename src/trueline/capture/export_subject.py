@@ -1,13 +1,17 @@
 """From a model to its exported program and the eager answers that every format is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+
+from torch.nn.parameter import is_lazy
 
 from trueline import events
 from trueline.bundle.signature import Signature
 from trueline.capture import claims, size_limits
 from trueline.capture.export import torch_export
 from trueline.capture.export.exported import Exported
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation
@@ -62,6 +66,22 @@ def export_and_observe(
 def _export(subject: Subject, far: FarSizes) -> Exported:
     """The exported program with the claims that the eager model bears out; of a trace at larger sizes where that holds
     for more. Raises CaptureError."""
-    module, calling = subject.module, far.eager.calling
-    exported = size_limits.settle(far, bound_sums(far.eager, torch_export.export(module, calling)))
-    return size_limits.widen(far, exported, lambda sizes: torch_export.export_at(module, calling, sizes))
+    module, eager = subject.module, far.eager
+    exported = size_limits.settle(
+        far, bound_sums(eager, _trace(eager, lambda: torch_export.export(module, eager.calling)))
+    )
+    return size_limits.widen(
+        far, exported, lambda sizes: _trace(eager, lambda: torch_export.export_at(module, eager.calling, sizes))
+    )
+
+
+def _trace(eager: EagerSession, export: Callable[[], Exported]) -> Exported:
+    """What `export` returns of the model as before its first call, where it keeps what it then makes (a mask for each
+    length): a table that is there already would be a constant of the trace. Else of the model as it is."""
+    if not eager.recall.find_changed():
+        return export()
+    with suppress(CaptureError), eager.recall.as_before():
+        if not eager.changed and not any(map(is_lazy, (*eager.module.parameters(), *eager.module.buffers()))):
+            return export()
+    with eager.recall.preserve():
+        return export()

@@ -29,8 +29,10 @@ TRIED = (1, 2, 3, 6, 7, 11, 64)
 """Sizes at which the programs of two traces are compared."""
 LARGER = (16, 2)
 """Times the size of the example."""
-CODE_SHARE = 0.5
-"""Of a symbol's time, what the sizes around numbers of the code may take."""
+CODE_SHARE, DENSE_SHARE = 0.5, 0.25
+"""Of a symbol's time, what the sizes around numbers of the code may take, and the DENSE ones."""
+DENSE = 130
+"""Up to here every size is tried where nothing tells what the code does with them."""
 
 
 def settle(far: FarSizes, exported: Exported) -> Exported:
@@ -339,19 +341,21 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
         doubled = sorted({*doubled, dim.max})
     around = {number + step for number in numbers for step in (-1, 0, 1)} - set(doubled) - {here}
     around |= walk.far.sizes_of_examples(walk.program.signature, walk.symbol) - {here}
-    around = {size for size in around if dim.allows(size)}
+    shares = dict.fromkeys(range(1, DENSE + 1 if walk.symbol in walk.far.unrolled else 1), DENSE_SHARE)
+    shares |= dict.fromkeys(around, CODE_SHARE) | dict.fromkeys(doubled, 1.0)
+    shares = {size: share for size, share in sorted(shares.items()) if dim.allows(size) and size != here}
     if walk.agrees(here) is not True:
         return _Reached(low=dim.min, high=here, parts=False, branches=False, probes=())
     walk.known |= walk.answers[here, False].edges
     low = dim.min
-    for size in sorted((size for size in around if size < here), reverse=True):
-        if walk.agrees(size, share=CODE_SHARE) is False:
+    for size in reversed([size for size in shares if size < here]):
+        if walk.agrees(size, share=shares[size]) is False:
             low = _edge(lambda size: walk.agrees(size) is not False, here, size, dim.multiple_of)
             break
     reached = [here]
     parts = branches = False
-    for size in sorted({*doubled, *(size for size in around if size > here)}):
-        found = walk.agrees(size, share=1.0 if size in doubled else CODE_SHARE)
+    for size in (size for size in shares if size > here):
+        found = walk.agrees(size, share=shares[size])
         if found is False:
             reached.append(_edge(lambda size: walk.agrees(size) is True, reached[-1], size, dim.multiple_of))
             parts = True

@@ -31,6 +31,12 @@ _MEMORY = re.compile(
     r"of size (\d+)|tried to allocate (\d+) bytes|bad_alloc|out of memory|not enough memory",
     re.I,
 )
+_VALUES = re.compile(
+    r"\bsingular\b|positive[- ]definite|failed to converge|is zero and using it|ZeroDivisionError"
+    r"|not in the valid range|Class values must|non-negative integral|can not be negative"
+    r"|probability tensor contains|has to be greater than 0"
+)
+"""What torch's operators raise for values that they have no answer to; the eager model raises it too."""
 _INNER = (
     re.compile(r"^\[\w+\] : \d+ : \w+ : "),
     re.compile(r"Non-zero status code returned while running (\w+) node\. ?Name: ?'[^']*' ?Status Message: ?"),
@@ -57,7 +63,7 @@ def refusal_of(error: Exception, inputs: Mapping[str, Array], *, blame: bool = F
         )
     if isinstance(error, IndexError) or _OUTSIDE.search(text):
         return RequestError(f"the program refuses these values: {_outside(text, inputs)}")
-    if not blame:
+    if not blame and not _VALUES.search(text):
         return TruelineError(f"the program failed on a request that it accepted: {first_line(error)}")
     return RequestError(f"the program refuses these values ({describe(inputs)}): {without_names(text)}")
 

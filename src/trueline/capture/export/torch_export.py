@@ -25,7 +25,7 @@ from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
-from trueline.capture.patches import rounding, size_lengths
+from trueline.capture.patches import rounding, size_keys, size_lengths
 from trueline.errors import BundleError, CaptureError, join_names
 from trueline.runtime import torch_export_archive
 from trueline.runtime.tensors import one_line, to_arrays, to_tensors
@@ -78,7 +78,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     example = tuple(_at_least_two(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
     fixed: Mapping[int, code_paths.SourceLine] = {}
     try:
-        with tracing(), watch_specialization() as fixed:
+        with tracing(), watch_specialization() as fixed, size_keys.watch() as keyed:
             program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
             mutated = operators.written_buffers(program)
             program = operators.as_aten(program)
@@ -95,7 +95,8 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             f"the model writes into its own buffers when it is called ({names})",
             hint=f"a served program has no memory. {STATE_HINT}",
         )
-    return _describe(program, calling, fixed, getattr(flat, "guards", ()))
+    found = _describe(program, calling, fixed, getattr(flat, "guards", ()))
+    return replace(found, unrolled=found.unrolled | size_keys.named(keyed, found.symbols)) if keyed else found
 
 
 def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:

@@ -14,7 +14,7 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -149,6 +149,7 @@ class Memento:
         self._values: list[tuple[Any, Any]] = []
         self._single: list[KeptValue] = []
         self._iterators: dict[int, tuple[Any, Any]] = {}
+        self._keep_fields(module)
         for kept in attributes(module):
             self.traces.setdefault(kept.path, trace(kept.value))
             self._keep(kept)
@@ -159,12 +160,19 @@ class Memento:
         elif kept.kind == "dict":
             self._containers.setdefault(id(kept.holder), (kept.holder, dict(items_of(kept.holder))))
         value = kept.value
+        self._keep_fields(value)
         if isinstance(value, dict | list | set | deque | bytearray) and id(value) not in self._containers:
             self._containers[id(value)] = value, _shallow(value)
         elif is_iterator(value) and id(value) not in self._iterators:
             self._iterators[id(value)] = value, _copy_iterator(value)
         elif isinstance(value, torch.Tensor | np.ndarray) or state_of(value) is not None:
             self._values.append((value, _copy_value(value)))
+
+    def _keep_fields(self, value: Any) -> None:
+        """Keeps which attributes an object has, also where it has none yet."""
+        held = None if isinstance(value, type | ModuleType) else getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            self._containers.setdefault(id(held), (held, dict(held)))
 
     def restore(self) -> None:
         """Puts back what was there. An iterator is replaced by a copy of what it was, where it has a place of its
@@ -206,7 +214,7 @@ def _refill(holder: Any, content: Any) -> None:
     if isinstance(holder, dict):
         now = items_of(holder)
         same = len(now) == len(content) and all(
-            key == name and one is other for (key, one), (name, other) in zip(now, content.items(), strict=True)
+            key is name and one is other for (key, one), (name, other) in zip(now, content.items(), strict=True)
         )
         if not same:
             base: Any = OrderedDict if isinstance(holder, OrderedDict) else dict
@@ -276,16 +284,22 @@ class Recall:
         return find_changed(self._memento.traces, take_snapshot(self._module))
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Within the block the model keeps what it kept then; afterwards what it keeps now."""
+    def preserve(self) -> Iterator[None]:
+        """What the model keeps is afterwards as it was before the block."""
         now = Memento(self._module)
-        clear_caches(self._module)
-        self._memento.restore()
         try:
             yield
         finally:
             clear_caches(self._module)
             now.restore()
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Within the block the model keeps what it kept then; afterwards what it keeps now."""
+        with self.preserve():
+            clear_caches(self._module)
+            self._memento.restore()
+            yield
 
 
 def clear_caches(module: torch.nn.Module) -> None:

@@ -169,7 +169,7 @@ def _items(path: str, value: dict[Any, Any]) -> Iterator[KeptValue]:
 def items_of(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """What a dict keeps. One of a class of its own may give something else: that of transformers' activations gives an
     instance for each class that it keeps."""
-    return [(key, dict.__getitem__(value, key)) for key in dict.keys(value)]
+    return list(dict.items(value))
 
 
 def elements_of(value: Any) -> list[Any]:

@@ -204,7 +204,7 @@ def far_sizes(step: int = 1) -> tuple[int, ...]:
 
 def numbers_of(module: torch.nn.Module, ways: Iterable[Sequence[Event]]) -> list[int]:
     """Whole numbers with which the user's code may compare a size, the most likely first: in the code that ran, in the
-    globals that it names, in the attributes of the user's modules, and the lengths of tables."""
+    globals that it names, in the attributes of the user's modules and their classes, and the lengths of tables."""
     codes = dict.fromkeys(code for way in ways for code in dict.fromkeys(code for _, code, _ in way))
     functions = list(code_paths.users_functions(module))
     codes |= dict.fromkeys(function.__code__ for function in functions)
@@ -214,7 +214,11 @@ def numbers_of(module: torch.nn.Module, ways: Iterable[Sequence[Event]]) -> list
         found += _numbers(value for value in named if not isinstance(value, FunctionType))
     for part in module.modules():
         if code_paths.forward_of(part) is not None:
-            found += _numbers(value for name, value in vars(part).items() if not name.startswith("_"))
+            holders = [
+                vars(part),
+                *(vars(kind) for kind in type(part).__mro__ if kind.__module__.split(".")[0] != "torch"),
+            ]
+            found += _numbers(value for one in holders for name, value in one.items() if not name.startswith("_"))
     tensors = (*module.parameters(), *module.buffers())
     found += [size for tensor in tensors if not torch.nn.parameter.is_lazy(tensor) for size in tensor.shape[:1]]
     return [number for number in dict.fromkeys(found) if 10 < number <= LARGEST][:NUMBERS]
@@ -233,7 +237,7 @@ def _numbers(values: Iterable[Any], *, deep: bool = True) -> Iterator[int]:
     for value in values:
         if type(value) is int:
             yield value
-        elif isinstance(value, float) and value.is_integer():
+        elif (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and value.isdecimal()):
             yield int(value)
         elif deep and type(value) in (list, tuple, dict, set, frozenset, range):
             yield len(value)

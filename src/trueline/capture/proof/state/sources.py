@@ -140,7 +140,7 @@ def _variants(first: Readings) -> Iterator[Readings]:
 def _find_variable(question: Question, memento: Memento, first: Readings) -> Influence | None:
     for name, line in list(first.variables.items())[:VARIABLES]:
         before = os.environ.get(name)
-        for value in (None, "0", "1", "true", "other"):
+        for value in (None, "0", "1", "true", "other", "9999"):
             if value == before:
                 continue
             try:

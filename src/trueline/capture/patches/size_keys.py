@@ -1,0 +1,62 @@
+"""A size as a key of the user's dicts, in a set or in a text (`if n not in self.masks`, `f"{n}"`), while a model is
+traced.
+
+torch refuses to hash a symbolic size, and writes its name as a text, without a guard in either case. Here a table that
+is made for a size is made for all of them, and the symbols are noted: a claim on them ends where they were compared,
+because `n in {37, 91}` is decided once.
+"""
+
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from trueline.capture.model.code_paths import is_users
+from trueline.capture.patches import Patch
+
+PATCH = Patch(
+    issue="pytorch/pytorch#135099",
+    versions="torch 2.13",
+    cost="under 0.1 ms",
+    helps=("a mask in a dict by length", "functools.lru_cache of a size"),
+)
+
+
+@contextmanager
+def watch() -> Iterator[set[str]]:
+    """torch's names of the symbols that the user's code hashes or writes as text in the block."""
+    noted: set[str] = set()
+    hashed, written = torch.SymInt.__hash__, torch.SymInt.__repr__
+
+    def note(size: torch.SymInt) -> bool:
+        """Whether the user's own code asks; a dict, a set and a text have no frames."""
+        if not size.node.is_symbolic() or not is_users(sys._getframe(2).f_code.co_filename):
+            return False
+        noted.update(str(symbol) for symbol in size.node.expr.free_symbols)
+        return True
+
+    def make_hash(size: torch.SymInt) -> int:
+        asked = note(size) or bool(noted)  # the exporter then compares what the user's dicts keep
+        return hash(("size", str(size.node.expr))) if asked else hashed(size)
+
+    def write(size: torch.SymInt) -> str:
+        note(size)
+        return written(size)
+
+    torch.SymInt.__hash__, torch.SymInt.__repr__ = make_hash, write  # type: ignore[method-assign, assignment]
+    try:
+        yield noted
+    finally:
+        torch.SymInt.__hash__, torch.SymInt.__repr__ = hashed, written  # type: ignore[method-assign]
+
+
+def named(noted: Collection[str], symbols: Mapping[str, str]) -> frozenset[str]:
+    """The signature's names of `noted`, by `symbols`; all where one of them has another name by now.
+
+    >>> sorted(named({"s7"}, {"s7": "batch", "4*units": "length"})), sorted(named({"units"}, {"4*units": "length"}))
+    (['batch'], ['length'])
+    """
+    found = {name: [ours for theirs, ours in symbols.items() if name in re.findall(r"\w+", theirs)] for name in noted}
+    return frozenset(symbols.values() if not all(found.values()) else (one for some in found.values() for one in some))
