@@ -71,6 +71,8 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "log1p": lambda x, y: (torch.log1p(x * 1e-6), torch.log1p(y * 1e30), torch.log1p(x)),
     "expm1": lambda x, y: (torch.expm1(x * 1e-6), torch.expm1(y * 300), torch.expm1(x)),
     "elu": lambda x, y: (F.elu(x * 1e-6), F.selu(y * 300), F.celu(x, 0.3)),
+    "selu": lambda x, y: F.selu(x) + F.selu(y * 1e-6),
+    "sigmoids that are small": lambda x, y: (F.silu(x * 20), 1 - torch.sigmoid(y + 10)),
     "attention without heads": lambda x, y: (
         F.scaled_dot_product_attention(x[:, :, None], y[:, :, None], x[:, :, None], is_causal=True),
         F.scaled_dot_product_attention(x[:, :, None], y[:, :, None], y[:, :, None], (x > 0)[:, None], scale=0.3),

@@ -30,6 +30,8 @@ class Exported:
     how: str = ""
     """How the model was traced, if not as it is."""
     opset: int | None = None
+    exact_tails: bool = False
+    """Whether ONNX computes sigmoids by their formula."""
     unrolled: frozenset[str] = frozenset()
     """Symbols whose guards are not all known, as code was unrolled over them: they are claimed as far as they were
     compared."""

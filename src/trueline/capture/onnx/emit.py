@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import padded_pool, pass_workarounds, size_arithmetic, small_constants, torchlib_cache
+from trueline.capture.onnx.numerics import EXACT_TAILS
 from trueline.capture.onnx.opsets import FORMAT_VERSIONS
 from trueline.capture.onnx.translations import TRANSLATIONS
 from trueline.capture.patches import decomposition_cache, recurrent
@@ -53,6 +54,7 @@ def emit(exported: Exported, folder: Path) -> Path:
         [spec.name for spec in signature.inputs],
         [spec.name for spec in signature.outputs],
         opset=exported.opset,
+        exact_tails=exported.exact_tails,
     )
     if exported.opset is not None:
         written = program.model.opset_imports.get("")
@@ -64,6 +66,13 @@ def emit(exported: Exported, folder: Path) -> Path:
     program.model.metadata_props[SIGNATURE] = _encode_signature(signature)
     save(program, path, weight_bytes=exported.weight_bytes)
     return path
+
+
+def may_be_exact(exported: Exported) -> bool:
+    """Whether it can be emitted with exact tails, and is not yet."""
+    graphs = (one.graph for one in exported.program.graph_module.modules() if isinstance(one, torch.fx.GraphModule))
+    used = {node.target for graph in graphs for node in graph.nodes}
+    return not exported.exact_tails and not used.isdisjoint(EXACT_TAILS)
 
 
 def restate(path: Path, signature: Signature) -> None:
@@ -117,19 +126,25 @@ def users_name(path: str) -> str | None:
 
 
 def translate(
-    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], *, opset: int | None = None
+    program: torch.export.ExportedProgram,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    opset: int | None = None,
+    exact_tails: bool = False,
 ) -> torch.onnx.ONNXProgram:
     """`program` as ONNX with these names, in the exporter's own opset when none is named.
 
     Raises CaptureError when an operator has no translation.
     """
+    table = TRANSLATIONS | EXACT_TAILS if exact_tails else TRANSLATIONS
     try:
         try:
-            found = _export(program, inputs, outputs, opset)
+            found = _export(program, inputs, outputs, opset, table)
         except Exception as error:
             if not pass_workarounds.may_help(error):
                 raise
-            found = _export(pass_workarounds.rewrite(program), inputs, outputs, opset)
+            found = _export(pass_workarounds.rewrite(program), inputs, outputs, opset, table)
     except Exception as error:
         place = operators.line_of(program, _reason(error))
         raise CaptureError(
@@ -144,7 +159,11 @@ def translate(
 
 
 def _export(
-    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], opset: int | None
+    program: torch.export.ExportedProgram,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    opset: int | None,
+    table: Mapping[Callable[..., Any], Callable[..., Any]],
 ) -> torch.onnx.ONNXProgram | None:
     # without no_grad torch would split a scan for its gradients, in a pass that runs the program once more
     with (
@@ -161,7 +180,7 @@ def _export(
             dynamo=True,
             input_names=inputs,
             output_names=outputs,
-            custom_translation_table=TRANSLATIONS,
+            custom_translation_table=dict(table),
             opset_version=opset,
             verbose=False,
         )
