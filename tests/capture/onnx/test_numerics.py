@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trueline.capture.api import capture
 from trueline.capture.export import torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
 from trueline.runtime.open import open_session
+from worlds import recipes
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +74,6 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "expm1": lambda x, y: (torch.expm1(x * 1e-6), torch.expm1(y * 300), torch.expm1(x)),
     "elu": lambda x, y: (F.elu(x * 1e-6), F.selu(y * 300), F.celu(x, 0.3)),
     "selu": lambda x, y: F.selu(x) + F.selu(y * 1e-6),
-    "sigmoids that are small": lambda x, y: (F.silu(x * 20), 1 - torch.sigmoid(y + 10)),
     "attention without heads": lambda x, y: (
         F.scaled_dot_product_attention(x[:, :, None], y[:, :, None], x[:, :, None], is_causal=True),
         F.scaled_dot_product_attention(x[:, :, None], y[:, :, None], y[:, :, None], (x > 0)[:, None], scale=0.3),
@@ -102,6 +103,18 @@ def test_an_operator_is_proven_in_onnx_and_right_at_its_borders(name: str, tmp_p
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
         for one, other in zip(found.values(), wanted, strict=True):
             np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [lambda x, y: F.silu(x * 20), lambda x, y: 1 - torch.sigmoid(y + 10)])
+def test_a_program_that_onnx_runtimes_sigmoid_spoils_is_emitted_with_the_formula(
+    function: Callable[[Tensor, Tensor], Tensor], tmp_path: Path
+) -> None:
+    random = np.random.default_rng(0)
+    example = tuple(torch.from_numpy(random.standard_normal((3, 6)).astype(np.float32)) for _ in range(2))
+    recipe = recipes.untrained(lambda: Of(function), examples=lambda: example)
+    (onnx,) = capture(recipe, None, tmp_path / "b", formats=["onnx"]).programs
+    assert "by their formula" in onnx.how
+    assert onnx.range == "batch from 1 up, no bound"
 
 
 class Attending(nn.Module):

@@ -43,7 +43,7 @@ def watch() -> Iterator[set[str]]:
 
     def write(size: torch.SymInt) -> str:
         note(size)
-        return written(size)
+        return str(written(size))  # type: ignore[no-untyped-call]
 
     torch.SymInt.__hash__, torch.SymInt.__repr__ = make_hash, write  # type: ignore[method-assign, assignment]
     try:
