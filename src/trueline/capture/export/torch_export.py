@@ -96,7 +96,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             hint=f"a served program has no memory. {STATE_HINT}",
         )
     found = _describe(program, calling, fixed, getattr(flat, "guards", ()))
-    return replace(found, unrolled=found.unrolled | size_keys.named(keyed, found.symbols)) if keyed else found
+    return replace(found, unrolled=found.unrolled | size_keys.find_symbols(keyed, found.symbols)) if keyed else found
 
 
 def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:

@@ -52,11 +52,11 @@ def watch() -> Iterator[set[str]]:
         torch.SymInt.__hash__, torch.SymInt.__repr__ = hashed, written  # type: ignore[method-assign]
 
 
-def named(noted: Collection[str], symbols: Mapping[str, str]) -> frozenset[str]:
+def find_symbols(noted: Collection[str], symbols: Mapping[str, str]) -> frozenset[str]:
     """The signature's names of `noted`, by `symbols`; all where one of them has another name by now.
 
-    >>> sorted(named({"s7"}, {"s7": "batch", "4*units": "length"})), sorted(named({"units"}, {"4*units": "length"}))
-    (['batch'], ['length'])
+    >>> [sorted(find_symbols({one}, {"s7": "batch", "4*units": "length"})) for one in ("s7", "units", "s8")]
+    [['batch'], ['length'], ['batch', 'length']]
     """
     found = {name: [ours for theirs, ours in symbols.items() if name in re.findall(r"\w+", theirs)] for name in noted}
     return frozenset(symbols.values() if not all(found.values()) else (one for some in found.values() for one in some))
