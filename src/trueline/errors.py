@@ -4,7 +4,9 @@
     ├── UsageError                a flag, argument or path that the caller has to correct
     ├── RecipeError               a blank of the recipe is missing, misspelt or of the wrong kind
     ├── DataError                 records that cannot be listed or read
+    │   └── MissingValues         columns without a value in some records: a matter of the schema, not of a record
     ├── StorageError              a disk that is full, read-only or torn; nothing half-written stays behind
+    │   └── DiskFull              no room left, or over the quota: it can be written once there is room
     ├── PortInUse                 another process listens where a server was to listen
     ├── TrainError                a job that cannot continue
     │   ├── StateLost             no process holds the job's state and no checkpoint does
@@ -77,8 +79,16 @@ class DataError(TruelineError):
     code = "data"
 
 
+class MissingValues(DataError):
+    code = "missing_values"
+
+
 class StorageError(TruelineError):
     code = "storage"
+
+
+class DiskFull(StorageError):
+    code = "disk_full"
 
 
 class PortInUse(TruelineError):

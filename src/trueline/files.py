@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal, get_args
 
-from trueline.errors import StorageError
+from trueline.errors import DiskFull, StorageError
 
 PARTIAL = ".partial-"
 """Prefix of unfinished files and folders, which may be deleted when their writer is gone."""
@@ -152,8 +152,8 @@ def sha256_file(path: Path) -> str:
 def storage_error(error: OSError, path: Path) -> StorageError:
     """An error from writing `path` as a message: the path, the room left, what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(
-            f"no room left to write {path} ({_free(path)} free); nothing was changed",
+        return DiskFull(
+            f"no room left to write {path} ({free_space(path)} free); nothing was changed",
             hint="free some space, or write to another disk, and try again",
         )
     if error.errno == errno.EFBIG:
@@ -168,7 +168,8 @@ def storage_error(error: OSError, path: Path) -> StorageError:
     return StorageError(f"writing {path} failed: {error.strerror or error}; nothing was changed")
 
 
-def _free(path: Path) -> str:
+def free_space(path: Path) -> str:
+    """The room on the disk of `path`, for messages."""
     folder = next((folder for folder in (path, *path.parents) if folder.exists()), path)
     try:
         return f"{shutil.disk_usage(folder).free / 2**20:.1f} MiB"

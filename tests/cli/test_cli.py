@@ -205,7 +205,8 @@ def called(monkeypatch: pytest.MonkeyPatch, where: str, answer: Any) -> dict[str
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for a job's run: one step, and its result."""
     pytest.importorskip("torch")
-    summary = SimpleNamespace(as_text=lambda: "trained", as_dict=lambda: {"steps": 3})
+    summary = SimpleNamespace(as_text=lambda: "trained", as_dict=lambda: {"steps": 3}, left_out=0)
+    monkeypatch.setattr("trueline.train.api.summary", summary, raising=False)
 
     def fake(folder: Path) -> Any:
         events.emit("step.applied", step=0, total=1, loss=0.5)
@@ -227,9 +228,24 @@ def test_train_passes_its_flags_and_says_the_summary_as_text_or_json(
     assert [(fault.step, fault.slot) for fault in seen["faults"]] == [(5, 1), (9, 0)]
     assert app.run(["train", "r.py", "--json", "--quiet", "--bitwise", "--no-compile", "--clip-norm", "1"]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out) == {"steps": 3, "checkpoint": "c", "chosen": "b", "job": "j"}
+    assert json.loads(said.out) == {"steps": 3, "checkpoint": "c", "chosen": "b", "job": "j", "left_out": 0}
     assert said.err == ""
     assert (seen["bitwise"], seen["compile"], seen["clip_norm"], seen["autoscale"]) == (True, False, 1.0, None)
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_job_that_left_records_out_has_an_exit_code_of_its_own_and_says_how_many(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called(monkeypatch, "trueline.train.api.prepare", Path("j"))
+    import trueline.train.api as api
+
+    monkeypatch.setattr(api.summary, "left_out", 84)  # type: ignore[attr-defined]  # of `launched`
+    assert app.run(["train", "r.py", "--json", "--quiet"]) == 3
+    said = capsys.readouterr()
+    assert json.loads(said.out)["left_out"] == 84
+    assert "84 records were left out of the training" in said.err
+    assert "left out" in app.EXIT_CODES[3] or "without records" in app.EXIT_CODES[3]
 
 
 def test_the_options_of_train_are_settings_of_a_job() -> None:

@@ -333,8 +333,19 @@ def test_the_master_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_full_disk_at_the_last_checkpoint_is_one_clear_error(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_for_a_while_is_a_pause_that_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "full_disk"))
-    with pytest.raises(errors.StorageError, match="no room left to write"):
+    monkeypatch.setenv("FULL_TIMES", "3")
+    result, heard = run(tmp_path, workers=2)
+    assert [fields["what"] for fields in heard.of("disk.full")] == ["checkpoint"]
+    assert [fields["what"] for fields in heard.of("disk.has_room")] == ["checkpoint"]
+    assert [fields["step"] for fields in heard.of("step.applied")] == list(range(STEPS))
+    assert checkpoint.read(result.checkpoint).step == STEPS
+
+
+def test_a_read_only_disk_at_the_last_checkpoint_is_one_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "full_disk"))
+    monkeypatch.setenv("FULL_ERROR", "EROFS")
+    with pytest.raises(errors.StorageError, match="Read-only file system"):
         run(tmp_path, workers=2)
     assert list((tmp_path / "job" / "checkpoints").glob("*")) == []

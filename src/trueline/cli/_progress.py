@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
@@ -19,6 +19,7 @@ import click
 
 from trueline import events
 from trueline.events import Field
+from trueline.train.reasons import find_reason
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -52,7 +53,7 @@ _WORDS = {
     "config.ignored": "  {key} is not read: {why}",
     "job.restarted": "  {why}",
     "job.scaled": "  {workers} workers from now on ({why})",
-    "job.halting": "  waiting up to {patience_s:.0f} s for a checkpoint",
+    "job.halting": "  the job stops at the next step, with a checkpoint of it ({why})",
     "job.failed": "  the job failed: {why}",
     "launcher.ended": "  the job is over: {outcome} {why}",
     "worker.leaving": "  {worker} has to leave",
@@ -60,6 +61,8 @@ _WORDS = {
     "fault.unreachable": "  no worker will be killed at step {step}: {why}",
     "worker.quarantined": "  worker {slot} is in quarantine: {why}",
     "worker.retried": "  worker {slot} is tried again after its quarantine",
+    "disk.full": "  the disk is full: {path} cannot be written ({free} free); {effect}",
+    "disk.has_room": "  there is room again after {seconds:.1f} s: {path} is written",
     "record.suspected": "  record {record} is suspected: {why}",
     "record.set_aside": "  record {record} ({where}) is set aside: {why}",
     "evaluation.done": "  evaluation after step {step}: loss {loss:.4g}, {metrics}",
@@ -94,8 +97,13 @@ _WORDS = {
 _MINOR = {
     "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
     "worker.receiving", "worker.received", "checkpoint.saved", "job.finished", "job.stopping", "capture.started",
-    "program.emitted", "program.unfollowed",
+    "program.emitted", "program.unfollowed", "record.suspected",
 }  # fmt: skip
+_STYLES = {
+    "stage.started": "bold", "disk.full": "bold red", "job.failed": "bold red", "checkpoint.failed": "red",
+    "worker.quarantined": "red", "record.set_aside": "yellow",
+}  # fmt: skip
+"""On a terminal."""
 WINDOW_NS = 5_000_000_000
 """Records a second are the mean over this time."""
 
@@ -134,6 +142,27 @@ def format_event(name: str, fields: Mapping[str, Field]) -> str | None:
         return events.render(name, dict(fields))
     line = re.sub(r"\b1 (worker|epoch)s\b", r"1 \1", events.printable(line))
     return line.removesuffix(", 0 epochs").rstrip(" ,")  # a script, whose epochs are unknown; no metrics
+
+
+class EventText:
+    """Formats events as `format_event` does; records that are set aside for equal reasons are one line with a count,
+    which comes again when it has doubled. Views that only move such records are minor."""
+
+    def __init__(self) -> None:
+        self._alike: Counter[str] = Counter()
+
+    def format(self, name: str, fields: Mapping[str, Field]) -> str | None:
+        why = str(fields.get("why", ""))
+        if name == "view.published" and why.startswith("record") and not os.environ.get(DEBUG):
+            return None
+        if name != "record.set_aside":
+            return format_event(name, fields)
+        reason = find_reason(why)
+        self._alike[reason] += 1
+        count = self._alike[reason]
+        if count == 1:
+            return format_event(name, fields)
+        return None if count & (count - 1) else events.printable(f"  {count} records are set aside for: {reason}")
 
 
 def _format_metrics(fields: Mapping[str, Field]) -> dict[str, Field]:
@@ -198,7 +227,7 @@ class Lines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._sparse, self._pace = Sparse(), StepPace()
+        self._sparse, self._pace, self._text = Sparse(), StepPace(), EventText()
 
     def hear(self, name: str, fields: dict[str, Field], *, at: float | None = None) -> None:
         fields = self._pace.extend(name, fields)
@@ -206,7 +235,7 @@ class Lines:
         if name in _ENDS:
             self._sparse = Sparse()
         if count is None:
-            line = format_event(name, fields)
+            line = self._text.format(name, fields)
             if line is not None:
                 self._write(line, at)
         elif self._sparse.due(name, count[1], count[2]):
@@ -232,7 +261,7 @@ class _Bars:
             *columns, TextColumn("{task.fields[detail]}"), console=Console(file=stream), transient=True
         )
         self._tasks: dict[str, TaskID] = {}
-        self._pace = StepPace()
+        self._pace, self._text = StepPace(), EventText()
 
     def close(self) -> None:
         self._clear()
@@ -244,9 +273,9 @@ class _Bars:
         if count is None:
             if name in _ENDS:
                 self._clear()
-            line = format_event(name, fields)
+            line = self._text.format(name, fields)
             if line is not None:
-                style = "bold" if name == "stage.started" else "default"
+                style = _STYLES.get(name, "default")
                 self._progress.console.print(line, style=style, markup=False, highlight=False)
             return
         label, done, total = count

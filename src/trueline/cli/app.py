@@ -23,6 +23,8 @@ EXIT_CODES = {
     0: "done; for `bundle verify`, `data verify` and `chaos`: and every check holds",
     1: "an error, on stderr as `error: ...` and `hint: ...`; or a check that does not hold",
     2: "the command line, an environment variable or trueline.toml is wrong",
+    3: "train, run, resume: all steps are trained, but without records that failed on every worker; the summary and "
+    "--json (`left_out`, `set_aside`) name them",
     130: "Ctrl-C",
 }
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from trueline.data.formats.arrow import ArrowFormat, hugging_face_files, is_hugging_face
 from trueline.data.formats.image_folder import ImageRecords, is_image_folder
-from trueline.data.loading.tensors import DefaultFeed
+from trueline.data.loading.tensors import LABELS, DefaultFeed
+from trueline.data.missing import Missing
 from trueline.data.records import FileRecords, OnBad, Records
 from trueline.data.source import Mode, Source
 from trueline.data.sources.databases import SqlRecords, is_sql, open_odps_table
@@ -41,7 +42,14 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz")
 
 
 def as_source(
-    dataset: Any, *, mode: Mode, feed: Feed | None, recipe: str, vocabulary: Blank = None, tokenizer: Blank = None
+    dataset: Any,
+    *,
+    mode: Mode,
+    feed: Feed | None,
+    recipe: str,
+    vocabulary: Blank = None,
+    tokenizer: Blank = None,
+    missing: Missing | None = None,
 ) -> Source:
     """A Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, URIs of records, a SampledDataset of
     either, or a Source.
@@ -52,14 +60,17 @@ def as_source(
     if isinstance(dataset, Source):
         return dataset
     if isinstance(dataset, SampledDataset):
-        open_part = partial(as_source, mode=mode, feed=feed, recipe=recipe, vocabulary=vocabulary, tokenizer=tokenizer)
+        rules = Missing(missing.rules) if missing is not None else None  # a mean is over one part, and is refused
+        open_part = partial(
+            as_source, mode=mode, feed=feed, recipe=recipe, vocabulary=vocabulary, tokenizer=tokenizer, missing=rules
+        )
         return SampledSource([open_part(part) for part in dataset.parts], dataset)
     parts = dataset if isinstance(dataset, list | tuple) else [dataset]
     if parts and all(isinstance(part, str | os.PathLike) for part in parts):
         if feed is not None:
-            return open_source(dataset, feed, mode=mode)
+            return open_source(dataset, feed, mode=mode, missing=missing)
         default = DefaultFeed(vocabulary and vocabulary(), tokenizer and tokenizer())
-        source = open_source(dataset, default, mode=mode)
+        source = open_source(dataset, default, mode=mode, missing=missing)
         default.check(source.records.schema, mode)
         return source
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -75,12 +86,39 @@ def as_source(
 
 
 def open_source(
-    uris: Uris, feed: Feed, *, mode: Mode, format: str = "", on_bad: OnBad = "stop", cache_bytes: int = CACHE_BYTES
+    uris: Uris,
+    feed: Feed,
+    *,
+    mode: Mode,
+    format: str = "",
+    on_bad: OnBad = "stop",
+    cache_bytes: int = CACHE_BYTES,
+    missing: Missing | None = None,
 ) -> TableSource:
-    """The records at `uris` as a Source; `feed(records, mode)` is called with a pyarrow.Table. Raises DataError."""
-    uris = as_list(uris)
+    """The records at `uris` as a Source; `feed(records, mode)` is called with a pyarrow.Table, in which `missing` has
+    replaced missing values. Raises DataError."""
+    uris, missing = as_list(uris), missing or Missing()
     records = open_records(uris, format=format, on_bad=on_bad)
-    return TableSource(records, feed, mode=mode, where=describe_uris(uris), cache_bytes=cache_bytes)
+    of = records
+    if missing.needs_mean(records.schema, LABELS) and mode != "training":
+        of = _open_training(missing)
+    values = missing.values(records.schema, LABELS, of)
+    return TableSource(
+        records, feed, mode=mode, where=describe_uris(uris), cache_bytes=cache_bytes, missing=missing, fills=values
+    )
+
+
+def _open_training(missing: Missing) -> Records:
+    """The training records, over which the means for other records are taken."""
+    dataset = missing.training() if missing.training is not None else None
+    parts = dataset if isinstance(dataset, list | tuple) else [dataset]
+    uris = [part for part in parts if isinstance(part, str | os.PathLike)]
+    if len(uris) < len(parts):
+        raise DataError(
+            "missing is 'mean', and the training records are not at URIs of one source",
+            hint="give the number: missing = {column: number}",
+        )
+    return open_records(uris)
 
 
 def open_records(uris: Uris, *, format: str = "", on_bad: OnBad = "stop") -> Records:

@@ -105,6 +105,11 @@ class StreamedFormat(Protocol):
 
 
 @runtime_checkable
+class CountingFormat(Protocol):
+    def null_counts(self, file: File, part: FileUnit) -> dict[str, int]: ...
+
+
+@runtime_checkable
 class FooterFormat(Protocol):
     """A format whose listing is in a footer: `list(file) == parse_footer(file, footer(file))`."""
 
@@ -186,6 +191,11 @@ class FileRecords:
 
     def _where(self, index: int, part: FileUnit) -> str:
         return f"{self.format.unit} {index} (at {part.at})"
+
+    def null_counts(self, number: int) -> dict[str, int]:
+        """The nulls of unit `number` by column, as far as the file's statistics count them."""
+        file, _, part = self._parts[number]
+        return self.format.null_counts(file, part) if isinstance(self.format, CountingFormat) else {}
 
     def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
         """The records from unit `number` on, `rows` at a time and fewer where a unit ends, each table in memory of its

@@ -5,7 +5,8 @@ Implementations share `tests/conformance/source.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
     from trueline.data.order.record_orders import RecordOrder
 
 Mode = Literal["training", "evaluation", "prediction"]
+
+
+RULES = ("refuse", "keep", "mean", "zero", "category")
+"""What a recipe's `missing` may say of missing values (`data/missing.py`), beside a number for a column. `keep`: the
+feed gets nulls as they are; `category`: the word `<missing>`, in columns of text."""
+
+
+def find_rule_fault(value: object) -> str:
+    """What is wrong with a recipe's `missing`; empty: nothing.
+
+    >>> find_rule_fault({"age": "mean", "visits": 0}), find_rule_fault("drop")[:16]
+    ('', "missing = 'drop'")
+    """
+    by_column = isinstance(value, Mapping)
+    for rule in value.values() if isinstance(value, Mapping) else [value]:
+        number = isinstance(rule, int | float) and not isinstance(rule, bool) and math.isfinite(rule)
+        if rule not in RULES if isinstance(rule, str) else not (number and by_column):
+            return f"missing = {value!r}, expected one of {', '.join(RULES)}, or {{column: one of them or a number}}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +89,15 @@ class Prefetching(Protocol):
 
     def prefetch(self, indices: Indices) -> None:
         """Starts reading `indices` for a later `read` of exactly these, and returns at once."""
+        ...
+
+
+@runtime_checkable
+class Countable(Protocol):
+    """A Source that can count missing values before it is trained on."""
+
+    def check_missing(self) -> None:
+        """Raises MissingValues that names columns, counts and first records."""
         ...
 
 

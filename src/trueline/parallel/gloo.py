@@ -162,6 +162,7 @@ class GlooGroup:
         self.close()
         if os.environ.get("TRUELINE_HOST", "127.0.0.1") == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_LOG_LEVEL", "WARN")  # else some builds greet each peer on the user's terminal
         with self._lock:
             self._before, self._own = set(_sockets()), None
             self.generation = generation

@@ -19,6 +19,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from trueline import files
+from trueline.data.source import find_rule_fault
 from trueline.errors import RecipeError, join_names
 from trueline.recipe import elasticdl
 from trueline.recipe.contract import BLANKS, Blank, Recipe
@@ -87,6 +88,9 @@ def fill(found: Definitions, needs: Sequence[str] | None = None) -> Recipe:
         filled["dataset"] = elasticdl.DataPlaces(found.values)
     values, wrong = _settings(found)
     problems += wrong
+    if "missing" in found.values and not callable(found.values["missing"]):
+        filled["missing"] = found.values["missing"]
+        problems += [Problem(why) for why in [find_rule_fault(filled["missing"])] if why]
     name = found.values.get("name", found.default_name)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         hint = 'set name = "..." at the top level of the recipe'

@@ -102,11 +102,14 @@ class Recipe:
     preprocess: Callable[[Any], Any] | None = None
     postprocess: Callable[[Any], Any] | None = None
     search_space: Callable[[Any], Mapping[str, Any]] | None = None
+    missing: str | Mapping[str, str | int | float] = "refuse"
+    """What stands in the place of missing values: a rule for all columns, or by column (`data/missing.py`)."""
     defaults: TrainingSettings = field(default_factory=TrainingSettings)
     """What the recipe sets at its top level; flags of the command win."""
 
     def source(self, mode: Mode) -> Source:
         """The records for `mode` as a Source. Raises RecipeError or DataError."""
+        from trueline.data.missing import Missing
         from trueline.data.open import as_source
 
         return as_source(
@@ -116,6 +119,7 @@ class Recipe:
             recipe=self.name,
             vocabulary=self.vocabulary,
             tokenizer=self.tokenizer,
+            missing=Missing(self.missing, lambda: self.dataset("training")),
         )
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trueline import events, files
-from trueline.errors import RegistryError, TruelineError, UsageError
+from trueline.errors import DiskFull, RegistryError, TruelineError, UsageError
 from trueline.registry import store
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def follow(job_dir: Path, *, tracking_uri: str | None = None, experiment: str | 
             try:
                 with store.open_store(tracking_uri) as client:
                     return _pump(_Follower(job_dir, client, experiment))
-            except RegistryError as error:
+            except (RegistryError, DiskFull) as error:
                 if not _alive(job_dir):
                     raise
                 events.emit("store.away", why=error.message, retry_s=RETRY_S)

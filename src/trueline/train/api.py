@@ -49,6 +49,11 @@ class JobSummary:
         return self.facts
 
     @property
+    def left_out(self) -> int:
+        """Records that were set aside: the job has finished without them."""
+        return len(self.facts.get("set_aside") or ())
+
+    @property
     def exactly_once(self) -> bool:
         """Whether the certificates prove it, for the records that were not set aside or cut off by an early stop."""
         facts, certificates = self.facts, self.facts["certificates"]
@@ -67,7 +72,7 @@ class JobSummary:
             f"{count_of(facts['workers_started'], 'worker')} started, {count_of(facts['generations'], 'generation')}",
             f"{self._claim()} (counted {'record by record' if tallied else 'and digested'} in the gradients)",
         ]
-        lines += map(format_set_aside, facts.get("set_aside") or ())
+        lines += format_set_aside(facts.get("set_aside") or [])
         lines += [f"quarantined: worker {slot['slot']}: {slot['why']}" for slot in facts.get("quarantined") or ()]
         if facts.get("best"):
             lines.append(self._best(facts["best"]))

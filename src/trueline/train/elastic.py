@@ -10,6 +10,7 @@ out again. Protocol and failure cases: docs/concepts/generation.md.
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypedDict, Unpack
@@ -20,7 +21,7 @@ import torch
 from trueline import events
 from trueline.data.loading.worker_pool import make_reader
 from trueline.data.open import as_source
-from trueline.data.source import Batch, Source
+from trueline.data.source import Batch, Countable, Source
 from trueline.data.sources.mixture import record_lookup
 from trueline.errors import TrainError, UsageError
 from trueline.parallel.backend import connector
@@ -394,4 +395,6 @@ def _open_source(dataset: Any) -> Source:
     source = dataset if isinstance(dataset, Source) else as_source(dataset, mode="training", feed=None, recipe="job")
     if source.num_records < 1:
         raise UsageError("the data set has no records", hint="check dataset('training')")
+    if isinstance(source, Countable) and os.environ.get("TRUELINE_REF", "worker-0.0") == "worker-0.0":
+        source.check_missing()  # once in a job, before its first step
     return source

@@ -442,19 +442,23 @@ class Ack(_message.Message):
 
     COMMITTED_FIELD_NUMBER: _builtins.int
     SAVE_FROM_FIELD_NUMBER: _builtins.int
+    HALTING_FIELD_NUMBER: _builtins.int
     committed: _builtins.int
     """steps in the master's log"""
     save_from: _builtins.int
     """an operator wants a checkpoint of this step or a later one; 0: none is wanted"""
+    halting: _builtins.bool
+    """and no step after it: the job ends when the checkpoint is recorded"""
     def __init__(
         self,
         *,
         committed: _builtins.int = ...,
         save_from: _builtins.int = ...,
+        halting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "save_from", b"save_from"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "halting", b"halting", "save_from", b"save_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,10 +500,13 @@ class Checkpoint(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     step: _builtins.int
     path: _builtins.str
     digest: _builtins.str
+    full: _builtins.str
+    """not empty: it cannot be written, as the disk is full; the message. The path is `path`"""
     def __init__(
         self,
         *,
@@ -507,10 +514,11 @@ class Checkpoint(_message.Message):
         step: _builtins.int = ...,
         path: _builtins.str = ...,
         digest: _builtins.str = ...,
+        full: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "path", b"path", "ref", b"ref", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "full", b"full", "path", b"path", "ref", b"ref", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,17 +703,21 @@ class StopRequest(_message.Message):
 
     GRACE_S_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    SAVE_FIELD_NUMBER: _builtins.int
     grace_s: _builtins.float
     why: _builtins.str
+    save: _builtins.bool
+    """first write a checkpoint of the next step, and apply no other step"""
     def __init__(
         self,
         *,
         grace_s: _builtins.float = ...,
         why: _builtins.str = ...,
+        save: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s", "save", b"save", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

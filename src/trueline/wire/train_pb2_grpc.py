@@ -215,7 +215,8 @@ class MasterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Ends the job: workers get SIGTERM, then SIGKILL after grace_s.
+        """Ends the job: workers get SIGTERM, then SIGKILL after grace_s. With `save` it ends at a step whose checkpoint is
+        written, so that no step is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

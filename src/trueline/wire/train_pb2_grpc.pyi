@@ -69,7 +69,9 @@ class MasterStub:
     Follow: _grpc.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Events]
     """For launchers and viewers: streams the events after a number."""
     Stop: _grpc.UnaryUnaryMultiCallable[_train_pb2.StopRequest, _train_pb2.Ack]
-    """Ends the job: workers get SIGTERM, then SIGKILL after grace_s."""
+    """Ends the job: workers get SIGTERM, then SIGKILL after grace_s. With `save` it ends at a step whose checkpoint is
+    written, so that no step is lost.
+    """
 
 @_typing.type_check_only
 class MasterAsyncStub(MasterStub):
@@ -107,7 +109,9 @@ class MasterAsyncStub(MasterStub):
     Follow: _aio.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Events]  # type: ignore[assignment]
     """For launchers and viewers: streams the events after a number."""
     Stop: _aio.UnaryUnaryMultiCallable[_train_pb2.StopRequest, _train_pb2.Ack]  # type: ignore[assignment]
-    """Ends the job: workers get SIGTERM, then SIGKILL after grace_s."""
+    """Ends the job: workers get SIGTERM, then SIGKILL after grace_s. With `save` it ends at a step whose checkpoint is
+    written, so that no step is lost.
+    """
 
 class MasterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -232,6 +236,8 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.StopRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.Ack, _abc.Awaitable[_train_pb2.Ack]]:
-        """Ends the job: workers get SIGTERM, then SIGKILL after grace_s."""
+        """Ends the job: workers get SIGTERM, then SIGKILL after grace_s. With `save` it ends at a step whose checkpoint is
+        written, so that no step is lost.
+        """
 
 def add_MasterServicer_to_server(servicer: MasterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

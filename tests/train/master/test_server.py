@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 
 import grpc
 import pytest
 
-from trueline.errors import StorageError
+from trueline.errors import DiskFull, StorageError
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
 from trueline.train.membership import events as h
+from trueline.train.membership.state import Member
 from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
 from worlds.masters import JOB, SECRET, NoEngine, at_work, master_of, rows, said, serving
@@ -23,16 +26,98 @@ def job():
     return JOB
 
 
-class FullDisk(Journal):
+class BrokenDisk(Journal):
     def append(self, *rows):
         if any(kind == "COMMIT" for kind, _ in rows):
-            raise StorageError("the journal cannot be written: database or disk is full")
+            raise StorageError("the journal cannot be written: disk I/O error")
         super().append(*rows)
+
+
+class FullDisk(Journal):
+    full = False
+
+    def append(self, *rows):
+        if self.full and rows:
+            raise DiskFull("the journal cannot be written: database or disk is full")
+        super().append(*rows)
+
+
+def test_a_full_disk_delays_what_the_journal_has_to_hold_and_loses_nothing_of_it(job, tmp_path):
+    async def scenario():
+        journal = FullDisk(tmp_path / "log")
+        master = Master(job, tmp_path, journal, NoEngine(), "secret", lambda: 0.0)
+        await master.adopt()
+        journal.full = True
+        master.log(("COMMIT", commit_of(0)))
+        master.handle(h.Scale(3, "more"))
+        await asyncio.gather(*master._tasks)
+        assert master.engine.started == ["worker-0.0", "worker-1.0"], "what is not in the journal does not happen yet"
+        full = [fields for name, fields in said(master) if name == "disk.full"]
+        assert [(one["what"], one["path"]) for one in full] == [("journal", str(tmp_path / "log"))]
+        assert list(master.room.waiting) == ["journal"]
+        journal.full = False
+        ticking = asyncio.ensure_future(master.run_clock())
+        while master.room.waiting:
+            await asyncio.sleep(0)
+        ticking.cancel()
+        await asyncio.gather(*master._tasks)
+        return master
+
+    master = asyncio.run(scenario())
+    assert master.engine.started[2:] == ["worker-2.0"]
+    assert [kind for kind, _ in master.journal.rows()][-3:] == ["COMMIT", "SCALE", "START"]
+    assert [name for name, _ in said(master) if name.startswith("disk")] == ["disk.full", "disk.has_room"]
+    assert not master.failed
+
+
+def test_the_end_of_a_job_waits_for_room_for_its_summary(job, tmp_path, monkeypatch):
+    async def scenario():
+        master = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
+        monkeypatch.setattr(os, "replace", full_disk)
+        assert not master._end({"steps": 3})
+        assert list(master.room.waiting) == ["summary"]
+        monkeypatch.undo()
+        assert master._end({"steps": 3})
+        return master
+
+    master = asyncio.run(scenario())
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3}
+    assert said(master)[-1][0] == "job.finished"
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def commit_of(step):
+    return {"step": step, "generation": 1, "records": 2, "digest": 5, "loss": 0.5, "workers": 2, "gap_ms": 0.0}
+
+
+def test_a_job_is_halted_by_its_next_checkpoint_and_at_once_without_a_group(job, tmp_path):
+    async def scenario():
+        async with serving(job, tmp_path) as (master, stub):
+            assert not master.halt("too early")
+            master.state.phase, master.progress.logged = "running", 7
+            ack = await stub.Stop(pb.StopRequest(why="enough", save=True), metadata=SECRET)
+            assert (ack.halting, ack.save_from, master.stopped.is_set()) == (True, 7, False)
+            assert ("job.halting", {"why": "enough"}) in said(master)
+            for ref in ("worker-0.0",):
+                master.state.members[ref] = Member(ref=ref, slot=0, store="", seen_at=0.0)
+            saved = pb.Checkpoint(ref="worker-0.0", step=6, path="c", full="no room")
+            await stub.RecordCheckpoint(saved, metadata=SECRET)
+            assert list(master.room.waiting) == ["checkpoint"]
+            await stub.RecordCheckpoint(pb.Checkpoint(ref="worker-0.0", step=6, path="c"), metadata=SECRET)
+            assert not master.stopped.is_set(), "a checkpoint of an earlier step"
+            await stub.RecordCheckpoint(pb.Checkpoint(ref="worker-0.0", step=8, path="c"), metadata=SECRET)
+            await asyncio.wait_for(master.stopped.wait(), 60)
+            assert not master.room.waiting
+
+    asyncio.run(scenario())
 
 
 def test_a_journal_that_cannot_be_written_ends_the_job_with_its_reason(job, tmp_path):
     async def scenario():
-        master = Master(job, tmp_path, FullDisk(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
+        master = Master(job, tmp_path, BrokenDisk(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
         await master.adopt()
         master.log(("COMMIT", {"step": 0}))
         await asyncio.gather(*master._tasks)
@@ -41,7 +126,7 @@ def test_a_journal_that_cannot_be_written_ends_the_job_with_its_reason(job, tmp_
     master = asyncio.run(scenario())
     name, fields = said(master)[-1]
     assert (name, fields["code"]) == ("job.failed", "storage")
-    assert "disk is full" in fields["why"]
+    assert "disk I/O error" in fields["why"]
     assert master.state.phase == "failed"
     assert master.engine.killed == ["worker-0.0", "worker-1.0"]
 
@@ -126,7 +211,7 @@ def test_an_exception_that_nobody_expected_ends_the_job_with_its_traceback_in_th
         caplog.clear()
 
 
-def test_events_are_appended_to_a_file_and_a_full_disk_costs_lines_only(job, tmp_path):
+def test_events_are_appended_to_a_file_and_a_full_disk_only_delays_them(job, tmp_path):
     async def scenario():
         heard = []
         async with serving(job, tmp_path) as (master, _):
@@ -146,7 +231,7 @@ def test_events_are_appended_to_a_file_and_a_full_disk_costs_lines_only(job, tmp
 
     heard, lines, told = asyncio.run(scenario())
     steps = [line["fields"]["step"] for line in lines if line["name"] == "step.applied"]
-    assert steps == [2, 3, 4]
+    assert steps == [1, 2, 3, 4]
     assert [fields["step"] for name, fields in told if name == "step.applied"] == [1, 2, 3, 4]
     assert [(name, fields["step"]) for name, fields, _ in heard] == [("step.applied", step) for step in (1, 2, 3)]
     assert {"at", "seq", "name", "fields"} == set(lines[0])

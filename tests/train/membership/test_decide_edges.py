@@ -779,10 +779,11 @@ def test_votes_are_written_whole_cut_to_their_length_and_the_last_one_too_many_e
     assert poison.accuse(state, [1], B, "odd", policy) == [
         h.Log("POISON", {"record": 1, "why": first, "where": "y" * 300})
     ]
-    too_many = f"2 records failed wherever they went, 1 may be set aside: record 1, {'y' * 300} ({first})"
+    too_many = "2 records failed wherever they went, 1 may be set aside"
+    alike = f"2 records, the first is record 1 ({'y' * 300}): {first}"
     assert poison.accuse(state, [1, 2, 3], B, "even", policy) == [
         h.Log("POISON", {"record": 2, "why": second, "where": ""}),
-        h.FailJob("poison", f"{too_many} and record 2 ({second})"),
+        h.FailJob("poison", f"{too_many}: {alike}"),
     ]
     assert (state.phase, list(state.set_aside), list(state.suspects[3])) == ("failed", [1, 2], [A])
 
@@ -816,3 +817,23 @@ def test_what_is_set_aside_is_reported_in_order_with_an_empty_place_where_none_i
     assert state.list_set_aside() == [
         {"record": 4, "where": "record 4 of x", "why": "even"}, {"record": 9, "where": "", "why": "odd"},
     ]  # fmt: skip
+
+
+def test_many_records_that_fail_for_one_reason_within_a_few_steps_end_the_job_with_that_reason_once():
+    world = World(MembershipPolicy(workers=3)).happen(h.Begin(), *ready(A, B, C)).enter(a=-1, b=-1, c=-1)
+    state, policy = world.state, world.policy
+
+    def fail(record, why="DataError: column 'x' has {} records without a value"):
+        actions = poison.accuse(state, [record], A, why.format(record), policy)
+        return actions + poison.accuse(state, [record], B, why.format(record), policy)
+
+    for record in range(9):
+        assert not any(isinstance(action, h.FailJob) for action in fail(record))
+    assert not any(isinstance(action, h.FailJob) for action in fail(50, "OSError: torn")), "another reason"
+    state.committed += 200
+    assert not any(isinstance(action, h.FailJob) for action in fail(51)), "the others are long ago"
+    state.committed -= 100
+    end = fail(52)[-1]
+    assert isinstance(end, h.FailJob)
+    assert "10 records failed for one reason within" in end.why
+    assert end.why.count("without a value") == 1

@@ -10,8 +10,10 @@ import torch
 from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.snapshot import Snapshot
-from trueline.errors import StorageError
+from trueline.errors import DiskFull, StorageError
+from trueline.train.step import checkpointer as checkpointing
 from trueline.train.step.checkpointer import Checkpointer
+from worlds.waiting import until
 
 
 class Job:
@@ -20,7 +22,7 @@ class Job:
     def __init__(self, checkpointer):
         self.checkpointer, self.weights, self.evaluations, self.told = checkpointer, torch.zeros(4), [], []
         self.ledger = SimpleNamespace(steps=0, as_tree=self.as_tree)
-        self.save_from = 0
+        self.save_from, self.halting, self.full = 0, False, []
 
     def as_tree(self):
         return {"steps": self.ledger.steps, "certificates": [], "evaluations": [dict(one) for one in self.evaluations]}
@@ -31,7 +33,10 @@ class Job:
     def snapshot(self, *, spill):
         return Snapshot(self.state())
 
-    def report_checkpoint(self, step, path, digest):
+    def report_checkpoint(self, step, path, digest, *, full=""):
+        if full:
+            self.full.append((step, full))
+            return
         self.told.append((step, path, digest))
 
     def step(self, *, best=False, due=False, ends_epoch=False):
@@ -226,3 +231,37 @@ def test_one_state_is_written_after_the_other(tmp_path, monkeypatch):
     slow.gate.set()
     job.complete()
     assert slow.written == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_full_disk_is_waited_for_and_told_once_while_training_continues(tmp_path, monkeypatch):
+    write, left = checkpoint.write, [3]
+
+    def full(folder, **rest):
+        if left[0]:
+            left[0] -= 1
+            raise DiskFull("no room left to write it")
+        return write(folder, **rest)
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(checkpointing, "ROOM_S", 0.0)
+    job = Job(Checkpointer(tmp_path, {}, every=1))
+    job.step()
+    job.step()
+    job.complete()
+    assert job.full == [(1, "no room left to write it")]
+    assert checkpoint.latest(tmp_path).step == 2
+    assert left == [0]
+
+
+def test_a_job_that_halts_applies_no_step_after_that_of_its_checkpoint(tmp_path):
+    job = Job(Checkpointer(tmp_path, {}, every=100))
+    job.save_from, job.halting = 2, True
+    job.step()
+    assert job.told == []
+    stepping = threading.Thread(target=job.step)
+    stepping.start()
+    until(lambda: job.told, "the checkpoint is reported")
+    assert (job.told[0][0], stepping.is_alive()) == (2, True), "the next step waits for the end"
+    job.halting = False  # a new master does not know of it
+    stepping.join(60)
+    assert not stepping.is_alive()

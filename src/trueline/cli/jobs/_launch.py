@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MLFLOW_WAIT_S = 60.0
 """How long a job that has ended waits until its last events are in MLflow."""
+LEFT_OUT_EXIT = 3
+"""Exit code of a job that has finished without some records."""
 _job = section("The job")
 FIXED = tuple(one.name for one in declared_settings(TrainingSettings) if one.setting.fixed)
 """Settings that a resumed job keeps."""
@@ -70,7 +72,12 @@ def launch(prepare: Callable[..., Path], given: dict[str, Any]) -> Output:
     if result.chosen != result.checkpoint:
         lines.append(f"the best one, which stands for the job: {result.chosen}")
     paths = {"checkpoint": str(result.checkpoint), "chosen": str(result.chosen), "job": str(result.job_dir)}
-    return Output("\n".join(lines), {**result.summary.as_dict(), **paths})
+    left_out = result.summary.left_out
+    code = LEFT_OUT_EXIT if left_out else 0
+    if left_out:
+        many = f"{left_out} records were" if left_out > 1 else "1 record was"
+        click.secho(f"warning: {many} left out of the training (exit code {code})", fg="yellow", err=True)
+    return Output("\n".join(lines), {**result.summary.as_dict(), **paths, "left_out": left_out}, code)
 
 
 def _name_of(folder: Path) -> str:

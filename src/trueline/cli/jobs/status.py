@@ -46,9 +46,12 @@ def format_status(facts: dict[str, Any], now: float) -> str:
         lines.append("the master does not answer; training continues without it, and the launcher restarts it")
     if facts["state"] == "running" and facts["page"]:
         lines.append(f"page: {facts['page']}")
+    for one in live.get("waiting", ()):
+        text = f"the disk is full: {one['path']} cannot be written ({one['free']} free): {one['effect']}"
+        lines.append(text + f", since {format_age(now - one['since'])}")
     lines += [_evaluation(label, live[key]) for key, label in _EVALUATIONS.items() if live.get(key)]
     lines += map(_quarantine, live.get("quarantined", ()))
-    lines += map(format_set_aside, live.get("set_aside", ()))
+    lines += format_set_aside(live.get("set_aside") or [])
     if members := live.get("members"):
         head = ("WORKER", "STEPS", "DOES", "FOR", "RECORDS/S")
         lines.append(format_table([head, *(_member(member) for member in members)]))

@@ -33,7 +33,7 @@ def command(recipe: str, kills: tuple[str, ...], **given: Any) -> Output:
     Each optimizer step takes --batch records, however many workers share it: workers may join, leave and be
     killed, and the sequence of steps stays the same. Every record is applied exactly once in each epoch; the job counts
     them and prints the result at the end. RECIPE is a file, a folder with a recipe.py, or package.module:object. The
-    recipe sets what these options leave out.
+    recipe sets what these options leave out. Exit code 3: trained, but without records that failed on every worker.
     """
     from trueline.train.api import prepare
 

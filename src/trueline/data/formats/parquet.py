@@ -84,6 +84,13 @@ class ParquetFormat:
         ends = [begin + column.total_compressed_size for begin, column in zip(begins, columns, strict=True)]
         return min(begins, default=0), max(ends, default=0)
 
+    def null_counts(self, file: File, part: FileUnit) -> dict[str, int]:
+        """The nulls that the footer counts, by column of plain values."""
+        group = self._footer(file).row_group(part.at)
+        columns = [group.column(index) for index in range(group.num_columns)]
+        found = [(one.path_in_schema, one.statistics) for one in columns]
+        return {name: facts.null_count for name, facts in found if facts is not None and facts.has_null_count}
+
     def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
         with self._open(file, [part]) as opened:
             table = opened.read_row_group(part.at, use_threads=False)

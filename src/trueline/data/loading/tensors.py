@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trueline.data.source import Mode
-from trueline.errors import DataError, join_names
+from trueline.errors import DataError, MissingValues, join_names
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ LABELS = ("label", "labels", "target", "targets", "y")
 UNKNOWN = "<unk>"
 """The word of a vocabulary that replaces all words that are not in it."""
 _ORIGIN = ("__key__", "path")
+RULE = "set missing = 'mean', 'zero', 'category' or {column: value} in the recipe, or handle it in feed(records, mode)"
 FEED = "write feed(records, mode) -> (inputs, labels), where records is a pyarrow.Table"
 
 
@@ -54,14 +55,14 @@ def tensor(column: pa.ChunkedArray | pa.Array, name: str = "") -> torch.Tensor:
         whole = column if column.num_chunks == 1 else column.combine_chunks()
         array = whole.chunk(0) if isinstance(whole, _CHUNKED) else whole
     if array.null_count:
-        raise DataError(f"column '{name}' has {array.null_count} records without a value", hint=FEED)
+        raise MissingValues(f"column '{name}' has {array.null_count} records without a value", hint=RULE)
     shape = [len(array)]
     while (kind := array.type).id in _LISTS:
         fixed = kind.id == pa.lib.Type_FIXED_SIZE_LIST
         shape.append(int(kind.list_size) if fixed else _one_length(array.offsets.to_numpy(), name, "lists"))
         array = array.flatten()
         if array.null_count:
-            raise DataError(f"column '{name}' has lists with {array.null_count} missing values", hint=FEED)
+            raise MissingValues(f"column '{name}' has lists with {array.null_count} missing values", hint=FEED)
     values = _values(array, name)
     return from_numpy(values if len(shape) == 1 else values.reshape(*shape, *values.shape[1:]))
 
@@ -162,14 +163,18 @@ class DefaultFeed:
 
     def check(self, schema: pa.Schema, mode: Mode) -> None:
         """Raises DataError for columns that make no tensors, before any record is read."""
-        label, inputs = split_columns(schema, mode)
-        for name in (*([label] if label else []), *inputs):
+        for name in self.columns(schema, mode):
             self._kind(schema.field(name))
         unused = [name for name in self._words if name not in schema.names]
         if unused:
             raise DataError(
                 f"the vocabulary is of {join_names(unused)}, and the records have {join_names(schema.names)}"
             )
+
+    def columns(self, schema: pa.Schema, mode: Mode) -> list[str]:
+        """The columns that it reads."""
+        label, inputs = split_columns(schema, mode)
+        return [*([label] if label else []), *inputs]
 
     def __call__(self, records: pa.Table, mode: Mode) -> tuple[Any, Any]:
         label, names = split_columns(records.schema, mode)
@@ -210,7 +215,7 @@ class DefaultFeed:
     def _tensor(self, records: pa.Table, name: str) -> Any:
         field, column = records.schema.field(name), records.column(name)
         if column.null_count:
-            raise DataError(f"column '{name}' has {column.null_count} records without a value", hint=FEED)
+            raise MissingValues(f"column '{name}' has {column.null_count} records without a value", hint=RULE)
         kind = self._kind(field)
         if kind in ("number", "list"):
             return _narrow(tensor(column, name), name)

@@ -34,7 +34,7 @@ import numpy as np
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Source
-from trueline.errors import DataError, TruelineError
+from trueline.errors import DataError, TruelineError, find_error_class
 
 if TYPE_CHECKING:
     import torch
@@ -160,8 +160,9 @@ class _ReaderProcess:
             elif succeeded:
                 self._results[answered] = Batch(*_Unpickler(memory, size).load())
             else:
-                message, hint = pickle.loads(memory[len(memory) - size :])
-                self._results[answered] = DataError(message, hint=hint)
+                code, message, hint = pickle.loads(memory[len(memory) - size :])
+                kind = find_error_class(code, DataError)
+                self._results[answered] = (kind if issubclass(kind, DataError) else DataError)(message, hint=hint)
         result = self._results.pop(number)
         if isinstance(result, DataError):
             raise result
@@ -211,7 +212,7 @@ def _serve(line: socket.socket, reader: SeededReader) -> None:
             traceback.print_exc()
             if not isinstance(error, TruelineError):
                 error = DataError(f"reading fails: {type(error).__name__}: {error}")
-            tensors, rest, succeeded = [], pickle.dumps((error.message, error.hint)), False
+            tensors, rest, succeeded = [], pickle.dumps((error.code, error.message, error.hint)), False
         _send(line, number, succeeded, rest, tensors)
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from trueline.data.loading.seeding import join_batches
 from trueline.data.order.permutation import Indices, key_of
 from trueline.data.order.record_orders import BucketedOrder, MixedOrder, PermutedOrder, RecordOrder, WeightedOrder
-from trueline.data.source import Batch, Prefetching, Source, Unit, check_indices
+from trueline.data.source import Batch, Countable, Prefetching, Source, Unit, check_indices
 from trueline.errors import DataError
 
 
@@ -93,6 +93,12 @@ class SampledSource:
     def read(self, indices: Indices) -> Batch:
         check_indices(indices, self.num_records, "the order")
         return self.records.read(self.order.at(indices, epoch=0))
+
+    def check_missing(self) -> None:
+        """Raises MissingValues as the parts do."""
+        for part in self.records.parts:
+            if isinstance(part, Countable):
+                part.check_missing()
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self._words}|{self.records.fingerprint()}".encode()).hexdigest()

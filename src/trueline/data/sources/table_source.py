@@ -1,15 +1,20 @@
 """A Source over Records of any format: the recipe's `feed` makes tensors of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from trueline.data.loading.decoded_cache import TableCache, run_of
+from trueline.data.loading.tensors import DefaultFeed
+from trueline.data.missing import Missing, count_missing, fill, refuse
 from trueline.data.order.permutation import Indices
 from trueline.data.records import Records
 from trueline.data.source import Batch, Mode, check_indices
+from trueline.data.sources.mixture import describe_record
 from trueline.errors import DataError
 
 CACHE_BYTES = 256 * 2**20
@@ -18,15 +23,25 @@ AHEAD = 2
 
 
 class TableSource:
-    """`where` names the records in messages. Raises DataError when there are none."""
+    """`where` names the records in messages; `missing` has the rules for missing values, `fills` what replaces them.
+    Raises DataError when there are no records."""
 
     def __init__(
-        self, records: Records, feed: Callable[..., Any], *, mode: Mode, where: str, cache_bytes: int = CACHE_BYTES
+        self,
+        records: Records,
+        feed: Callable[..., Any],
+        *,
+        mode: Mode,
+        where: str,
+        cache_bytes: int = CACHE_BYTES,
+        missing: Missing | None = None,
+        fills: Mapping[str, float | str] | None = None,
     ) -> None:
         if not records.units:
             raise DataError(f"{where} holds no records")
         self.records, self.units, self.forks = records, records.units, records.forks
         self._feed, self._mode, self._where = feed, mode, where
+        self._missing, self.fills = missing or Missing(), dict(fills or {})
         self.num_records = records.units[-1].offset + records.units[-1].count
         self._what = f"feed(records, '{mode}')"
         self._inputs, self._labels = f"inputs of {self._what}", f"labels of {self._what}"
@@ -64,7 +79,35 @@ class TableSource:
     def fingerprint(self) -> str:
         return self.records.fingerprint()
 
+    def check_missing(self) -> None:
+        """Raises MissingValues for columns with missing values that have no rule, by count and first record.
+
+        A `feed` of the user's may handle them: it is tried on the first record that lacks a value.
+        """
+        feed, used = self._feed, self.records.schema.names
+        if isinstance(feed, DefaultFeed):
+            used = feed.columns(self.records.schema, self._mode)
+        names = [name for name in used if name not in self.fills and self._missing.rule(name)[0] != "keep"]
+        count = count_missing(self.records, names)
+        if not isinstance(feed, DefaultFeed):
+            count.gaps = {
+                key: gap for key, gap in count.gaps.items() if not gap.beyond and not self._can_feed(gap.first)
+            }
+        refuse(count, partial(describe_record, self))
+
+    def _can_feed(self, record: int) -> bool:
+        """Whether `feed` makes tensors without NaN of a record that lacks a value."""
+        import torch
+
+        try:
+            batch = self.read(np.array([record, record], np.int64))
+        except DataError:
+            return False
+        tensors = [one for one in _leaves((batch.inputs, batch.labels)) if isinstance(one, torch.Tensor)]
+        return not any(bool(torch.isnan(one).any()) for one in tensors if one.is_floating_point())
+
     def _feed_table(self, table: pa.Table) -> Batch:
+        table = fill(table, self.fills) if self.fills else table
         try:
             result = self._feed(table, self._mode)
         except DataError:
@@ -80,6 +123,12 @@ class TableSource:
         if labels is not None or self._mode != "prediction":
             _check_count(labels, table.num_rows, self._labels)
         return Batch(inputs, labels)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list | tuple) else [value]
 
 
 def _check_count(value: Any, count: int, what: str) -> None:

@@ -231,6 +231,7 @@ def _set_up_process(spec: ProcessSpec) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.close(null)
+    process.log_output()
     os.environ.update(spec.env)
     process.watch_lifeline()
 

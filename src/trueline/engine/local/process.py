@@ -11,6 +11,7 @@ agent's socket, since either may be killed right after the fork. Pids are reused
 
 import contextlib
 import fcntl
+import io
 import os
 import select
 import signal
@@ -19,9 +20,12 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 LIFELINE = "TRUELINE_LIFELINE"
 """Environment variable with the descriptor of the lifeline's reading end."""
@@ -47,6 +51,23 @@ def _wait(handle: int) -> None:
     while os.read(handle, 1):
         continue
     os._exit(75)
+
+
+class LogFile(io.FileIO):
+    """A process's log. What a full disk does not take is lost there; `print` must not fail in a user's code for it."""
+
+    def write(self, data: "Buffer", /) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return memoryview(data).nbytes
+
+
+def log_output() -> None:
+    """Has sys.stdout and sys.stderr, which are a log from now on, survive a full disk."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        getattr(sys, name).flush()
+        raw = io.BufferedWriter(LogFile(number, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True))
 
 
 def run_child(main: Callable[[], int | None]) -> NoReturn:

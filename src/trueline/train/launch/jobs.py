@@ -5,6 +5,7 @@ A running job's master answers; of a dead job the journal is read. No job needs 
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sqlite3
@@ -21,6 +22,7 @@ from trueline import events
 from trueline.errors import TrainError, UsageError, closest, join_names
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, LaunchRecord
+from trueline.train.reasons import describe_group, group_by_reason
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
@@ -100,12 +102,20 @@ def _state(folder: Path, launch: LaunchRecord | None) -> tuple[State, str]:
     if JobDir(folder).is_held():
         return "running", ""
     if JobDir(folder).summary.exists():
-        return "finished", ""
+        return "finished", describe_left_out(folder)
     if launch is None:
         return "prepared", "never launched"
     if launch.outcome:
         return launch.outcome, launch.why
     return "dead", "its launcher was killed"
+
+
+def describe_left_out(folder: Path) -> str:
+    """`3 records were left out` of a finished job; empty: none."""
+    with contextlib.suppress(OSError, ValueError):
+        count = len(json.loads(JobDir(folder).summary.read_bytes()).get("set_aside") or ())
+        return f"{count} record{'s were' if count > 1 else ' was'} left out" if count else ""
+    return ""
 
 
 def _read_journal(folder: Path) -> dict[str, dict[str, Any]]:
@@ -126,14 +136,13 @@ def last_view(folder: Path) -> tuple[str, ...]:
     return tuple(_read_journal(folder).get("VIEW", {}).get("members", ()))
 
 
-def format_set_aside(aside: dict[str, Any]) -> str:
-    """A record that was set aside, in a line.
+def format_set_aside(aside: list[dict[str, Any]]) -> list[str]:
+    """Records that were set aside, a line for each reason.
 
-    >>> format_set_aside({"record": 17, "where": "record 5 of b.parquet#1", "why": "worker-0.0: OSError: torn"})
-    'set aside: record 17 (record 5 of b.parquet#1): worker-0.0: OSError: torn'
+    >>> format_set_aside([{"record": 17, "where": "record 5 of b.parquet#1", "why": "worker-0.0: OSError: torn"}])
+    ['set aside: record 17 (record 5 of b.parquet#1): worker-0.0: OSError: torn']
     """
-    where = f" ({aside['where']})" if aside.get("where") else ""
-    return f"set aside: record {aside['record']}{where}: {aside['why']}"
+    return [f"set aside: {describe_group(group)}" for group in group_by_reason(aside)]
 
 
 def status(folder: Path) -> dict[str, Any] | None:
@@ -190,36 +199,39 @@ def _master(folder: Path) -> Iterator[Callable[[str, Any], Any]]:
         yield ask
 
 
-def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> JobRecord:
-    """Ends the job and returns its record; steps after its newest checkpoint will be repeated.
+def halt(folder: Path, *, patience_s: float = math.inf, why: str = "trueline halt") -> JobRecord:
+    """Ends the job at a step whose checkpoint is written, and returns its record: no step is lost.
 
-    Requests a checkpoint first and waits up to `patience_s` seconds for it. Raises UsageError when the job does not
-    run, TrainError when it does not end.
+    After `patience_s` seconds it is ended at once, and steps after its newest checkpoint will be repeated. Raises
+    UsageError when the job does not run, TrainError when it does not end.
     """
     _expect_running(folder)
-    _await_checkpoint(folder, patience_s)
+    deadline, requested = time.monotonic() + patience_s, False
+    while patience_s and JobDir(folder).is_held() and time.monotonic() < deadline:
+        if not requested:
+            with contextlib.suppress(TrainError), _master(folder) as ask:  # a successor of the master may answer
+                ask("Stop", pb.StopRequest(why=why, save=True))
+                requested = True
+                events.emit("job.halting", why=why)
+        time.sleep(0.05)  # polls
+    if JobDir(folder).is_held():
+        _end(folder, why)
+    return read_job(folder)
+
+
+def _end(folder: Path, why: str) -> None:
+    """Ends the job at once."""
     try:
         with _master(folder) as ask:
             ask("Stop", pb.StopRequest(why=why))
     except TrainError:  # end its launcher; the others end with it
         launch = JobDir(folder).read_launch()
-        if launch is not None and JobDir(folder).is_held():
-            os.kill(launch.pid, signal.SIGTERM)
+        for _ in range(2):  # the first one would wait for a checkpoint
+            if launch is not None and JobDir(folder).is_held():
+                os.kill(launch.pid, signal.SIGTERM)
+                time.sleep(0.05)  # two at once are one
     deadline = time.monotonic() + END_S
     while JobDir(folder).is_held():
         if time.monotonic() > deadline:
             raise TrainError(f"the job in {folder} did not end within {END_S:.0f} s", hint="kill its launcher")
         time.sleep(0.05)  # polls
-    return read_job(folder)
-
-
-def _await_checkpoint(folder: Path, patience_s: float) -> None:
-    deadline, step = time.monotonic() + patience_s, 0
-    events.emit("job.halting", patience_s=patience_s)
-    while time.monotonic() < deadline and JobDir(folder).is_held():
-        if not step:
-            with contextlib.suppress(TrainError), _master(folder) as ask:  # a successor of the master may answer
-                step = ask("Save", pb.Cursor()).save_from  # the least number of steps that it will have
-        if step and read_job(folder).checkpoint >= step:
-            return
-        time.sleep(0.1)  # polls

@@ -64,12 +64,12 @@ class LocalJob:
         self._events: queue.Queue[pb.Events] = queue.Queue()
         self._master_channel: grpc.Channel | None = None  # all masters of a launch have one port
         self._closing = False
-        self._page = ""
+        self._page = self._halting = ""
 
     def __enter__(self) -> LocalJob:
         with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
             exits.callback(os.close, self.folder.hold())
-            exits.enter_context(shutdown.signals_as_errors(self.job_dir))
+            exits.enter_context(shutdown.signals_as_errors(self.job_dir, self._halt))
             _kill_leftovers(self.folder.read_launch())
             self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
             launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
@@ -93,6 +93,22 @@ class LocalJob:
         """Emits an event of the launcher, in this process and in the job's folder."""
         events.emit(name, **fields)
         self.folder.record(name, **fields)
+
+    def _halt(self, why: str) -> bool:
+        """Begins to end the job after a checkpoint, in a thread: a signal handler calls this. False: no job runs."""
+        if not self._listened or self._closing:
+            return False
+        self._halting = why
+        threading.Thread(target=self._request_halt, args=(why,), name="halt", daemon=True).start()
+        return True
+
+    def _request_halt(self, why: str) -> None:
+        while not self._closing:
+            with contextlib.suppress(grpc.RpcError, errors.TrainError, OSError), self._channel() as channel:
+                stop = pb.StopRequest(why=why, save=True)
+                pb_grpc.MasterStub(channel).Stop(stop, metadata=self._metadata, timeout=5.0)
+                return
+            time.sleep(POLL_S)  # the launcher restarts the master
 
     def _sweep(self) -> None:
         """Removes half-written checkpoints of killed workers; an object store is swept on resume, in seconds."""
@@ -196,6 +212,8 @@ class LocalJob:
             self._page = "" if master is None else master.page
             if self._page:  # not for JOB/events.jsonl: it holds a token, and that file is public
                 events.emit("page.opened", url=self._page)
+        if event.name == "job.stopping" and self._halting == "Ctrl-C":
+            raise KeyboardInterrupt
         if event.name == "job.stopping":
             raise shutdown.make_stopped_error(fields["why"], self.job_dir)
         summary: dict[str, Any] | None = json.loads(fields["summary"]) if event.name == "job.finished" else None

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -19,25 +19,38 @@ _STOPPED = "the job was stopped: "
 
 
 @contextlib.contextmanager
-def signals_as_errors(job_dir: Path) -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGHUP end it by an exception, as Ctrl-C does, unless handled or ignored."""
+def signals_as_errors(job_dir: Path, halt: Callable[[str], bool]) -> Iterator[None]:
+    """While the block runs, the first Ctrl-C, SIGTERM or SIGHUP calls `halt(why)`: the job ends after a checkpoint.
+
+    A second one, or the first if `halt` returns False, ends the block by an exception. Signals that the caller handles
+    or ignores stay as they are.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    halted = False
 
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal halted
+        name = "Ctrl-C" if number == signal.SIGINT else f"the launcher got {signal.Signals(number).name}"
+        if not halted and halt(name):
+            halted = True
+            return
         for ours in usual:
-            signal.signal(ours, signal.SIG_IGN)  # one is enough: cleaning up follows
-        raise make_stopped_error(f"the launcher got {signal.Signals(number).name}", job_dir)
+            signal.signal(ours, signal.SIG_IGN)  # cleaning up follows
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise make_stopped_error(name, job_dir)
 
-    usual = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    usual = [number for number, how in before.items() if how in (signal.SIG_DFL, signal.default_int_handler)]
     for ours in usual:
         signal.signal(ours, end)
     try:
         yield
     finally:
         for ours in usual:
-            signal.signal(ours, signal.SIG_DFL)
+            signal.signal(ours, before[ours])
 
 
 @contextlib.contextmanager

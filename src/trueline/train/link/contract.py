@@ -73,13 +73,17 @@ class ProgressReporter(Protocol):
     save_from: int
     """An operator wants a checkpoint of this step or a later one; 0: none is wanted."""
 
+    halting: bool
+    """No step is to follow the one of that checkpoint: the job ends when it is recorded."""
+
     def report_step(self, generation: int, step: int, report: StepReport, certificate: pb.Certificate | None) -> None:
         """Reports a step without waiting. `step`: steps applied; `certificate`: of the epoch that it ends."""
 
     def report_evaluation(self, evaluation: pb.Evaluation) -> None:
         """Reports an evaluation without waiting."""
 
-    def report_checkpoint(self, step: int, path: str, digest: str) -> None: ...
+    def report_checkpoint(self, step: int, path: str, digest: str, *, full: str = "") -> None:
+        """Reports a checkpoint; with `full` that it waits for room on the disk, and why."""
 
     transfer: Callable[[], tuple[int, int, bool]]
     """Tells of a state on its way: bytes moved, all bytes (0: none is), whether this worker sends it."""

@@ -62,7 +62,7 @@ class MasterLink:
         self._applied: deque[StepReport] = deque()
         self._certificates: deque[pb.Certificate] = deque()
         self._evaluations: deque[pb.Evaluation] = deque()
-        self.save_from = 0
+        self.save_from, self.halting = 0, False
         self._phase, self._since = "starting", time.monotonic()
         self.transfer: Callable[[], tuple[int, int, bool]] = lambda: (0, 0, False)
         self._sending = threading.Lock()
@@ -166,7 +166,7 @@ class MasterLink:
             message = self._gather_report(everything=everything)
             ack: pb.Ack = self._call(self._master.Report, message)
             self._drop_reported(message, ack.committed)
-        self.save_from = ack.save_from
+        self.save_from, self.halting = ack.save_from, ack.halting
 
     def _gather_report(self, *, everything: bool) -> pb.Progress:
         overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
@@ -189,8 +189,9 @@ class MasterLink:
         for _ in message.evaluations:
             self._evaluations.popleft()
 
-    def report_checkpoint(self, step: int, path: str, digest: str) -> None:
-        self._call(self._master.RecordCheckpoint, pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest))
+    def report_checkpoint(self, step: int, path: str, digest: str, *, full: str = "") -> None:
+        checkpoint = pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest, full=full)
+        self._call(self._master.RecordCheckpoint, checkpoint)
 
     def leave(self) -> None:
         self._call(self._master.Leave, pb.Worker(ref=self.ref))

@@ -16,6 +16,7 @@ class LocalLink:
         self.ref = "worker-0.0"
         self.leads = True
         self.save_from = self._misses = 0
+        self.halting = False
         self._store = ""
         self.transfer: Callable[[], tuple[int, int, bool]] = lambda: (0, 0, False)
         self.view: pb.View | None = None
@@ -56,7 +57,7 @@ class LocalLink:
         aside = () if self.view is None else self.view.set_aside
         self.view = pb.View(generation=generation + 1, members=[self.ref], cut_below=generation + 1, set_aside=aside)
 
-    def _ignore(self, *_: object) -> None:
+    def _ignore(self, *_: object, **__: object) -> None:
         """There is no master to notify."""
 
     report_phase = announce_trial = report_checkpoint = leave = fail = close = _ignore

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from trueline.engine.local.process import LIFELINE, run_child, wake_at_end
+from trueline.engine.local.process import LIFELINE, log_output, run_child, wake_at_end
 
 START = b"start "
 
@@ -148,6 +148,7 @@ def _run_master(arguments: list[str]) -> int | None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    log_output()
     sys.argv[1:] = arguments
     code: int | None = sys.modules["trueline.train.master.server"].main()
     return code

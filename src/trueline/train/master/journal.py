@@ -14,18 +14,21 @@ from typing import Any
 
 import msgspec
 
+from trueline import files
 from trueline.engine.contract import make_ref, parse_ref
-from trueline.errors import StorageError
+from trueline.errors import DiskFull, StorageError
+from trueline.train.membership.poison import set_aside
 from trueline.train.membership.state import Member, State
 
 Row = tuple[str, dict[str, Any]]
 REMEMBERED = 4096
 """Newest steps whose rows a restarted master reads; what it needs of earlier ones is in other rows."""
+PROBE_BYTES = 1 << 16
 _STEPS = ("COMMIT", "FORMED")  # rows whose write to the disk is not awaited
 
 
 class Journal:
-    """Raises StorageError when the file cannot be written."""
+    """Raises StorageError when the file cannot be written, DiskFull while there is no room."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +39,8 @@ class Journal:
             self._db.execute("CREATE TABLE IF NOT EXISTS log (seq INTEGER PRIMARY KEY, kind TEXT, body TEXT)")
             self._db.execute("CREATE INDEX IF NOT EXISTS others ON log (seq) WHERE kind <> 'COMMIT'")
         except sqlite3.Error as error:
-            raise StorageError(f"the journal {path} cannot be opened: {error}") from error
+            full = self._describe(error)
+            raise type(full)(f"the journal {path} cannot be opened: {error}") from error
 
     def append(self, *rows: Row) -> None:
         """Writes the rows in one transaction; they are on the disk when it returns, unless they are only steps."""
@@ -53,7 +57,21 @@ class Journal:
         except sqlite3.Error as error:
             with contextlib.suppress(sqlite3.Error):  # the transaction may be over, or the file closed
                 self._db.execute("ROLLBACK")
-            raise StorageError(f"the journal {self.path} cannot be written: {error}") from error
+            raise self._describe(error) from error
+
+    def _describe(self, error: sqlite3.Error) -> StorageError:
+        """DiskFull, if a file beside the journal cannot be written either: SQLite reports a quota as an I/O error."""
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            try:
+                files.write_atomic(self.path.with_name(".room"), bytes(PROBE_BYTES))
+                self.path.with_name(".room").unlink(missing_ok=True)
+            except DiskFull as full:
+                return DiskFull(f"the journal {self.path} cannot be written: {full.message}", hint=full.hint)
+            except StorageError:
+                pass  # SQLite's reason says more
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
+            return DiskFull(f"the journal {self.path} cannot be written: {error}")
+        return StorageError(f"the journal {self.path} cannot be written: {error}")
 
     def rows(self) -> Iterator[Row]:
         """The rows that a restarted master needs, in order: all but COMMITs before the newest `REMEMBERED` steps."""
@@ -115,7 +133,7 @@ def apply_row(state: State, kind: str, body: dict[str, Any], now: float) -> None
             state.suspects.setdefault(body["record"], {})[body["worker"]] = body["why"]
             state.places[body["record"]] = body.get("where", "")
         case "POISON":
-            state.set_aside[body["record"]] = body["why"]
+            set_aside(state, body["record"], body["why"])
             state.places[body["record"]] = body.get("where", "")
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from trueline import clock, events, files
 from trueline.engine.contract import Engine, ProcessSpec
-from trueline.errors import StorageError
+from trueline.errors import DiskFull, StorageError
 from trueline.train.job_dir import JobDir
 from trueline.train.master.journal import Journal, Row, apply_row
 from trueline.train.master.progress import JobProgress
 from trueline.train.master.publisher import EventPublisher
+from trueline.train.master.room import DiskRoom
 from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
 from trueline.train.membership.autoscale import Bounds, Scaling, decide
@@ -72,11 +73,15 @@ class Master:
         self.finishing: dict[str, asyncio.Future[pb.Plan]] = {}
         self.view_changed = asyncio.Event()  # set by a new view; the next one gets another event
         self.publisher = EventPublisher(self.folder.events)
+        self.room = DiskRoom(self.emit)
+        self._backlog: list[Row] = []  # for the journal, in their order
+        self._waiting: list[h.Action] = []  # until those rows are in the journal
         self._scaling = Scaling()
         self._deaths: dict[str, h.Death] = {}
         self._receiving: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.save_from = 0  # as in `link.contract.ProgressReporter`
+        self.halting = ""  # why the job ends once that checkpoint is recorded
         self.stopped = asyncio.Event()
         self.failed = False
         if self.state.generation:
@@ -96,15 +101,21 @@ class Master:
         if not actions:
             return True
         rows = [(action.kind, action.body) for action in actions if isinstance(action, h.Log)]
-        self.log(*rows)
-        if self.failed:
-            return True  # what is not in the journal does not happen
+        self._backlog += rows
+        self._waiting += actions
+        if (rows or len(self._waiting) > len(actions)) and not self._flush():
+            return True  # what is not in the journal does not happen, or not yet
+        self._act_waiting()
+        return not any(isinstance(action, h.Fence) for action in actions)
+
+    def _act_waiting(self) -> None:
+        """Carries out what is in the journal."""
+        actions, self._waiting = self._waiting, []
         specs = [self._spec(action) for action in actions if isinstance(action, h.Start)]
         for action in actions:
             self._act(action)
         if specs:
             self.spawn(self._send_order(lambda: self.engine.add([s for s in specs if s.ref in self.state.pending])))
-        return not any(isinstance(action, h.Fence) for action in actions)
 
     def _act(self, action: h.Action) -> None:
         match action:
@@ -177,10 +188,28 @@ class Master:
             self.fail("records_miscounted", "; ".join(faults), "please report this with the job's folder")
             return
         summary = self.progress.summarize(self.job, state)
-        self.log(("END", {"summary": summary}))
-        files.write_atomic(self.folder.summary, json.dumps(summary, indent=1).encode())
+        self._backlog.append(("END", {"summary": summary}))
+        if not self._end(summary) and not self.failed:
+            self.spawn(self._end_later(summary))
+
+    async def _end_later(self, summary: dict[str, Any]) -> None:
+        while not self.failed and not self._end(summary):  # noqa: ASYNC110  no system tells of room
+            await asyncio.sleep(TICK_S)
+
+    def _end(self, summary: dict[str, Any]) -> bool:
+        """Writes the end of the job, and ends it; False while the disk is full."""
+        state = self.state
+        if not self._flush():
+            return False
+        try:
+            files.write_atomic(self.folder.summary, json.dumps(summary, indent=1).encode())
+        except DiskFull as error:
+            self.room.lack("summary", str(self.folder.summary), error.message, "the job ends once there is room")
+            return False
+        self.room.gain("summary")
         _resolve(self.finishing, pb.Plan(finished=True))
         self.emit("job.finished", steps=state.committed, summary=json.dumps(summary))
+        return True
 
     def fail(self, code: str, why: str, hint: str) -> None:
         """Ends the job for all workers; only the first reason counts."""
@@ -200,11 +229,26 @@ class Master:
         self.fail("internal", why, f"please report this with {self.folder.log('master')}; continue with --resume")
 
     def log(self, *rows: Row) -> None:
-        """Appends to the journal; a failure ends the job, since a later master would lack the rows."""
+        """Appends to the journal, or to what waits for room on a full disk; another failure ends the job, since a later
+        master would lack the rows."""
+        self._backlog += rows
+        if "journal" not in self.room.waiting:
+            self._flush()
+
+    def _flush(self) -> bool:
+        """Writes what waits for the journal; False while the disk is full, and when the job has failed."""
         try:
-            self.journal.append(*rows)
+            self.journal.append(*self._backlog)
+        except DiskFull as error:
+            effect = "steps continue, and nothing else is decided until there is room"
+            self.room.lack("journal", str(self.journal.path), error.message, effect)
+            return False
         except StorageError as error:
-            self.fail(error.code, error.message, "free some space, then continue with --resume")
+            self.fail(error.code, error.message, "see to the disk, then continue with --resume")
+            return False
+        self._backlog.clear()
+        self.room.gain("journal")
+        return not self.failed
 
     def emit(self, name: str, **fields: events.Field) -> None:
         """Publishes an event: to the log, the job's folder, followers and the page."""
@@ -292,7 +336,11 @@ class Master:
     async def run_clock(self) -> None:
         while not self.stopped.is_set():
             await asyncio.sleep(TICK_S)
-            self.handle(h.Tick())
+            self.publisher.flush()
+            if "journal" in self.room.waiting and self._flush():
+                self._act_waiting()
+            if not self._waiting:  # else no time passes for the members, who wait for what was decided
+                self.handle(h.Tick())
 
     async def run_scaling(self) -> None:
         """Autoscales while exactly the target number of workers is at work."""
@@ -309,6 +357,15 @@ class Master:
             target, why = decide(self._scaling, len(state.view), self.progress.records_applied, self.now(), bounds)
             if why:
                 self.handle(h.Scale(target + state.workers - state.target_workers, why))
+
+    def halt(self, why: str) -> bool:
+        """Ends the job at a step whose checkpoint is written; False if there is no group that could apply a step."""
+        if self.state.phase != "running":
+            return False
+        if not self.halting:
+            self.halting, self.save_from = why, max(self.progress.logged, 1)
+            self.emit("job.halting", why=why)
+        return True
 
     async def stop(self, why: str, grace_s: float) -> None:
         self.emit("job.stopping", why=why)

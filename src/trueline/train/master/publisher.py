@@ -1,6 +1,6 @@
 """Publishes the master's events: to its log, to followers, to JOB/events.jsonl, and to the live page's hook.
 
-None of these may end the job: a full disk only costs lines of the file.
+None of these may end the job. Lines that a full disk does not take are written once there is room.
 """
 
 import asyncio
@@ -21,6 +21,8 @@ from trueline.wire import train_pb2 as pb
 
 BUNDLE = 256  # events in one message
 KEPT = 20_000  # past events that a new follower gets
+UNWRITTEN_BYTES = 16 << 20
+"""Lines that are kept for the file while the disk is full."""
 Hook = Callable[[str, dict[str, Field], float], None]
 """Called with name, fields and time (seconds since 1970) of each event."""
 NamedEvent = tuple[str, dict[str, Field]]
@@ -45,7 +47,8 @@ class EventPublisher:
         self.hook: Hook | None = None
         self.recent: deque[pb.Event] = deque(maxlen=KEPT)
         self.seq = 0
-        self._file = -1
+        self._file, self._torn = -1, False
+        self._unwritten = bytearray()
         self._added = asyncio.Event()
 
     def publish(self, named_events: Sequence[NamedEvent]) -> None:
@@ -60,7 +63,8 @@ class EventPublisher:
                 events.emit(name, **fields)
             self.recent.append(pb.Event(seq=self.seq, name=name, fields=text.decode(), at=at))
             lines.append(b'{"at":%.3f,"seq":%d,"name":"%s","fields":%s}\n' % (at, self.seq, name.encode(), text))
-        self._write(b"".join(lines))
+        self._unwritten += b"".join(lines)
+        self.flush()
         added, self._added = self._added, asyncio.Event()
         added.set()
         if self.hook is None:
@@ -72,18 +76,24 @@ class EventPublisher:
             self.hook = None
             events.emit("page.failed", why=repr(error))
 
-    def _write(self, lines: bytes) -> None:
+    def flush(self) -> None:
+        """Writes lines that a full disk did not take; those beyond UNWRITTEN_BYTES are lost, the oldest first."""
         try:
-            if self._file < 0:
+            if self._file < 0 and self._unwritten:
                 self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
                 size = os.fstat(self._file).st_size
-                if size and os.pread(self._file, 1, size - 1) != b"\n":  # the writer before died within a line
-                    os.write(self._file, b"\n")
-            whole = os.write(self._file, lines) == len(lines)
-        except OSError:
-            whole = False
-        if not whole:  # some lines may be there: the next write opens the file again, at a new line
+                if size and not self._torn and os.pread(self._file, 1, size - 1) != b"\n":
+                    os.write(self._file, b"\n")  # the writer before died within a line
+            while self._unwritten:
+                count = os.write(self._file, self._unwritten)
+                self._torn = self._unwritten[count - 1] != ord("\n")
+                del self._unwritten[:count]
+        except OSError:  # most likely a full disk
             self.close()
+            if len(self._unwritten) > UNWRITTEN_BYTES:
+                first = self._unwritten.index(b"\n") + 1  # may be torn
+                rest = self._unwritten.index(b"\n", max(first, len(self._unwritten) - UNWRITTEN_BYTES)) + 1
+                del self._unwritten[first:rest]
 
     def close(self) -> None:
         if self._file >= 0:

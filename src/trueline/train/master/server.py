@@ -16,20 +16,20 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import msgspec
 
-from trueline import clock
+from trueline import clock, events
 from trueline.engine.contract import Engine
 from trueline.engine.local.process import watch_lifeline
 from trueline.engine.open import open_engine
-from trueline.errors import StorageError
+from trueline.errors import DiskFull, StorageError
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.journal import Journal
-from trueline.train.master.master import Master
+from trueline.train.master.master import TICK_S, Master
 from trueline.train.membership import events as h
 from trueline.train.membership.decide import scale_fault
 from trueline.train.monitor import server as page
@@ -44,6 +44,7 @@ PAGE_S, PAGE_SHARE = 1.0, 0.2
 reconnections of that moment already take processor time from the steps of training."""
 CALL_ENDED = (grpc.aio.AbortError, grpc.aio.InternalError)
 """What ends only the call: it was refused, or its caller is gone, as fenced workers are."""
+Written = TypeVar("Written")
 Context = Any  # grpc.aio.ServicerContext, whose stubs are generic to no use here
 
 
@@ -112,7 +113,8 @@ class MasterService(pb_grpc.MasterServicer):
         await self._handle(h.Heartbeat(request.ref, request.step, request.phase, request.phase_s, *moves), context)
         self.master.note_transfer(request.ref)
         committed = self.master.record_progress(request)
-        return pb.Ack(committed=committed, save_from=self.master.save_from)
+        halting = bool(self.master.halting)
+        return pb.Ack(committed=committed, save_from=self.master.save_from, halting=halting)
 
     async def Leave(self, request: pb.Worker, context: Context) -> pb.Ack:
         ack = await self._handle(h.Leaving(request.ref), context)
@@ -130,9 +132,17 @@ class MasterService(pb_grpc.MasterServicer):
         return pb.Ack()
 
     async def RecordCheckpoint(self, request: pb.Checkpoint, context: Context) -> pb.Ack:
+        master = self.master
+        if request.full:
+            effect = "training continues, and the checkpoint is written once there is room"
+            master.room.lack("checkpoint", request.path, request.full, effect)
+            return pb.Ack()
         ack = await self._handle(h.Saved(request.ref, request.step, request.path, request.digest), context)
-        if request.step >= self.master.save_from:
-            self.master.save_from = 0
+        master.room.gain("checkpoint")
+        if request.step >= master.save_from:
+            master.save_from = 0
+            if master.halting:
+                master.spawn(master.stop(master.halting, 0.0))
         return ack
 
     async def Suspect(self, request: pb.Suspicion, context: Context) -> pb.Ack:
@@ -157,13 +167,15 @@ class MasterService(pb_grpc.MasterServicer):
     async def Status(self, request: pb.Cursor, context: Context) -> pb.JobStatus:
         master, now = self.master, self.master.now()
         facts = master.progress.describe(master.job, master.state, now=now, uptime_s=now - master.born)
-        return pb.JobStatus(json=json.dumps(facts))
+        return pb.JobStatus(json=json.dumps({**facts, "waiting": list(master.room.waiting.values())}))
 
     async def Follow(self, request: pb.Cursor, context: Context) -> AsyncIterator[pb.Events]:
         async for event in self.master.publisher.follow(request.after):
             yield event
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
+        if request.save and self.master.halt(request.why):
+            return pb.Ack(save_from=self.master.save_from, halting=True)
         await self.master.stop(request.why, request.grace_s)
         return pb.Ack()
 
@@ -238,7 +250,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     folder = JobDir(job_dir)
     lock = folder.hold_master()
     secret = folder.read_secret()
-    journal = Journal(folder.journal)
+    journal = await _when_there_is_room(lambda: Journal(folder.journal))
     master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
     master.publisher.hook = live.add_event
@@ -251,14 +263,15 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     master.address = f"127.0.0.1:{bound}"
     await server.start()
     where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
-    folder.write_master(where)
+    await _when_there_is_room(lambda: folder.write_master(where))
     await master.adopt(launch=launch)
     background = [master.spawn(master.run_engine()), master.spawn(master.run_clock())]
     if job.autoscale:
         background.append(master.spawn(master.run_scaling()))
 
     async def show() -> None:
-        folder.write_master(msgspec.structs.replace(where, page=await live.open(page_port, master.emit)))
+        shown = msgspec.structs.replace(where, page=await live.open(page_port, master.emit))
+        await _when_there_is_room(lambda: folder.write_master(shown))
 
     async def show_later() -> None:
         await asyncio.sleep(PAGE_S)
@@ -278,6 +291,16 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     master.publisher.close()
     os.close(lock)
     return 0
+
+
+async def _when_there_is_room(write: Callable[[], Written]) -> Written:
+    """The result of `write`, which is repeated while the disk is full. Raises StorageError for other reasons."""
+    while True:
+        try:
+            return write()
+        except DiskFull as error:
+            events.emit("disk.full", what="master", why=error.message)
+            await asyncio.sleep(TICK_S)
 
 
 def main() -> None:

@@ -3,15 +3,20 @@
 One vote moves the records on to other workers (`rotation`); a second one, by another worker where there is one, sets a
 record aside. Some records do not raise but kill (a crash in C): when members die one after the other without a step
 between, the next views are **careful**: each worker announces the record that it tries alone, and a death is a vote.
-See docs/concepts/membership.md.
+See docs/concepts/membership.md. Setting aside is for records that fail: many equal reasons in quick succession end the
+job with that reason.
 """
 
 from collections.abc import Sequence
 
 from trueline.train.membership.events import Action, FailJob, Log, Suspect
 from trueline.train.membership.state import Member, MembershipPolicy, State, form, join_refs
+from trueline.train.reasons import describe_group, find_reason, group_by_reason
 
 WHY_CHARS = WHERE_CHARS = 300
+ALIKE, ALIKE_STEPS = 10, 100
+"""This many records that are set aside for one reason within this many steps end the job; a tenth of `set_aside`, if
+that is more."""
 
 
 def suspect(state: State, event: Suspect, policy: MembershipPolicy) -> list[Action]:
@@ -45,12 +50,21 @@ def accuse(
         if not second:
             actions.append(Log("SUSPECT", {"record": record, "worker": ref, "why": votes[ref], "where": place}))
             continue
-        state.set_aside[record] = "; ".join(f"{worker}: {words}" for worker, words in votes.items())
+        words = list(dict.fromkeys(votes.values()))
+        by = [join_refs(list(votes))] if len(words) == 1 else list(votes)
+        set_aside(state, record, "; ".join(f"{who}: {why}" for who, why in zip(by, words, strict=True)))
         actions.append(Log("POISON", {"record": record, "why": state.set_aside[record], "where": place}))
-        if len(state.set_aside) > policy.set_aside:
+        fault = _too_many(state, policy) or _alike(state, record, policy)
+        if fault:
             state.phase = "failed"
-            return [*actions, FailJob("poison", _too_many(state, policy))]
+            return [*actions, FailJob("poison", fault)]
     return actions
+
+
+def set_aside(state: State, record: int, why: str) -> None:
+    """Leaves `record` out from now on."""
+    state.set_aside[record] = why
+    state.reasons.setdefault(find_reason(why), []).append(state.committed)
 
 
 def note_deaths(state: State, died: Sequence[Member]) -> None:
@@ -61,10 +75,27 @@ def note_deaths(state: State, died: Sequence[Member]) -> None:
 
 
 def _too_many(state: State, policy: MembershipPolicy) -> str:
-    places = {record: f", {where}" for record, where in state.places.items() if where}
-    reasons = [f"record {record}{places.get(record, '')} ({why})" for record, why in state.set_aside.items()]
-    failed = f"{len(reasons)} records failed wherever they went"
-    return f"{failed}, {policy.set_aside} may be set aside: {join_refs(reasons)}"
+    """Why the job ends when more records are set aside than may be; empty: it continues."""
+    if len(state.set_aside) <= policy.set_aside:
+        return ""
+    groups = group_by_reason(state.list_set_aside())
+    return (
+        f"{len(state.set_aside)} records failed wherever they went, {policy.set_aside} may be set aside: "
+        f"{join_refs([describe_group(group) for group in groups])}"
+    )
+
+
+def _alike(state: State, record: int, policy: MembershipPolicy) -> str:
+    """Why the job ends when many records fail for one reason within a few steps; empty: it continues."""
+    reason = find_reason(state.set_aside[record])
+    steps, many = state.reasons[reason], max(ALIKE, policy.set_aside // ALIKE)
+    if len(steps) < many or steps[-1] - steps[-many] > ALIKE_STEPS:
+        return ""
+    alike = [aside for aside in state.list_set_aside() if find_reason(aside["why"]) == reason]
+    return (
+        f"{many} records failed for one reason within {steps[-1] - steps[-many] + 1} steps, so that the reason is the "
+        f"data or the code, and no single record: {describe_group(alike)}"
+    )
 
 
 def _describe_records(records: Sequence[int]) -> str:

@@ -125,6 +125,8 @@ class State:
     """Slot -> times that it was put in quarantine since it last worked well."""
     suspects: dict[int, dict[str, str]] = field(default_factory=dict)  # votes: record -> worker -> why
     set_aside: dict[int, str] = field(default_factory=dict)  # records left out of training, and why
+    reasons: dict[str, list[int]] = field(default_factory=dict)
+    """Reason of records set aside, without their numbers -> the steps applied when each was."""
     places: dict[int, str] = field(default_factory=dict)  # where these records lie: part, file, record in it
     committed: int = 0  # steps known to be applied
     died_at: int = -1  # steps applied when a member last died in a group

@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import re
+import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from trueline.engine.contract import parse_ref
 from trueline.events import Field, render
 from trueline.train.monitor.charts import PHASES, CumulativeHistogram, Lanes, Point, Recent, Series, finite
+from trueline.train.reasons import group_by_reason
 
 Fields = Mapping[str, Field]
 MAX_EVENTS, MAX_REGROUPS, MAX_EVALUATIONS, MAX_KEPT = 80, 240, 400, 200
@@ -24,8 +26,8 @@ _SILENT = {"step.applied", "worker.running", "worker.receiving", "worker.receive
            "epoch.certified", "checkpoint.saved", "evaluation.done"}  # fmt: skip
 """Frequent events, which the page shows elsewhere."""
 _BAD = {"worker.lost", "worker.killed", "worker.quarantined", "worker.fenced", "record.set_aside", "record.suspected",
-        "job.failed", "log.truncated", "checkpoint.failed", "master.lost", "agent.lost"}  # fmt: skip
-_GOOD = {"job.finished", "job.restored"}
+        "job.failed", "disk.full", "log.truncated", "checkpoint.failed", "master.lost", "agent.lost"}  # fmt: skip
+_GOOD = {"job.finished", "job.restored", "disk.has_room"}
 _WORDS = {
     "worker.started": "{worker} starts",
     "worker.joined": "{worker} is ready",
@@ -42,6 +44,8 @@ _WORDS = {
     "job.finished": "the job is finished",
     "master.lost": "the master died and was started again",
     "agent.lost": "the engine's agent died and was started again",
+    "disk.full": "the disk is full: {path} cannot be written ({free} free); {effect}",
+    "disk.has_room": "there is room again: {path} is written",
     "log.truncated": "the log goes back to step {steps}: {why}",
 }
 
@@ -82,7 +86,8 @@ class JobView:
         self.certificates: dict[int, dict[str, Field]] = {}
         self.checkpoint: dict[str, Any] | None = None
         self.suspected: dict[int, str] = {}
-        self.set_aside: dict[int, str] = {}
+        self.set_aside: dict[int, dict[str, Any]] = {}
+        self.full: dict[str, str] = {}  # what waits for room on the disk
         self.lines: deque[list[Any]] = deque(maxlen=MAX_EVENTS)  # time, name, text and mood of each
         self._last_step_at: float | None = None
         self._offset: float | None = None
@@ -247,7 +252,15 @@ class JobView:
         record = int(_number(fields, "record"))
         self.suspected.pop(record, None)
         where, why = str(fields.get("where", "")), str(fields.get("why", ""))
-        self.set_aside[record] = f"{where}: {why}" if where else why
+        self.set_aside[record] = {"record": record, "where": f"{where}: " if where else "", "why": why}
+
+    def _on_disk_full(self, fields: Fields, at: float) -> None:
+        since = time.strftime("%H:%M:%S", time.localtime(at))
+        text = f"{fields['path']} cannot be written since {since}, {fields['free']} free: {fields['effect']}"
+        self.full[str(fields["what"])] = text
+
+    def _on_disk_has_room(self, fields: Fields, at: float) -> None:
+        self.full.pop(str(fields["what"]), None)
 
     def _on_job_finished(self, fields: Fields, at: float) -> None:
         self.lanes.end_all(at, "finished")
@@ -264,6 +277,14 @@ class JobView:
 
     def _on_launcher_ended(self, fields: Fields, at: float) -> None:
         (self._on_job_failed if fields.get("outcome") == "failed" else self._on_job_stopping)(fields, at)
+
+    def _list_set_aside(self) -> list[list[Any]]:
+        """A row for each reason: the record, or how many there are, and the first one's reason."""
+        rows = []
+        for group in group_by_reason(list(self.set_aside.values())):
+            name = group[0]["record"] if len(group) == 1 else f"{len(group)} records"
+            rows.append([name, group[0]["where"] + group[0]["why"]])
+        return rows
 
     def state(self, now: float) -> dict[str, Any]:
         """Everything as plain JSON values."""
@@ -286,8 +307,8 @@ class JobView:
             "certificates": [self.certificates[epoch] for epoch in sorted(self.certificates)],
             "checkpoint": self.checkpoint, "checkpoints": self.checkpoints,
             "suspected": [[record, why] for record, why in self.suspected.items()],
-            "set_aside": [[record, why] for record, why in list(self.set_aside.items())[:MAX_KEPT]],
-            "num_set_aside": len(self.set_aside),
+            "set_aside": self._list_set_aside()[:MAX_KEPT],
+            "full": list(self.full.values()), "num_set_aside": len(self.set_aside),
             "events": list(self.lines),
         }  # fmt: skip
 

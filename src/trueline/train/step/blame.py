@@ -16,7 +16,7 @@ from trueline.data.loading.seeding import SeededReader
 from trueline.data.loading.worker_pool import ReaderLost, ReaderPool
 from trueline.data.source import Batch, Source
 from trueline.data.sources.mixture import describe_record
-from trueline.errors import RecipeError, TrainError
+from trueline.errors import MissingValues, RecipeError, TrainError
 from trueline.train import devices
 from trueline.train.link.contract import Link
 from trueline.train.step.plan import Ints, JobPlan
@@ -71,6 +71,8 @@ class Trials:
 
         Raises `error` again if no record did, TrainError if they are too many for the device.
         """
+        if isinstance(error, MissingValues):
+            raise error  # of the columns, not of these records
         if devices.is_lost(error):
             raise error  # nothing can be tried here; the replacement of this process tries
         if isinstance(error, torch.OutOfMemoryError):

@@ -1,27 +1,30 @@
 """Writes checkpoints beside the training: rank 0, at the end of each epoch or every `every` steps.
 
 A thread writes a snapshot of the state; training waits only while the next step copies what is not written by then. A
-failure is a warning and the older checkpoints stay; only the job's last checkpoint has to succeed. While one is still
-being written, a regular one is skipped (waiting would stall the step), the best so far or a requested one is taken now
-and written afterwards (a third one waits), and the job's last one waits.
+full disk is waited for. Another failure is a warning and the older checkpoints stay; only the job's last checkpoint has
+to succeed. While one is still being written, a regular one is skipped (waiting would stall the step), the best so far
+or a requested one is taken now and written afterwards (a third one waits), and the job's last one waits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trueline import events
+from trueline import events, files
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.snapshot import Snapshot
 from trueline.data.source import Source
-from trueline.errors import StorageError, TruelineError
-from trueline.storage.location import Location, parse_location
+from trueline.errors import DiskFull, StorageError, TruelineError
+from trueline.storage.location import Location, join_location, parse_location
 from trueline.train import settings as job_settings
 from trueline.train.faults import Faults
 from trueline.train.job_dir import JobDir
@@ -32,6 +35,8 @@ from trueline.train.step.replica import Replica
 from trueline.version import __version__
 
 NICENESS = 19  # of the writing thread: where cores are scarce, it has what waiting for peers leaves
+ROOM_S, TRY_S = 0.2, 10.0
+"""How often a full disk is looked at, and how often a checkpoint is tried whatever that says."""
 
 
 class Checkpointer:
@@ -45,6 +50,7 @@ class Checkpointer:
         self._writers: list[threading.Thread] = []
         self._failure: TruelineError | None = None
         self._saved: object = None
+        self._told = False  # the master knows that a checkpoint waits for room
         self._last = False  # training is over and waits
         self._begun = 0  # steps of the newest state that was copied
 
@@ -79,18 +85,31 @@ class Checkpointer:
         (`link.save_from`). Neither is skipped.
         """
         steps = replica.ledger.steps
-        due = due or self._begun < link.save_from <= steps
+        halting = link.halting and bool(link.save_from) and link.save_from <= steps
+        due = due or halting or self._begun < link.save_from <= steps
         self._writers = [thread for thread in self._writers if thread.is_alive()]
         busy = len(self._writers)
+        due = due or (isinstance(self._failure, DiskFull) and not busy)
         if best or due:
             if busy > 1:
                 self._join()
             self._begin(replica, link)
+            if halting:
+                self._wait_for_end(replica, link)
         elif steps % self.every == 0 if self.every else ends_epoch:
             if busy:
                 events.emit("checkpoint.skipped", step=steps, why="the last one is still being written")
             else:
                 self._begin(replica, link)
+
+    def _wait_for_end(self, replica: Replica, link: ProgressReporter) -> None:
+        """Applies no further step, and no other worker can, until the master has ended the job, or does not want to."""
+        self._join()
+        while link.halting and isinstance(self._failure, DiskFull):
+            self._begin(replica, link)
+            self._join()
+        while link.halting and self._failure is None:
+            time.sleep(0.02)  # this process is killed
 
     def _begin(self, replica: Replica, link: ProgressReporter) -> None:
         self._begun = replica.ledger.steps
@@ -110,14 +129,41 @@ class Checkpointer:
             with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
+            self._await_room(snapshot, ledger["steps"], link)
             self._write(snapshot, ledger, link)
+            self._told = False
             self._saved, self._failure = _identify(ledger), None
+        except DiskFull as error:  # what was read of the snapshot is gone: the next step takes another one
+            self._failure = error
+            self._tell(ledger["steps"], error, link)
+            self._wait_for_room(snapshot.total)
         except TruelineError as error:
             self._fail(ledger["steps"], error)
         except Exception as error:  # noqa: BLE001  the thread's end: `complete` raises it
             self._fail(ledger["steps"], StorageError(f"no checkpoint was written: {type(error).__name__}: {error}"))
         finally:
             snapshot.close()
+
+    def _await_room(self, snapshot: Snapshot, step: int, link: ProgressReporter) -> None:
+        """Waits while the disk has too little room for `snapshot`, which can be read only once."""
+        if isinstance(self.folder, Path) and _free(self.folder) < snapshot.total:
+            self._tell(step, files.storage_error(OSError(errno.ENOSPC, "full"), self.folder), link)
+            self._wait_for_room(snapshot.total)
+
+    def _tell(self, step: int, error: TruelineError, link: ProgressReporter) -> None:
+        """Tells the master, once, that a checkpoint waits for room."""
+        if not self._told:
+            self._told = True
+            events.emit("checkpoint.waiting", step=step, why=error.message)
+            path = join_location(self.folder, checkpoint.folder_name(step))
+            link.report_checkpoint(step, str(path), "", full=error.message)
+
+    def _wait_for_room(self, needed: int) -> None:
+        """Until the disk has `needed` bytes, or TRY_S seconds: a quota does not show there."""
+        until = time.monotonic() + TRY_S
+        time.sleep(ROOM_S)
+        while isinstance(self.folder, Path) and time.monotonic() < until and _free(self.folder) < needed:
+            time.sleep(ROOM_S)  # no system tells of room
 
     def _fail(self, step: int, error: TruelineError) -> None:
         self._failure = error
@@ -146,9 +192,11 @@ class Checkpointer:
         """Returns when the last step's state is stored, even if its first writer has died. Raises StorageError."""
         self._join()
         self._last = True
-        if self._saved != _identify(replica.ledger.as_tree()):
+        while self._saved != _identify(replica.ledger.as_tree()):
             self._begin(replica, link)
             self._join()
+            if not isinstance(self._failure, DiskFull):
+                break
         if self._failure is not None:
             raise self._failure
 
@@ -156,3 +204,10 @@ class Checkpointer:
 def _identify(ledger: dict[str, Any]) -> tuple[int, int]:
     """Tells states of a job apart: a state may be evaluated after it was written."""
     return ledger["steps"], len(ledger.get("evaluations") or [])
+
+
+def _free(folder: Path) -> int:
+    """Bytes of room on the disk of `folder`; plenty where the system does not say."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
+    return 1 << 62

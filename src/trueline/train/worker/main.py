@@ -104,6 +104,8 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
     source = recipe.source("training")
     facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": source.fingerprint()}
+    if fills := getattr(source, "fills", None):
+        facts["data_fills"] = fills  # what stands in the place of missing values
     return Elastic(
         model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
         scheduler=scheduler, options=Options.of(settings), validation=validation_of(recipe, model, settings),

@@ -1,0 +1,140 @@
+"""Promises about missing values: counted before training, refused with column, count and row, or filled by rule."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trueline.data import missing
+from trueline.data.loading.tensors import DefaultFeed, tensor
+from trueline.data.missing import Missing
+from trueline.data.open import open_source
+from trueline.data.source import find_rule_fault
+from trueline.errors import DataError, MissingValues
+
+
+def write(folder, rows, header="age,income,label"):
+    path = folder / "rows.csv"
+    path.write_text("\n".join([header, *rows]) + "\n")
+    return str(path)
+
+
+def source_of(uri, rules="refuse", feed=None, mode="training", training=None):
+    return open_source(uri, feed or DefaultFeed(), mode=mode, missing=Missing(rules, lambda: training or uri))
+
+
+ROWS = ["1,10,0", "2,,1", "3,30,0", ",,1", "5,50,0"]
+
+
+@pytest.mark.parametrize("absent", ["", "NA", "nan", "NULL"])
+def test_empty_cells_are_refused_with_columns_counts_first_row_and_what_to_do(tmp_path, absent):
+    rows = [",".join(cell or absent for cell in row.split(",")) for row in ROWS]
+    with pytest.raises(MissingValues) as caught:
+        source_of(write(tmp_path, rows)).check_missing()
+    assert "column 'income' has no value in 2 of 5 records, first in row 2 (record 1 of " in caught.value.message
+    assert "column 'age' has no value in 1 of 5 records, first in row 4 (record 3 of " in caught.value.message
+    assert 'missing = {"income": "mean"}' in caught.value.hint
+
+
+def test_a_batch_with_an_empty_cell_is_an_error_of_the_schema(tmp_path):
+    with pytest.raises(MissingValues, match="column 'income' has 1 records without a value"):
+        source_of(write(tmp_path, ROWS)).read(np.array([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1.0, float("nan"), 3.0], "column 'x' has no value in 1 of 3 records, first in row 2"),
+        ([1.0, 2.0, float("inf")], "column 'x' has a value that float32 cannot hold in 1 of 3 records, first in row 3"),
+        ([-1e300, 2.0, 3.0], "column 'x' has a value that float32 cannot hold in 1 of 3 records, first in row 1"),
+        ([None, 2.0, None], "column 'x' has no value in 2 of 3 records, first in row 1"),
+    ],
+)
+def test_nan_nulls_and_values_out_of_range_in_parquet_are_refused(tmp_path, values, words):
+    pq.write_table(pa.table({"x": pa.array(values, pa.float64()), "label": [0, 1, 0]}), tmp_path / "a.parquet")
+    with pytest.raises(MissingValues) as caught:
+        source_of(str(tmp_path / "a.parquet")).check_missing()
+    assert words in caught.value.message
+
+
+def test_a_label_without_a_value_is_refused_whatever_the_rule_for_all_is(tmp_path):
+    uri = write(tmp_path, ["1,10,0", "2,20,"])
+    with pytest.raises(MissingValues, match="column 'label' has no value in 1 of 2 records, first in row 2"):
+        source_of(uri, "mean").check_missing()
+
+
+@pytest.mark.parametrize(
+    ("rules", "ages", "incomes"),
+    [
+        ("mean", [1, 2, 3, 11 / 4, 5], [10, 30, 30, 30, 50]),
+        ("zero", [1, 2, 3, 0, 5], [10, 0, 30, 0, 50]),
+        ({"age": -1, "income": 0.5}, [1, 2, 3, -1, 5], [10, 0.5, 30, 0.5, 50]),
+    ],
+)
+def test_a_rule_fills_every_batch_and_every_mode_with_the_same_values(tmp_path, rules, ages, incomes):
+    uri = write(tmp_path, ROWS)
+    source = source_of(uri, rules)
+    source.check_missing()
+    expected = np.array([ages, incomes], np.float32).T
+    np.testing.assert_array_equal(source.read(np.arange(5)).inputs, expected)
+    np.testing.assert_array_equal(source.read(np.array([3, 0])).inputs, expected[[3, 0]])
+
+
+def test_the_mean_of_held_out_records_is_that_of_the_training_records(tmp_path):
+    uri = write(tmp_path, ROWS)
+    (tmp_path / "held").mkdir()
+    held = write(tmp_path / "held", ["7,,0", ",9,0"])
+    found = source_of(held, "mean", mode="evaluation", training=uri).read(np.array([0, 1])).inputs
+    np.testing.assert_array_equal(found, np.array([[7, 30], [11 / 4, 9]], np.float32))
+
+
+def test_a_missing_text_is_a_category_of_its_own(tmp_path):
+    uri = write(tmp_path, ["red,0", ",1", "blue,0"], header="colour,label")
+    feed = DefaultFeed({"colour": ["red", "blue", missing.MISSING]})
+    source = source_of(uri, {"colour": "category"}, feed)
+    source.check_missing()
+    assert source.read(np.arange(3)).inputs.tolist() == [0, 2, 1]
+
+
+def test_a_feed_that_handles_nulls_is_left_alone_and_one_that_makes_nan_of_them_is_refused(tmp_path):
+    import torch
+
+    uri = write(tmp_path, ROWS)
+
+    def careful(records, mode):
+        return tensor(records["income"].fill_null(0)), tensor(records["label"])
+
+    def careless(records, mode):
+        return torch.from_numpy(records["income"].to_numpy().copy()), tensor(records["label"])
+
+    source_of(uri, feed=careful).check_missing()
+    with pytest.raises(MissingValues, match="column 'income' has no value in 2 of 5 records"):
+        source_of(uri, feed=careless).check_missing()
+    source_of(uri, "keep", careless).check_missing()
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [({"income": "category"}, "that rule is for text"), ({"incom": "mean"}, "missing names column 'incom'")],
+)
+def test_a_rule_that_does_not_suit_its_column_is_refused_in_words(tmp_path, rules, words):
+    with pytest.raises(DataError, match=words):
+        source_of(write(tmp_path, ROWS), rules)
+
+
+@pytest.mark.parametrize("rules", ["drop", 3, {"age": "median"}, {"age": True}, {"age": float("nan")}, None])
+def test_an_unknown_rule_is_named_with_those_that_there_are(rules):
+    assert "expected one of refuse, keep, mean, zero, category" in find_rule_fault(rules)
+
+
+def test_of_more_records_than_can_be_read_in_a_moment_a_sample_is_counted_and_parquets_nulls_all_the_same(
+    tmp_path, monkeypatch
+):
+    values = np.ones(1000)
+    column = pa.array(values, mask=np.arange(1000) == 707)
+    pq.write_table(pa.table({"x": column, "label": [0] * 1000}), tmp_path / "a.parquet", row_group_size=100)
+    monkeypatch.setattr(missing, "MAX_CELLS", 100)
+    with pytest.raises(MissingValues) as caught:
+        source_of(str(tmp_path / "a.parquet")).check_missing()
+    assert "in 1 of " in caught.value.message
+    assert "first in row 708 (record 7 of " in caught.value.message
