@@ -176,6 +176,14 @@ def test_typed_and_raw_messages_of_grpc_lose_nothing_on_the_way() -> None:
         grpc_tensors.decode_long(b"\xff\xff")
 
 
+@pytest.mark.parametrize("text", ["1" * 500, "[" * 500 + "]" * 500, '"' + "x" * 500 + '"', " " * 500, "-" * 500])
+def test_a_single_long_value_is_refused_as_any_other(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(arrays, "PIECE_BYTES", 64)
+    for data in (f"[{text}]", f"[1, {text}]", f"[{text}, 1]"):
+        with pytest.raises(RequestError, match="input 'x'"):
+            arrays.parse(data.encode(), "FP32", 1, "x")
+
+
 @pytest.mark.parametrize("datatype", ["FP32", "INT32"])
 def test_a_flat_list_that_is_read_in_pieces_is_the_same_list(monkeypatch: pytest.MonkeyPatch, datatype: str) -> None:
     text = json.dumps(list(range(1000)), indent=1).encode()

@@ -104,10 +104,14 @@ def parse(text: msgspec.Raw | bytes | memoryview, datatype: str, depth: int, nam
     """The array of input `name` from JSON `text` with `depth` nested lists. Raises RequestError."""
     if depth > MAX_DEPTH:
         raise RequestError(f"data of input '{name}' nests more than {MAX_DEPTH} lists")
-    dtype = NUMPY_DTYPES[datatype]
     if depth == 1 and len(view := memoryview(text)) > PIECE_BYTES:
-        pieces = [parse(piece, datatype, 1, name) for piece in _split_flat(view, name)]
-        return np.concatenate(pieces)
+        return np.concatenate([_parse_piece(piece, datatype, 1, name) for piece in _split_flat(view, name)])
+    return _parse_piece(text, datatype, depth, name)
+
+
+def _parse_piece(text: msgspec.Raw | bytes | memoryview, datatype: str, depth: int, name: str) -> Array:
+    """A piece may be long: it has one number at least, of any number of digits."""
+    dtype = NUMPY_DTYPES[datatype]
     try:
         values = _decoder(dtype.kind, depth).decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
