@@ -21,6 +21,7 @@ from trueline.bundle.describe import describe
 from trueline.capture import ladder, time_limit
 from trueline.capture.api import capture, capture_file
 from trueline.capture.export import torch_export
+from trueline.capture.model import code_paths
 from trueline.capture.time_limit import OutOfTime, TimeLimit
 from trueline.errors import CaptureError, NotProven, UsageError
 from trueline.runtime.session import Format
@@ -164,6 +165,12 @@ def test_a_long_stage_says_what_it_does_and_where(monkeypatch: pytest.MonkeyPatc
     assert heard[0]["what"] == "the loop"
     assert "test_time_limit.py" in heard[0]["at"]
     assert len(heard) <= 4  # twice as long each time
+
+
+def test_a_stage_that_is_between_two_lines_is_in_its_function() -> None:
+    code = test_a_stage_that_is_between_two_lines_is_in_its_function.__code__
+    place = code_paths.line_at(SimpleNamespace(f_code=code, f_lineno=None))  # type: ignore[arg-type]
+    assert place.source.startswith("def test_a_stage_that_is_between_two_lines")
 
 
 @pytest.mark.parametrize("minutes", [0, -1, float("nan")])

@@ -192,7 +192,7 @@ def _users_line(thread: threading.Thread) -> code_paths.SourceLine | None:
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         if code_paths.is_users(frame.f_code.co_filename):
-            return code_paths.SourceLine(file=frame.f_code.co_filename, line=frame.f_lineno)
+            return code_paths.line_at(frame)
         frame = frame.f_back
     return None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import math
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -30,7 +32,15 @@ class Numbered(nn.Module):
         return x[:, :kept] * float(length - 1) / 7.0
 
 
-@pytest.mark.parametrize("kind", [Flattened, Numbered])
+class Rooted(nn.Module):
+    """A root of a length: as a scale, and as a length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        root = math.sqrt(x.shape[1])
+        return x[:, : math.ceil(root)] / root * math.sqrt(4.0)
+
+
+@pytest.mark.parametrize("kind", [Flattened, Numbered, Rooted])
 def test_what_python_makes_a_number_of_a_size_stays_as_free_as_the_size(kind: type[nn.Module]) -> None:
     eager = EagerSession(kind().eval(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
     program = torch_export.LoadedProgram(torch_export.export(eager.module, eager.calling))
@@ -46,7 +56,9 @@ def test_the_users_module_has_the_builtin_names_again_after_the_block_and_after_
         assert isinstance(7, scope["int"])
         assert scope["int"] == builtins.int
         assert scope["int"]("7") == 7
+        assert not isinstance(scope["math"], ModuleType)
     assert not {"len", "int", "float"} & set(scope)
+    assert isinstance(scope["math"], ModuleType)
     with pytest.raises(RuntimeError, match="in the block"), size_lengths.keep_lengths_free(Numbered()):
         raise RuntimeError("in the block")
     assert not {"len", "int", "float"} & set(scope)

@@ -46,6 +46,33 @@ class KeepsPositions(nn.Module):
         return x + self.kept[n].sin()
 
 
+class KeepsMaybe(KeepsPositions):
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        steps = self.kept.get(n)
+        if steps is None:
+            steps = torch.arange(n).unsqueeze(1) / 10
+            self.kept[n] = steps
+        return x + steps.sin()
+
+
+class KeepsOrRaises(KeepsPositions):
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        try:
+            steps = self.kept[n]
+        except KeyError:
+            steps = self.kept[n] = torch.arange(n).unsqueeze(1) / 10
+        return x + steps.sin()
+
+
+class KeepsByDefault(KeepsPositions):
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        steps = self.kept.setdefault(n, torch.arange(n).unsqueeze(1) / 10)
+        return x + steps.sin()
+
+
 class KeepsAnswers(nn.Module):
     """By a key that does not say all: what is kept decides the answer."""
 
@@ -67,7 +94,14 @@ def examined(model: nn.Module, x: Tensor) -> Survey:
 
 @pytest.mark.parametrize(
     ("model", "gone"),
-    [(Talks, ("warnings.warn",)), (Checks, ("assert", "raise")), (KeepsPositions, ("not in self.kept",))],
+    [
+        (Talks, ("warnings.warn",)),
+        (Checks, ("assert", "raise")),
+        (KeepsPositions, ("not in self.kept",)),
+        (KeepsMaybe, ("self.kept.get(n)", "is None")),
+        (KeepsOrRaises, ("try:", "except KeyError")),
+        (KeepsByDefault, ("setdefault",)),
+    ],
 )
 def test_what_changes_no_answer_is_left_out_and_the_rest_is_proven(
     model: type[nn.Module], gone: tuple[str, ...]

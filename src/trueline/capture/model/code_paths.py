@@ -270,6 +270,12 @@ def users_line(error: BaseException) -> SourceLine | None:
     return None
 
 
+def line_at(frame: FrameType) -> SourceLine:
+    """The line that `frame` runs, or the first of its function where Python is between two lines (`f_lineno` is
+    None)."""
+    return SourceLine(file=frame.f_code.co_filename, line=frame.f_lineno or frame.f_code.co_firstlineno)
+
+
 def current_line(*, within: str = "") -> SourceLine | None:
     """The innermost line of the user's code that this thread runs; None where code in `within` called this."""
     frame: FrameType | None = sys._getframe(1)
@@ -278,7 +284,7 @@ def current_line(*, within: str = "") -> SourceLine | None:
         if within and frame is not caller and frame.f_code.co_filename.startswith(within):
             return None
         if is_users(frame.f_code.co_filename):
-            return SourceLine(file=frame.f_code.co_filename, line=frame.f_lineno)
+            return line_at(frame)
         frame = frame.f_back
     return None
 

@@ -1,10 +1,13 @@
-"""`len` of a tensor, `int` and `float` of a size, and lists made of a size stay as free as the size in a trace.
+"""`len` of a tensor, `int`, `float` and `math.sqrt` of a size, and lists made of a size stay as free as the size in a
+trace.
 
 Python's own return plain numbers, and torch.export then makes a constant of the size. So the user's modules get a
-`len`, `int` and `float` of their own while the model is traced, and the `range`, `list` and `tuple` of `size_lists`.
+`len`, `int`, `float` and `math` of their own while the model is traced, and the `range`, `list` and `tuple` of
+`size_lists`.
 """
 
 import builtins
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +19,10 @@ from trueline.capture.patches import Patch, enter_at_calls
 from trueline.capture.patches.size_lists import SizeList, TensorsOfLists, make_range
 
 PATCH = Patch(
-    issue="pytorch/pytorch#185804", versions="torch 2.13", cost="a second export", helps=("len(x)", "int(x.shape[1])")
+    issue="pytorch/pytorch#185804",
+    versions="torch 2.13",
+    cost="a second export",
+    helps=("len(x)", "int(x.shape[1])", "x / math.sqrt(n)"),
 )
 
 
@@ -67,6 +73,21 @@ def _builtin(plain: type, free: type, convert: Callable[[Any], Any]) -> type:
     return _Builtin(plain.__name__, (), {"plain": plain, "free": free, "convert": staticmethod(convert)})
 
 
+def _sqrt(of: Any) -> Any:
+    return of**0.5 if isinstance(of, torch.SymInt | torch.SymFloat) else math.sqrt(of)
+
+
+class _Math:
+    """The module `math`, with a square root that leaves a size free."""
+
+    sqrt = staticmethod(_sqrt)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(math, name)
+
+
+_INSTEAD: tuple[tuple[Any, Any], ...] = ((math, _Math()), (math.sqrt, _sqrt))
+"""What a user's module imports, and what it has while the model is traced."""
 _BUILTINS = {
     "len": _len,
     "int": _builtin(int, torch.SymInt, torch.sym_int),
@@ -81,12 +102,21 @@ _BUILTINS = {
 def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
     """In the block, `len`, `int`, `float` and lists in the user's code of `module` stay functions of sizes."""
     scopes = {id(function.__globals__): function.__globals__ for function in users_functions(module)}
+    imported = [
+        (scope, {name: held for name, held in scope.items() if held is theirs}, ours)
+        for scope in scopes.values()
+        for theirs, ours in _INSTEAD
+    ]
     try:
+        for scope, names, ours in imported:
+            scope |= dict.fromkeys(names, ours)
         for scope in scopes.values():
             scope |= {name: ours for name, ours in _BUILTINS.items() if name not in scope}
         with enter_at_calls(module, TensorsOfLists()):
             yield
     finally:
+        for scope, names, _ in imported:
+            scope |= names
         for scope in scopes.values():
             for name, ours in _BUILTINS.items():
                 if scope.get(name) is ours:
@@ -96,6 +126,7 @@ def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
 def may_help(module: torch.nn.Module) -> bool:
     """Whether the user's code of `module` takes a length, makes a number of something, or a list of a range."""
     return any(
-        not {"len", "int", "float"}.isdisjoint(names) or ("range" in names and not {"list", "tuple"}.isdisjoint(names))
+        not {"len", "int", "float", "sqrt"}.isdisjoint(names)
+        or ("range" in names and not {"list", "tuple"}.isdisjoint(names))
         for names in (function.__code__.co_names for function in users_functions(module))
     )

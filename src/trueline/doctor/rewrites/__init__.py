@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from trueline.doctor.rewrites import state
-from trueline.doctor.rewrites.control import branches, effects, while_loops
+from trueline.doctor.rewrites.control import branches, caches, effects, while_loops
 from trueline.doctor.rewrites.loops import vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.tensors import masked_reduce, numbers, selections
@@ -11,6 +11,7 @@ from trueline.doctor.rewrites.tensors import masked_reduce, numbers, selections
 _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     effects.catch_by_branch,
     effects.leave_out,
+    caches.leave_out,
     numbers.keep_arrays,
     numbers.keep_sizes,
     selections.run_all_parts,

@@ -29,9 +29,7 @@ from trueline.doctor.rewrites.scope import (
     expression,
     first_line,
     loaded_names,
-    parameters,
     statements,
-    stored_names,
 )
 
 _REPORTING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
@@ -65,9 +63,6 @@ def leave_out(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
             name = ast.unparse(statement.body[0]).partition(" ")[0]
             words = f"{head}: {name} = None` is left out: `{name}` changes nothing there"
             yield scope.candidate([statement], left_out, words, both) if both[0] != both[1] else None
-        elif new := _without_cache(scope, spot, statement):
-            words = f"{head}` is left out: the cached value is computed at every call"
-            yield scope.candidate(spot.block[spot.index :], new, words)
 
 
 def _only_reports(statement: ast.stmt) -> bool:
@@ -115,52 +110,6 @@ def _drops(scope: Scope, statement: ast.If) -> bool:
         case ast.If(body=[ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=None))], orelse=[]):
             return scope.depends_on(statement.test) == "tensor" and name in loaded_names(statement.test)
     return False
-
-
-def _without_cache(scope: Scope, spot: Spot, statement: ast.If) -> list[ast.stmt] | None:
-    """From `if key not in self.kept: self.kept[key] = value` on: the value under a name of its own.
-
-    And of `if key in self.kept: return self.kept[key]` the statements that follow.
-    """
-    match statement.test:
-        case ast.Compare(left=key, ops=[ast.NotIn() | ast.In() as operator], comparators=[kept]) if _keeps(scope, kept):
-            cell = ast.Subscript(value=kept, slice=key, ctx=ast.Load())
-        case _:
-            return None
-    if isinstance(operator, ast.In):
-        returns = len(statement.body) == 1 and isinstance(statement.body[0], ast.Return)
-        rest = [copy.deepcopy(one) for one in spot.rest if not ast.unparse(one).startswith(f"{ast.unparse(cell)} = ")]
-        return rest if returns and rest else None
-    if statement.orelse:
-        return None
-    name = scope.fresh(f"{ast.unparse(kept).rpartition('.')[2].strip('_').lower()}_here")
-    new = [_Named(ast.dump(cell), name).visit(copy.deepcopy(one)) for one in (*statement.body, *spot.rest)]
-    stores = [
-        target
-        for one in new
-        if isinstance(one, ast.Assign)
-        for target in one.targets
-        if isinstance(target, ast.Name) and target.id == name
-    ]
-    return new if stores else None
-
-
-def _keeps(scope: Scope, node: ast.expr) -> bool:
-    """Whether it may keep something from call to call: an attribute, or a name of the file."""
-    own = parameters(scope.function) | set(stored_names(scope.function))
-    return isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and node.id not in own)
-
-
-class _Named(ast.NodeTransformer):
-    """Replaces an element of a cache by a name."""
-
-    def __init__(self, cell: str, name: str) -> None:
-        self.cell, self.name = cell, name
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        self.generic_visit(node)
-        same = ast.dump(ast.Subscript(value=node.value, slice=node.slice, ctx=ast.Load())) == self.cell
-        return ast.Name(id=self.name, ctx=node.ctx) if same else node
 
 
 _WITH_INFO = {
