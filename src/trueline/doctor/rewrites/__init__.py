@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from trueline.doctor.rewrites import state
 from trueline.doctor.rewrites.control import branches, caches, effects, while_loops
-from trueline.doctor.rewrites.loops import vectorize
+from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.tensors import masked_reduce, numbers, selections
 
@@ -21,6 +21,7 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     masked_reduce.rewrites,
     numbers.keep_scalars,
     while_loops.rewrites,
+    pairs.map_pairs,
     vectorize.rewrites,
     state.keep_for_training,
     state.register_buffers,

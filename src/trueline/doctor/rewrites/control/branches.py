@@ -87,12 +87,26 @@ def _one_place(scope: Scope, statement: ast.If) -> Candidate | None:
 
 def _one_append(scope: Scope, statement: ast.If) -> Candidate | None:
     """`if c: rows.append(a) else: rows.append(b)` as `rows.append(torch.where(c, a, b))`."""
-    one, two = (appended_by(way[0]) if len(way) == 1 else None for way in (statement.body, statement.orelse))
+    found = _choose_appended(scope, statement)
+    if found is None:
+        return None
+    name, value = found
+    return scope.candidate(
+        [statement], statements(f"{name}.append({ast.unparse(value)})"), _where_words(statement.test)
+    )
+
+
+def _choose_appended(scope: Scope, statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    """List and value of an `append`, or of one in each way of an `if`, with `elif` too."""
+    if not isinstance(statement, ast.If):
+        appended = appended_by(statement)
+        return None if appended is None else (appended[0], without_numbers(appended[1], scope))
+    one, two = (
+        _choose_appended(scope, way[0]) if len(way) == 1 else None for way in (statement.body, statement.orelse)
+    )
     if one is None or two is None or one[0] != two[0]:
         return None
-    values = [without_numbers(value, scope) for _, value in (one, two)]
-    chosen = ast.unparse(_select(predicate(statement.test, scope), *values))
-    return scope.candidate([statement], statements(f"{one[0]}.append({chosen})"), _where_words(statement.test))
+    return one[0], _select(predicate(statement.test, scope), one[1], two[1])
 
 
 def _ways(statement: ast.If, rest: list[ast.stmt], end: int) -> Ways:
@@ -233,16 +247,27 @@ def _run_always(scope: Scope, statement: ast.If) -> Candidate | None:
     both = (statement.test.lineno, statement.body[0].lineno)
     if statement.orelse or _returns(statement.body) or both[0] == both[1]:
         return None
-    body = [_Padding().visit(copy.deepcopy(one)) for one in statement.body]
+    body = [_Padding(statement.test).visit(copy.deepcopy(one)) for one in statement.body]
     words = f"the body of `if {ast.unparse(statement.test)}` changes nothing where it is false, and runs always"
     return scope.candidate([statement], body, words, both)
 
 
 class _Padding(ast.NodeTransformer):
-    """`k - n % k`, the distance to the next multiple, as `-n % k`, which is 0 where n is a multiple."""
+    """`k - n % k`, the distance to the next multiple, as `-n % k`, which is 0 where n is a multiple; under
+    `if n < k`, `k - n` as 0 where n is above."""
+
+    def __init__(self, test: ast.expr) -> None:
+        self.distance = ""
+        match test:
+            case ast.Compare(left=size, ops=[ast.Lt() | ast.LtE()], comparators=[least]):
+                self.distance = ast.unparse(ast.BinOp(left=least, op=ast.Sub(), right=size))
+            case ast.Compare(left=least, ops=[ast.Gt() | ast.GtE()], comparators=[size]):
+                self.distance = ast.unparse(ast.BinOp(left=least, op=ast.Sub(), right=size))
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
+        if ast.unparse(node) == self.distance:
+            return expression(f"torch.sym_max({self.distance}, 0)")
         match node:
             case ast.BinOp(left=left, op=ast.Sub(), right=ast.BinOp(left=size, op=ast.Mod(), right=unit)):
                 if ast.dump(left) == ast.dump(unit):

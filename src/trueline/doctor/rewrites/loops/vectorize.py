@@ -122,13 +122,14 @@ def _independent(what: str) -> str:
 
 
 def _map_comprehension(scope: Scope, spot: Spot) -> Candidate | None:
-    """`torch.stack([f(a, b) for a, b in zip(x, y)])` as `torch.vmap(f)(x, y)`."""
+    """`torch.stack([f(a, b) for a, b in zip(x, y)])` as `torch.vmap(f)(x, y)`; `sum` of such, summed."""
     changed: list[str] = []
 
     class Map(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             self.generic_visit(node)
-            joins = ast.unparse(node.func) in ("torch.stack", "torch.cat")
+            sums = ast.unparse(node.func) == "sum" and len(node.args) == 1
+            joins = sums or ast.unparse(node.func) in ("torch.stack", "torch.cat")
             listing = node.args[0] if node.args and joins else None
             if not isinstance(listing, ast.ListComp | ast.GeneratorExp) or len(listing.generators) != 1:
                 return node
@@ -141,7 +142,7 @@ def _map_comprehension(scope: Scope, spot: Spot) -> Candidate | None:
             sources = sources_of(steps)
             value = ast.unparse(body_of(scope, steps)[-1].value)  # type: ignore[attr-defined]
             mapped = f"torch.vmap(lambda {', '.join(sources)}: {value})({', '.join(sources.values())})"
-            joined = join(node, mapped)
+            joined = expression(f"{mapped}.sum(0)") if sums else join(node, mapped)
             changed.extend([ast.unparse(node)] if joined is not None else ())
             return joined or node
 
