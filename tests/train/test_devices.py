@@ -169,6 +169,6 @@ def test_a_device_that_is_lost_ends_its_worker_and_blames_no_record():
 
 
 def test_records_that_do_not_fit_a_devices_memory_together_are_no_poison():
-    with pytest.raises(TrainError, match="4 records take at once") as raised:
+    with pytest.raises(TrainError, match="3 records take at once") as raised:
         loop_that_raises(torch.OutOfMemoryError("CUDA out of memory"))
     assert "micro_batch" in raised.value.hint

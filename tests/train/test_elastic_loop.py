@@ -21,6 +21,7 @@ from trueline.train import elastic
 from trueline.train.elastic import Elastic
 from trueline.train.link.local_client import LocalLink
 from trueline.train.step import ledger as books
+from trueline.train.step import model_traits
 from trueline.train.step.commit import StepReporter
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.options import Options
@@ -119,6 +120,7 @@ def job_of(
     model = model or model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {name: kind.pop(name) for name in ("micro_batch", "bitwise", "clip_norm") if name in kind}
+    kind.setdefault("traits", model_traits.read_traits(model))  # as if another worker had tried the loss
     checkpointer: Any = Checkpointer(line) if keep else None
     job = Elastic(model, optimizer, data(), global_batch=BATCH, epochs=epochs, options=Options(**options),
                   checkpointer=checkpointer, **kind)  # fmt: skip

@@ -15,12 +15,12 @@ from trueline.data.formats.image_folder import ImageRecords, is_image_folder
 from trueline.data.loading.tensors import LABELS, DefaultFeed
 from trueline.data.missing import Missing
 from trueline.data.records import FileRecords, OnBad, Records
-from trueline.data.source import Mode, Source
+from trueline.data.source import Countable, Mode, Source
 from trueline.data.sources.databases import SqlRecords, is_sql, open_odps_table
 from trueline.data.sources.map_style import DatasetSource
 from trueline.data.sources.mixture import SampledDataset, SampledSource
 from trueline.data.sources.table_source import CACHE_BYTES, TableSource
-from trueline.errors import DataError, RecipeError, closest, join_names
+from trueline.errors import DataError, RecipeError, UsageError, closest, join_names
 from trueline.storage.listing import is_visible, list_files, list_store
 from trueline.storage.location import Uri, Uris, is_remote, local_path
 from trueline.storage.object_store import redact_uri
@@ -220,3 +220,13 @@ def _formats_at(uri: Uri) -> list[str]:
             hint=f"name the format: {join_names(FORMATS)}",
         )
     raise DataError(f"no records at '{uri}': the file does not exist", hint="paths are relative to the current folder")
+
+
+def open_training(dataset: Any) -> Source:
+    """The records of a loop's data set: a Source or a map-style Dataset. Raises UsageError if it has none."""
+    source = dataset if isinstance(dataset, Source) else as_source(dataset, mode="training", feed=None, recipe="job")
+    if source.num_records < 1:
+        raise UsageError("the data set has no records", hint="check dataset('training')")
+    if isinstance(source, Countable) and os.environ.get("TRUELINE_REF", "worker-0.0") == "worker-0.0":
+        source.check_missing()  # once in a job, before its first step
+    return source

@@ -21,13 +21,13 @@ class BackwardPiece:
     """The forward of a part of a step, ready for its backward."""
 
     loss: torch.Tensor
-    """[] Mean over the piece's records."""
+    """[] Of the piece's records."""
     scaled: torch.Tensor
     """`loss` times the gradient scale of fp16: the root of the backward."""
     weight: float
-    """The piece's records / the step's records: weighted gradients sum to the gradient of the step's mean."""
-    count: int
-    """Records in the piece."""
+    """Factor of the gradient; for a mean the piece's records / the step's records, so that their sum is the step's."""
+    count: float
+    """What the loss counts in the step's sum of losses; for a mean the piece's records."""
 
 
 @dataclass(frozen=True, slots=True)

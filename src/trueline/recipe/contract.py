@@ -52,7 +52,10 @@ BLANKS: tuple[Blank, ...] = (
     Blank("model", "model() -> torch.nn.Module", "a new, untrained model",
           required=True, aliases=("CustomModel", "custom_model")),
     Blank("loss", "loss(outputs, labels) -> Tensor",
-          "the mean loss over the records of a batch (or one loss for each record)", required=True),
+          "the mean loss over the records of a batch (or their sum, or one loss for each record)", required=True),
+    Blank("weight", "weight(labels) -> number",
+          "what the mean loss of a batch with these labels divides by, where that is not its number of records: the "
+          "tokens that are no padding, the sum of the class weights", guessed=False),
     Blank("optimizer", "optimizer(params) -> torch.optim.Optimizer", "an optimizer over the model's parameters",
           required=True),
     Blank("dataset", "dataset(mode) -> map-style Dataset, or the URI of records",
@@ -95,6 +98,7 @@ class Recipe:
     feed: Callable[[Any, Mode], tuple[Any, Any]] | None = None
     vocabulary: Callable[[], Mapping[str, Sequence[str]]] | None = None
     tokenizer: Callable[[], Callable[[list[str]], Any]] | None = None
+    weight: Callable[[Any], Any] | None = None
     metrics: Callable[[], Mapping[str, Callable[[Any, Any], Any]]] | None = None
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     examples: Callable[[], Any] | None = None

@@ -7,6 +7,7 @@ from trueline.settings import setting
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Shuffle = Literal["full", "windows", "none"]
+LossReduction = Literal["auto", "mean", "sum"]
 
 _RESULT = "What is computed (a resumed job keeps it)"
 _WORKERS = "The workers (a resumed job may have others)"
@@ -42,6 +43,11 @@ class StepSettings:
     shuffle: Shuffle = setting(
         "full", "full: any record may stand anywhere in an epoch; windows: row groups are shuffled, and records inside "
         "windows of them; none: in the source's order.", section=_RESULT, recipe=True, fixed=True,
+    )  # fmt: skip
+    reduction: LossReduction = setting(
+        "auto", "How losses of parts make the loss of a step: mean or sum; auto: as tried before the first step. "
+        "A loss that the trial finds to be neither is computed over shards of micro_batch records if this is set.",
+        section=_RESULT, recipe=True, fixed=True,
     )  # fmt: skip
     bitwise: bool = setting(
         False, "The same weights to the last bit for any number of workers.", section=_RESULT, fixed=True

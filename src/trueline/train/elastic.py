@@ -10,18 +10,17 @@ out again. Protocol and failure cases: docs/concepts/generation.md.
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
 from trueline import events
 from trueline.data.loading.worker_pool import make_reader
-from trueline.data.open import as_source
-from trueline.data.source import Batch, Countable, Source
+from trueline.data.open import open_training
+from trueline.data.source import Batch
 from trueline.data.sources.mixture import record_lookup
 from trueline.errors import TrainError, UsageError
 from trueline.parallel.backend import connector
@@ -32,7 +31,6 @@ from trueline.train import devices
 from trueline.train.faults import Faults
 from trueline.train.link.grpc_client import connect
 from trueline.train.regroup.recovery import Recovery
-from trueline.train.settings import Fault
 from trueline.train.step import model_traits
 from trueline.train.step.blame import Trials
 from trueline.train.step.checkpointer import Checkpointer
@@ -44,28 +42,19 @@ from trueline.train.step.load_balance import StepTimer
 from trueline.train.step.optimizer_step import OptimizerStep, check_optimizer
 from trueline.train.step.options import Options
 from trueline.train.step.plan import ForwardPiece, Ints, JobPlan
+from trueline.train.step.reduction import Share, as_weight, count_loss
 from trueline.train.step.replica import Replica
-from trueline.train.step.validation import Evaluations, Validation
+from trueline.train.step.trial import LossTrial, TrialInputs
+from trueline.train.step.validation import Evaluations, LoopExtras
 from trueline.wire import train_pb2 as pb
-
-
-class LoopExtras(TypedDict, total=False):
-    """Further arguments of `Elastic`; a recipe's job has all of them."""
-
-    validation: Validation | None
-    checkpointer: Checkpointer | None
-    faults: tuple[Fault, ...]
-    traits: model_traits.ModelTraits | None
-    owned: bool
-    """Whether the loop is Trueline's own: between steps nothing changes the model, and a forward may be given up."""
 
 
 class Elastic:
     """Trains `model` together with the other workers of the job, or alone if no master started this process.
 
-    `dataset` is a map-style Dataset or a Source. `loss` in `step(loss)` is the mean over the batch's records.
-    The model, the optimizer and the arguments must be the same in all workers; batches come on the model's device.
-    `validation` is a `trueline.Validation`: evaluations while training.
+    `dataset` is a map-style Dataset or a Source. The first few batches are only tried (`batch.trial`), to see what the
+    loop draws and how its loss reduces: docs/guides/own-loop.md. The model, the optimizer and the arguments must be the
+    same in all workers; batches come on the model's device. `validation`: evaluations while training.
     """
 
     def __init__(
@@ -83,22 +72,23 @@ class Elastic:
     ) -> None:
         if unknown := extras.keys() - LoopExtras.__annotations__:
             raise TypeError(f"Elastic() got an unexpected keyword argument '{min(unknown)}'")
-        source, options, device = _open_source(dataset), options or Options(), devices.of_model(model)
+        source, options, device = open_training(dataset), options or Options(), devices.of_model(model)
         model_traits.replace_sync_batchnorm(model)
-        traits = extras.get("traits") or model_traits.read_traits(model)
-        shard = options.shard_records(global_batch, needed=traits.needs_shards)
+        known = extras.get("traits")
+        self._traits, self._options = known or model_traits.read_traits(model), options
         plan = self._plan = JobPlan(
-            num_records=source.num_records, global_batch=global_batch, epochs=epochs, seed=seed, micro_batch=shard,
+            num_records=source.num_records, global_batch=global_batch, epochs=epochs, seed=seed,
+            micro_batch=options.shard_records(global_batch, needed=self._traits.needs_shards),
             blocks=options.blocks(source), drawn=record_lookup(source),
         )  # fmt: skip
         place = functools.partial(devices.place_batch, device=device)
         self._reader = make_reader(source, seed, place, readers=options.readers)
-        self._tried_rate = traits.rate
+        trial = TrialInputs(model, optimizer, self._reader, source.num_records, global_batch, seed, options)
+        self._trial = None if known else LossTrial(trial)
         check_optimizer(model, optimizer)
         optimizer_step = OptimizerStep(model, optimizer, scheduler, options)
-        backend = "gloo" if options.bitwise else options.backend  # ordered sums are computed in host memory
-        process_group = GlooGroup(connector(backend, device))
-        replica = Replica(model, optimizer_step, process_group, source.num_records, options, sharded=shard > 0)
+        process_group = GlooGroup(connector("gloo" if options.bitwise else options.backend, device))
+        replica = Replica(model, optimizer_step, process_group, source.num_records, options, sharded=True)
         replica.owned, self._replica, timer = extras.get("owned", False), replica, StepTimer()
         replica.exchange.on_computed, replica.exchange.on_sent = timer.end_computing, self._read_ahead
         link = self._link = connect(process_group.cut_until_left)
@@ -107,15 +97,14 @@ class Elastic:
             checkpointer, faults = Checkpointer.of_script(plan, source)
         self._timer, self._faults = timer, Faults(faults, link.ref)
         group = self._group = WorkerGroup(link, process_group, self._faults)
-        self._step_reader = StepReader(plan, self._reader, group, timer, seed, traits.draws or shard > 0)
+        self._step_reader = StepReader(plan, self._reader, group, timer, seed)
         self._recovery = Recovery(replica, group, self._faults)
         self._evaluations = Evaluations(extras.get("validation"), plan, replica, group, link, checkpointer)
         self._reporter = StepReporter(link, group, timer, plan)
         self._commit = Commit(plan=plan, replica=replica, group=group, evaluations=self._evaluations,
                               reporter=self._reporter, checkpointer=checkpointer, faults=self._faults)  # fmt: skip
         self._trials = Trials(link, plan, source, self._reader, replica)
-        self._host_waits = device.type == "cpu"
-        """A GPU still computes when everything is on its way, and the hook then does not run in the main thread."""
+        self._host_waits = device.type == "cpu"  # a GPU computes on, and the hook runs outside of the main thread
         self._batch: StepBatch | None = None
         self._failed, self._contribution, self._wishes = False, Contribution(), 0
 
@@ -143,6 +132,8 @@ class Elastic:
         return self._replica.ledger.evaluations
 
     def __iter__(self) -> Iterator[StepBatch]:
+        if self._trial is not None:
+            yield from self._try_loop(self._trial)
         store = StoreServer()
         plan = self._plan
         hello = pb.Hello(
@@ -168,20 +159,36 @@ class Elastic:
         self._reader.close()
         store.close()
 
-    def step(self, loss: torch.Tensor) -> bool:
+    def step(self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None) -> bool:
         """Takes this worker's `loss` of a batch; True if it completed a step that was applied.
 
-        False if the step has further batches, or failed: its records are then handed out again.
+        The loss is a mean or a sum over the records, or one value for each. `weight`: what it divides by, if that is
+        not the number of records (tokens that count, class weights). False if the step has further batches, or failed:
+        its records are then handed out again. Raises UsageError, and RecipeError for a loss of another shape.
         """
         batch = self._batch
         if batch is None:
             raise UsageError("job.step(loss) was called without a batch", hint="call it once for every batch")
-        self._batch = None
-        self._contribution.add(batch.records, loss.item())
+        self._batch, count = None, len(batch.records)
+        divisor = None if weight is None else as_weight(weight, count)
+        if self._trial is not None:
+            self._trial.take(loss, divisor, count)
+            return False
+        self._step_reader.expect_no_draws(batch.step)
+        value, share = count_loss(self._traits.reduction, loss, divisor, records=count, of_step=batch.weight,
+                                  step=batch.step, even=self._traits.even)  # fmt: skip
+        self._contribution.add(batch.records, value.item() if share.weight else 0.0, share)
         if batch.last:
-            return self._reduce(batch.step, (loss, batch.weight, batch.records))
-        self._replica.add(loss, batch.weight, batch.records)
+            return self._reduce(batch.step, (value, batch.weight, batch.records, share))
+        self._replica.add(value, batch.weight, batch.records, share)
         return False
+
+    def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
+        for batch in trial.run(self._traits):  # nothing, if another worker of the job has tried the loop
+            self._batch = batch
+            yield batch
+        self._traits, self._trial = trial.traits, None
+        self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))
 
     def try_with(self, loss_of: Callable[[Batch], torch.Tensor]) -> None:
         """Sets the function that computes the loss when single records are tried; without it only reading is tried."""
@@ -267,7 +274,7 @@ class Elastic:
         rates[group.rank] = group.rate_to_report(self._timer.rate)
         return self._contribution.account(group.generation, step, wish=group.wants_regroup(), rates=rates)
 
-    def _reduce(self, step: int, piece: tuple[torch.Tensor, float, Ints] | None) -> bool:
+    def _reduce(self, step: int, piece: tuple[torch.Tensor, float, Ints, Share] | None) -> bool:
         """Runs the all-reduce of `step` and commits it; True if the step was applied."""
         if self._replica.exchange.broken is not None:
             return self._abandon(str(self._replica.exchange.broken))
@@ -353,7 +360,7 @@ class Elastic:
         self._replica.detach()
         self._recovery.forget()
         steps = self.steps if self._recovery.has_state else -1
-        self._group.regroup(steps=steps, rate=self._timer.rate or -self._tried_rate, heal=self._heal)
+        self._group.regroup(steps=steps, rate=self._timer.rate or -self._traits.rate, heal=self._heal)
         self._reporter.note_regroup()
         self._evaluations.forget()
         self._wishes = 0
@@ -384,17 +391,10 @@ class Elastic:
             self._batch = None
             self._abandon(str(error))
             return
+        if self._trial is not None and not isinstance(error, torch.OutOfMemoryError):
+            raise error
         if records is None:
             records = self._batch.records if self._batch is not None else np.empty(0, np.int64)
         self._batch = None
         accused = self._trials.accuse(error, self._at, records)
         self._abandon(f"records {accused} failed")
-
-
-def _open_source(dataset: Any) -> Source:
-    source = dataset if isinstance(dataset, Source) else as_source(dataset, mode="training", feed=None, recipe="job")
-    if source.num_records < 1:
-        raise UsageError("the data set has no records", hint="check dataset('training')")
-    if isinstance(source, Countable) and os.environ.get("TRUELINE_REF", "worker-0.0") == "worker-0.0":
-        source.check_missing()  # once in a job, before its first step
-    return source

@@ -9,7 +9,7 @@ import msgspec
 
 from trueline import files
 from trueline.errors import UsageError, closest
-from trueline.recipe.settings import Precision, Shuffle, TrainingSettings
+from trueline.recipe.settings import LossReduction, Precision, Shuffle, TrainingSettings
 from trueline.settings import check, declared_settings
 from trueline.train.job_dir import JobDir
 
@@ -161,6 +161,7 @@ class Overrides(TypedDict, total=False):
     seed: int | None
     micro_batch: int | None
     shuffle: Shuffle | None
+    reduction: LossReduction | None
     readers: int | None
     bitwise: bool | None
     precision: Precision | None

@@ -1,7 +1,7 @@
 """`tiny` with one record that cannot be trained: POISON says where it fails (read, decode, forward, nan, crash).
 
 With POISON=spin no record is bad, but worker-1.0 computes for ever from its second epoch on; with POISON=frail every
-worker of slot 2 ends at its third step.
+worker of slot 2 ends at its third step after the first of the job.
 """
 
 import importlib.util
@@ -37,9 +37,9 @@ class Careless(tiny.Counting):
             raise ValueError("a label of -1")
         if HOW == "crash" and self.training and (ids == BAD).any():
             os.kill(os.getpid(), signal.SIGSEGV)
-        if HOW == "frail" and os.environ.get("TRUELINE_REF", "").startswith("worker-2") and torch.is_grad_enabled():
+        if HOW == "frail" and os.environ.get("TRUELINE_REF", "").startswith("worker-2") and self.seen.max() > 0:
             self.steps = getattr(self, "steps", 0) + 1
-            if self.steps == 4:  # one was a trial
+            if self.steps == 3:  # trials of model and loss are before the first step
                 os._exit(3)
         while HOW == "spin" and os.environ.get("TRUELINE_REF") == "worker-1.0" and self.seen.max() > 1.5:
             continue

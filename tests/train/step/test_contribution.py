@@ -140,7 +140,7 @@ def test_the_account_of_a_part_is_its_records_and_their_loss():
     part.digest = books.MASK + 5
     account = part.account(2, 9, wish=True, rates=(5.0, 0.0))
     assert account == StepAccount(
-        count=3, digest=4, generations=2, steps=9, wishes=1, holders=1, loss_sum=3.0, rates=(5.0, 0.0)
+        count=3, digest=4, generations=2, steps=9, wishes=1, holders=1, loss_sum=3.0, weight=3.0, rates=(5.0, 0.0)
     )
     assert part.records.tolist() == [3, 1, 7]
     assert Contribution().records.tolist() == []

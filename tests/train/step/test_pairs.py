@@ -19,6 +19,7 @@ from trueline.data.open import as_source
 from trueline.errors import TrainError, UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.step import ledger as books
+from trueline.train.step.model_traits import read_traits
 from trueline.train.step.options import Options
 from trueline.train.step.replica import Reduced
 from trueline.train.step.validation import Rule, Validation
@@ -110,7 +111,7 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_have_do_not_pile_up
 def test_who_catches_up_leaves_out_a_step_whose_loss_is_no_number():
     model = line()
     job = Elastic(model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(torch.ones(8, 4), torch.ones(8, 1)),
-                  global_batch=4, epochs=2)  # fmt: skip
+                  global_batch=4, epochs=2, traits=read_traits(model))  # fmt: skip
     for step in job:
         if step.step == 1:
             break
@@ -150,7 +151,7 @@ def test_a_schedule_that_waits_for_plateaus_hears_of_an_evaluation_once_though_i
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(advance, factor=0.5, patience=1)
     rule = Validation(rule=Rule(every=2, monitor="loss"), num_records=1, names=(), measure=lambda start, stop: [1.0])
     data = TensorDataset(torch.zeros(24, 4), torch.zeros(24, 1))
-    job = Elastic(model, advance, data, global_batch=4, scheduler=plateau, validation=rule)
+    job = Elastic(model, advance, data, global_batch=4, scheduler=plateau, validation=rule, traits=read_traits(model))
     rates = []
     for step in job:
         if step.step in (2, 4) and len(job.evaluations) * 2 == step.step:
@@ -173,7 +174,8 @@ def test_a_step_of_which_every_record_is_set_aside_is_a_step_without_records(bit
     model = torch.nn.Sequential(line(), torch.nn.Dropout(0.5))
     data = Broken(torch.ones(8, 4), torch.ones(8, 1))
     advance = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = Elastic(model, advance, data, global_batch=1, seed=-1, options=Options(bitwise=bitwise))
+    job = Elastic(model, advance, data, global_batch=1, seed=-1, options=Options(bitwise=bitwise),
+                  traits=read_traits(model))  # fmt: skip
     trained = [index for step in job for index in step.records if job.step(model(step.inputs).mean()) is not None]
     assert job.steps == 8
     assert sorted(trained) == [0, 1, 2, 3, 4, 6, 7]
@@ -196,13 +198,15 @@ def test_an_optimizer_with_parameters_that_are_not_of_the_model_is_refused():
     model, scale = line(), torch.nn.Parameter(torch.ones(3))
     advance = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
     with pytest.raises(UsageError, match=r"1 parameters that are not of the model \(the first of shape \[3\]\)"):
-        Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
+        Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4,
+                  traits=read_traits(model))  # fmt: skip
 
 
 def test_a_loss_whose_sum_over_the_workers_may_overflow_is_its_workers_fault():
     model = line()
     advance = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
+    job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4,
+                  traits=read_traits(model))  # fmt: skip
     step = next(iter(job))
     with pytest.raises(TrainError, match="loss of step 0 is not finite"):
         job.step(model(step.inputs).mean() * 0 + 2e38)
@@ -211,7 +215,8 @@ def test_a_loss_whose_sum_over_the_workers_may_overflow_is_its_workers_fault():
 def test_a_worker_that_tries_records_one_by_one_is_stuck_only_when_one_of_them_takes_long():
     model, phases = line(), []
     advance = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
+    job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4,
+                  traits=read_traits(model))  # fmt: skip
     for step in job:
         job._link.report_phase = phases.append
         job._trials.find_blamed(step.step, step.records)
@@ -222,7 +227,8 @@ def test_a_worker_that_tries_records_one_by_one_is_stuck_only_when_one_of_them_t
 def test_the_copy_that_joiners_fetch_is_dropped_when_everybody_holds_the_state():
     model = line()
     advance = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
+    job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4,
+                  traits=read_traits(model))  # fmt: skip
     for step in job:
         if step.step == 0:
             job._recovery._offer.publish(1, job._replica.snapshot())
@@ -248,7 +254,13 @@ def test_in_windows_of_row_groups_and_decoded_ahead_two_workers_arrive_where_one
         expected: list[bytes] = []
         source.prefetch = lambda indices: (expected.append(indices.tobytes()), ahead(indices))[1]
         job = Elastic(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), source, global_batch=40, epochs=2, options=chosen
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            source,
+            global_batch=40,
+            epochs=2,
+            options=chosen,
+            traits=read_traits(model),
         )
         for step in job:
             job.step(((model(step.inputs) - step.labels) ** 2).mean())

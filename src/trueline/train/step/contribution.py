@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from trueline.data.loading.seeding import SeededReader, seed_all
+from trueline.data.loading.seeding import SeededReader, generator_state, seed_all
 from trueline.data.loading.worker_pool import ReaderPool
+from trueline.errors import UsageError
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.load_balance import StepTimer
 from trueline.train.step.plan import ForwardPiece, Ints, JobPlan
+from trueline.train.step.reduction import Share
 
 MOST_LOSS = 2.0**127 / 4096
 """From this size on a worker's sum of losses may have no finite float32 sum over the workers; the worker is blamed."""
@@ -30,9 +32,11 @@ class StepBatch:
     records: Ints
     step: int
     weight: float
-    """Records here / records of the step: the weight of this batch's mean loss in the step."""
+    """Records here / records of the step."""
     last: bool = True
     """Whether `step(loss)` completes the step."""
+    trial: bool = False
+    """Whether the loss is only looked at: nothing is trained with it."""
 
 
 @dataclass(slots=True)
@@ -41,23 +45,26 @@ class Contribution:
     count: int = 0
     digest: int = 0  # of the batches that were handed to the loop
     loss_sum: float = 0.0
+    weight: float = 0.0
     finite: bool = True  # whether the losses can be summed over the workers
 
     @property
     def records(self) -> Ints:
         return np.concatenate(self.done) if self.done else np.empty(0, np.int64)
 
-    def add(self, records: Ints, loss: float) -> None:
-        """Enters a batch with the mean `loss` of its records."""
+    def add(self, records: Ints, loss: float, share: Share | None = None) -> None:
+        """Enters a batch and its `loss`, by default the mean of its records."""
+        share = share or Share(1.0, len(records), len(records))
         self.done.append(records)
         self.count += len(records)
-        self.loss_sum += len(records) * loss
+        self.loss_sum += share.loss * loss
+        self.weight += share.weight
         self.finite = self.finite and abs(self.loss_sum) < MOST_LOSS
 
     def account(self, generation: int, step: int, *, wish: bool, rates: Sequence[float]) -> StepAccount:
         return StepAccount.of_holder(
             count=self.count, digest=self.digest, generation=generation, step=step, wish=wish,
-            loss_sum=self.loss_sum, rates=rates,
+            loss_sum=self.loss_sum, weight=self.weight, rates=rates,
         )  # fmt: skip
 
 
@@ -68,9 +75,9 @@ class StepReader:
     group: WorkerGroup
     timer: StepTimer
     seed: int
-    draws: bool  # whether a forward draws random numbers, which are then seeded by the shard
     _known: tuple[int, int, tuple[float, ...]] = (-1, -1, ())  # generation, step, split of `_pieces`
     _pieces: list[ForwardPiece] = field(default_factory=list)
+    _before: tuple[Any, ...] = ()  # the generators when the batch was handed out
 
     def pieces(self, step: int) -> list[ForwardPiece]:
         """This worker's share of `step` in the current membership."""
@@ -84,12 +91,23 @@ class StepReader:
         """The batch of a piece. Raises what the data set's code raises."""
         batch = self.reader.read(piece.records, epoch=self.plan.epoch_of(step))
         weight = len(piece.records) / len(self.plan.records(step))
-        if self.draws:
+        if self.plan.micro_batch:
             seed_all(self.seed, step, piece.shard)
+        else:
+            self._before = generator_state()
         self.timer.end_reading()
         return StepBatch(
             inputs=batch.inputs, labels=batch.labels, records=piece.records, step=step, weight=weight, last=last
         )
+
+    def expect_no_draws(self, step: int) -> None:
+        """Raises UsageError if the loop has drawn random numbers and the job has no shards to seed: the trial before
+        the first step saw none."""
+        if not self.plan.micro_batch and generator_state() != self._before:
+            raise UsageError(
+                f"step {step} draws random numbers, and the batches that were tried before the first step drew none",
+                hint="set micro_batch: each shard of a step then has a seed of its own, on whichever worker",
+            )
 
     def prefetch(self, step: int, left: Sequence[ForwardPiece]) -> None:
         """Has reader threads or processes read the pieces `left` of `step`, and those of later steps."""

@@ -72,30 +72,31 @@ class StepAccount:
     steps: int = 0  # the step modulo 4096, once for each holder
     wishes: int = 0  # members that want to regroup
     holders: int = 0  # members that hold the state
-    loss_sum: float = 0.0  # mean loss times records
+    loss_sum: float = 0.0  # losses times what each of them counts
+    weight: float = 0.0  # what the losses count together: records, or their weights
     rates: Sequence[float] = ()  # records a second, by rank
     LOSS_WORD: ClassVar[int] = 8  # index of `loss_sum` in `pack()`
 
     @classmethod
     def of_holder(
         cls, *, count: int, digest: int, generation: int, step: int, wish: bool, loss_sum: float = 0.0,
-        rates: Sequence[float] = (),
+        weight: float | None = None, rates: Sequence[float] = (),
     ) -> StepAccount:  # fmt: skip
-        """The account of one member that holds the state."""
+        """The account of one member that holds the state; `weight`: by default `count`."""
         return cls(
             count=count, digest=digest & MASK, generations=generation & _LOW, steps=step & _LOW, wishes=int(wish),
-            holders=1, loss_sum=loss_sum, rates=rates,
+            holders=1, loss_sum=loss_sum, weight=float(count) if weight is None else weight, rates=rates,
         )  # fmt: skip
 
     @property
     def loss(self) -> float:
-        """Mean over the records."""
-        return self.loss_sum / max(self.count, 1)
+        """Mean over the records, or over their weights."""
+        return self.loss_sum / (self.weight or max(self.count, 1))
 
     @staticmethod
     def num_words(size: int) -> int:
         """Length of `pack()` in a group of `size` members."""
-        return 9 + size
+        return 10 + size
 
     def pack(self) -> list[float]:
         """As words whose sums over all members make the account of the step.
@@ -108,7 +109,7 @@ class StepAccount:
             float(self.digest & _LOW), float(self.digest >> _BITS),
             float(self.generations), float(self.steps), float(self.wishes), float(self.holders),
             self.loss_sum if not abs(self.loss_sum) > _LARGEST else math.copysign(math.inf, self.loss_sum),
-            *self.rates,
+            self.weight, *self.rates,
         ]  # fmt: skip
 
     @classmethod
@@ -117,7 +118,8 @@ class StepAccount:
         low, high, digest_low, digest_high, generations, steps, wishes, holders = map(round, words[:8])
         return cls(
             count=low + (high << _BITS), digest=(digest_low + (digest_high << _BITS)) & MASK, generations=generations,
-            steps=steps, wishes=wishes, holders=holders, loss_sum=words[cls.LOSS_WORD], rates=words[9:],
+            steps=steps, wishes=wishes, holders=holders, loss_sum=words[cls.LOSS_WORD], weight=words[9],
+            rates=words[10:],
         )  # fmt: skip
 
     def check(self, *, records: int, plan_digest: int, generation: int, step: int) -> None:

@@ -27,10 +27,13 @@ class ModelTraits:
     draws: bool  # a forward in training mode draws random numbers
     neighbours: bool  # the result for a record depends on the records beside it
     rate: float = 0.0  # records a second of the tried forward, reading included; 0: none was tried
+    reduction: str = "mean"  # how losses of parts make the loss of a step (`reduction.py`)
+    even: bool = False  # whether each cross entropy of the trial divided by its number of labels
+    whole: bool = False  # whether the trial of the loss did not confirm that, for any part
 
     @property
     def needs_shards(self) -> bool:
-        return self.draws or self.neighbours
+        return self.draws or self.neighbours or self.whole
 
 
 class _ShardNorm(_BatchNorm):

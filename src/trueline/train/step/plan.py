@@ -91,6 +91,10 @@ class JobPlan:
     def ends_epoch(self, step: int) -> bool:
         return (step + 1) % self.epoch_steps == 0
 
+    def cut_into(self, micro_batch: int) -> None:
+        """Cuts steps into shards of at most `micro_batch` records; 0: into none. Only before the first step."""
+        self.micro_batch, self._first = micro_batch, -1
+
     def leave_out(self, records: Collection[int]) -> None:
         """Leaves `records` out of all steps from now on."""
         if tuple(sorted(records)) != self.set_aside:

@@ -2,7 +2,7 @@
 
 Beside its gradients a worker contributes the words of its step account, a tally of its records, and the changes of
 running statistics; the gradient exchange sums them together. A piece with n of a step's B records weighs its mean loss
-with n/B, whatever the split.
+with n/B, whatever the split; sums and means by other weights: `reduction.py`.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from trueline.train.step.ledger import Ledger, LeftOut, StepAccount
 from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints
+from trueline.train.step.reduction import Share, zero_loss
 
 TALLY_BYTES = 64 << 10
 """Records are tallied one by one if their counters are no larger than this, or than 2 % of the parameters."""
@@ -89,13 +90,13 @@ class Replica:
         if self._running or self._counters:
             self._before = [value.clone() for value in (*self._running, *self._counters)]
 
-    def add(self, loss: torch.Tensor, weight: float, records: Ints) -> None:
+    def add(self, loss: torch.Tensor, weight: float, records: Ints, share: Share | None = None) -> None:
         """Runs the backward of a piece that is not the last; nothing leaves this process."""
-        self.exchange.add(self._piece(loss, weight, records))
+        self.exchange.add(self._piece(loss, weight, records, share))
         self._reset_statistics()
 
     def reduce(
-        self, piece: tuple[torch.Tensor, float, Ints] | None, account: StepAccount, shares: Shares
+        self, piece: tuple[torch.Tensor, float, Ints, Share] | None, account: StepAccount, shares: Shares
     ) -> StepAccount:
         """Runs the last piece's backward, if any; returns the members' sum. Raises RuntimeError when a peer fails."""
         last = None if piece is None else self._piece(*piece)
@@ -103,8 +104,11 @@ class Replica:
         self._reset_statistics()
         return StepAccount.unpack(summed)
 
-    def _piece(self, loss: torch.Tensor, weight: float, records: Ints) -> BackwardPiece:
+    def _piece(self, loss: torch.Tensor, weight: float, records: Ints, share: Share | None = None) -> BackwardPiece:
         """Enters the records, and their changes of the running statistics, beside the gradients."""
+        share = share or Share(weight, len(records), len(records))
+        if not share.weight and not self.options.find_unused_parameters:
+            loss = zero_loss(self.model)
         beside = self.exchange.beside
         if self._tallied and beside.is_cpu:
             beside.numpy()[records] += 1.0  # takes a fraction of the time of torch's own indexing
@@ -114,7 +118,7 @@ class Replica:
         for value, before in zip(self._running, self._before, strict=False):
             beside[at : at + value.numel()] += weight * (value - before).flatten()
             at += value.numel()
-        return BackwardPiece(loss, self.optimizer_step.scale_loss(loss), weight, len(records))
+        return BackwardPiece(loss, self.optimizer_step.scale_loss(loss), share.gradient, share.loss)
 
     def _reset_statistics(self) -> None:
         """Gives each piece the same running statistics; only after its backward, which may rerun the forward."""
@@ -148,6 +152,9 @@ class Replica:
 
         `measured`: the monitored value of the current state, if it was evaluated. `left_out`: what was set aside.
         """
+        if account.weight != account.count and account.weight > 0:  # a mean by weights: the pieces were scaled by them
+            gradients = [value.grad for value in self._parameters if value.grad is not None]
+            torch._foreach_mul_(gradients, account.count / account.weight)
         if not self.optimizer_step.apply(measured, steps=self.ledger.steps):
             return False
         at = self._tallied

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from trueline.data.order import permutation
 from trueline.errors import UsageError, join_names
 from trueline.train.link.contract import ProgressReporter
+from trueline.train.settings import Fault
+from trueline.train.step import model_traits
 from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.plan import JobPlan
@@ -113,6 +115,17 @@ class Validation:
 
 def as_message(evaluation: dict[str, Any]) -> pb.Evaluation:
     return pb.Evaluation(**{**evaluation, "metrics": json.dumps(evaluation["metrics"])})
+
+
+class LoopExtras(TypedDict, total=False):
+    """Further arguments of `Elastic`; a recipe's job has all of them."""
+
+    validation: Validation | None
+    checkpointer: Checkpointer | None
+    faults: tuple[Fault, ...]
+    traits: model_traits.ModelTraits | None
+    owned: bool
+    """Whether the loop is Trueline's own: between steps nothing changes the model, and a forward may be given up."""
 
 
 class Evaluations:

@@ -5,6 +5,7 @@ worker. On SIGTERM a worker leaves between two steps. An exception ends the job,
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -17,13 +18,15 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from trueline import events, files
+from trueline.data.loading.seeding import SeededReader
 from trueline.data.source import Batch, Source
-from trueline.errors import CheckpointError, UsageError
+from trueline.errors import CheckpointError, RecipeError, UsageError
 from trueline.parallel.exchange import is_collective
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
@@ -33,10 +36,11 @@ from trueline.train.elastic import Elastic
 from trueline.train.launch import jobs
 from trueline.train.link.grpc_client import connect
 from trueline.train.settings import JobSettings
-from trueline.train.step import model_traits
+from trueline.train.step import model_traits, trial
 from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.options import Options
+from trueline.train.step.reduction import as_weight
 from trueline.train.step.validation import Rule, Validation
 from trueline.train.worker import failure
 from trueline.train.worker.measure import call_model, make_measure
@@ -110,23 +114,56 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
         model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
         scheduler=scheduler, options=Options.of(settings), validation=validation_of(recipe, model, settings),
         checkpointer=Checkpointer.of(settings, job_dir, facts), faults=settings.faults,
-        traits=_try_model(recipe, model, source), owned=True,
+        traits=_try_model(recipe, model, optimizer, source, settings), owned=True,
     )  # fmt: skip
 
 
-def _try_model(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_traits.ModelTraits:
-    """The traits that one forward on the first records shows, or, if it fails, the module types."""
+def _try_model(
+    recipe: Recipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer, source: Source, settings: JobSettings
+) -> model_traits.ModelTraits:
+    """What the trials of model and loss show; if they fail, what the module types do."""
+    place = functools.partial(devices.place_batch, device=devices.of_model(model))
+    reader = SeededReader(source, settings.seed, place)
     first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
 
-    def loss() -> torch.Tensor:
-        batch = devices.place_batch(source.read(first), devices.of_model(model))
+    def loss_of(batch: Batch | StepBatch) -> torch.Tensor:
         return recipe.loss(call_model(model, batch.inputs), batch.labels)
 
     try:
-        return model_traits.try_forward(model, loss, len(first))
+        traits = model_traits.try_forward(model, lambda: loss_of(place(source.read(first))), len(first))
     except Exception as error:  # noqa: BLE001  the step of a bad record finds and reports it
         events.emit("model.untried", why=f"{type(error).__name__}: {error}")
-        return model_traits.read_traits(model)
+        traits = model_traits.read_traits(model)
+    settled = trial.load_traits(traits)
+    for number in range(trial.ATTEMPTS):
+        if settled is not None:
+            return settled
+        tried = trial.LossTrial(trial.TrialInputs(
+            model=model, optimizer=optimizer, reader=reader, num_records=source.num_records, seed=settings.seed,
+            global_batch=settings.global_batch, options=Options.of(settings), attempt=number,
+        ))  # fmt: skip
+        if _try_loss(tried, loss_of, recipe.weight):
+            drawn = tried.traits.draws or traits.draws
+            settled = trial.settle_traits(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
+    return settled or trial.settle_traits(dataclasses.replace(traits, whole=True))
+
+
+def _try_loss(
+    tried: trial.LossTrial, loss_of: Callable[[StepBatch], torch.Tensor], weight: Callable[[Any], Any] | None
+) -> bool:
+    """Whether the recipe's functions take the batches of the trial. Raises what the trial finds."""
+    with contextlib.closing(tried.batches()) as batches:
+        for batch in batches:
+            try:
+                loss = loss_of(batch)
+                divisor = None if weight is None else as_weight(weight(batch.labels), len(batch.records))
+            except RecipeError:
+                raise
+            except Exception as error:  # noqa: BLE001  the step of a bad record finds and reports it
+                events.emit("loss.untried", why=f"{type(error).__name__}: {error}")
+                return False
+            tried.take(loss, divisor, len(batch.records))
+    return True
 
 
 def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings) -> Validation | None:
@@ -152,18 +189,18 @@ def train(recipe: Recipe, job: Elastic, options: Options) -> None:
 
     def loss_of(batch: Batch | StepBatch) -> torch.Tensor:
         with cast():
-            loss = recipe.loss(call_model(job.model, batch.inputs), batch.labels)
-            return loss if loss.dim() == 0 else loss.mean()  # the mean of a scalar would cost two operations
+            return recipe.loss(call_model(job.model, batch.inputs), batch.labels)
 
-    job.try_with(loss_of)
+    job.try_with(lambda batch: loss_of(batch).mean())
     for batch in job:
         try:
             with job.forward():
                 loss = loss_of(batch)
+            weight = None if recipe.weight is None else recipe.weight(batch.labels)
         except Exception as error:  # noqa: BLE001  a user's code may raise anything
             job.blame(error)
             continue
-        job.step(loss)
+        job.step(loss, weight=weight)
 
 
 def autocast(model: torch.nn.Module, options: Options) -> Callable[[], AbstractContextManager[None]]:

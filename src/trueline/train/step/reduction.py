@@ -1,0 +1,200 @@
+"""How a loss reduces over the records of a batch, decided from a trial before the first step.
+
+    mean       the loss of a batch is the mean of its parts' losses by records: gradients are averaged by records
+    sum        it is their sum: gradients are summed
+    weighted   it is their mean by weights (tokens, class weights), which `weight` gives: gradients are averaged by them
+
+Names as in torch.nn (`reduction`); fairseq's `sample_size`, Megatron's `num_tokens` and the `num_items_in_batch` of
+transformers are such weights. A loss that is none of them compares records of a batch, or is a mean by weights that are
+not known: it is refused, unless the job is given a `reduction`, with which it is computed over fixed shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trueline.errors import RecipeError, UsageError
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a piece of a step counts."""
+
+    gradient: float
+    """Its gradient is multiplied by this before all are summed."""
+    loss: float
+    """Its loss in the step's sum of losses."""
+    weight: float
+    """In the weight of the step, which divides the sum of losses; and the sum of gradients of a weighted mean."""
+
+
+def share_of(reduction: str, records: int, of_step: float, weight: float | None) -> Share:
+    """The share of a piece of `records` records, which are the fraction `of_step` of their step.
+
+    >>> share_of("mean", 4, 0.5, None), share_of("sum", 4, 0.5, None)
+    (Share(gradient=0.5, loss=4, weight=4), Share(gradient=1.0, loss=1.0, weight=4))
+    >>> share_of("weighted", 4, 0.5, 20.0)
+    Share(gradient=2.5, loss=20.0, weight=20.0)
+    """
+    if reduction == "sum":
+        return Share(1.0, 1.0, records)
+    if reduction == "mean" or weight is None:
+        return Share(of_step, records, records)
+    return Share(of_step * weight / max(records, 1), weight, weight)
+
+
+def as_scalar(loss: Any, records: int, reduction: str = "mean") -> Tensor:
+    """The loss of a batch as one number: `loss` itself, or of one loss for each record their mean (or sum).
+
+    Raises RecipeError for any other shape: torch refuses it too, and its mean would be not the loss that was written.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise RecipeError(f"the loss is a {type(loss).__name__}, expected a tensor", hint="return it without .item()")
+    if loss.dim() == 0:
+        return loss
+    if loss.numel() == records and loss.shape[0] in (1, records):
+        return loss.sum() if reduction == "sum" else loss.mean()
+    raise RecipeError(
+        f"the loss of {records} records has the shape {list(loss.shape)}, expected one number, or one for each record",
+        hint="write .mean() or .sum() where that is meant: losses.mean(dim=1) is one for each record",
+    )
+
+
+def as_weight(weight: Any, records: int) -> float:
+    """`weight` of a batch as a number. Raises RecipeError unless it is one of at least 0."""
+    found = float(weight.sum().item() if isinstance(weight, torch.Tensor) else weight)
+    if not 0.0 <= found < float("inf"):
+        raise RecipeError(f"the weight of {records} records is {found}, expected a number of at least 0",
+                          hint="it is what the mean divides by, e.g. the number of tokens that count")  # fmt: skip
+    return found
+
+
+def count_loss(
+    reduction: str, loss: Any, weight: float | None, *, records: int, of_step: float, step: int, even: bool
+) -> tuple[Tensor, Share]:
+    """The loss of a piece of `step` as one number, and what it counts. Raises RecipeError for a loss of another shape,
+    UsageError for a weight or, if `even`, a divisor of a cross entropy that the batches of the trial did not have."""
+    if (reduction == "weighted") != (weight is not None):
+        this, those = ("no", "one") if weight is None else ("a", "none")
+        raise UsageError(f"a batch of step {step} has {this} weight, and those that were tried before had {those}",
+                         hint="give every batch its weight, or none")  # fmt: skip
+    value = as_scalar(loss, records, reduction)
+    found = averaged_elements(value) if even and reduction == "mean" else None
+    if found is not None and found[0] != found[1]:
+        raise UsageError(
+            f"in step {step} a cross entropy of {found[1]} labels divides by {found[0]:g} (ignored labels or class "
+            "weights), so that its mean depends on how the step is shared",
+            hint="give the divisor as job.step(loss, weight=...) or as weight(labels) of the recipe",
+        )
+    return value, share_of(reduction, records, of_step, weight)
+
+
+def zero_loss(model: torch.nn.Module) -> Tensor:
+    """Stands in for the loss of a batch without weight, which may be 0/0: every gradient is zero."""
+    values = (value.reshape(-1)[:1].sum() * 0.0 for value in model.parameters() if value.requires_grad)
+    return sum(values, torch.zeros(()))
+
+
+def averaged_elements(loss: Tensor) -> tuple[float, int] | None:
+    """Divisor and number of the elements of a cross entropy that is a part of `loss`; None: there is none.
+
+    torch saves the sum of the class weights of all targets that are not ignored.
+    """
+    nodes = [loss.grad_fn]
+    for _ in range(8):
+        node = nodes.pop(0) if nodes else None
+        if node is None:
+            return None
+        if node.name().startswith("NllLoss") and node._saved_reduction == 1:  # type: ignore[attr-defined]
+            target = node._saved_target  # type: ignore[attr-defined]
+            return float(node._saved_total_weight), target.numel()  # type: ignore[attr-defined]
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class LossSample:
+    """A loss that was tried, and the gradients of a few parameters."""
+
+    records: int
+    loss: float
+    gradient: Tensor
+    weight: float | None = None
+    uneven: bool = False
+    """A cross entropy in it divides by something else than its number of targets."""
+
+
+def difference(one: LossSample, other: LossSample) -> float:
+    """Of loss or gradient, whichever is greater, relative to the larger."""
+    parts = [(torch.tensor([a.loss], dtype=torch.float64), a.gradient) for a in (one, other)]
+    found = 0.0
+    for mine, its in zip(*parts, strict=True):
+        scale = max(mine.norm().item(), its.norm().item())
+        found = max(found, (mine - its).norm().item() / scale if scale > 0 else 0.0)
+    return found
+
+
+def combine(parts: Sequence[LossSample], reduction: str) -> LossSample:
+    """The loss of a batch with these `parts` if it reduces in this way."""
+    records = sum(part.records for part in parts)
+    factors = [float(part.records) / records for part in parts]
+    if reduction == "sum":
+        factors = [1.0 for _ in parts]
+    if reduction == "weighted":
+        weights = [part.weight or 0.0 for part in parts]
+        factors = [weight / (sum(weights) or 1.0) for weight in weights]
+    pairs = [(factor, part) for factor, part in zip(factors, parts, strict=True) if factor]
+    gradient = sum((factor * part.gradient for factor, part in pairs), torch.zeros_like(parts[0].gradient))
+    return LossSample(records, sum(factor * part.loss for factor, part in pairs), gradient)
+
+
+def decide(
+    whole: LossSample | None, cuts: Sequence[Sequence[LossSample]], named: str, tolerance: float, *, draws: bool = False
+) -> tuple[str, bool]:
+    """How the loss reduces, and whether the trial confirms it. Raises UsageError if it does not and nothing is named.
+
+    `draws`: whether the loop draws.
+    `cuts`: the parts of `whole`, cut in several ways. `named`: the setting `reduction`; auto: as the trial shows.
+    """
+    if whole is None:
+        return ("mean" if named == "auto" else named), True  # every step is one record
+    weighted = whole.weight is not None
+    if weighted and named == "sum":
+        raise UsageError("reduction is 'sum', and the loss has a weight", hint="leave reduction out: weights average")
+    kinds = ("weighted",) if weighted else ("mean", "sum")
+    far = {kind: max(difference(whole, combine(parts, kind)) for parts in cuts) for kind in kinds}
+    fitting = [kind for kind in kinds if far[kind] <= tolerance]
+    if named != "auto":
+        kind = "weighted" if weighted else named
+        return kind, kind in fitting
+    if len(fitting) == 1:
+        return fitting[0], True
+    raise _refusal(whole, cuts[0], far, tied=bool(fitting), draws=draws)
+
+
+def _refusal(
+    whole: LossSample, parts: Sequence[LossSample], far: dict[str, float], *, tied: bool, draws: bool
+) -> UsageError:
+    counts = " and ".join(str(part.records) for part in parts)
+    losses = " and ".join(f"{part.loss:.6g}" for part in parts)
+    found = f"the loss of {whole.records} records is {whole.loss:.6g}, and those of its parts of {counts} are {losses}"
+    if tied:
+        return UsageError(f"{found}: whether it is a mean or a sum cannot be seen",
+                          hint='name it: reduction = "mean" or "sum" (in a loop: Options(reduction=...))')  # fmt: skip
+    names = {"weighted": "mean by the weights"}
+    apart = ", ".join(f"as a {names.get(kind, kind)} it is {off:.1%} off" for kind, off in far.items())
+    noise = 'the trial cannot hold still what numpy or random draw: name reduction = "mean" for a mean; '
+    uneven = ", and its cross entropy has class weights or ignored labels" if whole.uneven else ""
+    return UsageError(
+        f"{found}: it is not made of its parts ({apart}, gradients included{uneven}), so training would depend on "
+        "how a step is shared",
+        hint=f"{noise if draws else ''}a mean by tokens or class weights: give the divisor as "
+        "job.step(loss, weight=...) or as weight(labels) of the recipe; a loss or a model that compares records: set "
+        'reduction = "mean" and micro_batch = N, and it is computed over whole shards of N records',
+    )

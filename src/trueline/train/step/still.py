@@ -1,0 +1,88 @@
+"""Runs a model without random numbers and without statistics of the batch, to see what its loss does with records.
+
+Dropout layers keep everything, normalization layers scale each record by itself, and an operator that draws returns a
+constant. What is left depends on the records alone, so the loss of a batch can be compared with those of its parts.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CONSTANT = 0.5
+"""What an operator draws while nothing may be drawn."""
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether operators draw or compute in half precision; with `still` those that draw return a constant."""
+
+    def __init__(self, *, still: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws = self.half = False
+        self._still = still
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawing = torch.Tag.nondeterministic_seeded in func.tags
+        names = [argument.name for argument in func._schema.arguments] if drawing else []
+        if "dropout_p" in names:  # attention kernels have the tag, and draw only for dropout
+            given = dict(zip(names, args, strict=False)) | kwargs
+            drawing = given.get("dropout_p", 0.0) > 0
+            if drawing and self._still:
+                args, kwargs = (), given | {"dropout_p": 0.0}
+        result = func(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        self.half = self.half or (isinstance(first, torch.Tensor) and first.dtype in _HALF)
+        if not drawing:
+            return result
+        self.draws = True
+        return _fill(func.overloadpacket.__name__, args, result) if self._still and "dropout_p" not in names else result
+
+
+def _fill(name: str, args: Any, result: Any) -> Any:
+    if name == "native_dropout":
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    if name.startswith("rrelu"):
+        args[1].fill_(1.0)  # its noise, which the backward multiplies with
+        return args[0].clone()
+    if name.startswith("randperm"):
+        return result.copy_(torch.arange(len(result), dtype=result.dtype, device=result.device))
+    if not isinstance(result, torch.Tensor):
+        return result
+    return result.fill_(CONSTANT if result.is_floating_point() else result.dtype == torch.bool)
+
+
+def _scale_alone(layer: _BatchNorm) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(values: torch.Tensor) -> torch.Tensor:
+        size = values.float().square().mean(dim=tuple(range(1, values.dim())), keepdim=True)
+        unused = sum(value.sum() for value in layer.parameters())  # none of its parameters is without a gradient
+        return (values * torch.rsqrt(size + 1.0) + 0.0 * unused).to(values.dtype)
+
+    return forward
+
+
+@contextmanager
+def without_draws(model: torch.nn.Module) -> Iterator[WatchedOperators]:
+    """Layers and operators draw nothing and look at no other records in this block, whatever mode the loop sets."""
+    changed: list[tuple[torch.nn.Module, str, float]] = []
+    normalizing = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for module in model.modules():
+        name = "p" if isinstance(module, _DropoutNd) else "dropout"
+        if isinstance(module, _DropoutNd | torch.nn.RNNBase | torch.nn.MultiheadAttention):
+            changed.append((module, name, getattr(module, name)))
+            setattr(module, name, 0.0)
+    for layer in normalizing:
+        layer.forward = _scale_alone(layer)  # type: ignore[assignment, method-assign]
+    try:
+        with WatchedOperators(still=True) as watched:
+            yield watched
+    finally:
+        for layer in normalizing:
+            del layer.forward
+        for module, name, value in changed:
+            setattr(module, name, value)
