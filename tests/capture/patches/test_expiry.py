@@ -347,6 +347,7 @@ CASES: dict[Any, Case] = {
     _ATEN.expm1.default: of(torch.expm1, R * 1e-5, atol=0.0),
     _ATEN.elu.default: of(F.elu, -R.abs() * 1e-5, atol=0.0),
     _ATEN.celu.default: of(F.celu, -R.abs() * 1e-5, atol=0.0),
+    _ATEN.selu.default: of(F.selu, -R.abs() * 1e-5, atol=0.0),
     round: of(lambda x: x[:, : round(x.shape[1] * 0.5)], R, free=(1,)),
     _ATEN.roll.default: of(lambda x: x.roll(x.shape[1] // 2, 1), R, free=(1,)),
     _ATEN.scatter_reduce.two: of(lambda x: x.scatter_reduce(1, torch.zeros(2, 6, dtype=torch.int64), x, "mean"), R),

@@ -339,7 +339,7 @@ def test_the_members_of_a_view_stay_the_same_through_its_steps():
           ("SUSPECT", {"record": 8, "worker": "a", "why": "odd", "where": "w"})],
          {"suspects": {7: {"a": "odd", "b": "x"}, 8: {"a": "odd"}}, "places": {7: "", 8: "w"}}),
         ([("POISON", {"record": 7, "why": "odd"}), ("POISON", {"record": 9, "why": "a", "where": "w"})],
-         {"set_aside": {7: "odd", 9: "a"}, "places": {7: "", 9: "w"}}),
+         {"set_aside": {7: "odd", 9: "a"}, "reasons": {"odd": [0], "a": [0]}, "places": {7: "", 9: "w"}}),
         ([("EPOCH", {"epoch": 0}), ("EVAL", {"step": 2}), ("FACTS", {"num_records": 8})], {}),
     ],
     ids=lambda found: "+".join(kind for kind, _ in found) if isinstance(found, list) else "",

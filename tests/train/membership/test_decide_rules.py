@@ -278,7 +278,7 @@ def test_a_vote_moves_the_records_on_and_a_second_workers_vote_sets_them_aside()
     assert (world.state.rotation, world.state.cut_below, world.state.view) == (1, 2, (A, B, C))
     assert logged(world, "SUSPECT") == [{"record": 17, "worker": A, "why": "ValueError: odd", "where": where}]
     world.enter(a=5, b=5, c=5).happen(h.Suspect(B, (17,), "ValueError: odd"))
-    why = f"{A}: ValueError: odd; {B}: ValueError: odd"
+    why = f"{A} and {B}: ValueError: odd"
     assert logged(world, "POISON") == [{"record": 17, "why": why, "where": where}]
     assert world.state.list_set_aside() == [{"record": 17, "where": where, "why": why}]
     assert (list(world.state.set_aside), world.state.generation, world.state.rotation) == ([17], 3, 2)
@@ -307,7 +307,7 @@ def test_more_records_than_may_be_set_aside_end_the_job_and_are_named():
     world.happen(h.Suspect(A, (1, 2), "odd")).enter(a=0, b=0, c=0).happen(h.Suspect(B, (1, 2), "even"))
     (failure,) = world.of(h.FailJob)
     assert failure.code == "poison"
-    assert "record 1 (worker-0.0: odd; worker-1.0: even) and record 2" in failure.why
+    assert "2 records, the first is record 1: worker-0.0: odd; worker-1.0: even" in failure.why
 
 
 def test_deaths_without_a_step_between_make_a_careful_view_and_a_death_while_trying_is_a_vote():

@@ -63,6 +63,8 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def apply_patches() -> Iterator[None]:
     """Parts of torch that its own exporter specializes or refuses are replaced by ones that it can follow."""
+    # scan compiles its body: guards of what is in the cache already would run on the free sizes, and fix them
+    torch._dynamo.reset()
     with ExitStack() as stack:
         for patch in (
             recurrent.keep_layers_whole,

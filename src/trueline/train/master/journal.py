@@ -61,7 +61,8 @@ class Journal:
 
     def _describe(self, error: sqlite3.Error) -> StorageError:
         """DiskFull, if a file beside the journal cannot be written either: SQLite reports a quota as an I/O error."""
-        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the module's own errors have none
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
             try:
                 files.write_atomic(self.path.with_name(".room"), bytes(PROBE_BYTES))
                 self.path.with_name(".room").unlink(missing_ok=True)
@@ -69,7 +70,7 @@ class Journal:
                 return DiskFull(f"the journal {self.path} cannot be written: {full.message}", hint=full.hint)
             except StorageError:
                 pass  # SQLite's reason says more
-        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
+        if code == sqlite3.SQLITE_FULL:
             return DiskFull(f"the journal {self.path} cannot be written: {error}")
         return StorageError(f"the journal {self.path} cannot be written: {error}")
 

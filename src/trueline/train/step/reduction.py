@@ -118,6 +118,19 @@ def averaged_elements(loss: Tensor) -> tuple[float, int] | None:
     return None
 
 
+def has_node(loss: Tensor, name: str) -> bool:
+    """Whether an operation of this name (torch's `Node.name()`) led to `loss`."""
+    nodes, seen = [loss.grad_fn], {loss.grad_fn}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node.name() == name:
+            return node is not None
+        parents = {parent for parent, _ in node.next_functions} - seen - {None}
+        seen |= parents
+        nodes += parents
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class LossSample:
     """A loss that was tried, and the gradients of a few parameters."""

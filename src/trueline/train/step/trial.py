@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -111,7 +111,7 @@ class LossTrial:
         if not value.requires_grad:
             raise UsageError("the loss has no gradient", hint="compute it with the model, and not under no_grad()")
         elements = reduction.averaged_elements(value)
-        found = torch.autograd.grad(value, self._parameters, allow_unused=True)
+        found = _gradients(value, self._parameters, self._trial.model)
         flat = [
             (torch.zeros_like(mine) if its is None else its.to_dense()).detach().double().flatten()
             for mine, its in zip(self._parameters, found, strict=True)
@@ -217,6 +217,20 @@ class LossTrial:
         if self._half:
             return IN_HALF
         return TOLERANCE if all(value.is_cpu for value in self._parameters) else ON_DEVICE
+
+
+def _gradients(loss: torch.Tensor, of: list[torch.nn.Parameter], model: torch.nn.Module) -> Sequence[Any]:
+    """The gradients of some parameters. Reentrant activation checkpointing has to go through all of `model`."""
+    if not reduction.has_node(loss, "CheckpointFunctionBackward"):
+        return torch.autograd.grad(loss, of, allow_unused=True)
+    held = [(value, value.grad) for value in model.parameters()]
+    for value, _ in held:
+        value.grad = None
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = [value.grad for value in of]
+    for value, grad in held:
+        value.grad = grad
+    return found
 
 
 def _keys(batch: Batch, count: int) -> list[float]:
