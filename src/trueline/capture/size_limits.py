@@ -19,7 +19,7 @@ from trueline.capture.model.signature import BATCH, Calling
 from trueline.capture.proof.far_sizes import FIRST, LARGEST, TOGETHER, FarAnswer, FarSizes, far_sizes, numbers_of
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import fit
-from trueline.capture.proof.prove import judge
+from trueline.capture.proof.prove import agrees_on_given, judge
 from trueline.errors import CaptureError
 from trueline.runtime.session import Session
 
@@ -247,8 +247,7 @@ def extend(
 ) -> tuple[Exported, tuple[FarProbe, ...]]:
     """The claims cut to the sizes at which `program`, the exported one, was compared, unless they have a reason to
     continue; with the comparisons to repeat on the programs of other formats."""
-    given = [seen for seen in observations if seen.probe.origin == "given"]
-    if not judge(program, given).proven:
+    if not agrees_on_given(program, observations):
         return exported, ()  # the formats are refused on the usual probes, with the reason
     signature, probes = cut_to_compared(far, program, observations)
     cuts = {symbol: dim for symbol, dim in signature.dims.items() if dim != exported.signature.dims[symbol]}

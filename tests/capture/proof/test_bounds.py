@@ -50,7 +50,7 @@ class Program:
 def proof(model: nn.Module, x: Tensor, formula: Formula) -> Proof:
     eager = EagerSession(model.eval(), x)
     seen = observe(eager, [probe for probe in make_probes(eager.example) if not probe.wild])
-    assert all(one.judged for one in seen)
+    assert all(one.arbitrate().judged for one in seen if one.arbitrate is not None)
     return judge(Program(eager, formula), seen)
 
 
@@ -208,8 +208,35 @@ def test_a_model_that_has_no_copy_is_compared_by_the_scale_of_its_columns_and_th
     module.lock = threading.Lock()  # type: ignore[assignment]
     eager = EagerSession(module.eval(), torch.randn(5, 4))
     seen = observe(eager, make_probes(eager.example)[:3])
-    assert not any(one.judged for one in seen)
-    found = judge(Program(eager, np.exp), seen)
+    assert not any(one.arbitrate().judged for one in seen if one.arbitrate is not None)
+    found = judge(Program(eager, lambda x: np.exp(x) * np.float32(1.00001)), seen)
     assert found.proven
     assert all("of its scale, without float64" in one.tolerance for one in found.evidence)
     assert not judge(Program(eager, lambda x: np.exp(x) * np.float32(1.001)), seen).proven
+
+
+def test_float64_is_asked_only_where_a_program_is_not_as_near_as_every_program_has_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    run = Arbiter.run
+    monkeypatch.setattr(
+        Arbiter, "run", lambda self, inputs, rounded=0: (calls.append(rounded), run(self, inputs, rounded=rounded))[1]
+    )
+    eager = EagerSession(Model(torch.exp).eval(), torch.randn(5, 4))
+    seen = observe(eager, make_probes(eager.example)[:3])
+    assert judge(Program(eager, np.exp), seen).proven
+    assert calls == []
+    assert not judge(Program(eager, lambda x: np.exp(x) * np.float32(1.001)), seen).proven
+    assert calls != []
+
+
+def test_a_large_matrix_is_widened_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Model(lambda x: x), torch.randn(5, 4)
+    module.formula = lambda x: module.linear(x)
+    monkeypatch.setattr("trueline.capture.model.arbiter.HELD", 0)
+    whole, _ = ask(module, x)
+    monkeypatch.setattr("trueline.capture.model.arbiter.PIECE", 4)
+    pieces, rounded = ask(module, x)
+    np.testing.assert_allclose(pieces, whole, rtol=1e-14)
+    assert (rounded != pieces).all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -321,10 +322,14 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
     """Writes `path`, without pickles, paths and stack traces. Raises CaptureError, StorageError."""
     example, program._example_inputs = program.example_inputs, None
     try:
-        raw = io.BytesIO()  # not a file: torch's writer aborts the process when the disk is full
-        with rounding.round_by_trunc(program):
-            torch.export.save(program, raw)
-        torch_export_archive.clean(raw, path, code_paths.brief)
+        with tempfile.TemporaryFile(dir=path.parent) as raw:
+            spool = _Spool(raw.fileno(), "w", closefd=False)
+            with rounding.round_by_trunc(program):
+                torch.export.save(program, spool)
+            if spool.error is not None:
+                raise spool.error
+            raw.seek(0)
+            torch_export_archive.clean(raw, path, code_paths.brief)
     except BundleError as error:
         place = operators.line_of(program, error.message)
         raise CaptureError(
@@ -336,6 +341,22 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
         raise CaptureError(f"torch cannot save the exported program: {one_line(error)}") from error
     finally:
         program._example_inputs = example
+
+
+class _Spool(io.FileIO):
+    """A file for torch's writer, which aborts the process where a write fails, as on a full disk: the error is kept."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data).cast("B")
+        count = len(rest)
+        while self.error is None and rest:
+            try:
+                rest = rest[super().write(rest) :]
+            except OSError as error:
+                self.error = error
+        return count
 
 
 @final

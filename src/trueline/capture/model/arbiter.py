@@ -32,6 +32,8 @@ WIDE = {
 }
 HELD = 32 << 20
 """Bytes of parameters up to which a model is held in float64."""
+PIECE = 1 << 23
+"""Elements of a matrix that are widened at once."""
 NOISE = 1 << 18
 """Random factors that are drawn once."""
 _MOVES = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
@@ -85,6 +87,11 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.shake(wide, times=wide.shape[-1] ** 0.5, whole=True)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        matrix = args[-1] if args and not kwargs and func._schema.name in ("aten::mm", "aten::addmm") else None
+        if isinstance(matrix, torch.Tensor) and matrix.numel() > PIECE and matrix.dtype in WIDE:
+            width = max(PIECE // len(matrix), 1)
+            columns = [_widen(args[-2]) @ _widen(one) for one in torch.split(matrix, width, dim=1)]
+            return sum((_widen(one) for one in args[:-2]), torch.cat(columns, dim=1))
         wide = {key: WIDE.get(value, value) if key == "dtype" else value for key, value in kwargs.items()}
         try:
             found = func(*tree_map(_widen, tuple(args)), **tree_map(_widen, wide))

@@ -39,8 +39,11 @@ SIGNATURE = "trueline.signature"
 """Key in a program's metadata: its signature."""
 SOURCE = "source"
 """Key in a node's metadata: the line that it came from, `layers.py:13`."""
-EXTERNAL_BYTES = 1_500_000_000
-"""Weights beyond this go into a file of their own: one protobuf cannot hold more than 2 GB."""
+EXTERNAL_BYTES = 100_000_000
+"""Weights beyond this go into a file of their own, which a runtime maps: in one protobuf they would be in memory three
+times more."""
+PROTOBUF_BYTES = 1_500_000_000
+"""Weights that one protobuf can hold: its limit is 2 GB."""
 
 
 def emit(exported: Exported, folder: Path) -> Path:
@@ -91,7 +94,7 @@ def _encode_signature(signature: Signature) -> str:
 def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Array]]:
     """What ONNX Runtime computes on `inputs` in each submodule, by its qualified name; nothing for too large a program.
     Translates it again with every value as an output: to explain a refusal."""
-    if exported.weight_bytes > EXTERNAL_BYTES:
+    if exported.weight_bytes > PROTOBUF_BYTES:
         return {}
     signature = exported.signature
     names = ([spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs])

@@ -9,6 +9,8 @@ records show. A model that is chaotic on the user's records does not widen a bou
 program has to answer as eager does. Pure numpy.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -88,16 +90,15 @@ def _distance(one: Floats, other: Array) -> Floats:
     return found
 
 
-def derive(measures: Sequence[Measures], given: Sequence[bool]) -> list[dict[str, Bound]]:
-    """The bounds of every output on every probe. `given`: whether the values are the user's own; their columns tell the
-    scale of columns with few elements."""
+def make_tables(measures: Sequence[Measures], given: Sequence[bool]) -> dict[str, OutputTable]:
+    """What all probes show of each output, by its name. `given`: whether the values are the user's own; their columns
+    tell the scale of columns with few elements."""
     names = list(dict.fromkeys(name for one in measures for name in one))
     pairs = list(zip(measures, given, strict=True))
-    tables = {name: _Table([(one[name], own) for one, own in pairs if name in one]) for name in names}
-    return [{name: tables[name].derive(found, own) for name, found in one.items()} for one, own in pairs]
+    return {name: OutputTable([(one[name], own) for one, own in pairs if name in one]) for name in names}
 
 
-class _Table:
+class OutputTable:
     """What all probes show of one output."""
 
     def __init__(self, pairs: Sequence[tuple[Measure, bool]]) -> None:
@@ -111,10 +112,20 @@ class _Table:
         self.relative = max((_relative(one) for one in every if one.noise is not None), default=None)
         """The largest noise relative to the scale, where the arbiter answered."""
 
-    def derive(self, one: Measure, own: bool) -> Bound:
+    def derive_least(self, one: Measure) -> Bound:
+        """What every program may be off by."""
+        scale, least, tiny = self._units(one)
+        return tuple(np.asarray(min(least, TOLERANCES[one.dtype].rtol) * at + tiny) for at in scale)
+
+    def _units(self, one: Measure) -> tuple[Sequence[Floats], float, float]:
+        limits = np.finfo(one.dtype.name)
         scale = column_scale(one.scale, one.shape, self.scales, one.flat)
-        tolerance, limits = TOLERANCES[one.dtype].rtol, np.finfo(one.dtype.name)
-        least, tiny = ULPS * float(limits.eps), float(limits.tiny)
+        return scale, ULPS * float(limits.eps), float(limits.tiny)
+
+    def derive(self, one: Measure, own: bool) -> Bound:
+        """The bound of one answer; `own`: to the user's values."""
+        scale, least, tiny = self._units(one)
+        tolerance = TOLERANCES[one.dtype].rtol
         if one.noise is not None:
             noise = column_scale(one.noise, one.shape, self.noises, one.flat)
         elif self.relative is not None:
@@ -138,7 +149,7 @@ def _relative(one: Measure) -> float:
     return float(one.noise[0][0] / one.scale[0][0]) if one.scale[0][0] > 0 else 0.0
 
 
-def describe(outputs: Mapping[str, Array], bounds: Mapping[str, Bound] | None, judged: bool) -> str:
+def describe(outputs: Mapping[str, Array], bounds: Mapping[str, Bound] | None, how: str) -> str:
     """How the outputs are compared, for the evidence: the least and the largest bound of each, and by what."""
     texts = []
     for name, array in outputs.items():
@@ -147,6 +158,5 @@ def describe(outputs: Mapping[str, Array], bounds: Mapping[str, Bound] | None, j
             continue
         whole, *slices = bounds[name]
         low = max([float(one.min(initial=whole[0])) for one in slices], default=float(whole[0]))
-        how = "as near as rounding takes the model in float64" if judged else "of its scale, without float64"
         texts.append(f"{name}: {low:.2g} to {whole[0]:.2g}, {how}")
     return "; ".join(texts)

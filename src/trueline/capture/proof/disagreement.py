@@ -25,7 +25,7 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import users_own
 from trueline.capture.onnx import emit
-from trueline.capture.proof.observe import Observation, care, make_arbiter, with_bounds
+from trueline.capture.proof.observe import Observation, care, with_least_bounds
 from trueline.capture.proof.probes import Probe, fit, resize
 from trueline.capture.proof.prove import Proof, disagreement
 from trueline.errors import TruelineError
@@ -117,7 +117,7 @@ class Shrunk:
 def shrink(program: Session, eager: Session, probe: Probe, *, questions: int = QUESTIONS) -> Shrunk | None:
     """Shrinks `probe` greedily: sizes towards 1, then values towards zeros. None when the two agree on it (a
     disagreement that does not come back)."""
-    runs, arbiter = 0, make_arbiter(eager)
+    runs = 0
 
     def differs(inputs: Inputs) -> str:
         nonlocal runs
@@ -131,7 +131,7 @@ def shrink(program: Session, eager: Session, probe: Probe, *, questions: int = Q
         except (TruelineError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             return ""  # outside the claim, or the model itself cannot answer it
         seen = Observation(probe=replace(probe, inputs=inputs), outputs=expected, error="", way=())
-        return disagreement(program, *with_bounds(eager, [seen], arbiter))
+        return disagreement(program, *with_least_bounds(eager, [seen]))
 
     reason = differs(probe.inputs)
     if not reason:

@@ -1,5 +1,6 @@
 """Says in which mode an nn.TransformerEncoder is captured, and where a plain call of the model answers otherwise."""
 
+import time
 import warnings
 from itertools import islice
 
@@ -9,8 +10,9 @@ from trueline.errors import first_line
 from trueline.recipe.eager_mode import USES_FAST_PATH
 from trueline.runtime import compare
 
-NUM_ASKED = 12
-"""Probes on which both modes are compared, those of the user's own records first."""
+NUM_ASKED, ENOUGH, BUDGET_S = 12, 3, 1.0
+"""Probes on which both modes are compared, those of the user's own records first, and how many of them when that takes
+more seconds of this thread than that."""
 
 
 def describe(eager: EagerSession) -> str:
@@ -23,8 +25,10 @@ def describe(eager: EagerSession) -> str:
         return ""
     probes = make_probes(eager.example, signature=eager.calling.presumed)
     values = [probe for probe in probes if probe.wild]  # masks among them
-    asked, shown = 0, list[str]()
+    asked, shown, started = 0, list[str](), time.thread_time()
     for probe in islice([probes[0], *values, *probes[1:]], NUM_ASKED):
+        if asked >= ENOUGH and time.thread_time() - started > BUDGET_S:
+            break
         try:
             trained = eager.run(probe.inputs)
         except Exception:  # noqa: BLE001 - the user's forward on made-up values may raise anything

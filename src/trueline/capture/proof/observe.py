@@ -5,11 +5,14 @@ with SIGSEGV (torch 2.13 with oneMKL, parameter 3 of SGEBAL), and `torch.mode` o
 call that would pass such values on raises instead.
 """
 
+from __future__ import annotations
+
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -26,6 +29,7 @@ from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import bounds
+from trueline.capture.proof.bounds import Measures
 from trueline.capture.proof.probes import Probe
 from trueline.errors import CaptureError
 from trueline.runtime import compare
@@ -35,8 +39,10 @@ from trueline.runtime.session import Session
 
 SEED = 0
 BUDGET_S, LEAST = 8.0, 2
-"""CPU seconds of the float64 runs of all probes, half as many for a model that is not held in float64, and the fewest
-probes."""
+"""CPU seconds of second calls; of all float64 runs of a model, half as many for one that is not held in float64, and
+the fewest probes."""
+FIRST_S = 2.0
+"""Of these, for the user's own probes, which tell the noise of others."""
 DRAWS = 2
 """Runs in float64 with rounding, of each probe; one for a model that is not held in float64."""
 
@@ -59,6 +65,9 @@ class Observation:
     """The way of a second call, in which caches are filled; None where it was not watched."""
     judged: bool = False
     """Whether the model answered in float64; else the bounds are of the scale of each column alone."""
+    arbitrate: Callable[..., Observation] | None = None
+    """Gives the same with the bounds that float64 tells (`every=True`: of all answers that were observed with it); None
+    where `bounds` are these already, or there are none."""
 
 
 def observation(name: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Observation:
@@ -70,7 +79,7 @@ def observation(name: str, inputs: Mapping[str, Array], outputs: Mapping[str, Ar
 
 def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
     """Runs the eager model on each probe, watching which way its code goes. What it raises is recorded, not raised.
-    Then runs it in float64, which tells how far a program may be from it.
+    The bounds are the least that any program gets; `arbitrate` widens them where one needs it.
 
     A model that draws random numbers runs `num_draws` times. Raises CaptureError, with the line, for one that returns
     other outputs on a probe than on its example: no program can.
@@ -84,7 +93,7 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
             with care(probe), fixed_seed():
                 one = replace(one, draws=draws.sample(eager, probe.inputs, num_draws))
         seen.append(one)
-    return tuple(seen) if num_draws else with_bounds(eager, seen)
+    return tuple(seen) if num_draws else with_least_bounds(eager, seen)
 
 
 def watch_again(eager: Session, seen: Sequence[Observation]) -> tuple[Observation, ...]:
@@ -98,51 +107,100 @@ def watch_again(eager: Session, seen: Sequence[Observation]) -> tuple[Observatio
     return tuple(again)
 
 
-def with_bounds(eager: Session, seen: Sequence[Observation], arbiter: Arbiter | None = None) -> tuple[Observation, ...]:
-    """`seen`, answers of `eager`, with bounds. The model answers in float64 as long as BUDGET_S lasts, on small probes
-    first; the others have the noise of those. What was measured of equal inputs before is not measured again."""
-    known = _MEASURED.setdefault(eager, {}) if isinstance(eager, EagerSession) else {}
-    keys = [digest(one.probe.inputs) for one in seen]
-    missing = [i for i, one in enumerate(seen) if one.outputs is not None and keys[i] not in known]
-    for i, exact in _ask(eager, arbiter, seen, missing):
-        known[keys[i]] = bounds.measure(seen[i].outputs or {}, exact)
-    measures = [known.get(key) or bounds.measure(one.outputs or {}, ()) for key, one in zip(keys, seen, strict=True)]
-    derived = bounds.derive(measures, [one.probe.origin == "given" for one in seen])
-    return tuple(replace(one, bounds=derived[i], judged=bool(known)) for i, one in enumerate(seen))
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """The answers of one model's arbiter: a program within the least bounds needs none."""
+
+    arbiter: Arbiter | None
+    measured: dict[str, Measures] = field(default_factory=dict)
+    """By the digest of the inputs."""
+    spent_s: float = 0.0
+    per_value: float = 0.0
+    """Seconds of the last probe for each of its numbers."""
+
+    def ask(self, seen: Observation, key: str, *, budget_s: float) -> None:
+        """Measures one answer, if there is time for it."""
+        arbiter = self.arbiter
+        if arbiter is None or seen.outputs is None or key in self.measured:
+            return
+        size = max(seen.probe.volume[1], 1)
+        budget_s, draws = (budget_s, DRAWS) if arbiter.small else (budget_s / 2, 1)
+        if len(self.measured) >= LEAST and self.spent_s + self.per_value * size > budget_s:
+            return
+        started = time.process_time()
+        try:
+            with care(seen.probe):
+                exact = [arbiter.run(seen.probe.inputs, rounded=draw) for draw in range(draws + 1)]
+            self.measured[key] = bounds.measure(seen.outputs, exact)
+        except Exception:  # noqa: BLE001 - an operator without a float64 kernel, a check of dtypes: no answer
+            if not self.measured:
+                self.arbiter = None
+        spent = time.process_time() - started
+        self.spent_s, self.per_value = self.spent_s + spent, spent / size
 
 
-_MEASURED: WeakKeyDictionary[EagerSession, dict[str, bounds.Measures]] = WeakKeyDictionary()
-"""By model, and the digest of the inputs."""
+_KNOWN: WeakKeyDictionary[EagerSession, _Known] = WeakKeyDictionary()
 
 
-def make_arbiter(eager: Session) -> Arbiter | None:
-    """The model of `eager` in float64; None where it is no module, or cannot be copied."""
+def _make_arbiter(eager: EagerSession) -> Arbiter | None:
+    """The model of `eager` in float64; None where it cannot be copied."""
     try:
-        return Arbiter(eager) if isinstance(eager, EagerSession) else None
+        return Arbiter(eager)
     except Exception:  # noqa: BLE001 - the user's module may hold anything, a lock too, which has no copy
         return None
 
 
-def _ask(
-    eager: Session, arbiter: Arbiter | None, seen: Sequence[Observation], missing: Sequence[int]
-) -> Iterator[tuple[int, list[Mapping[str, Array]]]]:
-    """The arbiter's answers for some of `seen`, by number; none where the model does not run in float64."""
-    arbiter = arbiter or (make_arbiter(eager) if missing else None)
-    if arbiter is None:
-        return
-    started, per_value = time.process_time(), 0.0
-    budget, draws = (BUDGET_S, DRAWS) if arbiter.small else (BUDGET_S / 2, 1)
-    for asked, i in enumerate(sorted(missing, key=lambda i: seen[i].probe.volume)):
-        probe, before = seen[i].probe, time.process_time()
-        if asked >= LEAST and before - started + per_value * probe.volume[1] > budget:
-            return
-        try:
-            with care(probe):
-                yield i, [arbiter.run(probe.inputs, rounded=draw) for draw in range(draws + 1)]
-        except Exception:  # noqa: BLE001 - an operator without a float64 kernel, a check of dtypes: no answer
-            if not asked:
-                return
-        per_value = (time.process_time() - before) / max(probe.volume[1], 1)
+class _Arbitration:
+    """The bounds of answers that were observed together."""
+
+    def __init__(self, eager: Session, seen: Sequence[Observation]) -> None:
+        self._eager, self._seen = eager, seen
+        self._plain: list[Measures] = [bounds.measure(one.outputs or {}, ()) for one in seen]
+        self._keys = [digest(one.probe.inputs) for one in seen]
+        self._given = [one.probe.origin == "given" for one in seen]
+
+    def derive_least(self) -> list[Mapping[str, Bound]]:
+        tables = bounds.make_tables(self._plain, self._given)
+        return [{name: tables[name].derive_least(one) for name, one in found.items()} for found in self._plain]
+
+    def judge(self, at: int, *, every: bool = False) -> Observation:
+        """Answer number `at` with the bounds that float64 tells; `every`: of all answers, as far as there is time."""
+        known = self._open()
+        if known is not None:
+            own = [i for i, given in enumerate(self._given) if given]
+            for i in sorted(own, key=lambda i: self._seen[i].probe.volume):
+                known.ask(self._seen[i], self._keys[i], budget_s=FIRST_S)
+            known.ask(self._seen[at], self._keys[at], budget_s=BUDGET_S)
+            for i in sorted(range(len(self._seen)), key=lambda i: self._seen[i].probe.volume) if every else ():
+                known.ask(self._seen[i], self._keys[i], budget_s=BUDGET_S)
+        measured = known.measured if known is not None else {}
+        here = [measured.get(key) or plain for key, plain in zip(self._keys, self._plain, strict=True)]
+        others = [one for key, one in measured.items() if key not in self._keys]
+        tables = bounds.make_tables([*here, *others], [*self._given, *(False for _ in others)])
+        derived = {name: tables[name].derive(one, self._given[at]) for name, one in here[at].items()}
+        return replace(self._seen[at], bounds=derived, judged=bool(measured), arbitrate=None)
+
+    def _open(self) -> _Known | None:
+        if not isinstance(self._eager, EagerSession):
+            return None
+        if self._eager not in _KNOWN:
+            _KNOWN[self._eager] = _Known(arbiter=_make_arbiter(self._eager))
+        return _KNOWN[self._eager]
+
+
+def with_least_bounds(eager: Session, seen: Sequence[Observation]) -> tuple[Observation, ...]:
+    """`seen`, answers of `eager`, with the least bounds, and the way to wider ones."""
+    group = _Arbitration(eager, seen)
+    return tuple(
+        replace(one, bounds=bound, arbitrate=partial(group.judge, at))
+        for at, (one, bound) in enumerate(zip(seen, group.derive_least(), strict=True))
+    )
+
+
+def with_bounds(eager: Session, seen: Sequence[Observation]) -> tuple[Observation, ...]:
+    """`seen`, answers of `eager`, with the bounds that float64 tells, as far as there is time."""
+    group = _Arbitration(eager, seen)
+    return tuple(group.judge(at, every=True) for at in range(len(seen)))
 
 
 def observe_one(

@@ -5,8 +5,9 @@ the same message. This module knows no program format.
 """
 
 import platform
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 
@@ -14,17 +15,18 @@ import msgspec
 
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Signature
-from trueline.capture.proof.bounds import describe
+from trueline.capture.proof.bounds import ULPS, describe
 from trueline.capture.proof.observe import Observation, care, digest, fixed_seed, hidden_state, observe
 from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
 from trueline.runtime import compare
 from trueline.runtime import distribution as draws
-from trueline.runtime.compare import Bound
 from trueline.runtime.session import NATIVE, Session
 
 Progress = Callable[[int, int], None]
 """Called with probes done and probes in all."""
+GIVEN_S = 1.0
+"""Seconds of this thread for a first look at the exported program: each format then runs on all probes."""
 PACKAGES = ("trueline", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "numpy")
 
 
@@ -75,6 +77,18 @@ def judge(
     return conclude(program, observations, evidence)
 
 
+def agrees_on_given(program: Session, observations: Sequence[Observation]) -> bool:
+    """Whether `program` agrees on the user's own probes, the smallest first, as far as GIVEN_S lasts."""
+    started = time.thread_time()
+    given = [seen for seen in observations if seen.probe.origin == "given"]
+    for seen in sorted(given, key=lambda one: one.probe.volume):
+        if judge(program, [seen]).evidence[0].verdict in ("disagrees", "unanswered"):
+            return False
+        if time.thread_time() - started > GIVEN_S:
+            break
+    return True
+
+
 def judge_narrowed(program: Session, observations: Sequence[Observation], evidence: Sequence[Evidence]) -> Proof:
     """The proof of a program that was judged with a wider claim: what its signature now refuses is outside."""
     return conclude(
@@ -121,8 +135,7 @@ def conclude(program: Session, observations: Sequence[Observation], evidence: Se
 
 def disagreement(program: Session, seen: Observation) -> str:
     """How the answer of `program` on the probe differs from what was seen; empty when it agrees."""
-    answer, bounds = seen.outputs or {}, seen.bounds
-    return _run_guarded(seen.probe, lambda: _compare_once(program, seen.probe, answer, bounds)).reason
+    return _run_guarded(seen.probe, lambda: _compare_once(program, seen)).reason
 
 
 def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
@@ -138,7 +151,6 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         else:
             comparison = _run_guarded(probe, lambda: _compare(program, seen, level))
             verdict, reason = ("agrees" if comparison.agrees else "disagrees"), comparison.reason
-    tolerances = describe(seen.outputs or {}, seen.bounds, seen.judged)
     return Evidence(
         format=program.format,
         against="eager",
@@ -150,7 +162,7 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
         reason=reason,
         max_abs_error=comparison.max_abs_error if comparison else None,
         max_rel_error=comparison.max_rel_error if comparison else None,
-        tolerance=(comparison.how or tolerances) if comparison else "",
+        tolerance=(comparison.how or _describe(seen)) if comparison else "",
         versions=versions(),
     )
 
@@ -182,7 +194,7 @@ def _run_guarded(probe: Probe, question: Callable[[], compare.Comparison]) -> co
 
 def _compare(program: Session, seen: Observation, level: float) -> compare.Comparison:
     if seen.draws is None:
-        return _compare_once(program, seen.probe, seen.outputs or {}, seen.bounds)
+        return _compare_once(program, seen)
     with fixed_seed():
         answers = draws.sample(program, seen.probe.inputs, len(next(iter(seen.draws.values()))))
     comparison = draws.compare_seeded(seen.draws, answers, level=level)
@@ -192,13 +204,23 @@ def _compare(program: Session, seen: Observation, level: float) -> compare.Compa
     return compare.refusal(misfit) if misfit else comparison
 
 
-def _compare_once(
-    program: Session, probe: Probe, expected: Mapping[str, Array], bounds: Mapping[str, Bound] | None
-) -> compare.Comparison:
-    answer = program.run(probe.inputs)
-    comparison = compare.compare(expected, answer, bounds=bounds)
-    misfit = _misfit(program, probe, answer) if comparison.agrees else ""
-    return compare.refusal(misfit) if misfit else comparison
+def _compare_once(program: Session, seen: Observation) -> compare.Comparison:
+    answer, expected, arbitrate = program.run(seen.probe.inputs), seen.outputs or {}, seen.arbitrate
+    comparison = compare.compare(expected, answer, bounds=seen.bounds)
+    for every in (False, True):
+        if not comparison.agrees and arbitrate is not None:
+            seen = arbitrate(every=every)
+            comparison = compare.compare(expected, answer, bounds=seen.bounds)
+    misfit = _misfit(program, seen.probe, answer) if comparison.agrees else ""
+    return replace(compare.refusal(misfit) if misfit else comparison, how=_describe(seen))
+
+
+def _describe(seen: Observation) -> str:
+    """The bounds, and by what they are bounds."""
+    judged = "as near as rounding takes the model in float64" if seen.judged else "of its scale, without float64"
+    return describe(
+        seen.outputs or {}, seen.bounds, judged if seen.arbitrate is None else f"{ULPS:g} units of its scale"
+    )
 
 
 def _misfit(program: Session, probe: Probe, answer: Mapping[str, Array]) -> str:
