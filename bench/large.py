@@ -101,7 +101,8 @@ def journalled(job_dir: Path, total: int) -> int:
 
 def kills(folder: Path, size: Size, quick: bool) -> Figures:
     epochs = 2
-    steps = (size.kill_steps // 4 if quick else size.kill_steps) // epochs * epochs
+    fewest = 2 * (size.settle + size.reserve)  # for one kill and its replacement
+    steps = (max(size.kill_steps // 4, fewest) if quick else size.kill_steps) // epochs * epochs
     killer = SizedKiller(full=WORKERS, settle=size.settle, reserve=size.reserve, move_bytes=size.state_bytes)
     with sizing(size, steps // epochs) as settings:
         result = killer.run(folder, RECIPE, epochs=epochs, checkpoint_every=1_000_000, **settings)
