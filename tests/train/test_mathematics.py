@@ -15,6 +15,7 @@ pytestmark = pytest.mark.jobs
 LIVELY = TESTS / "train" / "recipes" / "lively.py"
 LARGE = TESTS / "train" / "recipes" / "large.py"
 KILLS = [Fault(step=3, slot=0, phase="backward"), Fault(step=7, slot=1, phase="applied")]
+"""For three workers: the third keeps the state even when no replacement has started between the two kills."""
 
 
 def final(tmp_path, recipe=LIVELY, **options) -> dict:
@@ -41,7 +42,7 @@ def same_bits(one: dict, other: dict) -> bool:
 def test_normalization_dropout_and_augmentation_do_not_depend_on_who_trains(tmp_path):
     alone = final(tmp_path, workers=1)
     assert apart(alone, final(tmp_path, workers=3)) < 1e-4
-    assert apart(alone, final(tmp_path, workers=2, faults=KILLS)) < 1e-4
+    assert apart(alone, final(tmp_path, workers=3, faults=KILLS)) < 1e-4
     assert alone["model"]["first.1.num_batches_tracked"] == 15  # a step is one batch, however many shards it has
 
 
@@ -54,9 +55,9 @@ def test_a_sync_batch_norm_has_the_statistics_of_its_shard_whoever_trains_it(tmp
 def test_bit_for_bit_weights_are_those_of_any_number_of_workers_and_of_a_kill_storm(tmp_path):
     options = {"bitwise": True, "ema": 0.9, "clip_norm": 0.5}
     alone = final(tmp_path, workers=1, **options)
-    three = final(tmp_path, workers=3, **options)
-    storm = final(tmp_path, workers=2, faults=KILLS, **options)
-    assert same_bits(alone, three)
+    two = final(tmp_path, workers=2, **options)
+    storm = final(tmp_path, workers=3, faults=KILLS, **options)
+    assert same_bits(alone, two)
     assert same_bits(alone, storm)
     for name, value in alone["ema"].items():
         assert torch.equal(value, storm["ema"][name])

@@ -34,6 +34,13 @@ def fetched(fetch):
     return fetch.state, fetch.trouble
 
 
+def sent():
+    """Waits until every thread that answers a joiner has returned."""
+    for thread in threading.enumerate():
+        if thread.name == "state_answer":
+            thread.join()
+
+
 def ledger_of(found):
     state, trouble = found
     assert trouble == ""
@@ -209,6 +216,7 @@ def test_both_ends_know_how_many_bytes_have_moved(offer):
     offer.publish(3, taken)
     assert offer.progress == (0, 26)
     fetched(Fetch(offer.address, 3))
+    sent()
     assert taken.moved == 26
     assert offer.progress == (0, 0), "it is over"
 

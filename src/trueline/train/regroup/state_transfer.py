@@ -107,7 +107,7 @@ class Offer:
         self._listener.close()
 
     def _accept(self, hello: Hello, connection: socket.socket) -> None:
-        threading.Thread(target=self._answer, args=(hello, connection), name="state", daemon=True).start()
+        threading.Thread(target=self._answer, args=(hello, connection), name="state_answer", daemon=True).start()
 
     def _answer(self, hello: Hello, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, CheckpointError):  # the joiner is gone, or the snapshot
