@@ -21,8 +21,9 @@
                has one core, the client the other
     load       register to ready of a small bundle, its golden records replayed
     hostile    p99 of 200 requests a second beside one hostile client (64 MiB of JSON, a gzip bomb, 1,000 pipelined
-               requests, 2,000 idle connections) over their p99 without it; their failures; the server's memory after
-               the largest request, in its forms, above what it was before
+               requests, 2,000 idle connections) over their p99 without it, in turns; the same beside a process that
+               is as busy and has nothing to do with the server (`hostile_control_ratio`); their failures; the
+               server's memory after the largest request, in its forms, above what it was before
     adaptive   throughput without settings over the best of a grid of static ones at the same p99
 
 Models are made here and run in ONNX Runtime in every server. Processor time is the kernel's, so other load hardly
@@ -535,8 +536,9 @@ def hostile(bench: Bench) -> Figures:
     bundle = bench.bundle("mlp", mlp)
     with start(bundle.path) as server:
         settled(server.port, asking("mlp", ROW, binary=True), 8, 1.0)
-        turns, seconds = (2, 3.0) if bench.quick else (5, 6.0)
-        figures = measure(server.port, asking("mlp", ROW, binary=True), "mlp", turns=turns, seconds=seconds)
+        rounds, seconds = (3, 4.0) if bench.quick else (8, 6.0)
+        request = asking("mlp", ROW, binary=True)
+        figures = measure(server.pid, server.port, request, "mlp", rounds=rounds, seconds=seconds)
     return figures | {"after_largest_mb": round(max((sizes := _after_largest(bundle)).values())), "after_mb": sizes}
 
 

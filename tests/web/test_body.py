@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 from pathlib import Path
 
 import pytest
 
-from trueline.web.body import SHARED_BYTES, BodyBuffer, SharedBody
+from trueline.web.body import SHARED_BYTES, BodyBuffer, MappedFile, SharedBody
 from trueline.web.compression import Decompressor
+from worlds.waiting import until
 
 
 def fill(size: int, piece: int) -> tuple[BodyBuffer, bytes]:
@@ -50,19 +52,49 @@ def test_a_long_body_is_backed_by_a_file_that_lives_as_long_as_a_view_of_it() ->
     assert bytes(part) == whole[1000:2000]
 
 
-def test_the_files_of_bodies_that_nobody_has_any_more_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[int] = []
+def test_files_and_mappings_that_nobody_has_any_more_end_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each returns the memory of a whole body, which took the event loop 13 ms for 64 MiB."""
+    closed: list[int | MappedFile] = []
     monkeypatch.setattr("trueline.web.body._CLOSER.close", closed.append)
     dropped, _ = fill(2 * SHARED_BYTES, 100_000)
     taken = fill(2 * SHARED_BYTES, 100_000)[0].take()
     assert closed == []
     del dropped
     assert len(closed) == 1
+    part = taken[:10]
     del taken
-    assert len(set(closed)) == 2
-    for descriptor in closed:
-        assert "body" in str(Path(f"/proc/self/fd/{descriptor}").readlink())
-        os.close(descriptor)
+    assert len(closed) == 1
+    del part
+    file, mapping = closed
+    assert isinstance(file, int)
+    assert isinstance(mapping, SharedBody)
+    assert not mapping.closed
+    descriptors = (file, mapping.descriptor)
+    assert all("body" in str(Path(f"/proc/self/fd/{one}").readlink()) for one in descriptors)
+    mapping.release()
+    assert mapping.closed
+    assert not Path(f"/proc/self/fd/{descriptors[1]}").exists()
+    os.close(file)
+
+
+def test_the_thread_that_ends_mappings_outlives_one_in_a_cycle_with_its_views() -> None:
+    def cycle() -> int:
+        body = fill(2 * SHARED_BYTES, 100_000)[0].take()
+        assert isinstance(body, memoryview)
+        held: list[object] = [body, body.obj]
+        held.append(held)
+        owner = body.obj
+        assert isinstance(owner, SharedBody)
+        return owner.descriptor
+
+    descriptors = {cycle() for _ in range(3)}
+    gc.collect()
+    until(lambda: not any(is_body(one) for one in descriptors), "files of bodies in cycles are closed")
+
+
+def is_body(descriptor: int) -> bool:
+    path = Path(f"/proc/self/fd/{descriptor}")
+    return path.exists() and "body" in str(path.readlink())
 
 
 def test_a_machine_without_memory_for_a_body_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:

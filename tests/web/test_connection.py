@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trueline.web.connection import LONG_BYTES
+from trueline.web.connection import LONG_BYTES, PIECE_BYTES
 from worlds.connections import LIMITS, World, get, post, world
 
 WIDE = replace(LIMITS, body_bytes=2**24)
@@ -86,3 +86,14 @@ def test_a_connection_that_is_to_close_closes_after_the_last_part() -> None:
         pass
     assert opened.wire.closed
     assert opened.wire.written.endswith(body)
+
+
+def test_requests_behind_a_long_body_are_read_ahead_in_short_pieces_as_others_are() -> None:
+    """A body is parsed in long pieces; what follows it in the same bytes is not."""
+    opened = long_world()
+    opened.connection.data_received(post(b"x" * (3 * LONG_BYTES)) + get() * 3000)
+    ahead = PIECE_BYTES // len(get()) + 1
+    assert len(opened.connection._waiting) <= WIDE.pipelined + ahead
+    while opened.clock.turn():
+        pass
+    assert opened.wire.answers() == 3001

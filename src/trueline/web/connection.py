@@ -126,18 +126,16 @@ class Connection(asyncio.Protocol):
             if self._is_crowded():
                 self._unfed = data[at:]
                 return
+            end = at + max(PIECE_BYTES, min(parser.num_missing, LONG_BYTES))
             try:
-                if size <= PIECE_BYTES:
-                    parser.feed(data)
-                else:
-                    parser.feed(data, at, at + PIECE_BYTES)
+                parser.feed(data, at, None if end >= size else end)
             except UpgradeRequested:
                 self._done_reading = True
                 if self._waiting and isinstance(self._waiting[-1], Request):
                     self._waiting[-1].keep_alive = False
             except RequestRejected as rejected:
                 self._queue_refusal(rejected.status, str(rejected))
-            at += PIECE_BYTES
+            at = end
             if self._held or parser.num_bytes > LONG_BYTES:
                 self._count_held()
 

@@ -129,6 +129,7 @@ class RequestParser:
         self._chunks = 0
         self._head_bytes = 0
         self._in_body = False
+        self._length = 0
 
     @property
     def in_head(self) -> bool:
@@ -139,6 +140,11 @@ class RequestParser:
     def num_buffered(self) -> int:
         """Bytes of the current request's body that are held here."""
         return len(self._body)
+
+    @property
+    def num_missing(self) -> int:
+        """Bytes of the current request's body that are still to come, by its Content-Length; 0 where it has none."""
+        return self._length - self.num_bytes if self._in_body and self.since is not None else 0
 
     def feed(self, data: bytes, begin: int = 0, end: int | None = None) -> None:
         """Parses `data[begin:end]`; the parts of one `data` are fed one after the other.
@@ -205,6 +211,7 @@ class RequestParser:
         length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
         if length is not None and int(length) > self._limits.body_bytes:
             raise self._too_large(f"{int(length)} bytes")
+        self._length = 0 if length is None else int(length)
         if coding is not None and coding.lower() != b"chunked":
             raise RequestRejected(415, "the only transfer coding that is read is chunked")
         if (length is not None or coding is not None) and self._parser.should_upgrade():

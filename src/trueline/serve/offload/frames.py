@@ -12,7 +12,7 @@ import socket
 import struct
 from typing import Any
 
-from trueline.web.body import SharedBody
+from trueline.web.body import MappedFile, SharedBody
 
 ALIGNMENT = 64
 """Of each buffer: runtimes read arrays from where they are."""
@@ -66,7 +66,7 @@ def receive(sock: socket.socket) -> Any:
     if not packet:
         raise Ended
     try:
-        files = [memoryview(mmap.mmap(one, 0, access=mmap.ACCESS_READ)) for one in descriptors]
+        files = [memoryview(MappedFile(one, 0, access=mmap.ACCESS_READ)) for one in descriptors]
     finally:
         for one in descriptors:
             os.close(one)
