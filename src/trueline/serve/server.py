@@ -7,6 +7,7 @@ once, and that it is ready after the golden records were reproduced. Loads and l
 import asyncio
 import gc
 import os
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from trueline.errors import RequestError, UsageError, join_names
 from trueline.serve import host
 from trueline.serve.assembly import Parts, assemble
 from trueline.serve.handlers import archive, orphans
+from trueline.serve.metrics import dashboard
 from trueline.serve.models import desired_state, sources
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import Refused, ResolvedSource
@@ -100,8 +102,9 @@ async def _listen(ports: Ports, parts: Parts, log: AccessLog | None) -> None:
 
 
 def _followers(parts: Parts, record: dict[str, Field]) -> Iterator[Coroutine[Any, Any, None]]:
-    """Follow the state file, the store, the alias and the memory in use."""
+    """Follow the state file, the store, the alias and the memory in use; sample counters for the charts."""
     core, settings, fleet = parts.core, parts.core.settings, parts.core.fleet
+    yield every(dashboard.SAMPLE_S, partial(_sample, parts))
     yield every(LOOK_S, MemoryKeeper(fleet.models, partial(in_thread, asyncio.get_running_loop())).look)
     if core.state is not None:
         state = StateFollower(fleet, core.state, core.sources.find, core.keys, parts.extension.companion)
@@ -114,6 +117,10 @@ def _followers(parts: Parts, record: dict[str, Field]) -> Iterator[Coroutine[Any
     if settings.source is not None and _is_alias(settings.source) and settings.follow_s > 0:
         alias = AliasFollower(fleet, settings.source, str(record["model"]), str(record["version"]))
         yield alias.run(settings.tracking_uri, settings.follow_s)
+
+
+async def _sample(parts: Parts) -> None:
+    parts.routes.history.record(parts.core.fleet.models, time.time())
 
 
 async def _retry(parts: Parts) -> None:

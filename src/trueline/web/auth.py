@@ -19,6 +19,7 @@ import msgspec
 from trueline import files
 from trueline.errors import RequestError, UsageError
 from trueline.web.messages import Answer, App, Request, Response
+from trueline.web.pages import asks_for_home
 
 _CHALLENGE = b'www-authenticate: Bearer realm="trueline"\r\n'
 TokenKind = Literal["inference", "management", "API"]
@@ -132,7 +133,7 @@ class AuthMiddleware:
         self._app, self._keys, self._kind, self._render = app, keys, kind, render
 
     def answer(self, request: Request) -> Answer:
-        if is_open(request.path):
+        if is_open(request.path) or asks_for_home(request):
             return self._app.answer(request)
         path, kind = request.path, self._kind
         if path.rstrip("/") == "/token":

@@ -8,6 +8,8 @@ import base64
 import hashlib
 import re
 
+from trueline.web.messages import Request
+
 HTML = b"text/html; charset=utf-8"
 _SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
@@ -21,3 +23,10 @@ def page_headers(html: bytes, *, cache: str = "no-cache") -> bytes:
         "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'\r\n"
         f"referrer-policy: no-referrer\r\ncache-control: {cache}\r\nx-content-type-options: nosniff\r\n"
     ).encode()
+
+
+def asks_for_home(request: Request) -> bool:
+    """Whether a browser opens the server's address itself; for other clients `/` is part of a protocol."""
+    if request.path != "/" or request.method not in ("GET", "HEAD"):
+        return False
+    return b"text/html" in request.headers.get(b"accept", b"")

@@ -15,6 +15,7 @@ from trueline import serve
 from trueline.serve.metrics import dashboard
 from trueline.web.auth import is_open
 from trueline.web.messages import Request, Response
+from trueline.web.pages import asks_for_home
 from worlds import browser, bundles, servers
 from worlds.servers import StoreApp
 
@@ -59,7 +60,33 @@ def test_the_state_is_json_on_the_data_port_and_nothing_else_is_there(pair_app: 
     assert pair_app.ask("GET", "/dashboard/other")[0] == 404
 
 
-@pytest.mark.parametrize("page", [dashboard.page(), dashboard.try_page()])
+def test_a_page_that_is_opened_late_gets_the_counters_of_the_last_five_minutes(pair_app: StoreApp) -> None:
+    history = dashboard.History()
+    for second in range(310):
+        if second in (10, 305):
+            assert pair_app.ask("POST", "/predictions/pair/1", ROWS)[0] == 200
+        history.record(pair_app.models, float(second))
+    samples = json.loads(history.answer().body)
+    assert [samples[0]["now"], samples[-1]["now"]] == [10.0, 309.0]
+    counts = [sample["models"][0]["versions"][0]["requests"] for sample in samples]
+    assert counts == [1] * 295 + [2] * 5, "a sample keeps the counters of its second"
+    assert sum(samples[0]["models"][0]["versions"][0]["latency_cells"]) == 1
+
+
+def test_a_browser_gets_a_start_page_and_a_client_gets_json(pair_app: StoreApp) -> None:
+    for accept, expected in ((b"text/html,*/*", dashboard.HTML), (b"*/*", b"application/json")):
+        found = pair_app.routes.answer(Request("GET", b"/", {b"accept": accept}, b""))
+        assert isinstance(found, Response)
+        assert (found.status, found.content_type) == (200, expected)
+    for link in ("/try", "/dashboard", "/openapi.json", "/metrics", "/v2"):
+        assert f'href="{link}"'.encode() in dashboard.home_page().body
+    for link in ("/try", "/dashboard", "/openapi.json", "/v2"):
+        found = pair_app.routes.answer(Request("GET", link.encode(), {}, b""))
+        assert isinstance(found, Response)
+        assert found.status == 200
+
+
+@pytest.mark.parametrize("page", [dashboard.home_page(), dashboard.page(), dashboard.try_page()])
 def test_the_page_fetches_nothing_from_elsewhere_and_is_kept_from_doing_so(page: Response) -> None:
     links = set(re.findall(rb"https?://[^\"' ]+", page.body)) - {b"http://www.w3.org/2000/svg"}
     assert links == set()
@@ -68,10 +95,14 @@ def test_the_page_fetches_nothing_from_elsewhere_and_is_kept_from_doing_so(page:
 
 
 def test_the_page_needs_no_token_and_what_it_shows_does() -> None:
+    assert not is_open("/")
+    assert asks_for_home(Request("GET", b"/", {b"accept": b"text/html"}, b""))
+    assert not asks_for_home(Request("OPTIONS", b"/", {b"accept": b"text/html"}, b"")), "that is the API's description"
     assert is_open("/dashboard")
     assert is_open("/try")
     assert not is_open("/openapi.json")
     assert not is_open("/dashboard/state")
+    assert not is_open("/dashboard/history")
 
 
 def test_every_port_has_a_page_to_try_it_on(pair_app: StoreApp) -> None:

@@ -1,11 +1,15 @@
-"""The server's live page: models, versions, traffic shares, throughput, latency and queues as charts.
+"""The server's pages: a start page, live charts of models and traffic, and a form to send requests.
 
-    GET /dashboard          the page: one file without data that fetches nothing from other hosts
-    GET /dashboard/state    its data as JSON, read once a second; the page keeps the last minutes itself
+    GET /                   for a browser: what is served, and links to the other pages
+    GET /dashboard          the charts: one file without data that fetches nothing from other hosts
+    GET /dashboard/state    its data as JSON, read once a second
+    GET /dashboard/history  counters of the last five minutes, read once, so that a page opened late has charts
+    GET /try                a form for each path of the server's OpenAPI document
 
 Counters only grow; the page computes differences. Where tokens are required, the page asks its user for one.
 """
 
+from collections import deque
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +22,20 @@ from trueline.serve.models.servable import Servable
 from trueline.web.messages import JSON, Response
 from trueline.web.pages import HTML, page_headers
 
+SAMPLE_S = 1.0
+HISTORY_SAMPLES, HISTORY_MODELS = 300, 50
+
 
 @cache
 def _read(name: str) -> tuple[bytes, bytes]:
     """A page and its headers."""
     html = Path(__file__).with_name(name).read_bytes()
     return html, page_headers(html)
+
+
+def home_page() -> Response:
+    html, headers = _read("home.html")
+    return Response(200, html, HTML, headers)
 
 
 def page() -> Response:
@@ -35,6 +47,28 @@ def try_page() -> Response:
     """GET /try: a form for each path in the server's OpenAPI document."""
     html, headers = _read("try.html")
     return Response(200, html, HTML, headers)
+
+
+class History:
+    """Samples of each version's counters, one a second, for the last five minutes of this process."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, dict[str, list[dict[str, Any]]]]] = deque(maxlen=HISTORY_SAMPLES)
+
+    def record(self, models: Models, now: float) -> None:
+        """Adds a sample of `now` (Unix time): models in the order of their names, 50 at most."""
+        sample = {
+            name: [_count(models.find(name, version)) for version in models.versions(name)]
+            for name in models.names()[:HISTORY_MODELS]
+        }
+        self._samples.append((now, sample))
+
+    def answer(self) -> Response:
+        body = [
+            {"now": at, "models": [{"name": name, "versions": versions} for name, versions in sample.items()]}
+            for at, sample in self._samples
+        ]
+        return Response(200, msgspec.json.encode(body), JSON, b"cache-control: no-store\r\n")
 
 
 def answer(models: Models, stats: ServerStats, now: float) -> Response:
@@ -66,23 +100,30 @@ def _model(models: Models, name: str) -> dict[str, Any]:
     }
 
 
-def _version(version: Servable, share: float) -> dict[str, Any]:
+def _count(version: Servable) -> dict[str, Any]:
     stats = version.stats
-    facts: dict[str, Any] = {
+    return {
         "version": version.version,
-        "state": version.state,
-        "reason": version.reason,
-        "share": share,
-        "since": version.since,
         "waiting": version.num_waiting,
         "requests": stats.request_s.count,
-        "failed": stats.failed,
-        "latency_cells": stats.request_s.cells,
-        "request_s": stats.request_s.total,
+        "latency_cells": list(stats.request_s.cells),
         "queue_s": stats.queue_s,
         "infer_s": stats.infer_s,
         "rows": stats.rows,
         "runs": stats.batch_s.count,
+    }
+
+
+def _version(version: Servable, share: float) -> dict[str, Any]:
+    stats = version.stats
+    facts: dict[str, Any] = {
+        **_count(version),
+        "state": version.state,
+        "reason": version.reason,
+        "share": share,
+        "since": version.since,
+        "failed": stats.failed,
+        "request_s": stats.request_s.total,
     }
     if version.state == "ready" and version.handler is not None:
         facts |= {"digest": version.digest, "platform": "torchserve_archive", "workers": version.policy.lanes}

@@ -36,6 +36,7 @@ from trueline.web.access_log import AccessLog
 from trueline.web.body import Body
 from trueline.web.compression import ON_LOOP_BYTES, Decompressor
 from trueline.web.messages import App, InlineFuture, Request, Response, query_all, segments_of
+from trueline.web.pages import asks_for_home
 from trueline.web.parser import HttpLimits
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Routes:
         """`body_bytes` limits a decompressed body; `loader` loads and unloads models."""
         self.models = models
         self.stats = ServerStats()
+        self.history = dashboard.History()
         self._oip = OipErrors()
         self._errors: ErrorFormat = self._oip if extension is None else extension.errors
         self._companion = None if extension is None else extension.companion
@@ -110,6 +112,7 @@ class Routes:
             "health": self._health,
             "version": _page(lambda: Response(200, __version__.encode(), b"text/plain")),
             "dashboard": _page(dashboard.page),
+            "dashboard/history": _page(self.history.answer),
             "dashboard/state": _page(lambda: dashboard.answer(self.models, self.stats, time())),
             "try": _page(dashboard.try_page),
             "openapi.json": document,
@@ -169,7 +172,9 @@ class Routes:
     def _root(self, request: Request) -> Response:
         if request.method == "OPTIONS":
             return json(200, self._document())
-        if request.method in ("GET", "HEAD") and not self._strict:
+        if request.method in PAGE_METHODS and not self._strict:
+            if asks_for_home(request):
+                return dashboard.home_page()
             return json(200, {"status": "alive"})  # for KServe's SDK
         raise Method(NO_METHOD, ("OPTIONS",) if self._strict else ("OPTIONS", "GET", "HEAD"))
 
