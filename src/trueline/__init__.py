@@ -57,7 +57,10 @@ def __getattr__(name: str) -> object:
     if name not in _WHERE:
         raise AttributeError(f"module 'trueline' has no attribute '{name}'")
     path, _, attribute = _WHERE[name].partition(":")
-    module = importlib.import_module(path)
+    from trueline.extras import naming_extras
+
+    with naming_extras():
+        module = importlib.import_module(path)
     value = getattr(module, attribute) if attribute else module
     globals()[name] = value
     return value

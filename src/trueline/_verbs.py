@@ -9,12 +9,15 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from trueline.extras import naming_extras
+
 
 class _Verb(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         verb = self.__name__.rpartition(".")[2]
-        function = vars(self).get(verb) or getattr(importlib.import_module(f"{self.__name__}.api"), verb)
-        return function(*args, **kwargs)
+        with naming_extras():
+            function = vars(self).get(verb) or getattr(importlib.import_module(f"{self.__name__}.api"), verb)
+            return function(*args, **kwargs)
 
 
 def make_callable(name: str) -> None:

@@ -7,6 +7,7 @@
     │   └── MissingValues         columns without a value in some records: a matter of the schema, not of a record
     ├── StorageError              a disk that is full, read-only or torn; nothing half-written stays behind
     │   └── DiskFull              no room left, or over the quota: it can be written once there is room
+    ├── MissingPackage            a package of an extra that is not installed; also an ImportError
     ├── PortInUse                 another process listens where a server was to listen
     ├── TrainError                a job that cannot continue
     │   ├── StateLost             no process holds the job's state and no checkpoint does
@@ -89,6 +90,10 @@ class StorageError(TruelineError):
 
 class DiskFull(StorageError):
     code = "disk_full"
+
+
+class MissingPackage(TruelineError, ImportError):
+    code = "missing_package"
 
 
 class PortInUse(TruelineError):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trueline.runtime.distribution import DRAWS, GOLDEN_BYTES, LEVEL, compare_draws, golden_draws, sample
+from trueline.runtime.distribution import DRAWS, GOLDEN_BYTES, LEVEL, _p_values, compare_draws, golden_draws, sample
 
 
 def stack(draw: Any, seed: int) -> dict[str, Any]:
@@ -103,3 +103,15 @@ def test_a_sample_is_as_many_answers_of_a_session_stacked() -> None:
             return {"y": inputs["x"] + len(asked)}
 
     assert sample(Counting(), {"x": np.zeros(2)}, 3)["y"].tolist() == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_the_chances_of_welchs_test_are_those_of_scipy_into_the_far_tails() -> None:
+    stats = pytest.importorskip("scipy.stats", reason="SciPy comes with scikit-learn")
+    random = np.random.default_rng(3)
+    for draws, shift in ((DRAWS, 0.0), (10, 1.0), (DRAWS, 8.0)):
+        one = random.normal(size=(DRAWS, 50))
+        other = random.normal(shift, random.uniform(0.01, 9, size=50), size=(draws, 50))
+        expected = stats.ttest_ind(one, other, equal_var=False).pvalue
+        assert np.allclose(_p_values(one, other, 0.0), expected, rtol=1e-9, atol=0)
+    tiny = _p_values(one * 1e-100, other * 1e-100, 0.0)
+    assert np.allclose(tiny, expected, rtol=1e-9, atol=0)

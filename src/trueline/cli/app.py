@@ -17,6 +17,7 @@ import click
 from trueline.cli._progress import DEBUG
 from trueline.errors import TruelineError, UsageError, closest
 from trueline.events import printable
+from trueline.extras import naming_extras
 from trueline.version import __version__
 
 EXIT_CODES = {
@@ -180,7 +181,8 @@ def trueline() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs the command line `arguments` and returns the exit code. Raises nothing."""
     try:
-        code = trueline.main(list(arguments), prog_name="trueline", standalone_mode=False)
+        with naming_extras():
+            code = trueline.main(list(arguments), prog_name="trueline", standalone_mode=False)
         sys.stdout.flush()
     except TruelineError as error:
         return _report(error, error.message, error.hint, error.exit_code)

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from trueline import files
 from trueline.errors import RegistryError, TruelineError
+from trueline.extras import naming_extras
 from trueline.files import sha256_bytes
 from trueline.storage.object_store import redact_text, redact_uri
 
@@ -44,10 +45,11 @@ def open_store(tracking_uri: str | None) -> Iterator[MlflowClient]:
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    import mlflow
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
+    with naming_extras():
+        import mlflow
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
 
     with warnings.catch_warnings(), _silence("mlflow", "alembic"):
         # MLflow 3.17 loads with a strategy that SQLAlchemy 2.1 deprecates.
