@@ -18,7 +18,7 @@ SHARED_BYTES = 2**20
 
 
 class MappedFile(mmap.mmap):
-    """A mapping that a thread ends when nobody has it any more. Ending one of 64 MiB on the event loop took it 13 ms:
+    """A mapping that a thread ends when it is not used any more. Ending one of 64 MiB on the event loop took it 13 ms:
     the last reference to a file in memory, which a mapping is too, returns its pages."""
 
     def __del__(self) -> None:
