@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from trueline.checkpoint import checkpoint
+from trueline.checkpoint import checkpoint, weights_file
 from trueline.errors import CheckpointError, RecipeError
 from trueline.recipe.contract import ONLY_CALLED, Recipe
 from trueline.recipe.load import load_recipe
@@ -68,7 +69,7 @@ def test_the_dict_of_a_training_script_is_opened(key: str, tmp_path: Path) -> No
     assert same(checkpoint.load_model(recipe(), tmp_path / "m.pt"), trained())
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "net."])
 def test_what_a_wrapper_puts_before_the_names_is_taken_off(prefix: str, tmp_path: Path) -> None:
     torch.save({prefix + name: value for name, value in trained().state_dict().items()}, tmp_path / "m.pt")
     assert same(checkpoint.load_model(recipe(), tmp_path / "m.pt"), trained())
@@ -80,8 +81,8 @@ def test_what_is_missing_unexpected_or_of_another_shape_is_named(tmp_path: Path)
     state["last.bias"] = torch.zeros(3)
     torch.save(state, tmp_path / "m.pt")
     said = refused(tmp_path / "m.pt").message
-    assert "missing: first.weight (there is first.weigth)" in said
-    assert "not in the model: first.weigth" in said
+    assert "missing: first.weight [4, 3] (there is first.weigth [4, 3])" in said
+    assert "not in the model: first.weigth [4, 3] (there is first.weight [4, 3])" in said
     assert "last.bias has shape [3], the model's has [2]" in said
 
 
@@ -144,3 +145,53 @@ def test_a_recipe_that_is_only_called_needs_a_model_and_examples() -> None:
         load_recipe({"examples": lambda: 1}, needs=ONLY_CALLED)
     with pytest.raises(RecipeError, match="blank 'loss' is missing"):
         load_recipe({"model": Net, "examples": lambda: 1})
+
+
+def fit(found: dict[str, torch.Tensor], *layers: str, model: Any = Net) -> tuple[nn.Module, weights_file.Fit]:
+    made = model()
+    return made, weights_file.fit_into(made, found, where="m.pt", recipe="net", new_layers=layers)
+
+
+def test_a_layer_that_is_named_as_new_keeps_its_own_values_and_the_others_are_loaded() -> None:
+    state = {**trained().state_dict(), "last.weight": torch.ones(9, 4), "last.bias": torch.ones(9)}
+    with pytest.raises(CheckpointError, match=r"last\.weight has shape"):
+        fit(state)
+    net, found = fit(state, "last")
+    assert torch.equal(net.first.weight, state["first.weight"])  # type: ignore[union-attr, arg-type]
+    assert net.last.weight.shape == (2, 4)  # type: ignore[union-attr]
+    assert found.new == found.unused == ("last.bias", "last.weight")
+    assert found.loaded == len(state) - 2
+
+
+def test_a_new_layer_takes_whole_parts_of_names_and_has_to_be_somewhere() -> None:
+    with pytest.raises(CheckpointError, match="there is no layer 'las'"):
+        fit(trained().state_dict(), "las")
+
+
+def test_layers_that_only_the_file_has_may_be_left_out() -> None:
+    _, found = fit({**trained().state_dict(), "aux.weight": torch.ones(1)}, "aux")
+    assert (found.new, found.unused) == ((), ("aux.weight",))
+
+
+def test_a_folder_of_hugging_face_is_read_with_all_its_files(tmp_path: Path) -> None:
+    state, map_ = trained().state_dict(), {}
+    (tmp_path / "config.json").write_text("{}")
+    for number, name in enumerate(state):
+        map_[name] = f"model-{number % 2}.safetensors"
+    for file in set(map_.values()):
+        safetensors.torch.save_file({name: state[name] for name in state if map_[name] == file}, tmp_path / file)
+    assert not checkpoint.exists(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": map_}))
+    assert same(checkpoint.load_model(recipe(), tmp_path), trained())
+    digest = checkpoint.read_manifest(tmp_path)["digest"]
+    state["last.bias"] += 1
+    safetensors.torch.save_file(
+        {n: state[n] for n in state if map_[n] == map_["last.bias"]}, tmp_path / map_["last.bias"]
+    )
+    assert checkpoint.read_manifest(tmp_path)["digest"] != digest
+
+
+@pytest.mark.parametrize("index", ["", "[]", '{"weight_map": {"x": "../secrets.safetensors"}}'])
+def test_an_index_that_is_none_is_an_error_that_names_it(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json" in refused(tmp_path).message

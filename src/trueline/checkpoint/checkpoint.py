@@ -108,10 +108,13 @@ def _hash_pieces(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash) ->
 
 
 def tensor_pieces(
-    tensors: Sequence[torch.Tensor], pieces: Callable[[int], Iterator[memoryview]] | None = None
+    tensors: Sequence[torch.Tensor],
+    pieces: Callable[[int], Iterator[memoryview]] | None = None,
+    *,
+    names: Sequence[str] | None = None,
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file that holds `tensors` under the names 0, 1, 2, ... Raises CheckpointError for a
-    dtype without a name. `pieces`: gives the bytes of a tensor by its index; else they are the tensors' own.
+    """The bytes of a safetensors file that holds `tensors` under `names`, else 0, 1, 2, ... Raises CheckpointError
+    for a dtype without a name. `pieces`: gives the bytes of a tensor by its index; else they are the tensors' own.
 
     The library's own writer copies every tensor and needs a local file. These pieces are views of the tensors' memory,
     hashed and sent to a store while they are written, without the interpreter's lock and without more memory. Source:
@@ -119,11 +122,12 @@ def tensor_pieces(
     """
     # Large items first: each tensor then begins at a multiple of its item size.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-    header, at = {}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if names else {}  # transformers asks for it
+    at = 0
     for i in order:
         size = tensors[i].numel() * tensors[i].element_size()
         dtype, shape = _name(tensors[i], i), list(tensors[i].shape)
-        header[str(i)] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        header[names[i] if names else str(i)] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

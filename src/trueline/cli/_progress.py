@@ -44,6 +44,7 @@ _WORDS = {
     "stage.started": "[{number}/{of}] {stage}",
     "job.started": "  job {job}: {workers} workers, {epochs} epochs",
     "view.published": "  generation {generation}: {workers} workers ({why})",
+    "weights.loaded": "  {tensors} tensors from {path}; new layers: {new}; not used: {unused}",
     "job.restored": "  continuing from {checkpoint}, step {step}",
     "log.truncated": "  the log goes back to step {steps}: {why}",
     "checkpoint.refused": "  skipped {path}: {why}",

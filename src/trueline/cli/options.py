@@ -185,6 +185,8 @@ def checkpoint_path(given: str) -> Location:
 
     folder = parse_location(given)
     if isinstance(folder, Path):
+        if not folder.exists():
+            raise UsageError(f"there is no {given}", hint="name a checkpoint, a job's folder or a file of weights")
         if not JobDir(folder).settings.is_file():
             return folder
         job = settings.load(folder)

@@ -81,6 +81,16 @@ class StepSettings:
 class TrainingSettings(StepSettings, LoopSettings):
     """All settings of a job beside its recipe and its number of workers."""
 
+    weights: str = setting(
+        "", "Weights that the training starts from: a state_dict of torch.save, safetensors, a Hugging Face folder, a "
+        "checkpoint or a job. They fit the model in every name and shape.",
+        section=_RESULT, metavar="FILE|FOLDER", fixed=True,
+    )  # fmt: skip
+    new_layers: str = setting(
+        "", "Layers that --weights does not set, by name or by what their names begin with, as a new head: fc,norm.",
+        section=_RESULT, metavar="NAME,...", fixed=True,
+    )  # fmt: skip
+
     autoscale: bool = setting(
         False, "Vary the number of workers between MIN and MAX by what another worker brings.", section=_WORKERS
     )

@@ -4,6 +4,7 @@ A job is prepared, then launched in this process or in one of its own. Its folde
 settings, and the checkpoint to continue from if it is resumed.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from trueline import events, files
-from trueline.checkpoint import checkpoint
+from trueline.checkpoint import checkpoint, model_files
 from trueline.errors import StorageError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe, locate_recipe
@@ -200,7 +201,10 @@ def prepare(
     for fault in faults:
         if fault.slot >= high:
             raise UsageError(f"there is no worker {fault.slot} to kill: {count_of(high, 'worker')}, numbered from 0")
-    return _new(apply_overrides(job, wanted, cores=_cores(), metrics=_metrics(loaded)), job_dir)
+    job = apply_overrides(job, wanted, cores=_cores(), metrics=_metrics(loaded))
+    if job.new_layers and not job.weights:
+        raise UsageError("--new-layers says what --weights leaves out, and there are no weights", hint="add --weights")
+    return _new(job, job_dir, loaded)
 
 
 def prepare_script(
@@ -242,6 +246,8 @@ def prepare_resume(
         recipe = load_recipe(earlier.recipe)
     digest = recipe.digest if recipe is not None else files.sha256_file(Path(earlier.script[0]))
     later = replace(earlier, workers=high, min_workers=low, faults=tuple(faults), recipe_digest=digest)
+    if wanted.get("weights"):
+        wanted["weights"] = _absolute(str(wanted["weights"]))
     later = apply_overrides(later, wanted, cores=_cores(), metrics=_metrics(recipe))
     refuse_changes(earlier, later, str(folder))
     if JobDir(folder).summary.exists():
@@ -259,16 +265,34 @@ def _metrics(recipe: Recipe | None) -> Mapping[str, Any]:
     return recipe.metrics() if recipe is not None and recipe.metrics is not None else {}
 
 
-def _new(job: JobSettings, job_dir: str | Path | None) -> Path:
-    """A new folder with the job's settings: `job_dir`, or the next free one under ./runs."""
+def _new(job: JobSettings, job_dir: str | Path | None, recipe: Recipe | None = None) -> Path:
+    """A new folder with the job's settings, and the weights that it starts from: `job_dir`, or the next free one under
+    ./runs."""
     if job.checkpoints:
         _expect_room(job.checkpoints)
     folder = _next_free(job.name) if job_dir is None else Path(job_dir).resolve()
     if JobDir(folder).settings.exists():
         raise UsageError(f"{folder} holds a job already", hint="add --resume to continue it, or choose another folder")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the model, what it learned from, and secrets
+    if job.weights and recipe is not None:
+        job = _start_from(job, recipe, folder)
     job_settings.save(replace(job, name=folder.name, checkpoints=_absolute(job.checkpoints)), folder)
     return folder
+
+
+def _start_from(job: JobSettings, recipe: Recipe, folder: Path) -> JobSettings:
+    """`job` with what its weights are; `folder` then has a copy of them. Raises CheckpointError if they do not fit."""
+    layers = [name.strip() for name in job.new_layers.split(",") if name.strip()]
+    source, target = parse_location(job.weights), JobDir(folder).weights
+    try:
+        facts = model_files.store_weights(recipe.model(), source, target, recipe=recipe.name, new_layers=layers)
+    except BaseException:
+        with contextlib.suppress(OSError):  # it holds something else
+            folder.rmdir()
+        raise
+    shown = {name: ", ".join(facts[name]) or "none" for name in ("new", "unused")}
+    events.emit("weights.loaded", path=job.weights, tensors=facts["loaded"], **shown)
+    return replace(job, weights=_absolute(job.weights), started_from=facts)
 
 
 def _expect_room(checkpoints: str) -> None:
@@ -287,10 +311,10 @@ def _expect_room(checkpoints: str) -> None:
         )
 
 
-def _absolute(checkpoints: str) -> str:
-    """A local folder as an absolute path; a URL unchanged."""
-    where = parse_location(checkpoints)
-    return str(where.resolve()) if checkpoints and isinstance(where, Path) else checkpoints
+def _absolute(place: str) -> str:
+    """A local path as an absolute one; a URL unchanged."""
+    where = parse_location(place)
+    return str(where.resolve()) if place and isinstance(where, Path) else place
 
 
 def _next_free(name: str) -> Path:

@@ -7,6 +7,7 @@
     JOB/secret          while the job runs       JOB/checkpoints/     unless they are written elsewhere
     JOB/faults/         those carried out        JOB/page.html        the live page, and its token
     JOB/master.lock     held by the master           JOB/loss.json        how the loss reduces, as it was tried
+    JOB/weights.safetensors   a copy of those that the training starts from
 
 The lock is an open-file-description lock (fcntl(2)): the kernel releases it when the launcher ends, by whatever means,
 and a query does not disturb the holder. A pid alone would belong to another process one day.
@@ -62,6 +63,7 @@ class JobDir:
         self.checkpoints = path / "checkpoints"
         self.faults = path / "faults"
         self.loss = path / "loss.json"
+        self.weights = path / "weights.safetensors"
         self.page = path / "page.html"
         self.page_token = path / "page.token"
         self._lock = path / "lock"

@@ -1,7 +1,7 @@
 """The settings of a job, in `JOB/job.json`: launcher, master and workers read the same file."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -59,6 +59,8 @@ class JobSettings(TrainingSettings):
     faults: tuple[Fault, ...] = ()
     threads: int = 1
     """Intra-op threads of each worker."""
+    started_from: dict[str, Any] = field(default_factory=dict)
+    """Of `weights`: digest and name of their file, number of tensors, new layers; the job's folder has a copy."""
 
     @property
     def wants_best(self) -> bool:
@@ -182,6 +184,8 @@ class Overrides(TypedDict, total=False):
     device: str | None
     backend: str | None
     find_unused_parameters: bool | None
+    weights: str | None
+    new_layers: str | None
 
 
 def apply_overrides(

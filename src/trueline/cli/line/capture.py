@@ -26,7 +26,7 @@ trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digi
 trueline capture digits/recipe.py runs/digits-1 --for onnxruntime,cpp
     the programs that ONNX Runtime and a C++ program need
 
-trueline capture resnet/recipe.py resnet.safetensors
+trueline capture resnet/recipe.py --weights resnet.safetensors
     weights in a file; the recipe needs model() and examples() alone
 
 trueline capture resnet/recipe.py --no-checkpoint
@@ -58,6 +58,8 @@ _TARGETS = ("onnxruntime", "openvino", "offload", "torch", "torchscript", "cpp",
 @verb("capture", examples=_EXAMPLES, shows_progress=True)
 @recipe_argument
 @click.argument("checkpoint", required=False)
+@click.option("--weights", metavar="FILE|FOLDER",
+              help="Instead of CHECKPOINT: a state_dict, safetensors or a Hugging Face folder.")  # fmt: skip
 @click.option("-o", "--out", metavar="BUNDLE", help="The bundle to write; else NAME.bundle.")
 @click.option("--format", "formats", multiple=True, metavar="NAME",
               help="onnx, torch_export, torchscript, …; repeatable.")  # fmt: skip
@@ -77,13 +79,15 @@ _TARGETS = ("onnxruntime", "openvino", "offload", "torch", "torchscript", "cpp",
 @click.option("--example", "inputs", multiple=True, metavar="INPUT",
               help="NAME=FP32[batch,3,size] or a file; see the guide.")  # fmt: skip
 @click.option("--trust", is_flag=True, help="Unpickle: a module, which runs its maker's code, or a folder's weights.")
-def command(recipe: str, checkpoint: str | None, targets: str | None, any_format: bool, **given: Any) -> Output:
+def command(
+    recipe: str, checkpoint: str | None, weights: str | None, targets: str | None, any_format: bool, **given: Any
+) -> Output:
     """Turn a checkpoint into a bundle of proven programs.
 
     They run without the model's code. Each is compared with the eager model on other batch sizes, other
     values and extremes before it is sealed. A program that disagrees on any probe is refused, with the line of your
-    model that is the reason; `trueline bundle inspect` shows every attempt. CHECKPOINT is a checkpoint, a job, or a
-    file of weights (a state_dict of torch.save, or safetensors) that fits the model in every name and shape.
+    model that is the reason; `trueline bundle inspect` shows every attempt. CHECKPOINT is a checkpoint, a job, or
+    (as --weights) a file of weights that fits the model in every name and shape.
 
     Without --format and --for the bundle takes ONNX and torch.export, each if it can be proven, and TorchScript if
     neither can. Formats that you ask for have to be proven, or nothing is written; with --any one of them is enough.
@@ -96,6 +100,9 @@ def command(recipe: str, checkpoint: str | None, targets: str | None, any_format
     from trueline.capture.onnx.opsets import opset_for
     from trueline.runtime.session import FORMATS, formats_for
 
+    if weights and checkpoint:
+        raise UsageError(f"there is a checkpoint, '{checkpoint}', and --weights: leave one of them out")
+    checkpoint = checkpoint or weights
     places = targets.split(",") if targets is not None else []
     formats = (*given.pop("formats"), *formats_for(places)) or (FORMATS if any_format else None)
     how = {"formats": formats, "one_is_enough": any_format, "opset": opset_for(places),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trueline.cli.jobs import _launch
-from trueline.cli.options import Output, recipe_argument, verb
+from trueline.cli.options import Output, checkpoint_path, recipe_argument, verb
 
 _EXAMPLES = """
 trueline train digits/recipe.py --workers 3
@@ -14,6 +14,9 @@ trueline train digits/recipe.py --workers 2:8 --kill 20:1 --kill 40
 
 trueline train digits/recipe.py --monitor -accuracy --patience 3 --detach
     in the background; evaluates after each epoch and stops after three without a better accuracy
+
+trueline train flowers/recipe.py --weights resnet18.safetensors --new-layers fc
+    starts from weights of a file, all but the layer fc, which has another number of classes here
 
 trueline train digits/recipe.py --job runs/digits-1 --resume
     continues a job that lost every process, from its newest checkpoint
@@ -38,4 +41,6 @@ def command(recipe: str, kills: tuple[str, ...], **given: Any) -> Output:
     from trueline.train.api import prepare
 
     faults = [_launch.parse_fault(kill) for kill in kills]
+    if given["weights"]:
+        given["weights"] = str(checkpoint_path(given["weights"]))
     return _launch.launch(lambda **job: prepare(recipe, faults=faults, **job), given)

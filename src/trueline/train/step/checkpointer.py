@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trueline import events, files
-from trueline.checkpoint import checkpoint
+from trueline.checkpoint import checkpoint, model_files
 from trueline.checkpoint.snapshot import Snapshot
 from trueline.data.source import Source
 from trueline.errors import DiskFull, StorageError, TruelineError
@@ -53,6 +53,7 @@ class Checkpointer:
         self._told = False  # the master knows that a checkpoint waits for room
         self._last = False  # training is over and waits
         self._begun = 0  # steps of the newest state that was copied
+        self.wants_best = False  # the job's result is the checkpoint of its best evaluation
 
     @classmethod
     def of(cls, settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> Checkpointer:
@@ -60,7 +61,9 @@ class Checkpointer:
         where = settings.checkpoints or str(JobDir(job_dir).checkpoints)
         job = {name: getattr(settings, name) for name in ("name", "seed", "global_batch", "epochs")}
         facts = {"trueline": __version__, "torch": str(torch.__version__), "job": job, **facts}
-        return cls(where, facts, every=settings.checkpoint_every, keep=settings.keep, faults=settings.faults)
+        made = cls(where, facts, every=settings.checkpoint_every, keep=settings.keep, faults=settings.faults)
+        made.wants_best = settings.wants_best
+        return made
 
     @classmethod
     def of_script(cls, plan: JobPlan, source: Source) -> tuple[Checkpointer | None, tuple[Fault, ...]]:
@@ -199,6 +202,18 @@ class Checkpointer:
                 break
         if self._failure is not None:
             raise self._failure
+        self._write_model(replica)
+
+    def _write_model(self, replica: Replica) -> None:
+        """Writes the job's result with the model's own names, for other tools. A failure does not fail the job: its
+        checkpoint is stored."""
+        try:
+            best = checkpoint.best(self.folder) if self.wants_best else None
+            state = replica.state() if best is None else checkpoint.read(best).state
+            path = model_files.write_model(self.folder, replica.model, {**state["model"], **(state.get("ema") or {})})
+            events.emit("model.written", path=str(path))
+        except TruelineError as error:
+            events.emit("model.not_written", why=error.message)
 
 
 def _identify(ledger: dict[str, Any]) -> tuple[int, int]:

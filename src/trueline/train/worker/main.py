@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from trueline import events, files
+from trueline.checkpoint import model_files
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.source import Batch, Source
 from trueline.errors import CheckpointError, RecipeError, UsageError
@@ -33,6 +34,7 @@ from trueline.recipe.load import load_recipe
 from trueline.train import devices
 from trueline.train import settings as job_settings
 from trueline.train.elastic import Elastic
+from trueline.train.job_dir import JobDir
 from trueline.train.launch import jobs
 from trueline.train.link.grpc_client import connect
 from trueline.train.settings import JobSettings
@@ -101,13 +103,18 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)
-    model = recipe.model().to(devices.choose_own(settings.device, repeatable=settings.bitwise))
+    model = recipe.model()
+    if settings.weights:
+        model_files.load_stored(model, JobDir(job_dir).weights)
+    model = model.to(devices.choose_own(settings.device, repeatable=settings.bitwise))
     if not model.training:  # as pretrained models are; a part in evaluation mode is frozen on purpose
         model.train()
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
     source = recipe.source("training")
     facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": source.fingerprint()}
+    if settings.weights:
+        facts["weights"] = settings.started_from
     if fills := getattr(source, "fills", None):
         facts["data_fills"] = fills  # what stands in the place of missing values
     return Elastic(
