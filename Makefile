@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs bench bench-train bench-large bench-data bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-large bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large protos clean
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -127,8 +127,13 @@ check: $(STAMP)  ## ruff, mypy --strict, import-linter, the budgets and names of
 	$(BIN)/python tests/house.py
 	$(BIN)/python tests/prose.py
 
-docs: $(STAMP)  ## generate pages from the code: docs/guides/configuration.md
+docs: $(STAMP)  ## docs/guides/configuration.md from the code, then the site in build/site; broken links are errors
 	$(BIN)/python tests/reference.py
+	PYTHONPATH=tests $(BIN)/python -m docs.site
+
+# PAGES="README.md docs/tutorials/text.md" runs these alone; KEEP=1 keeps the folder of a page that fails.
+test-docs: $(STAMP)  ## run README, quickstart and tutorials as they stand; compare what they print with what they show
+	PYTHONPATH=tests $(BIN)/python -m docs.run $(PAGES)
 
 chaos: $(STAMP)  ## a thousand faults in whole jobs, some ten minutes; then as root with network cuts and full disks
 	$(BIN)/python -m pytest -m chaos -s $(call MARKED,chaos)
@@ -177,6 +182,9 @@ SEED ?= 0
 
 attack: $(STAMP)  ## capture models composed to break it, MINUTES=5 of them from SEED=; a wrong one is shrunk into runs/attack
 	PYTHONPATH=. $(BIN)/python -W ignore -m bench.attack --minutes $(MINUTES) --seed $(SEED) $(BENCH)
+
+bench-first-hour: $(STAMP)  ## README, tutorials and eight tasks of a newcomer in a clean clone and environment
+	$(BIN)/python bench/first_hour.py $(BENCH)
 
 bench-data: $(STAMP)  ## reading, ranges, planning and changing workers, each compared with its baseline
 	$(BIN)/python -m bench.data $(BENCH)

@@ -260,8 +260,9 @@ def test_the_options_of_train_are_settings_of_a_job() -> None:
 @pytest.mark.usefixtures("launched")
 def test_run_and_resume_pass_what_follows_to_whom_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = called(monkeypatch, "trueline.train.api.prepare_script", Path("j"))
-    assert app.run(["run", "loop.py", "--workers", "2", "-q", "--", "--lr", "0.1"]) == 0
+    assert app.run(["run", "loop.py", "--workers", "2", "--kill", "40:1", "-q", "--", "--lr", "0.1"]) == 0
     assert (seen["args"], seen["workers"]) == (("loop.py", ("--lr", "0.1")), "2")
+    assert [(fault.step, fault.slot) for fault in seen["faults"]] == [(40, 1)]
     monkeypatch.setattr("trueline.train.launch.jobs.find_job", Path)
     seen = called(monkeypatch, "trueline.train.api.prepare_resume", Path("j"))
     assert app.run(["resume", "digits-1", "--keep", "2", "-q"]) == 0

@@ -198,13 +198,17 @@ def prepare(
         name=loaded.name, recipe=where, recipe_digest=loaded.digest, workers=high, min_workers=low,
         faults=tuple(faults), **asdict(loaded.defaults),
     )  # fmt: skip
-    for fault in faults:
-        if fault.slot >= high:
-            raise UsageError(f"there is no worker {fault.slot} to kill: {count_of(high, 'worker')}, numbered from 0")
+    _refuse_absent(faults, high)
     job = apply_overrides(job, wanted, cores=_cores(), metrics=_metrics(loaded))
     if job.new_layers and not job.weights:
         raise UsageError("--new-layers says what --weights leaves out, and there are no weights", hint="add --weights")
     return _new(job, job_dir, loaded)
+
+
+def _refuse_absent(faults: Sequence[Fault], workers: int) -> None:
+    for fault in faults:
+        if fault.slot >= workers:
+            raise UsageError(f"there is no worker {fault.slot} to kill: {count_of(workers, 'worker')}, numbered from 0")
 
 
 def prepare_script(
@@ -213,6 +217,7 @@ def prepare_script(
     *,
     workers: str | int | None = None,
     job_dir: str | Path | None = None,
+    faults: Sequence[Fault] = (),
     **wanted: Unpack[Overrides],
 ) -> Path:
     """As `prepare`, for a Python file with a custom loop over `trueline.Elastic`."""
@@ -224,8 +229,9 @@ def prepare_script(
     name = path.parent.name if path.stem in ("train", "main", "run", "__main__") else path.stem
     job = JobSettings(
         name=name, recipe="", recipe_digest=files.sha256_file(path), script=(str(path), *arguments),
-        workers=high, min_workers=low, epochs=0, global_batch=0, seed=0,
+        workers=high, min_workers=low, epochs=0, global_batch=0, seed=0, faults=tuple(faults),
     )  # fmt: skip
+    _refuse_absent(faults, high)
     return _new(apply_overrides(job, wanted, cores=_cores()), job_dir)
 
 

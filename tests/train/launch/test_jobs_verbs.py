@@ -270,6 +270,8 @@ def test_a_place_for_checkpoints_that_cannot_be_used_is_refused_before_the_train
 def test_a_kill_of_a_worker_that_the_job_does_not_have_is_refused(tmp_path):
     with pytest.raises(errors.UsageError, match="there is no worker 2 to kill: 2 workers, numbered from 0"):
         api.prepare(TINY, workers=2, faults=[job_settings.Fault(step=1, slot=2)], job_dir=tmp_path / "job")
+    with pytest.raises(errors.UsageError, match="there is no worker 2 to kill: 2 workers, numbered from 0"):
+        api.prepare_script(__file__, workers=2, faults=[job_settings.Fault(step=1, slot=2)], job_dir=tmp_path / "job")
 
 
 def test_a_job_that_monitors_is_its_best_checkpoint_and_another_one_its_last(tmp_path):

@@ -11,6 +11,9 @@ _EXAMPLES = """
 trueline run own_loop.py --workers 3
     the script runs in three processes, which share each step of its loop over trueline.Elastic
 
+trueline run own_loop.py --workers 3 --kill 40:1
+    kills worker 1 at step 40; the others continue, and a new worker joins
+
 trueline run own_loop.py --workers 2:8 --detach -- --lr 0.1
     in the background; arguments after -- go to the script
 """
@@ -28,7 +31,8 @@ _OF_THE_SCRIPT = (
 @_launch.training_options(without=_OF_THE_SCRIPT)
 @_launch.job_option
 @_launch.how_options
-def command(script: str, arguments: tuple[str, ...], **given: Any) -> Output:
+@_launch.kill_option
+def command(script: str, arguments: tuple[str, ...], kills: tuple[str, ...], **given: Any) -> Output:
     """Run a training loop of your own in elastic worker processes.
 
     SCRIPT is a Python file with a loop over trueline.Elastic, which decides what a step is: model, optimizer,
@@ -37,4 +41,5 @@ def command(script: str, arguments: tuple[str, ...], **given: Any) -> Output:
     """
     from trueline.train.api import prepare_script
 
-    return _launch.launch(lambda **job: prepare_script(script, arguments, **job), given)
+    faults = [_launch.parse_fault(kill) for kill in kills]
+    return _launch.launch(lambda **job: prepare_script(script, arguments, faults=faults, **job), given)
