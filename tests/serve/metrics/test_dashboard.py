@@ -73,6 +73,20 @@ def test_a_page_that_is_opened_late_gets_the_counters_of_the_last_five_minutes(p
     assert sum(samples[0]["models"][0]["versions"][0]["latency_cells"]) == 1
 
 
+def test_every_example_of_the_document_is_a_golden_record_that_the_model_answers(pair_app: StoreApp) -> None:
+    _, document = pair_app.ask("GET", "/openapi.json")
+    examples = {
+        path: schema["example"]
+        for path, methods in document["paths"].items()
+        for content in methods.get("post", {}).get("requestBody", {}).get("content", {}).values()
+        if "example" in (schema := content["schema"])
+    }
+    assert examples["/predictions/pair/2"] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+    assert examples["/v2/models/pair/infer"]["inputs"][0]["data"] == [float(n) for n in range(12)]
+    for path, example in examples.items():
+        assert pair_app.ask("POST", path, json.dumps(example).encode())[0] == 200, path
+
+
 def test_a_browser_gets_a_start_page_and_a_client_gets_json(pair_app: StoreApp) -> None:
     for accept, expected in ((b"text/html,*/*", dashboard.HTML), (b"*/*", b"application/json")):
         found = pair_app.routes.answer(Request("GET", b"/", {b"accept": accept}, b""))
@@ -208,6 +222,30 @@ def test_what_a_port_can_be_asked_is_asked_by_a_click(
         )
         assert page.until("(card.querySelector('.good, .bad') || {}).textContent").startswith("200 OK")
     assert looks_right(page, width)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_an_image_from_a_file_fills_the_tensor_of_a_model_that_takes_images(
+    served: serve.RunningServer, page: browser.Page
+) -> None:
+    page.open(f"{served.url}/try", width=800)
+    page.until("document.querySelectorAll('details').length > 10")
+    assert page.ask("[[4, 3, 8, 9], [2, 9, 8, 1], [4, 3], [1, 2, 8, 8]].map((shape) => Boolean(layout(shape)))") == [
+        True, True, False, False]  # fmt: skip
+    page.ask("""(
+        body = make("textarea"), box = picker("x", body), drawing = make("canvas", {width: 8, height: 8}),
+        write(body, {inputs: [{name: "x", shape: [4, 1, 8, 8], datatype: "FP32", data: []}]}),
+        ink = drawing.getContext("2d"), ink.fillStyle = "white", ink.fillRect(0, 0, 4, 8),
+        drawing.toBlob((blob) => {
+          const given = new DataTransfer(), input = box.querySelector("input");
+          given.items.add(new File([blob], "half.png"));
+          input.files = given.files;
+          input.dispatchEvent(new Event("change"));
+        }), true)""")
+    page.until("body.value.length > 150")
+    (tensor,) = json.loads(page.ask("body.value"))["inputs"]
+    assert (tensor["shape"], tensor["data"]) == ([1, 1, 8, 8], [1, 1, 1, 1, 0, 0, 0, 0] * 8)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from trueline import events
 from trueline.bundle import signing
@@ -28,6 +29,7 @@ from trueline.serve.models.desired_state import DesiredVersion
 from trueline.serve.models.servable import Loaded, Servable, TooManyWorkers
 from trueline.serve.tensors import bounds
 
+MAX_EXAMPLE_VALUES = 4096
 MAX_LANES = max(32, len(os.sched_getaffinity(0)))
 """Runs of a bundle's program at a time; each has a thread."""
 RECORDS = "batch"
@@ -240,7 +242,20 @@ def _load(bundle: Bundle, way: RuntimeOptions, max_batch: int) -> Loaded:
             max_values=way.max_values,
             max_size=way.max_size,
         ),
+        example=_choose_example(bundle, session.signature),
     )
+
+
+def _choose_example(bundle: Bundle, signature: Signature) -> dict[str, Any]:
+    """The inputs of the golden record with the fewest numbers, as JSON can write them."""
+    smallest = min(
+        bundle.golden(), key=lambda golden: sum(array.size for array in golden.inputs.values()), default=None
+    )
+    if smallest is None or sum(array.size for array in smallest.inputs.values()) > MAX_EXAMPLE_VALUES:
+        return {}
+    if any(spec.datatype == "BF16" or not np.isfinite(smallest.inputs[spec.name]).all() for spec in signature.inputs):
+        return {}
+    return {spec.name: smallest.inputs[spec.name].tolist() for spec in signature.inputs}
 
 
 def _shapes_of_probes(bundle: Bundle, program: str) -> Iterator[bounds.Shapes]:

@@ -93,6 +93,9 @@ class Loaded:
     plan: ExecutionPlan
     bounds: RequestBounds = UNBOUNDED
     """Of one request."""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    """Inputs that it answers, as nested lists by name: those of its smallest golden record that is short enough to
+    read. Empty if there is none."""
 
 
 class Handler(Protocol):

@@ -3,8 +3,10 @@
 The data plane's document names the models that are served now, with their inputs and an example that is accepted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.serve.models.servable import Servable
@@ -63,12 +65,15 @@ def of_model(version: Servable, trueline: str) -> Document:
 def _model(version: Servable) -> Document:
     if version.handler is not None:
         return _handler(version)
-    signature, name = version.program.signature, version.model
+    signature, name, golden = version.program.signature, version.model, version.program.loaded.example
     base = f"/v2/models/{name}/versions/{version.version}"
     infer = {
-        "post": _operation(f"Infer with {name}", _infer_answer(signature), _OIP_ERROR, body=_infer_body(signature))
+        "post": _operation(
+            f"Infer with {name}", _infer_answer(signature), _OIP_ERROR, body=_infer_body(signature, golden)
+        )
     }
-    records = {"post": _operation(f"Predict with {name} (TorchServe)", {}, _TS_ERROR, body=_records(signature))}
+    body = _with_example(_records(signature), next(iter(golden.values())) if len(golden) == 1 else golden)
+    records = {"post": _operation(f"Predict with {name} (TorchServe)", {}, _TS_ERROR, body=body)}
     rows = {**_object(instances=_ARRAY, inputs=_OBJECT), "example": {"instances": [_instance(signature)]}}
     predictions = {"type": "object", "required": ["predictions"]}
     return {
@@ -118,17 +123,28 @@ def _handler(version: Servable) -> Document:
     }
 
 
-def _infer_body(signature: Signature) -> Document:
-    tensors = [_tensor(spec, signature) for spec in signature.inputs]
+def _with_example(schema: Document, example: Any) -> Document:
+    """`schema` with an example that the model was proven with, if there is one."""
+    return {**schema, "example": example} if example else schema
+
+
+def _infer_body(signature: Signature, golden: Mapping[str, Any]) -> Document:
+    schemas = [_tensor(spec, signature) for spec in signature.inputs]
     inputs = {
         "type": "array",
-        "items": tensors[0] if len(tensors) == 1 else {"anyOf": tensors},
-        "minItems": len(tensors),
-        "maxItems": len(tensors),
+        "items": schemas[0] if len(schemas) == 1 else {"anyOf": schemas},
+        "minItems": len(schemas),
+        "maxItems": len(schemas),
     }
     names = {"enum": [spec.name for spec in signature.outputs]}
     outputs = {"type": "array", "items": _object(["name"], name=names)}
-    return _object(["inputs"], id=_STRING, parameters=_OBJECT, inputs=inputs, outputs=outputs)
+    tensors = [
+        {"name": spec.name, "shape": np.shape(data), "datatype": spec.datatype, "data": np.ravel(data).tolist()}
+        for spec in signature.inputs
+        if (data := golden.get(spec.name)) is not None
+    ]
+    body = _object(["inputs"], id=_STRING, parameters=_OBJECT, inputs=inputs, outputs=outputs)
+    return _with_example(body, {"inputs": tensors} if tensors else None)
 
 
 def _infer_answer(signature: Signature) -> Document:
