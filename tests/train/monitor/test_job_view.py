@@ -100,7 +100,7 @@ def test_a_job_that_is_made_smaller_lets_its_highest_slots_go_without_a_death():
     view.apply("worker.lost", {"worker": "worker-1.0", "why": "exit code 0"}, 5)
     assert [lane.spans[0].how for lane in view.lanes.by_slot.values()] == ["", "left", "left"]
     assert (view.deaths.total(), view.facts["workers"]) == (0, 2)
-    assert not any(name == "worker.lost" for _, name, _, _ in view.lines)
+    assert not any(name == "worker.lost" for _, name, *_ in view.lines)
 
 
 def test_a_worker_whose_end_nobody_saw_ends_with_the_last_step_before_its_successor():
@@ -152,13 +152,30 @@ def test_a_loss_that_is_no_number_is_named_and_does_not_break_the_page():
     json.dumps(state, allow_nan=False)
 
 
+def test_a_slot_that_crashes_again_and_again_is_two_lines_with_their_counts():
+    crashes = [
+        event
+        for life in range(5)
+        for event in (
+            ("worker.started", {"worker": f"worker-1.{life}"}, life),
+            ("worker.lost", {"worker": f"worker-1.{life}", "why": "exit code 3"}, life + 0.5),
+        )
+    ]
+    view = board_of([("job.scaled", {"before": 1, "workers": 2, "why": "asked"}, 0), *crashes])
+    assert [line[2:] for line in view.lines] == [
+        ["from 1 to 2 workers: asked", "", 1],
+        ["worker-1.4 starts", "", 5],
+        ["worker-1.4 died: exit code 3", "bad", 5],
+    ]
+
+
 def test_an_event_of_another_version_becomes_a_line_and_never_an_error():
     view = board_of(
         [("worker.lost", {}, 1), ("step.applied", {"step": "x"}, 2), ("moon.landed", {"craft": "eagle"}, 3)]
     )
     view.apply("evaluation.done", {"step": 1, "loss": 1.0, "metrics": "[1]"}, 4)
     view.apply("worker.lost", {"worker": "nobody", "why": "y"}, 5)
-    assert [text for _, _, text, _ in view.lines] == ["worker.lost", "moon.landed craft=eagle", "nobody died: y"]
+    assert [text for _, _, text, *_ in view.lines] == ["worker.lost", "moon.landed craft=eagle", "nobody died: y"]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +248,7 @@ def test_a_slot_in_quarantine_is_told_with_its_reason_until_it_is_tried_again():
     fields = {"slot": 1, "worker": "worker-1.3", "why": "died", "times": 1, "retry_s": 30.0}
     view = board_of([("worker.quarantined", fields, 1)])
     assert [lane["quarantined"] for lane in view.state(1.0)["lanes"]] == ["died"]
-    assert view.lines[-1][2:] == ["worker 1 is in quarantine, and is tried again in 30 s: died", "bad"]
+    assert view.lines[-1][2:4] == ["worker 1 is in quarantine, and is tried again in 30 s: died", "bad"]
     view.apply("worker.retried", {"slot": 1, "times": 1}, 31)
     view.apply("worker.started", {"worker": "worker-1.4"}, 31)
     assert [lane["quarantined"] for lane in view.state(31.0)["lanes"]] == [""]

@@ -110,7 +110,7 @@ def test_what_happens_while_the_past_is_read_is_shown_once(slice_bytes, tmp_path
 
     view = asyncio.run(scenario())
     assert view.changes == len(told)
-    assert [text for _, _, text, _ in view.lines].count("worker-0.0 starts") == 1
+    assert [text for _, _, text, *_ in view.lines].count("worker-0.0 starts") == 1
 
 
 @pytest.mark.parametrize(("share", "rests"), [(1.0, [False]), (0.2, [True])], ids=["alone", "beside a training"])

@@ -21,6 +21,9 @@ from trueline.train.reasons import group_by_reason
 Fields = Mapping[str, Field]
 MAX_EVENTS, MAX_REGROUPS, MAX_EVALUATIONS, MAX_KEPT = 80, 240, 400, 200
 _STILL_S = 1.0
+_LOOK_BACK = 8
+"""A line that one of the last eight repeats, apart from the worker's incarnation, is counted there."""
+_INCARNATION = re.compile(r"(?<=worker-)(\d+)\.\d+")
 _CLEAN_EXIT = "exit code 0"  # how a worker ends that has left as planned
 _SILENT = {"step.applied", "worker.running", "worker.receiving", "worker.received", "group.released",
            "epoch.certified", "checkpoint.saved", "evaluation.done"}  # fmt: skip
@@ -88,7 +91,7 @@ class JobView:
         self.suspected: dict[int, str] = {}
         self.set_aside: dict[int, dict[str, Any]] = {}
         self.full: dict[str, str] = {}  # what waits for room on the disk
-        self.lines: deque[list[Any]] = deque(maxlen=MAX_EVENTS)  # time, name, text and mood of each
+        self.lines: deque[list[Any]] = deque(maxlen=MAX_EVENTS)  # time, name, text, mood, how often
         self._last_step_at: float | None = None
         self._offset: float | None = None
         self._stamp = 0.0
@@ -115,7 +118,13 @@ class JobView:
         except (KeyError, ValueError):
             text = render(name, {key: value for key, value in fields.items() if key not in ("summary", "hint")})
         mood = "bad" if name in _BAD else "good" if name in _GOOD else ""
-        self.lines.append([round(self.last_at, 3), name, text[:400], mood])
+        text, times = text[:400], 1
+        kind = _INCARNATION.sub(r"\1", text)
+        for line in list(self.lines)[-_LOOK_BACK:]:
+            if line[1] == name and _INCARNATION.sub(r"\1", line[2]) == kind:
+                self.lines.remove(line)
+                times = line[4] + 1
+        self.lines.append([round(self.last_at, 3), name, text, mood, times])
 
     def _on_step_applied(self, fields: Fields, at: float) -> None:
         when = self._time_of(fields, at)
