@@ -1,8 +1,10 @@
-"""Loops of users' own: the examples train, each alone in one process, and draws, sums and token weights give the same
-weights for any number of workers and kills. More about jobs of a script is in test_scripts.py."""
+"""Loops of users' own: the examples train, each alone in one process, and draws, sums, token weights and learning rates
+that the loop sets give the same weights for any number of workers and kills. More about jobs of a script:
+test_scripts.py."""
 
 import importlib.util
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import torch
 from trueline import errors, events
 from trueline.checkpoint import checkpoint
 from trueline.train import api
+from trueline.train.step.plan import JobPlan
 from worlds.jobs import TINY
 
 pytestmark = pytest.mark.jobs
@@ -94,6 +97,58 @@ def test_draws_sums_and_token_weights_are_those_of_one_process_though_workers_di
     alone = run(1)
     for name, value in run(3, kills=(4, 12)).items():
         torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-9)
+
+
+NANO = """
+import sys, torch, trueline
+
+torch.manual_seed(0)
+made = torch.Generator().manual_seed(3)
+inputs = torch.randn(200, 6, generator=made, dtype=torch.float64)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+advance = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+data = torch.utils.data.TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
+
+def train(model, advance, inputs, labels, step):
+    for group in advance.param_groups:
+        group["lr"] = 0.1 / (1 + step)
+    return ((model(inputs) - labels) ** 2).mean()
+
+if __name__ == "__main__":
+    job = trueline.Elastic(model, advance, data, global_batch=4, epochs=2)
+    for batch in job:
+        job.step(train(model, advance, batch.inputs, batch.labels, batch.step))
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_a_rate_that_the_loop_sets_by_itself_is_that_of_a_plain_loop_though_workers_die(workers, tmp_path):
+    """Of five workers one has no records in a step of four. Worker 0 is never killed and holds the state."""
+    (tmp_path / "nano.py").write_text(NANO)
+    pids, left = {}, [10, 30][: workers - 1]
+
+    def kill(event, fields):
+        if event == "worker.running":
+            pids[fields["worker"]] = fields["pid"]
+        if event == "step.applied" and left and fields["step"] >= left[0]:
+            victim = max(ref for ref in pids if not ref.startswith("worker-0."))
+            left.pop(0)
+            os.kill(pids.pop(victim), signal.SIGKILL)
+
+    with events.listening(kill):
+        job = api.prepare_script(tmp_path / "nano.py", [], job_dir=tmp_path / "job", workers=workers)
+        result = api.launch(job)
+    assert result.summary.exactly_once
+    assert not left
+    plain = runpy.run_path(str(tmp_path / "nano.py"))
+    plan = JobPlan(num_records=200, global_batch=4, epochs=2, seed=0)
+    for step in range(plan.total_steps):
+        at = plan.records(step)
+        plain["advance"].zero_grad()
+        plain["train"](plain["model"], plain["advance"], *plain["data"][at], step).backward()
+        plain["advance"].step()
+    for name, value in checkpoint.read(result.checkpoint).state["model"].items():
+        torch.testing.assert_close(value, plain["model"].state_dict()[name], rtol=1e-6, atol=1e-9)
 
 
 def test_a_token_mean_without_its_weight_ends_the_job_before_its_first_step(tmp_path):

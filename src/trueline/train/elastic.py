@@ -4,14 +4,14 @@
     for batch in job:
         job.step(loss(model(batch.inputs), batch.labels))
 
-A worker takes steps, and regroups when a peer died or a new view was agreed; the records of a failed step are handed
-out again. Protocol and failure cases: docs/concepts/generation.md.
+A worker takes steps, and regroups when a peer died or a view was agreed. docs/concepts/generation.md: the protocol.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -31,7 +31,7 @@ from trueline.train import devices
 from trueline.train.faults import Faults
 from trueline.train.link.grpc_client import connect
 from trueline.train.regroup.recovery import Recovery
-from trueline.train.step import model_traits
+from trueline.train.step import model_traits, rehearsal
 from trueline.train.step.blame import Trials
 from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.commit import Commit, StepReporter
@@ -52,9 +52,9 @@ from trueline.wire import train_pb2 as pb
 class Elastic:
     """Trains `model` together with the other workers of the job, or alone if no master started this process.
 
-    `dataset` is a map-style Dataset or a Source. The first few batches are only tried (`batch.trial`), to see what the
-    loop draws and how its loss reduces: docs/guides/own-loop.md. The model, the optimizer and the arguments must be the
-    same in all workers; batches come on the model's device. `validation`: evaluations while training.
+    `dataset` is a map-style Dataset or a Source. A fork first tries the loop, to see what it draws and how its loss
+    reduces: docs/guides/own-loop.md. The model, the optimizer and the arguments must be the same in all workers;
+    batches come on the model's device. `validation`: evaluations while training.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Elastic:
         )  # fmt: skip
         place = functools.partial(devices.place_batch, device=device)
         self._reader = make_reader(source, seed, place, readers=options.readers)
-        trial = TrialInputs(model, optimizer, self._reader, source.num_records, global_batch, seed, options)
-        self._trial = None if known else LossTrial(trial)
+        tried = TrialInputs(model, self._reader, source.num_records, global_batch, seed, options)
+        self._trial = None if known else LossTrial(tried)
         check_optimizer(model, optimizer)
-        optimizer_step = OptimizerStep(model, optimizer, scheduler, options)
+        optimizer_step = OptimizerStep(model, optimizer, scheduler, options, owned=extras.get("owned", False))
         process_group = GlooGroup(connector("gloo" if options.bitwise else options.backend, device))
-        replica = Replica(model, optimizer_step, process_group, source.num_records, options, sharded=True)
-        replica.owned, self._replica, timer = extras.get("owned", False), replica, StepTimer()
+        replica = Replica(model, optimizer_step, process_group, source.num_records, options)
+        self._replica, self._settings, timer = replica, optimizer_step.settings, StepTimer()
         replica.exchange.on_computed, replica.exchange.on_sent = timer.end_computing, self._read_ahead
         link = self._link = connect(process_group.cut_until_left)
         checkpointer, faults = extras.get("checkpointer"), extras.get("faults", ())
@@ -153,11 +153,8 @@ class Elastic:
                     break
             else:
                 yield from self._one_step()
-        self._group.process_group.close()
-        self._recovery.close()
-        self._link.close()
-        self._reader.close()
-        store.close()
+        for ended in (self._group.process_group, self._recovery, self._link, self._reader, store):
+            ended.close()
 
     def step(self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None) -> bool:
         """Takes this worker's `loss` of a batch; True if it completed a step that was applied.
@@ -184,9 +181,11 @@ class Elastic:
         return False
 
     def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
-        for batch in trial.run(self._traits):  # nothing, if another worker of the job has tried the loop
+        self._settings.mark()
+        for batch in rehearsal.try_loop(trial, self._traits):
             self._batch = batch
             yield batch
+        self._settings.rewind()
         self._traits, self._trial = trial.traits, None
         self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))
 
@@ -195,15 +194,13 @@ class Elastic:
         self._trials.loss_of = loss_of
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around the forward of the built-in loop: raises Overtaken, for `blame`, once a death made it futile.
-
-        A large model computes for seconds, in which the survivors of a death could take the step again.
-        """
+        """Around the forward of the built-in loop: raises Overtaken, for `blame`, once a death made it futile. A large
+        model computes for seconds, in which the survivors of a death could take the step again."""
         watched = self._recovery.large and not self._replica.options.compile
         return self._group.watch_forward() if watched else nullcontext()
 
     def leave(self) -> None:
-        """Announces a departure; it takes effect between two steps."""
+        """Announces a departure, which takes effect between two steps."""
         self._link.leave()
 
     def fail(self, what: str, detail: str) -> None:
@@ -221,6 +218,7 @@ class Elastic:
         self._link.report_phase("reading")
         self._timer.begin()
         self._replica.begin()
+        self._settings.mark()
         self._contribution, self._failed = Contribution(), False
         pieces = self._step_reader.pieces(step)
         if group.view.careful:
@@ -268,11 +266,12 @@ class Elastic:
 
     def _account(self, step: int, *, holds: bool) -> StepAccount:
         group = self._group
-        rates = [0.0] * group.size
+        rates, wish = [0.0] * group.size, group.wants_regroup()
+        settings = self._settings.pack(own=holds and self._contribution.count > 0)
         if not holds:
-            return StepAccount(wishes=int(group.wants_regroup()), rates=rates)
+            return StepAccount(wishes=int(wish), rates=rates, settings=settings)
         rates[group.rank] = group.rate_to_report(self._timer.rate)
-        return self._contribution.account(group.generation, step, wish=group.wants_regroup(), rates=rates)
+        return replace(self._contribution.account(group.generation, step, wish=wish, rates=rates), settings=settings)
 
     def _reduce(self, step: int, piece: tuple[torch.Tensor, float, Ints, Share] | None) -> bool:
         """Runs the all-reduce of `step` and commits it; True if the step was applied."""
@@ -297,8 +296,8 @@ class Elastic:
         self._link.report_phase("committing")
         self._faults.at("allreduced", step)
         self._timer.end_waiting(self._contribution.count)
-        self._wishes = account.wishes if self._group.size > 1 else int(self._group.wants_regroup())
-        self._group.update_rates(account.rates, account.count)
+        self._wishes = account.wishes if group.size > 1 else int(group.wants_regroup())
+        group.update_rates(account.rates, account.count)
         self._recovery.count_holders(account.holders)
         if not holds:
             self._observe(account)
@@ -351,6 +350,7 @@ class Elastic:
     def _abandon(self, why: str) -> bool:
         """Gives up the failed step, which no member can have gone beyond, and regroups to repeat it."""
         self._failed = True
+        self._settings.rewind()
         self._group.failure, self._group.failed = why.partition("\n")[0], True
         events.emit("step.failed", step=self._at, generation=self._group.generation, why=self._group.failure)
         self._regroup()

@@ -13,15 +13,15 @@ from trueline.train.step.replica import Replica
 from worlds.states import read_all
 
 
-def replica_of(model, *, sharded=False):
+def replica_of(model):
     advance = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1), None, Options())
-    return Replica(model, advance, GlooGroup(), 10, Options(), sharded=sharded)
+    return Replica(model, advance, GlooGroup(), 10, Options())
 
 
 def test_a_step_that_failed_leaves_the_running_statistics_of_the_last_applied_one():
     """Whoever is behind is healed from this state, before the step is begun anew."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    replica = replica_of(model, sharded=True)
+    replica = replica_of(model)
     replica.begin()
     before = {name: value.clone() for name, value in replica.state()["model"].items()}
     model(torch.randn(4, 2))
@@ -40,7 +40,7 @@ def norm():
 
 
 def test_a_step_begins_without_gradients_or_contributions_of_the_one_before():
-    replica = replica_of(norm(), sharded=True)
+    replica = replica_of(norm())
     replica.begin()
     replica.add(replica.model(torch.randn(4, 2)).sum(), 0.5, np.array([1, 2]))
     replica.add(replica.model(torch.randn(4, 2)).sum(), 0.5, np.array([2, 7]))
@@ -80,7 +80,7 @@ def test_a_step_that_overflows_is_not_counted():
     model = norm()
     options = Options(precision="fp16")
     advance = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1), None, options)
-    replica = Replica(model, advance, GlooGroup(), 10, options, sharded=True)
+    replica = Replica(model, advance, GlooGroup(), 10, options)
     replica.begin()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     reduced(replica, torch.inf)
@@ -92,7 +92,7 @@ def test_a_step_that_overflows_is_not_counted():
 
 def momentum_of(model):
     advance = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None, Options())
-    return Replica(model, advance, GlooGroup(), 10, Options(), sharded=False)
+    return Replica(model, advance, GlooGroup(), 10, Options())
 
 
 def test_a_state_that_travels_goes_on_as_if_it_had_stayed():

@@ -109,32 +109,28 @@ def _end(owner: int, readers: list[_ReaderProcess]) -> None:
             reader.close()
 
 
-class _ReaderProcess:
-    """The worker's side of one reader process."""
+class ReaderClient:
+    """Requests batches of the SeededReader that serves the other end of `line`."""
 
-    line: socket.socket
+    ahead = 0
 
-    def __init__(self, source: Source, seed: int, *, siblings: list[_ReaderProcess]) -> None:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            # Python warns of threads that may hold locks; torch's only wait for work, which a reader never has.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
-        if not self.pid:
-            for line in (mine, *(sibling.line for sibling in siblings)):
-                line.close()
-            _run_reader(theirs, source, seed, parent)
-        theirs.close()
-        self.line = mine
+    def __init__(self, line: socket.socket) -> None:
+        self.line = line
         self.waiting: list[int] = []
         self._dropped: set[int] = set()
         self._results: dict[int, Batch | DataError] = {}
+        self._numbers = 0
+
+    def read(self, indices: Indices, *, epoch: int) -> Batch:
+        """The records `indices` of `epoch`. Raises DataError, ReaderLost."""
+        self._numbers += 1
+        self.ask(self._numbers, epoch, indices)
+        return self.take(self._numbers)
 
     def ask(self, number: int, epoch: int, indices: Indices) -> None:
         """Sends a request. Raises ReaderLost."""
         try:
-            _send(self.line, number, epoch, indices.tobytes())
+            send(self.line, number, epoch, indices.tobytes())
         except OSError as error:
             raise self._lost_error() from error
         self.waiting.append(number)
@@ -148,7 +144,7 @@ class _ReaderProcess:
         """Waits for the result of request `number`. Raises DataError, ReaderLost."""
         while number not in self._results:
             try:
-                head, memory = _receive(self.line)
+                head, memory = receive(self.line)
             except OSError as error:
                 raise self._lost_error() from error
             if memory is None:
@@ -169,6 +165,27 @@ class _ReaderProcess:
         return result
 
     def _lost_error(self) -> ReaderLost:
+        return ReaderLost("the process that reads records died while it read")
+
+
+class _ReaderProcess(ReaderClient):
+    """The worker's side of one reader process."""
+
+    def __init__(self, source: Source, seed: int, *, siblings: list[_ReaderProcess]) -> None:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # Python warns of threads that may hold locks; torch's only wait for work, which a reader never has.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if not self.pid:
+            for line in (mine, *(sibling.line for sibling in siblings)):
+                line.close()
+            _run_reader(theirs, source, seed, parent)
+        theirs.close()
+        super().__init__(mine)
+
+    def _lost_error(self) -> ReaderLost:
         return ReaderLost(f"reader process {self.pid} died while it read records ahead")
 
     def close(self) -> None:
@@ -183,14 +200,20 @@ def _run_reader(line: socket.socket, source: Source, seed: int, parent: int) -> 
     code = 1
     gc.freeze()  # destructors of the worker's objects may wait for threads, which a fork does not have
     try:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if os.getppid() == parent:
-            _serve(line, SeededReader(source, seed))
+        end_with_parent(parent)
+        _serve(line, SeededReader(source, seed))
         code = 0
     finally:
         os._exit(code)  # skips the worker's cleanup
+
+
+def end_with_parent(parent: int) -> None:
+    """Ends this fork with the process `parent`, or at once if that has ended; leaves Ctrl-C to it."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 def _serve(line: socket.socket, reader: SeededReader) -> None:
@@ -198,22 +221,29 @@ def _serve(line: socket.socket, reader: SeededReader) -> None:
 
     torch.set_num_threads(1)  # a fork has none of its parent's threads
     while True:
-        head, memory = _receive(line)
+        head, memory = receive(line)
         if memory is None:
             return
-        number, epoch, size = head
-        try:
-            batch = reader.read(np.frombuffer(memory, np.int64, count=size // 8), epoch=epoch)
-            stream = io.BytesIO()
-            pickler = _Pickler(stream)
-            pickler.dump((batch.inputs, batch.labels))
-            tensors, rest, succeeded = pickler.tensors, stream.getvalue(), True
-        except Exception as error:  # noqa: BLE001  the process boundary: the worker raises it
-            traceback.print_exc()
-            if not isinstance(error, TruelineError):
-                error = DataError(f"reading fails: {type(error).__name__}: {error}")
-            tensors, rest, succeeded = [], pickle.dumps((error.code, error.message, error.hint)), False
-        _send(line, number, succeeded, rest, tensors)
+        answer_request(line, head, memory, reader)
+
+
+def answer_request(
+    line: socket.socket, head: tuple[int, int, int], memory: mmap.mmap, reader: SeededReader | ReaderPool | ReaderClient
+) -> None:
+    """Reads what a ReaderClient has requested, and sends it."""
+    number, epoch, size = head
+    try:
+        batch = reader.read(np.frombuffer(memory, np.int64, count=size // 8), epoch=epoch)
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
+        pickler.dump((batch.inputs, batch.labels))
+        tensors, rest, succeeded = pickler.tensors, stream.getvalue(), True
+    except Exception as error:  # noqa: BLE001  the process boundary: the client raises it
+        traceback.print_exc()
+        if not isinstance(error, TruelineError):
+            error = DataError(f"reading fails: {type(error).__name__}: {error}")
+        tensors, rest, succeeded = [], pickle.dumps((error.code, error.message, error.hint)), False
+    send(line, number, succeeded, rest, tensors)
 
 
 class _Pickler(pickle.Pickler):
@@ -259,7 +289,7 @@ def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _send(line: socket.socket, number: int, word: int, rest: bytes, tensors: Sequence[memoryview] = ()) -> None:
+def send(line: socket.socket, number: int, word: int, rest: bytes, tensors: Sequence[memoryview] = ()) -> None:
     """Sends memory with `tensors` and, at its end, `rest`."""
     handle = os.memfd_create("trueline-batch", os.MFD_CLOEXEC)
     try:
@@ -276,7 +306,7 @@ def _send(line: socket.socket, number: int, word: int, rest: bytes, tensors: Seq
         os.close(handle)
 
 
-def _receive(line: socket.socket) -> tuple[tuple[int, int, int], mmap.mmap | None]:
+def receive(line: socket.socket) -> tuple[tuple[int, int, int], mmap.mmap | None]:
     """The next message with its memory; None when the other side has closed."""
     head, handles, _, _ = socket.recv_fds(line, _HEAD.size, 1)
     if not head:

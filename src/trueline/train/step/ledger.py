@@ -75,6 +75,7 @@ class StepAccount:
     loss_sum: float = 0.0  # losses times what each of them counts
     weight: float = 0.0  # what the losses count together: records, or their weights
     rates: Sequence[float] = ()  # records a second, by rank
+    settings: Sequence[float] = ()  # of the optimizer, from the members with records: `optimizer_settings.py`
     LOSS_WORD: ClassVar[int] = 8  # index of `loss_sum` in `pack()`
 
     @classmethod
@@ -95,7 +96,7 @@ class StepAccount:
 
     @staticmethod
     def num_words(size: int) -> int:
-        """Length of `pack()` in a group of `size` members."""
+        """Length of `pack()` in a group of `size` members, without settings."""
         return 10 + size
 
     def pack(self) -> list[float]:
@@ -109,17 +110,18 @@ class StepAccount:
             float(self.digest & _LOW), float(self.digest >> _BITS),
             float(self.generations), float(self.steps), float(self.wishes), float(self.holders),
             self.loss_sum if not abs(self.loss_sum) > _LARGEST else math.copysign(math.inf, self.loss_sum),
-            self.weight, *self.rates,
+            self.weight, *self.rates, *self.settings,
         ]  # fmt: skip
 
     @classmethod
-    def unpack(cls, words: Sequence[float]) -> StepAccount:
-        """The account of packed words, or of their sums."""
+    def unpack(cls, words: Sequence[float], *, settings: int = 0) -> StepAccount:
+        """The account of packed words, or of their sums; the last `settings` of them are such."""
+        end = len(words) - settings
         low, high, digest_low, digest_high, generations, steps, wishes, holders = map(round, words[:8])
         return cls(
             count=low + (high << _BITS), digest=(digest_low + (digest_high << _BITS)) & MASK, generations=generations,
             steps=steps, wishes=wishes, holders=holders, loss_sum=words[cls.LOSS_WORD], weight=words[9],
-            rates=words[10:],
+            rates=words[10:end], settings=words[end:] if settings else (),
         )  # fmt: skip
 
     def check(self, *, records: int, plan_digest: int, generation: int, step: int) -> None:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trueline.errors import TrainError, UsageError
+from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.options import Options
 
 
@@ -25,8 +26,13 @@ class OptimizerStep:
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None,
         options: Options,
+        *,
+        owned: bool = False,
     ) -> None:
+        """`owned`: nothing but this object changes parameters or settings: the loop is not a user's own."""
         self.model, self.optimizer, self.scheduler, self.options = model, optimizer, scheduler, options
+        self.owned = owned
+        self.settings = OptimizerSettings(optimizer, shared=not owned)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = self._parameters[0].device.type if self._parameters else "cpu"
         self.scaler = torch.amp.GradScaler(device, enabled=options.precision == "fp16")
@@ -34,7 +40,6 @@ class OptimizerStep:
         self.before_change: Callable[[], None] = lambda: None
         """Called before parameters, optimizer state or averages change."""
         self._averages: dict[str, torch.Tensor] = {}
-        self._settings: list[dict[str, Any]] | None = None  # the optimizer's, as the last step left them
         if options.ema:
             self._averages = {name: value.detach().clone() for name, value in model.named_parameters()}
 
@@ -56,22 +61,14 @@ class OptimizerStep:
         TensorFlow's ExponentialMovingAverage, so that it forgets its beginning faster.
         `measured`: the monitored value of the current state, smaller is better. A plateau schedule gets it here and not
         when it was measured, since a regroup repeats the evaluation.
-        Raises TrainError when no scale helps, or when a norm that is to be clipped is not finite; UsageError when the
-        optimizer's settings were changed since the last step, which a worker that catches up would not do.
+        Raises TrainError when no scale helps, or when a norm that is to be clipped is not finite.
         """
-        if self._settings not in (None, self._read_settings()):
-            raise UsageError(
-                "the loop changes the learning rate or another setting of the optimizer between two steps",
-                hint="give Elastic a scheduler, e.g. torch.optim.lr_scheduler.LambdaLR for a rule of your own",
-            )
         applied = self._apply(measured, steps)
-        self._settings = self._read_settings()
+        if applied:
+            self.settings.keep()
+        else:
+            self.settings.rewind()
         return applied
-
-    def _read_settings(self) -> list[dict[str, Any]]:
-        kept = (int, float, tuple, str)
-        return [{name: value for name, value in group.items() if isinstance(value, kept)}
-                for group in self.optimizer.param_groups]  # fmt: skip
 
     def _apply(self, measured: float | None, steps: int) -> bool:
         if self.scaler.is_enabled():
@@ -169,7 +166,7 @@ class OptimizerStep:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
-        self._settings = None
+        self.settings.keep()
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler.is_enabled():

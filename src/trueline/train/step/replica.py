@@ -47,20 +47,18 @@ class Replica:
         group: GlooGroup,
         num_records: int,
         options: Options,
-        *,
-        sharded: bool,
     ) -> None:
-        self.model, self.optimizer_step, self.options, self.sharded = model, optimizer_step, options, sharded
+        self.model, self.optimizer_step, self.options = model, optimizer_step, options
         tallied = 4 * num_records <= max(TALLY_BYTES, sum(value.nbytes for value in model.parameters()) // 50)
         self.ledger = Ledger(num_records=num_records, tally=np.zeros(num_records, np.int32) if tallied else None)
-        self._running = model_traits.running_statistics(model) if sharded else []
-        self._counters = model_traits.batch_counters(model) if sharded else []
+        self._running = model_traits.running_statistics(model)
+        self._counters = model_traits.batch_counters(model)
         self._tallied = num_records if tallied else 0
         self._parameters = [value for value in model.parameters() if value.requires_grad]
         self._width = self._tallied + sum(value.numel() for value in self._running)
         self._before: list[torch.Tensor] = []
         self._snapshots: list[Snapshot] = []
-        self.owned = False
+        self.owned = optimizer_step.owned
         """Whether nothing but the optimizer's step changes parameters: the loop is not a user's own."""
         optimizer_step.before_change = self.settle
         if options.compile:
@@ -74,7 +72,7 @@ class Replica:
 
     def attach(self, size: int) -> None:
         """Joins the process group of `size` members that was just formed."""
-        self.exchange.attach(StepAccount.num_words(size))
+        self.exchange.attach(StepAccount.num_words(size) + self.optimizer_step.settings.width)
 
     def detach(self) -> None:
         """Leaves the group, and takes the running statistics of the last applied step again."""
@@ -102,7 +100,7 @@ class Replica:
         last = None if piece is None else self._piece(*piece)
         summed, self._summed = self.exchange.reduce(last, account.pack(), shares)
         self._reset_statistics()
-        return StepAccount.unpack(summed)
+        return StepAccount.unpack(summed, settings=self.optimizer_step.settings.width)
 
     def _piece(self, loss: torch.Tensor, weight: float, records: Ints, share: Share | None = None) -> BackwardPiece:
         """Enters the records, and their changes of the running statistics, beside the gradients."""
@@ -151,7 +149,9 @@ class Replica:
         """Applies the step; False if its gradients overflowed, so that only their scale has changed.
 
         `measured`: the monitored value of the current state, if it was evaluated. `left_out`: what was set aside.
+        Raises UsageError, and changes nothing, if members have set the optimizer's settings differently.
         """
+        self.optimizer_step.settings.take(account.settings, self.ledger.steps)
         if account.weight != account.count and account.weight > 0:  # a mean by weights: the pieces were scaled by them
             gradients = [value.grad for value in self._parameters if value.grad is not None]
             torch._foreach_mul_(gradients, account.count / account.weight)

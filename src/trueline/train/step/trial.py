@@ -4,7 +4,7 @@
                          other values the second time come from a generator, or a memory, that no seed reaches
     whole and in parts   without draws and statistics of the batch (`still.py`): `reduction.py` decides by these
 
-A recipe's loss is called; a loop of the user's own is given the same records as batches, and changes nothing. The parts
+A recipe's loss is called; a loop of the user's own gets the same records as batches (`rehearsal.py`). The parts
 are of uneven length, and the records differ in their labels as far as a short look into the data set shows.
 """
 
@@ -28,7 +28,7 @@ import torch
 from trueline import events, files
 from trueline.data.loading import seeding
 from trueline.data.loading.seeding import SeededReader
-from trueline.data.loading.worker_pool import ReaderPool
+from trueline.data.loading.worker_pool import ReaderClient, ReaderPool
 from trueline.data.source import Batch
 from trueline.engine.contract import parse_ref
 from trueline.errors import UsageError
@@ -55,8 +55,7 @@ class TrialInputs:
     """What is tried, and the options of the job."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    reader: SeededReader | ReaderPool
+    reader: SeededReader | ReaderPool | ReaderClient
     num_records: int
     global_batch: int
     seed: int
@@ -71,7 +70,7 @@ class LossTrial:
     traits: ModelTraits
 
     def __init__(self, trial: TrialInputs) -> None:
-        self._trial, self.taken = trial, False
+        self.inputs, self.taken = trial, False
         self._tried: list[LossSample] = []
         values = [value for value in trial.model.parameters() if value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
@@ -79,16 +78,9 @@ class LossTrial:
         self._took_s = 0.0
         self._state: tuple[Any, ...] = ()
 
-    def run(self, shown: ModelTraits) -> Batches:
-        """As `batches`, or nothing if another worker of the job has tried the loss. `shown`: by the module types."""
-        self.traits = load_traits(shown) or shown
-        if self.traits is shown:
-            yield from self.batches()
-            self.traits = settle_traits(self.traits)
-
     def batches(self) -> Batches:
         """Raises UsageError for a loop that no seed makes repeatable, and for a loss that is not made of its parts."""
-        trial = self._trial
+        trial = self.inputs
         compiled = "torch._dynamo" in sys.modules  # which takes a second to import
         with seeding.preserve_generators(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             earlier = trial.attempt + parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[2]
@@ -107,11 +99,11 @@ class LossTrial:
     def take(self, loss: torch.Tensor, weight: float | None, records: int) -> None:
         """Takes the loss of the last batch. Raises RecipeError for a loss of another shape, UsageError without one."""
         self._expect_unchanged()
-        value = reduction.as_scalar(loss, records, self._trial.options.reduction)
+        value = reduction.as_scalar(loss, records, self.inputs.options.reduction)
         if not value.requires_grad:
             raise UsageError("the loss has no gradient", hint="compute it with the model, and not under no_grad()")
         elements = reduction.averaged_elements(value)
-        found = _gradients(value, self._parameters, self._trial.model)
+        found = _gradients(value, self._parameters, self.inputs.model)
         flat = [
             (torch.zeros_like(mine) if its is None else its.to_dense()).detach().double().flatten()
             for mine, its in zip(self._parameters, found, strict=True)
@@ -127,14 +119,14 @@ class LossTrial:
         self.taken = True
 
     def _traits(self, how: str, *, whole: bool) -> ModelTraits:
-        shown = model_traits.read_traits(self._trial.model)
-        even = self._trial.options.reduction == "auto" and not self._uneven
+        shown = model_traits.read_traits(self.inputs.model)
+        even = self.inputs.options.reduction == "auto" and not self._uneven
         draws = shown.draws or self._draws
         return ModelTraits(draws=draws, neighbours=shown.neighbours, reduction=how, even=even, whole=whole)
 
     def _choose(self, attempt: int) -> Ints:
         """Records whose labels differ, the most different first; those that cannot be read are left to their step."""
-        trial = self._trial
+        trial = self.inputs
         most = min(trial.options.micro_batch or trial.global_batch, trial.num_records)
         most = max(most, min(2, trial.global_batch, trial.num_records))
         count = next(count for count in COUNTS if count <= most)
@@ -162,7 +154,7 @@ class LossTrial:
         return chosen
 
     def _one(self, ids: Ints, watched: WatchedOperators) -> Batches:
-        trial = self._trial
+        trial = self.inputs
         batch = trial.reader.read(ids, epoch=0)
         self._state = _state(trial)
         with _restore_buffers(trial.model):
@@ -178,10 +170,10 @@ class LossTrial:
         self._expect_unchanged()
 
     def _expect_unchanged(self) -> None:
-        if _state(self._trial) != self._state:
+        if _state(self.inputs) != self._state:
             raise UsageError(
-                "the loop changes the parameters, their gradients or the optimizer itself",
-                hint="job.step(loss) runs backward and optimizer; give a schedule to Elastic as scheduler=...",
+                "the loop changes the parameters or their gradients itself",
+                hint="job.step(loss) runs backward and optimizer",
             )
 
     def _twice(self, ids: Ints) -> Batches:
@@ -199,7 +191,7 @@ class LossTrial:
             )
 
     def _in_parts(self, ids: Ints) -> Batches:
-        trial, cut = self._trial, max(1, len(ids) // 3)
+        trial, cut = self.inputs, max(1, len(ids) // 3)
         draws, other = self._draws, np.random.default_rng(1).permutation(ids)
         self._tried.clear()
         if len(ids) > 1:
@@ -243,10 +235,8 @@ def _keys(batch: Batch, count: int) -> list[float]:
 
 
 def _state(trial: TrialInputs) -> tuple[Any, ...]:
-    """Equal states mean that the loop changed no parameters, gradients or settings of the optimizer in between."""
-    groups = trial.optimizer.param_groups
-    rates = [tuple(str(value) for name, value in group.items() if name != "params") for group in groups]
-    return [(value._version, value.grad is None) for value in trial.model.parameters()], rates
+    """Equal states mean that the loop changed no parameters or gradients in between."""
+    return tuple((value._version, value.grad is None) for value in trial.model.parameters())
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from trueline.train.job_dir import JobDir
 from trueline.train.launch import jobs
 from trueline.train.link.grpc_client import connect
 from trueline.train.settings import JobSettings
-from trueline.train.step import model_traits, trial
+from trueline.train.step import model_traits, rehearsal, trial
 from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.options import Options
@@ -121,12 +121,12 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
         model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
         scheduler=scheduler, options=Options.of(settings), validation=validation_of(recipe, model, settings),
         checkpointer=Checkpointer.of(settings, job_dir, facts), faults=settings.faults,
-        traits=_try_model(recipe, model, optimizer, source, settings), owned=True,
+        traits=_try_model(recipe, model, source, settings), owned=True,
     )  # fmt: skip
 
 
 def _try_model(
-    recipe: Recipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer, source: Source, settings: JobSettings
+    recipe: Recipe, model: torch.nn.Module, source: Source, settings: JobSettings
 ) -> model_traits.ModelTraits:
     """What the trials of model and loss show; if they fail, what the module types do."""
     place = functools.partial(devices.place_batch, device=devices.of_model(model))
@@ -146,7 +146,7 @@ def _try_model(
         if settled is not None:
             return settled
         tried = trial.LossTrial(trial.TrialInputs(
-            model=model, optimizer=optimizer, reader=reader, num_records=source.num_records, seed=settings.seed,
+            model=model, reader=reader, num_records=source.num_records, seed=settings.seed,
             global_batch=settings.global_batch, options=Options.of(settings), attempt=number,
         ))  # fmt: skip
         if _try_loss(tried, loss_of, recipe.weight):
@@ -227,9 +227,11 @@ def _run_script(settings: JobSettings, job_dir: Path) -> int:
         sys.argv = [script, *arguments]
         sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")
+        rehearsal.end_fork()
         expect_finished(jobs.status(job_dir), script)
         return 0
     except Exception as error:  # noqa: BLE001  the process boundary: every worker would meet this error, so the job ends
+        rehearsal.end_fork()
         traceback.print_exc()
         if devices.is_lost(error):
             return failure.LOST_EXIT

@@ -1,0 +1,139 @@
+"""Runs the trial of a loop in a fork, so that counters, schedules and lines of the loop's own see no batch of it.
+
+The fork continues the user's loop with the trial's batches, sends what they show, and ends before the code after the
+loop. Its parent reads the records, since open files share their offsets, and then begins with step 0:
+
+    fork    loop body ◀── batches of the trial      ──"records?"─▶  parent: reads
+                                                     ──traits────▶  settles them, begins with step 0
+
+Where a fork cannot compute (a model on a device), ends without traits, or hangs on a lock that it has of no one, the
+loop itself gets the batches, with `batch.trial` true.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Generator
+from dataclasses import asdict, replace
+
+import psutil
+import torch
+
+from trueline import events
+from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_with_parent, receive, send
+from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
+from trueline.train.step.contribution import StepBatch
+from trueline.train.step.model_traits import ModelTraits
+from trueline.train.step.trial import LossTrial, load_traits, settle_traits
+
+ANSWER = -1
+"""In place of a request's number: the message has the traits."""
+HUNG_S, LOOK_S = 5.0, 0.5
+"""How long a fork may use no processor time outside of reading, and how often that is looked at."""
+_here = {"forked": False}
+
+
+def try_loop(trial: LossTrial, shown: ModelTraits) -> Generator[StepBatch, None, None]:
+    """The batches of `trial`, in a fork where there can be one; afterwards `trial.traits` is known.
+
+    `shown`: the traits by the module types. No batches, if another worker of the job has tried the loop. Raises what
+    `LossTrial.batches` raises.
+    """
+    trial.traits = load_traits(shown) or shown
+    if trial.traits is not shown:
+        return
+    found = (yield from _in_fork(trial)) if _can_fork(trial.inputs.model) else None
+    if isinstance(found, TruelineError):
+        raise found
+    if found is None:
+        yield from trial.batches()
+    else:
+        trial.traits = found
+    trial.traits = settle_traits(trial.traits)
+
+
+def end_fork() -> None:
+    """Ends this process if it is such a fork, which has left the loop."""
+    if _here["forked"]:
+        os._exit(0)
+
+
+def _can_fork(model: torch.nn.Module) -> bool:
+    on_host = all(value.is_cpu for value in (*model.parameters(), *model.buffers()))
+    return hasattr(os, "fork") and on_host and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def _in_fork(trial: LossTrial) -> Generator[StepBatch, None, ModelTraits | TruelineError | None]:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of threads that may hold locks
+        pid = os.fork()
+    if not pid:
+        mine.close()
+        yield from _rehearse(theirs, trial, parent)
+    theirs.close()
+    try:
+        with mine:
+            found = _serve(mine, pid, trial)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if found is None:
+        events.emit("loss.tried_in_place", why="the fork that tried the loop gave no answer")
+    return found
+
+
+def _rehearse(line: socket.socket, trial: LossTrial, parent: int) -> Generator[StepBatch, None, None]:
+    """In the fork: the batches. Does not return; if the loop drops this generator, the fork ends."""
+    _here["forked"] = True
+    try:
+        gc.freeze()  # destructors of the parent's objects may wait for threads, which a fork does not have
+        atexit.register(os._exit, 0)
+        end_with_parent(parent)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the fork ends
+        torch.set_num_threads(1)
+        trial.inputs = replace(trial.inputs, reader=ReaderClient(line))
+        try:
+            yield from trial.batches()
+            found = asdict(trial.traits)
+        except (UsageError, RecipeError) as error:
+            found = {"code": error.code, "message": error.message, "hint": error.hint}
+        send(line, ANSWER, 0, json.dumps(found).encode())
+    finally:
+        os._exit(0)
+
+
+def _serve(line: socket.socket, pid: int, trial: LossTrial) -> ModelTraits | TruelineError | None:
+    """Reads for the fork `pid` until it has an answer; None if it ends or hangs without one."""
+    line.settimeout(LOOK_S)
+    idle, used = 0.0, 0.0
+    while idle < HUNG_S:
+        try:
+            head, memory = receive(line)
+        except TimeoutError:
+            now = sum(psutil.Process(pid).cpu_times()[:2])
+            idle, used = (0.0 if now > used else idle + LOOK_S), now
+            continue
+        except OSError:
+            return None
+        if memory is None:
+            return None
+        idle = 0.0
+        if head[0] == ANSWER:
+            found = json.loads(memory[:])
+            if "code" in found:
+                return find_error_class(found["code"], UsageError)(found["message"], hint=found["hint"])
+            return ModelTraits(**found)
+        answer_request(line, head, memory, trial.inputs.reader)
+    return None
