@@ -99,6 +99,18 @@ def test_a_batch_that_cannot_be_read_ahead_is_read_when_its_step_has_come():
     assert job.certificates[1]["records"] == 240
 
 
+def test_a_worker_that_is_alone_enters_a_planned_view_before_its_next_step():
+    """With others it agrees on that in the sums of a step; a newcomer would wait for one more step of its own."""
+    recipe, model, _, job = own_loop()
+    generations = []
+    for batch in job:
+        generations.append(job._group.generation)
+        job.step(recipe.loss(model(*batch.inputs), batch.labels))
+        if batch.step == 3:
+            job._link.view = pb.View(generation=generations[0] + 1, members=[job._link.ref])
+    assert generations == [generations[0]] * 4 + [generations[0] + 1] * 12
+
+
 @pytest.mark.parametrize("noticed", ["forward", "step"])
 def test_a_step_that_a_newer_view_has_made_futile_is_given_up_at_once_and_its_records_come_again(monkeypatch, noticed):
     monkeypatch.setattr("trueline.train.regroup.state_transfer.STREAM_BYTES", 0)

@@ -98,7 +98,7 @@ class Elastic:
         self._timer, self._faults = timer, Faults(faults, link.ref)
         group = self._group = WorkerGroup(link, process_group, self._faults)
         self._step_reader = StepReader(plan, self._reader, group, timer, seed)
-        self._recovery = Recovery(replica, group, self._faults)
+        self._recovery = Recovery(replica, group, self._faults, global_batch=global_batch)
         self._evaluations = Evaluations(extras.get("validation"), plan, replica, group, link, checkpointer)
         self._reporter = StepReporter(link, group, timer, plan)
         self._commit = Commit(plan=plan, replica=replica, group=group, evaluations=self._evaluations,
@@ -144,7 +144,7 @@ class Elastic:
         self._regroup()
         while True:
             at = self._at
-            if self._wishes:
+            if self._wishes or (self._group.size == 1 and self._group.wants_regroup()):  # alone: no one to agree with
                 self._regroup()
             elif self._evaluations.due(at):
                 self._validate()

@@ -391,6 +391,9 @@ def test_after_a_death_with_just_enough_left_replacements_wait_for_a_step_or_a_m
     assert world.happen(h.Tick()).of(h.Start) == []
     world.now += 0.25
     assert world.happen(h.Tick()).of(h.Start) == [h.Start(2, 1)]
+    slow = world_of(0.5)
+    slow.now += 1.0
+    assert slow.happen(h.Heartbeat(A, 6), h.Death(C, "killed")).of(h.Start) == [h.Start(2, 1)], "a step has time for it"
     few = world_of(0.5).happen(h.Death(B, "killed"), h.Death(C, "killed"))
     assert few.of(h.Start) == [h.Start(1, 1), h.Start(2, 1)], "too few: the job stands until they are there"
 

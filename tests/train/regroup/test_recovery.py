@@ -50,9 +50,9 @@ class Replica:
 class Member:
     """One member of a group whose plan is given: what it takes, what it sends, what it offers and fetches."""
 
-    def __init__(self, monkeypatch, steps, rank, *, source=0, checkpoint="", **kind):
+    def __init__(self, monkeypatch, steps, rank, *, source=0, checkpoint="", rates=(), **kind):
         self.replica, self.sent, self.offered, self.asked, self.rooms = Replica(**kind), [], [], [], []
-        plan = pb.Plan(source=source, steps=steps, checkpoint=checkpoint, state="there:1")
+        plan = pb.Plan(source=source, steps=steps, checkpoint=checkpoint, state="there:1", rates=rates)
         self.behind = None
         self.group = SimpleNamespace(link=SimpleNamespace(), plan=plan, rank=rank, size=len(steps), generation=3,
                                        process_group=None,
@@ -74,7 +74,7 @@ class Member:
 
         monkeypatch.setattr(state_transfer, "broadcast", broadcast)
         monkeypatch.setattr(state_transfer, "Fetch", fetch)
-        self.recovery = Recovery(self.replica, self.group, Faults((), "worker-0.0"))
+        self.recovery = Recovery(self.replica, self.group, Faults((), "worker-0.0"), global_batch=64)
         self.recovery._offer.close()
         self.recovery._offer = SimpleNamespace(publish=lambda *what: self.offered.append(what), withdraw=self._withdraw)
 
@@ -162,6 +162,24 @@ def test_a_large_state_is_offered_by_its_source_and_fetched_beside_the_steps(mon
 def test_a_large_state_is_broadcast_where_the_others_have_no_step_to_go_on_with(monkeypatch, how):
     member = Member(monkeypatch, how.pop("steps"), 1, large=True, **how).heal()
     assert (member.replica.taken, member.asked) == (["of the source"], [])
+
+
+@pytest.mark.parametrize(
+    ("steps", "rates", "streamed"),
+    [
+        ([5, -1], [64.0, -50.0], False),  # a step of both takes half a second, the state a thirtieth of one
+        ([5, -1], [6400.0, -50.0], True),
+        ([5, -1], [0.0, 0.0], True),
+        ([5, -1, 5], [64.0, -50.0, 64.0], True),  # the others go on in the meantime
+    ],
+)
+def test_the_only_holder_of_a_large_state_sends_it_at_once_where_that_is_shorter_than_a_step(
+    monkeypatch, steps, rates, streamed
+):
+    for rank in range(len(steps)):
+        member = Member(monkeypatch, steps, rank, large=True, rates=rates).heal()
+        assert (len(member.offered) + len(member.asked) > 0, len(member.sent) == 0) == (streamed and rank < 2, streamed)
+        assert member.recovery.holds == (not streamed or rank != 1)
 
 
 def test_who_held_a_state_and_is_one_step_behind_a_large_one_still_says_so_when_the_group_breaks(monkeypatch):

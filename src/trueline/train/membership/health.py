@@ -36,7 +36,8 @@ def lose_workers(state: State, deaths: Sequence[Death], now: float, policy: Memb
         refs = [member.ref for member, _ in in_view]
         reason = f"{join_refs(refs)} {'is' if len(refs) == 1 else 'are'} gone: {in_view[0][1]}"
         actions += form(state, reason, forced=True)
-    if in_view and policy.refill_s and len(state.view) >= policy.min_workers:
+    brief = state.usual_s < 2 * policy.refill_s  # a longer step has time for a start, and the dead left a core free
+    if in_view and brief and len(state.view) >= policy.min_workers:
         state.fill_at = now + policy.refill_s
         return actions
     return actions + fill(state, now)

@@ -81,7 +81,7 @@ def _too_many(state: State, policy: MembershipPolicy) -> str:
     groups = group_by_reason(state.list_set_aside())
     return (
         f"{len(state.set_aside)} records failed wherever they went, {policy.set_aside} may be set aside: "
-        f"{join_refs([describe_group(group) for group in groups])}"
+        f"{'; '.join(map(describe_group, groups))}"
     )
 
 

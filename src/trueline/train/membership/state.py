@@ -28,7 +28,8 @@ class MembershipPolicy:
     """A worker that computes for longer (and for ten usual steps) while all others wait is given up."""
     tick_s: float = 0.25  # usual time between two ticks; after a much longer one the master was frozen
     refill_s: float = 0.25
-    """How long replacements of the dead wait for the survivors' next step: starting takes cores from it."""
+    """How long replacements of the dead wait for the survivors' next step: starting takes cores from it. They do not
+    wait where a step usually takes twice as long."""
     max_failures: int = 3
     """Deaths of one slot in a row, before a step of its own, that put it in quarantine; if the job has applied no step
     since the first of them, it fails."""

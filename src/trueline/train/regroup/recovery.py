@@ -1,8 +1,8 @@
 """Brings members to the state of the member that is furthest ahead: at once, or beside the training.
 
-`heal` runs in every member of a new group. A small state is broadcast. A large one is copied by its source, and fetched
-by the members that are behind while the steps continue. Until it has arrived they **observe**: they take part in every
-all-reduce with zeros and keep its results.
+`heal` runs in every member of a new group. A small state is broadcast, and one that takes less time than the steps of
+its only holder. Any other is offered by its source, and fetched by the members that are behind while the steps
+continue. Until it has arrived they **observe**: they take part in every all-reduce with zeros and keep its results.
 """
 
 import math
@@ -23,6 +23,8 @@ from trueline.train.step.replica import Reduced, Replica
 MOST_KEPT = 8  # steps that an observer keeps before it makes the others wait for its state
 KEPT_BYTES = 256 << 20
 """So much of gradients an observer keeps of more steps than one: a large model's fill the memory."""
+BROADCAST_BYTES_S = 1.5e9
+"""How fast a state is broadcast on one machine."""
 PATIENCE = 0.5
 """For how long a step may wait for the end of a transfer, as a part of the time that it has lasted."""
 
@@ -30,8 +32,8 @@ PATIENCE = 0.5
 class Recovery:
     """Whether this worker has the state, and how it gets it."""
 
-    def __init__(self, replica: Replica, group: WorkerGroup, faults: Faults) -> None:
-        self._replica, self._group, self._faults = replica, group, faults
+    def __init__(self, replica: Replica, group: WorkerGroup, faults: Faults, *, global_batch: int = 0) -> None:
+        self._replica, self._group, self._faults, self._global_batch = replica, group, faults, global_batch
         self._offer = state_transfer.Offer()
         self.address = self._offer.address
         self.has_state = False  # this worker has a state, of any step
@@ -53,7 +55,7 @@ class Recovery:
         if plan.checkpoint and rank == plan.source:
             self._replica.restore(_newest(plan.checkpoint).state)
         behind = [other != plan.source and (step < most or step < 0) for other, step in enumerate(plan.steps)]
-        streamed = any(behind) and most > 0 and not plan.checkpoint and self.large
+        streamed = any(behind) and most > 0 and not plan.checkpoint and self.large and not self._is_brief(behind)
         if streamed:
             self._stream(behind)
         elif any(behind):
@@ -82,6 +84,17 @@ class Recovery:
         if self._replica.options.find_unused_parameters:
             return False  # an observer cannot tell which parameters the others left out
         return 3 * sum(value.nbytes for value in self._replica.model.parameters()) > state_transfer.STREAM_BYTES
+
+    def _is_brief(self, behind: list[bool]) -> bool:
+        """Whether the only member with the state sends it in less time than their steps together take.
+
+        Alone it would need twice that time for the next step, while the newcomer observes.
+        """
+        rate = self._group.plan.rates[self._group.plan.source] if self._group.plan.rates else 0.0
+        if behind.count(False) > 1 or rate <= 0:
+            return False
+        size = 3 * sum(value.nbytes for value in self._replica.model.parameters())
+        return size / BROADCAST_BYTES_S <= self._global_batch / (rate * len(behind))
 
     def _stream(self, behind: list[bool]) -> None:
         group, plan = self._group, self._group.plan
