@@ -18,11 +18,12 @@ def describe(bundle: Bundle) -> str:
     parts = [
         _align([("bundle", manifest.name), ("digest", manifest.digest), ("created", manifest.created)]),
         "signature\n" + _align(_signature_rows(bundle), indent=2),
-        "programs\n" + _align([*_program_rows(bundle), *_note_rows(bundle)], indent=2),
+        "programs\n" + _align([*program_rows(bundle), *_note_rows(bundle)], indent=2),
         *_attempts(lineage.pop("attempts", None)),
         "evidence\n" + _align(_evidence_rows(bundle.evidence()), indent=2),
-        "golden records\n" + _align([(golden.case, _shapes(golden.inputs)) for golden in bundle.golden()], indent=2),
-        "lineage\n" + _align(_lineage_rows(lineage), indent=2),
+        "golden records\n"
+        + _align([(golden.case, shapes_text(golden.inputs)) for golden in bundle.golden()], indent=2),
+        "lineage\n" + _align(lineage_rows(lineage), indent=2),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -75,7 +76,7 @@ def _spec_row(spec: TensorSpec) -> tuple[str, str, str]:
     return spec.name, spec.datatype, "[" + ", ".join(map(str, spec.shape)) + "]"
 
 
-def _program_rows(bundle: Bundle) -> list[tuple[str, ...]]:
+def program_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("format", "file", "size", "probes", "max error", "verdict", "sha256")]
     for program in bundle.manifest.programs:
         entry = bundle.manifest.files[program.file]
@@ -119,15 +120,15 @@ def _evidence_rows(evidence: Iterable[Evidence]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _lineage_rows(lineage: dict[str, Any], prefix: str = "") -> list[tuple[str, ...]]:
+def lineage_rows(lineage: dict[str, Any], prefix: str = "") -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for key, value in lineage.items():
         if isinstance(value, dict) and value:
-            rows += _lineage_rows(value, f"{prefix}{key}.")
+            rows += lineage_rows(value, f"{prefix}{key}.")
         elif key == "certificates" and value and all(one.keys() >= _CERTIFIED for one in value):
             rows += [(prefix + key, line) for line in _certificate_lines(value)]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            rows += [row for i, one in enumerate(value) for row in _lineage_rows(one, f"{prefix}{key}.{i}.")]
+            rows += [row for i, one in enumerate(value) for row in lineage_rows(one, f"{prefix}{key}.{i}.")]
         else:
             rows.append((prefix + key, "none" if value in (None, [], {}) else str(value)))
     return rows
@@ -146,7 +147,7 @@ def _certificate_lines(certificates: Sequence[dict[str, int]]) -> list[str]:
     return [f"epochs {min(epochs)} to {max(epochs)} ({len(epochs)}): {line}" for line, epochs in alike.items()]
 
 
-def _shapes(tensors: dict[str, Any]) -> str:
+def shapes_text(tensors: dict[str, Any]) -> str:
     return ", ".join(f"{name} {list(array.shape)}" for name, array in tensors.items())
 
 

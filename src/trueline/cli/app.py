@@ -40,7 +40,11 @@ VERBS: Mapping[str, Mapping[str, str]] = {
 _ for -. A verb without a folder is one of GROUPS.
 """
 GROUPS = {
-    "bundle": ("bundles", ("inspect", "verify", "sign", "export-cpp"), "Inspect, verify, sign or export a bundle."),
+    "bundle": (
+        "bundles",
+        ("inspect", "report", "verify", "sign", "export-cpp"),
+        "Inspect, verify, sign or export a bundle.",
+    ),
     "data": ("data", ("inspect", "verify", "convert"), "Inspect, verify or convert records, wherever they are."),
     "torchserve": ("torchserve", ("import", "archive"), "Import archives from TorchServe, or write one."),
 }

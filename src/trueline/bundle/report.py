@@ -1,0 +1,180 @@
+"""One HTML page about a bundle: signature, ranges in words, comparisons, golden records, lineage. Pure.
+
+The page holds no script and loads nothing, so it can be attached to a ticket or shown in a notebook. Plots are SVG.
+"""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trueline.bundle import describe
+from trueline.bundle.read import Bundle
+from trueline.bundle.schema import Evidence
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 620, 150, 56, 22
+_CSS = """
+:root { color-scheme: light dark; --ink: #1b2430; --dim: #64707f; --line: #d9dee5; --back: #f6f7f9; --card: #fff;
+  --good: #1a7f4b; --bad: #c0332b; --warn: #a66300; --a: #2563c9; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e7ebf0; --dim: #98a3b1; --line: #333c47; --back: #14181d;
+  --card: #1c2229; --good: #4cc38a; --bad: #ff7b72; --warn: #e0a84a; --a: #6ea0ff; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--back); color: var(--ink); font: 14px/1.5 system-ui, sans-serif; }
+main { max-width: 980px; margin: 0 auto; padding: 24px 16px 48px; }
+h1 { font-size: 22px; margin: 0 0 2px; } h2 { font-size: 16px; margin: 0 0 8px; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: 14px 16px; margin-top: 16px; }
+.dim { color: var(--dim); } .good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th { text-align: left; font-weight: 500; color: var(--dim); } th, td { padding: 3px 18px 3px 0; vertical-align: top; }
+td:last-child { overflow-wrap: anywhere; } svg { width: 100%; max-width: 620px; height: auto; display: block; }
+svg text { font: 11px system-ui, sans-serif; fill: var(--dim); } details summary { cursor: pointer; }
+code { font: 12px ui-monospace, monospace; overflow-wrap: anywhere; }
+"""
+
+Row = Sequence[object]
+
+
+def render(bundle: Bundle, *, losses: Sequence[tuple[int, float]] = ()) -> str:
+    """The page. `losses`: step and training loss of the job that made the model, in order."""
+    manifest, evidence, lineage = bundle.manifest, list(bundle.evidence()), bundle.lineage()
+    attempts = lineage.pop("attempts", None)
+    signature = bundle.signature
+    sealed = f"sealed {_text(manifest.created)} · digest <code>{_text(manifest.digest)}</code>"
+    head = f"<h1>{_text(manifest.name)}</h1><div class=dim>{sealed}</div>"
+    tensors = [
+        (side, spec.name, spec.datatype, "[" + ", ".join(map(str, spec.shape)) + "]")
+        for side, specs in (("input", signature.inputs), ("output", signature.outputs))
+        for spec in specs
+    ]
+    proven = describe.range_text(signature) or "every size is fixed"
+    parts = [
+        _section(
+            "Inputs and outputs", _table(("", "name", "type", "shape"), tensors), f"<p>Proven for {_text(proven)}.</p>"
+        ),
+        _section("Programs", _table(*_head_and_rows(describe.program_rows(bundle))), _list_refused(attempts)),
+        _section("Compared with the eager model", *_comparisons(evidence)),
+        _section(
+            "Golden records",
+            _table(
+                ("case", "inputs"), [(golden.case, describe.shapes_text(golden.inputs)) for golden in bundle.golden()]
+            ),
+            "<p class=dim>A server replays them before it takes a request.</p>",
+        ),
+    ]
+    if losses:
+        parts.append(_section("Training loss", _line_plot(losses)))
+    parts.append(_section("Lineage", _table(("", ""), describe.lineage_rows(lineage))))
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{_text(manifest.name)}</title><style>{_CSS}</style></head><body><main>{head}{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _comparisons(evidence: Sequence[Evidence]) -> Iterable[str]:
+    verdicts = {"agrees": "good", "disagrees": "bad", "outside": "warn", "unanswered": "dim"}
+    words = {"outside": "outside of the range, which a server rejects", "unanswered": "the eager model raises an error"}
+    for program in dict.fromkeys(one.format for one in evidence):
+        of_program = [one for one in evidence if one.format == program]
+        counts = {name: sum(one.verdict == name for one in of_program) for name in verdicts}
+        summary = ", ".join(
+            f"<span class={verdicts[name]}>{count} {_text(words.get(name, name))}</span>"
+            for name, count in counts.items()
+            if count
+        )
+        rows = [
+            (one.probe, one.verdict, _number(one.max_rel_error), _number(one.max_abs_error), one.reason)
+            for one in of_program
+        ]
+        table = _table(("probe", "verdict", "relative error", "absolute error", "reason"), rows)
+        yield f"<p><b>{_text(program)}</b>: {len(rows)} comparisons, {summary}</p>"
+        yield _error_plot(of_program)
+        yield f"<details><summary>every comparison</summary>{table}</details>"
+
+
+def _error_plot(evidence: Sequence[Evidence]) -> str:
+    """The largest relative error of each probe, on a logarithmic axis; errors of zero stand at its foot."""
+    found = [one for one in evidence if one.max_rel_error is not None and math.isfinite(one.max_rel_error)]
+    if not found:
+        return ""
+    top = max(math.ceil(math.log10(max([one.max_rel_error or 0.0 for one in found] + [1e-9]))), -6)
+    foot = min(top - 3, -9)
+    x = _scale(0, max(len(found) - 1, 1), _LEFT + 8, _WIDTH - 8)
+    y = _scale(foot, top, _HEIGHT - _BOTTOM, 10)
+    ticks = "".join(_rule(y(power), f"1e{power}") for power in range(foot, top + 1, max(1, (top - foot) // 4)))
+    dots = "".join(
+        f'<circle cx="{x(i):.1f}" cy="{y(max(math.log10(one.max_rel_error or 10**foot), foot)):.1f}" r="3" '
+        f'fill="var(--{"a" if one.verdict == "agrees" else "bad"})">'
+        f"<title>{_text(one.probe)}: {_number(one.max_rel_error)}</title></circle>"
+        for i, one in enumerate(found)
+    )
+    label = (
+        f'<text x="{_LEFT}" y="{_HEIGHT - 5}">largest relative error of each probe, in the order of the probes</text>'
+    )
+    return _svg("Largest relative error of each probe", ticks + dots + label)
+
+
+def _line_plot(points: Sequence[tuple[int, float]]) -> str:
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    if not points:
+        return "<p class=dim>no step has a finite loss</p>"
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    x = _scale(points[0][0], max(points[-1][0], points[0][0] + 1), _LEFT, _WIDTH - 8)
+    y = _scale(low, high if high > low else low + 1, _HEIGHT - _BOTTOM, 10)
+    ticks = "".join(_rule(y(value), f"{value:.3g}") for value in (low, (low + high) / 2, high))
+    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+    foot = _HEIGHT - 5
+    ends = (
+        f'<text x="{_LEFT}" y="{foot}">step {points[0][0]}</text>'
+        f'<text x="{_WIDTH - 8}" y="{foot}" text-anchor="end">step {points[-1][0]}</text>'
+    )
+    curve = f'<polyline points="{line}" fill="none" stroke="var(--a)" stroke-width="1.6"/>'
+    return _svg("Training loss by step", ticks + curve + ends)
+
+
+def _scale(low: float, high: float, start: float, stop: float) -> Any:
+    return lambda value: start + (stop - start) * (value - low) / (high - low)
+
+
+def _rule(y: float, label: str) -> str:
+    return (
+        f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>'
+        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+    )
+
+
+def _svg(title: str, content: str) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">{content}</svg>'
+
+
+def _list_refused(attempts: object) -> str:
+    """The formats that the capture tried and did not seal, with the reasons."""
+    rows = [
+        (one.get("format", ""), one.get("verdict", ""), one.get("why", ""))
+        for one in (attempts if isinstance(attempts, list) else [])
+        if isinstance(one, Mapping) and one.get("verdict") != "proven"
+    ]
+    return f"<h2>Not sealed</h2>{_table(('format', 'verdict', 'why'), rows)}" if rows else ""
+
+
+def _section(title: str, *content: str) -> str:
+    return f"<section><h2>{_text(title)}</h2>{''.join(content)}</section>"
+
+
+def _head_and_rows(rows: Sequence[Row]) -> tuple[Row, Sequence[Row]]:
+    return rows[0], rows[1:]
+
+
+def _table(head: Row, rows: Iterable[Row]) -> str:
+    heads = "".join(f"<th>{_text(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div class=scroll><table><tr>{heads}</tr>{body}</table></div>"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))

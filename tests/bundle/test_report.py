@@ -1,0 +1,56 @@
+"""The page about a bundle: what was proven stands on it, and nothing in a bundle becomes markup."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from trueline.bundle.read import Bundle, open_bundle
+from trueline.bundle.report import render
+from trueline.cli import app
+from worlds import bundles
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return bundles.double_plus(tmp_path_factory.mktemp("bundle") / "tiny.bundle")
+
+
+def test_the_page_has_the_signature_every_comparison_and_the_lineage(bundle: Bundle) -> None:
+    page = render(bundle)
+    for words in (bundle.manifest.digest, "[batch, 3]", "Proven for batch from 1", bundle.manifest.lineage.recipe):
+        assert words in page
+    for evidence in bundle.evidence():
+        assert evidence.probe in page
+    assert page.count("<circle") == sum(one.max_rel_error is not None for one in bundle.evidence())
+    assert "Training loss" not in page, "no job was named"
+
+
+def test_the_page_has_no_script_and_loads_nothing_and_a_name_is_never_markup(bundle: Bundle) -> None:
+    bundle = Bundle(path=bundle.path, manifest=msgspec.structs.replace(bundle.manifest, name="<script>x</script>"))
+    page = render(bundle, losses=[(0, 1.0)])
+    assert "&lt;script&gt;x" in page
+    assert not re.search(r"<script|(src|href)=|url\(|https?://", page)
+
+
+def test_a_loss_curve_leaves_out_what_is_not_finite(bundle: Bundle) -> None:
+    page = render(bundle, losses=[(0, 4.0), (1, float("nan")), (2, 2.0)])
+    (points,) = re.findall(r'<polyline points="([^"]*)"', page)
+    assert len(points.split()) == 2
+    assert "step 0<" in page
+    assert "step 2<" in page
+
+
+def test_the_command_writes_the_page_with_the_losses_of_a_job(bundle: Bundle, tmp_path: Path) -> None:
+    page, log = tmp_path / "page.html", tmp_path / "events.jsonl"
+    assert app.run(["bundle", "report", str(bundle.path), "-o", str(page)]) == 0
+    assert page.read_text() == render(open_bundle(bundle.path))
+    wrong = ["bundle", "report", str(bundle.path), "-o", str(page), "--job", str(tmp_path)]
+    assert app.run(wrong) == 2
+    fields = '{"step": %d, "records": 4, "loss": %s, "workers": 1}'
+    log.write_text(
+        "".join(f'{{"name": "step.applied", "fields": {fields % (n, 1 / (n + 1))}, "at": {n}}}\n' for n in (0, 1))
+    )
+    assert app.run(wrong) == 0
+    assert 'aria-label="Training loss by step"' in page.read_text()
