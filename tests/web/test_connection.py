@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trueline.web.connection import LONG_BYTES, PIECE_BYTES
-from worlds.connections import LIMITS, World, get, post, world
+from trueline.web.server import SWEPT_IN_A_TURN
+from worlds.connections import LIMITS, Wire, World, get, post, world
 
 WIDE = replace(LIMITS, body_bytes=2**24)
 PART = 4 * LONG_BYTES
@@ -97,3 +98,18 @@ def test_requests_behind_a_long_body_are_read_ahead_in_short_pieces_as_others_ar
     while opened.clock.turn():
         pass
     assert opened.wire.answers() == 3001
+
+
+def test_connections_over_a_time_limit_end_some_in_each_turn_of_the_loop() -> None:
+    """2,000 idle connections do not hold up a request for as long as it takes to look at all of them."""
+    opened = world(replace(WIDE, connections=2000, idle_s=5))
+    wires = [opened.wire]
+    for _ in range(3 * SWEPT_IN_A_TURN):
+        wires.append(Wire())
+        opened.server().connection_made(wires[-1])  # type: ignore[arg-type]
+    opened.clock.now += 6
+    opened.server.sweep()
+    closed = [sum(one.closed for one in wires)]
+    while opened.clock.turn():
+        closed.append(sum(one.closed for one in wires))
+    assert closed == [SWEPT_IN_A_TURN, 2 * SWEPT_IN_A_TURN, 3 * SWEPT_IN_A_TURN, len(wires)]

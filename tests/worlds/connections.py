@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from trueline.web.connection import Connection
 from trueline.web.header_cache import HeaderCache
@@ -25,8 +26,8 @@ class Clock:
     def time(self) -> float:
         return self.now
 
-    def call_soon(self, call: Callable[[], object]) -> None:
-        self.due.append(call)
+    def call_soon(self, call: Callable[..., object], *args: object) -> None:
+        self.due.append(partial(call, *args))
 
     def create_future(self) -> InlineFuture:
         return InlineFuture()

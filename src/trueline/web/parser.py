@@ -15,6 +15,9 @@ from trueline.web.header_cache import HeaderCache
 from trueline.web.messages import Request
 from trueline.web.origin import PageRule
 
+CHUNKED_BYTES = 8 * 2**10
+"""Expected of a body in chunks, which may end at any byte."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
@@ -143,8 +146,10 @@ class RequestParser:
 
     @property
     def num_missing(self) -> int:
-        """Bytes of the current request's body that are still to come, by its Content-Length; 0 where it has none."""
-        return self._length - self.num_bytes if self._in_body and self.since is not None else 0
+        """Bytes of the current request's body that are still to come; an estimate for one that comes in chunks."""
+        if not self._in_body or self.since is None:
+            return 0
+        return CHUNKED_BYTES if self._chunks else self._length - self.num_bytes
 
     def feed(self, data: bytes, begin: int = 0, end: int | None = None) -> None:
         """Parses `data[begin:end]`; the parts of one `data` are fed one after the other.

@@ -8,13 +8,16 @@ docs/decisions/0004-http-stack.md. Sources: RFC 9110, RFC 9112.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 from trueline.web.admission import Shared
 from trueline.web.connection import Connection
 from trueline.web.messages import App, date_line
 from trueline.web.origin import PageRule
 from trueline.web.parser import HttpLimits
+
+SWEPT_IN_A_TURN = 128
 
 
 class HttpServer(Shared[Connection]):
@@ -43,11 +46,19 @@ class HttpServer(Shared[Connection]):
         return len(self.connections)
 
     def sweep(self) -> None:
-        """Ends every connection that is over a time limit; to be called about once a second."""
+        """Ends every connection that is over a time limit; to be called about once a second.
+
+        Requests have their turn between some connections and the next: all at once took 12 ms for 2,000.
+        """
         self.date = date_line()
-        now = self.loop.time()
-        for connection in tuple(self.connections):
+        self._sweep_some(iter(tuple(self.connections)))
+
+    def _sweep_some(self, connections: Iterator[Connection]) -> None:
+        now, some = self.loop.time(), tuple(islice(connections, SWEPT_IN_A_TURN))
+        for connection in some:
             connection.sweep(now)
+        if len(some) == SWEPT_IN_A_TURN:
+            self.loop.call_soon(self._sweep_some, connections)
 
     async def drain(self) -> None:
         """Returns when every request that had begun is answered and every connection is closed."""

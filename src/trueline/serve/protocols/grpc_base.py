@@ -58,7 +58,7 @@ def header(context: Context, name: str) -> bytes | None:
     """A value in the call's metadata."""
     for key, value in context.invocation_metadata() or ():
         if key == name:
-            return value.encode("latin-1") if isinstance(value, str) else bytes(value)
+            return value.encode() if isinstance(value, str) else bytes(value)
     return None
 
 
