@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from trueline.web.connection import LONG_BYTES, PIECE_BYTES
 from trueline.web.server import SWEPT_IN_A_TURN
 from worlds.connections import LIMITS, Wire, World, get, post, world
@@ -113,3 +115,34 @@ def test_connections_over_a_time_limit_end_some_in_each_turn_of_the_loop() -> No
     while opened.clock.turn():
         closed.append(sum(one.closed for one in wires))
     assert closed == [SWEPT_IN_A_TURN, 2 * SWEPT_IN_A_TURN, 3 * SWEPT_IN_A_TURN, len(wires)]
+
+
+@pytest.mark.parametrize(("bytes_per_s", "cut"), [(2**10, True), (2**17, False)])
+def test_a_client_that_reads_a_long_response_by_drops_is_cut_off_and_a_slow_one_is_not(
+    bytes_per_s: int, cut: bool
+) -> None:
+    """Each drop is progress; the whole answer would stay in memory for hours."""
+    opened = world(replace(WIDE, slowest_bytes_per_s=2**16))
+    body = b"y" * (20 * PART)
+    opened.connection.data_received(post(body))
+    while opened.clock.turn():
+        opened.connection.pause_writing()
+        assert opened.server.buffered >= len(body) - len(opened.wire.written) or opened.wire.closed
+        opened.clock.now += min(WIDE.write_s - 1, PART / bytes_per_s)
+        opened.server.sweep()
+        if opened.wire.aborted:
+            break
+        opened.connection.resume_writing()
+    assert opened.wire.aborted == cut
+    assert opened.wire.written.endswith(body) != cut
+
+
+def test_answers_that_wait_for_their_clients_count_towards_the_bytes_that_a_server_holds() -> None:
+    opened = long_world()
+    body = b"y" * (20 * PART)
+    opened.connection.data_received(post(body))
+    assert opened.server.buffered >= len(body)
+    while opened.clock.turn():
+        pass
+    assert opened.wire.written.endswith(body)
+    assert opened.server.buffered == 0

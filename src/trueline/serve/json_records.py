@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 INSTANCES = "instances"
+_EXPLAINED = 1000
+"""Records that are read one by one to say what is wrong with them."""
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
@@ -99,18 +101,25 @@ def _instances(text: msgspec.Raw, signature: Signature) -> JsonRecords:
     rows = _decode(_OBJECTS, text)
     if not rows:
         raise RequestError("'instances' is empty")
-    read = [_values(row, signature) for row in rows]
-    if not all(row.single for row in read):
+    if not _values(rows[0], signature).single:
         raise RequestError("each of 'instances' is to be one record")
-    names = [spec.name for spec in signature.inputs]
-    return JsonRecords({name: _join(name, [row.inputs[name] for row in read]) for name in names}, False)
+    names = rows[0].keys()
+    other = next((row for row in rows if row.keys() != names), None)
+    if other is not None:
+        _values(other, signature)
+    return JsonRecords({spec.name: _join(spec, [row[spec.name] for row in rows]) for spec in signature.inputs}, False)
 
 
-def _join(name: str, arrays: list[Array]) -> Array:
+def _join(spec: TensorSpec, texts: list[msgspec.Raw]) -> Array:
+    """One array of the texts of all records: reading them one by one takes a thousand times as long."""
+    whole = msgspec.Raw(b"[" + b",".join([memoryview(text) for text in texts]) + b"]")
     try:
-        return np.concatenate(arrays)
-    except ValueError as error:
-        raise RequestError(f"'instances' differ in the shape of input '{name}'") from error
+        return arrays.parse(whole, spec.datatype, len(spec.shape), spec.name)
+    except RequestError as error:
+        for text in texts[:_EXPLAINED]:
+            if _read(text, spec).ndim == len(spec.shape):
+                raise RequestError("each of 'instances' is to be one record") from error
+        raise RequestError(f"'instances' differ in the shape of input '{spec.name}'") from error
 
 
 def _only(signature: Signature) -> TensorSpec:

@@ -42,20 +42,18 @@ class Connection(asyncio.Protocol):
         self._heads = HeaderCache(server.limits.body_bytes)
         self._waiting: deque[Request | Response] = deque()
         self._parser = RequestParser(server.limits, self._heads, server.loop.time, self._waiting.append, server.pages)
-        self.client = ""
-        """Its address."""
-        self._heard = 0.0
-        """When the last bytes of a request came that was not whole."""
-        self._unfed = b""
-        """Read and not yet parsed: other connections have their turn first."""
+        self.client = ""  # its address
+        self._heard = 0.0  # when the last bytes of a request came that was not whole
+        self._unfed = b""  # read and not yet parsed: other connections have their turn first
         self._resuming = False
-        self._held = 0
-        """Bytes of its bodies as counted in the server's."""
+        self._held = 0  # bytes of its bodies as counted in the server's
         self._current: Request | None = None
         self._answering: asyncio.Future[Response] | InlineFuture | None = None
         self._streaming: StreamedBody | None = None
         self._closes = False
         self._unsent_body = memoryview(b"")
+        self._sending_since: float | None = None  # a long response
+        self._sent_bytes = 0
         self._transport: asyncio.Transport | None = None
         self._done_reading = False
         self._reading_paused = False
@@ -140,9 +138,9 @@ class Connection(asyncio.Protocol):
                 self._count_held()
 
     def _count_held(self) -> None:
-        """Counts the bytes of bodies that this connection holds; refuses its request if the server holds too many."""
-        waiting = sum(len(item.body) for item in self._waiting)
-        now = self._parser.num_buffered + waiting + (0 if self._current is None else len(self._current.body))
+        """Counts the bytes of bodies and answers that are held; refuses a request if the server holds too many."""
+        waiting = sum(len(item.body) for item in self._waiting) + len(self._unsent_body) + self._parser.num_buffered
+        now = waiting + (0 if self._current is None else len(self._current.body))
         grown, self._held = now - self._held, now
         self._server.buffered += grown
         limit = self._server.limits.buffered_bytes
@@ -204,12 +202,11 @@ class Connection(asyncio.Protocol):
 
     def _finish_plain(self, response: Response) -> None:
         """`_finish` for a request with a known head; takes few steps where the response is plain too."""
-        if response.pieces is not None or response.close or self._server.draining or self._transport is None:
+        special = response.pieces is not None or response.close or self._server.draining or self._transport is None
+        if special or self._held or len(response.body) > LONG_BYTES:
             self._finish(response)
             return
-        if self._held or len(response.body) > LONG_BYTES:
-            self._finish(response)
-            return
+        assert self._transport is not None
         self._transport.write(render_plain(response, self._server.date))
         self._current = None
         self._idle_since = self._loop.time()
@@ -275,7 +272,7 @@ class Connection(asyncio.Protocol):
 
     def _end_request(self, *, close: bool) -> None:
         """The current request has been answered."""
-        self._current = None
+        self._current = self._sending_since = None
         self._idle_since = self._loop.time()
         if self._held:
             self._count_held()
@@ -293,6 +290,8 @@ class Connection(asyncio.Protocol):
             return
         self._transport.write(render_head(response, request, date=self._server.date, close=close))
         self._unsent_body, self._closes = memoryview(response.body), close
+        self._sending_since, self._sent_bytes = self._loop.time(), 0
+        self._count_held()
 
     def _write_on(self) -> None:
         """Writes the next part of a long body; others have their turn between two."""
@@ -300,6 +299,7 @@ class Connection(asyncio.Protocol):
             return
         self._transport.write(self._unsent_body[: 4 * LONG_BYTES])
         self._unsent_body = self._unsent_body[4 * LONG_BYTES :]
+        self._sent_bytes += 4 * LONG_BYTES
         if self._unsent_body:
             self._loop.call_soon(self._write_on)
             return
@@ -354,6 +354,8 @@ class Connection(asyncio.Protocol):
         receiving = None if self._reading_paused or self._current is not None else self._parser.since
         waits = Waits(
             writing=self._writing_since,
+            sending=self._sending_since,
+            sent_bytes=self._sent_bytes,
             lingering=self._lingering_since,
             receiving=receiving,
             in_head=self._parser.in_head,

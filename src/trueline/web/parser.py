@@ -3,6 +3,7 @@
 llhttp (httptools) parses. This module knows neither responses nor transports. Sources: RFC 9110, RFC 9112.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,7 @@ from trueline.web.header_cache import HeaderCache
 from trueline.web.messages import Request
 from trueline.web.origin import PageRule
 
+_HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_-]+\]|[0-9A-Za-z._~%!$&'()*+;=-]*)(?::[0-9]*)?")
 CHUNKED_BYTES = 8 * 2**10
 """Expected of a body in chunks, which may end at any byte."""
 
@@ -39,7 +41,8 @@ class HttpLimits:
     byte to the next."""
     slowest_bytes_per_s: int = 16 * 2**10
     write_s: float = 30.0
-    """A client that reads nothing of its response for this long is cut off."""
+    """A client that reads nothing of its response for this long is cut off, and one that reads a long response more
+    slowly than `slowest_bytes_per_s`, beyond this time."""
     linger_s: float = 2.0
     """After a refusal in the middle of a request, input is dropped for this long, so that the client reads why."""
 
@@ -53,6 +56,10 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """Since when a connection has been in each state; None: it is not."""
 
     writing: float | None = None
+    """The client has read nothing of what waits to be written."""
+    sending: float | None = None
+    """A long response is being written, of which `sent_bytes` were."""
+    sent_bytes: int = 0
     lingering: float | None = None
     receiving: float | None = None
     in_head: bool = False
@@ -68,6 +75,11 @@ Verdict = Literal["keep", "abort", "close", "refuse"]
 def judge(waits: Waits, now: float, limits: HttpLimits) -> Verdict:
     """Whether to keep a connection, close it, abort it, or refuse its half-received request."""
     if waits.writing is not None and now - waits.writing > limits.write_s:
+        return "abort"
+    if (
+        waits.sending is not None
+        and now - waits.sending > limits.write_s + waits.sent_bytes / limits.slowest_bytes_per_s
+    ):
         return "abort"
     if waits.lingering is not None:
         return "close" if now - waits.lingering > limits.linger_s else "keep"
@@ -193,8 +205,10 @@ class RequestParser:
         self._count_head(len(name) + len(value) + 4)
         if not self._in_body:  # trailers are counted and dropped
             name = name.lower()
-            if name == b"host" and name in self._headers:
-                raise RequestRejected(400, "a request has one Host header (RFC 9112, 3.2)")
+            if name == b"host" and (name in self._headers or not _HOST.fullmatch(value)):
+                raise RequestRejected(400, "a request has one Host header, a name or an address (RFC 9112, 3.2)")
+            if name == b"transfer-encoding" and name in self._headers:
+                value = self._headers[name] + b", " + value  # several lines are one list
             self._headers[name] = value
 
     def _count_head(self, size: int) -> None:
@@ -206,8 +220,10 @@ class RequestParser:
     def on_headers_complete(self) -> None:
         self.silent_bytes = 0
         self._in_body = True
-        headers = self._headers
-        if b"host" not in headers and self._parser.get_http_version() == "1.1":
+        headers, version = self._headers, self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):  # HTTP/0.9 has no head: a line of any text is a request
+            raise RequestRejected(400, "this server speaks HTTP/1.1 and HTTP/1.0")
+        if b"host" not in headers and version == "1.1":
             raise RequestRejected(400, "HTTP/1.1 requests need a Host header")
         if self._pages is not None:
             fault = self._pages.find_fault(self._parser.get_method().decode("ascii"), self.target, headers)

@@ -70,6 +70,12 @@ def test_reading_beside_yields_the_processor_to_the_server_in_its_own_session_to
         assert ask(group.read_text).split()[1:] in ([], ["nice", str(host.BESIDE_NICE)])
 
 
+def test_the_garbage_collector_does_not_look_through_the_values_of_a_body_while_it_is_read(
+    loop: asyncio.AbstractEventLoop, offload: Offload
+) -> None:
+    assert not loop.run_until_complete(offload.run(gc.isenabled, num_bytes=1))
+
+
 INFER = {"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0, 1, 2]}]}
 FORMS: list[tuple[str, Any]] = [
     ("/v2/models/tiny/infer", INFER),

@@ -124,6 +124,23 @@ def test_no_bytes_whatever_raise_anything_but_a_request_error(body: bytes, media
                 scoring.decode_mlflow(form % body, media, signature)
 
 
+CELL = st.sampled_from(["1", "-2.5", "6e3", "+1", "01", "1.", "", "1e999", "9" * 30, "e"])
+
+
+@given(
+    st.lists(st.lists(CELL, min_size=1), max_size=4),
+    st.sampled_from(["\n", "\r\n"]),
+    st.sampled_from(["", "\n", "\n\n"]),
+)  # fmt: skip
+def test_a_plain_table_of_csv_read_all_at_once_is_the_one_that_is_read_cell_by_cell(
+    rows: list[list[str]], end: str, tail: str
+) -> None:
+    text = (end.join(",".join(row) for row in [["p", "q"], *rows]) + tail).encode()
+    fast = scoring._parse_numbers(text)
+    if fast is not None:
+        assert fast == scoring._parse_cells(text)
+
+
 def test_health_is_a_line_feed_and_says_what_readiness_says(app: TinyApp) -> None:
     assert (app.ask("GET", "/health").status, app.ask("GET", "/health").body) == (200, b"\n")
     assert app.ask("GET", "/version").body.decode().count(".") >= 1

@@ -21,6 +21,8 @@ LINES = Signature(
 IMAGES = Signature(
     inputs=(spec("x", "batch", 3, 224, 224),), outputs=(spec("y", "batch", 10),), dims={"batch": Dim(max=None)}
 )
+COLUMN = b"x\n" + b"1\n" * 2000
+"""CSV whose values are separated by line ends alone."""
 
 
 def bounds(signature: Signature = LINES, length: int = 500, **more: int) -> RequestBounds:
@@ -79,7 +81,15 @@ def test_an_answer_whose_size_only_the_run_shows_is_bounded_after_it() -> None:
 def test_text_with_too_many_values_is_refused_before_anything_is_made_of_it() -> None:
     made = RequestBounds(values=1000, answer_values=1000)
     made.check_text(b"[" + b"0.123456," * 999 + b"0]")
-    for text in (b"[" + b"0," * 1001 + b"0]", b'{"a":[' + b"[]," * 2000 + b"[]]}", b"1," * 2000):
+    made.check_text(b"[" + b"0.123456,\n" * 999 + b"0]")
+    made.check_text(b"x\n" + b"0.5\n" * 998)
+    for text in (
+        b"[" + b"0," * 1001 + b"0]",
+        b'{"a":[' + b"[]," * 2000 + b"[]]}",
+        b"1," * 2000,
+        COLUMN,
+        COLUMN.replace(b"\n", b"\r"),
+    ):
         with pytest.raises(TooLarge, match=r"the body has \d+ values, at most 1000"):
             made.check_text(text)
 

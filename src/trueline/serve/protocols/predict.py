@@ -33,6 +33,8 @@ CSV = b"text/csv"
 _FORMS = ("dataframe_split", "dataframe_records", "instances", "inputs")
 _IGNORED = frozenset({"params", "signature_name"})
 _BODY = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NUMBERS = msgspec.json.Decoder(list[list[int | float]])
+_NUMERIC = b"0123456789+-.eE,\n"
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -116,11 +118,28 @@ def _parse(decoder: msgspec.json.Decoder[Any], text: msgspec.Raw) -> Any:
 
 
 def _parse_csv(body: Body) -> tuple[list[str], list[list[Any]]]:
+    return _parse_numbers(bytes(body)) or _parse_cells(bytes(body))
+
+
+def _parse_cells(body: bytes) -> tuple[list[str], list[list[Any]]]:
     try:
-        columns, *lines = [line for line in csv.reader(io.StringIO(bytes(body).decode("utf-8")), strict=True) if line]
+        columns, *lines = [line for line in csv.reader(io.StringIO(body.decode("utf-8")), strict=True) if line]
     except (ValueError, csv.Error) as error:
         raise RequestError(f"the body is no CSV with the columns' names in its first line: {error}") from error
     return columns, [[_parse_cell(text.strip()) for text in line] for line in lines]
+
+
+def _parse_numbers(body: bytes) -> tuple[list[str], list[list[Any]]] | None:
+    """The table, if it is plain: names, and then nothing but numbers, which JSON's reader takes all at once."""
+    head, _, rest = body.replace(b"\r\n", b"\n").partition(b"\n")
+    if b'"' in head or b"\r" in head or rest.translate(None, _NUMERIC):
+        return None
+    try:
+        columns = head.decode("utf-8").split(",")
+        lines = _NUMBERS.decode(b"[[" + rest.replace(b"\n", b"],[") + b"]]")
+    except (UnicodeDecodeError, msgspec.DecodeError):
+        return None
+    return (columns, [line for line in lines if line]) if head else None
 
 
 def _parse_cell(text: str) -> Any:

@@ -54,6 +54,8 @@ class RequestBounds:
             return
         start = bytes(text) if num_bytes is None else bytes(text[:num_bytes])
         count = start.count(b",") + 1
+        if start.lstrip()[:1] not in (b"{", b"["):  # CSV: a line ends its last value too
+            count += max(start.count(b"\n"), start.count(b"\r"))
         if count > self.values + start.count(b":"):
             raise _too_many("the body has", count, self.values)
 
