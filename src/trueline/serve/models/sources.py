@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -82,10 +83,10 @@ class Store:
         """The path of the entry `source`. Raises NotInStore, OutsideStore; ServerFault when the store is away."""
         parts = source.split("/")
         named = len(parts) <= 2 and all(map(NAME.fullmatch, parts))
-        path = (self.folder / source).resolve() if named else None
+        path = _follow(self.folder / source) if named else None
         if path is None or not path.is_relative_to(self.folder):
             raise OutsideStore(f"Relative path is not allowed in url: {source[:128]}")
-        if not path.exists():
+        if not path.is_file() and not path.is_dir():
             if not self.folder.is_dir():
                 raise ServerFault(
                     "the model store of this server is away", hint="send the request again when it is back"
@@ -104,13 +105,16 @@ class Store:
         return found
 
     def _entries_at(self, path: Path) -> list[Entry]:
+        if not path.is_dir() and not path.is_file():  # reading a pipe would wait for ever; a loop of links is nothing
+            events.emit("store.unreadable", entry=path.name, why="it is neither a file nor a folder")
+            return []
         if _is_bundle(path):
             return [Entry(_stem(path), "1", path.name, path)]
         if (name := self._name_of(path)) is not None:
             return [Entry(*name, path.name, path)]
         if not path.is_dir():
             return []
-        inner = sorted(self._visible(path))
+        inner = sorted(one for one in self._visible(path) if one.is_dir() or one.is_file())
         found = [Entry(path.name, _stem(one), f"{path.name}/{one.name}", one) for one in inner if _is_bundle(one)]
         named = [(self._name_of(one), one) for one in inner]
         return found + [Entry(*name, f"{path.name}/{one.name}", one) for name, one in named if name is not None]
@@ -123,10 +127,13 @@ class Store:
 
     def _visible(self, folder: Path) -> list[Path]:
         return [
-            path
-            for path in folder.iterdir()
-            if NAME.fullmatch(path.name) and path.resolve().is_relative_to(self.folder)
+            path for path in folder.iterdir() if NAME.fullmatch(path.name) and _follow(path).is_relative_to(self.folder)
         ]
+
+
+def _follow(path: Path) -> Path:
+    """Where the links of `path` lead; the link itself for a loop of links, for which Path.resolve raises."""
+    return Path(os.path.realpath(path))
 
 
 def _stem(path: Path) -> str:
