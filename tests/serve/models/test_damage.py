@@ -80,7 +80,7 @@ def test_whatever_is_wrong_with_a_file_of_a_bundle_it_is_named_and_the_others_ar
 def test_an_entry_that_is_no_file_and_no_folder_is_left_alone_and_hides_no_other(
     tmp_path: Path, damage: str, name: str
 ) -> None:
-    """A loop of links ended the server at its start; reading a pipe would have waited for ever."""
+    """A loop of links ended the server at its start; reading a pipe would have waited without end."""
     store = bundles.store(tmp_path / "store", "good")
     (store / name).write_bytes(b"")
     DAMAGES[damage](store / name)

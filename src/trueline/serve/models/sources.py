@@ -105,7 +105,7 @@ class Store:
         return found
 
     def _entries_at(self, path: Path) -> list[Entry]:
-        if not path.is_dir() and not path.is_file():  # reading a pipe would wait for ever; a loop of links is nothing
+        if not path.is_dir() and not path.is_file():  # reading a pipe would never end; a loop of links is nothing
             events.emit("store.unreadable", entry=path.name, why="it is neither a file nor a folder")
             return []
         if _is_bundle(path):
