@@ -127,8 +127,10 @@ check: $(STAMP)  ## ruff, mypy --strict, import-linter, the budgets and names of
 	$(BIN)/python tests/house.py
 	$(BIN)/python tests/prose.py
 
-docs: $(STAMP)  ## docs/guides/configuration.md from the code, then the site in build/site; broken links are errors
+docs: $(STAMP)  ## pages from the code, README's picture (RECORD=1: of a new run), the site in build/site; broken links fail
 	$(BIN)/python tests/reference.py
+	$(if $(RECORD),PYTHONPATH=tests $(BIN)/python -m docs.record)
+	PYTHONPATH=tests $(BIN)/python -m docs.picture
 	PYTHONPATH=tests $(BIN)/python -m docs.site
 
 # PAGES="README.md docs/tutorials/text.md" runs these alone; KEEP=1 keeps the folder of a page that fails.

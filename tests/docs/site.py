@@ -61,8 +61,17 @@ def stage() -> None:
         target.write_text(staged(source))
 
 
+def unlisted() -> list[str]:
+    """Pages that no menu of the site leads to; decisions are listed by their own page."""
+    menu = (ROOT / "zensical.toml").read_text()
+    pages = [str(page.relative_to(PAGES)) for page in sorted(PAGES.rglob("*.md"))]
+    return [page for page in pages if f'"{page}"' not in menu and not page.startswith("decisions/")]
+
+
 def main() -> int:
     stage()
+    for page in unlisted():
+        print(f"{page} is not in the navigation of zensical.toml")
     shutil.rmtree(SITE, ignore_errors=True)
     command = [str(Path(sys.executable).with_name("zensical")), "build", "--clean", "--strict"]
     built = subprocess.run(command, cwd=ROOT, check=False)
