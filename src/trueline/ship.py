@@ -113,7 +113,7 @@ def ship(
 
     loaded = load_recipe(recipe)
     stages = _Stages()
-    trained = stages.run("train", lambda: _train(loaded, recipe, workers, epochs, drill))
+    trained = stages.run("train", lambda: train_with_kill(loaded, recipe, workers, epochs, drill))
     evaluation = stages.run("evaluate", lambda: evaluate(loaded, trained.chosen))
     bundle = Path(out) if out is not None else trained.job_dir / f"{loaded.name}.bundle"
     captured = stages.run("capture", lambda: capture(loaded, trained.chosen, bundle))
@@ -151,7 +151,10 @@ class _Stages:
         return result
 
 
-def _train(recipe: Recipe, given: Any, workers: str | int, epochs: int | None, drill: bool) -> TrainResult:
+def train_with_kill(
+    recipe: Recipe, given: Any, workers: str | int, epochs: int | None, drill: bool, job_dir: Path | None = None
+) -> TrainResult:
+    """Trains; with `drill` and several workers, one of them is killed with SIGKILL a third of the way."""
     from trueline.train.api import train
     from trueline.train.settings import Fault, parse_workers
     from trueline.train.step.plan import JobPlan
@@ -165,10 +168,15 @@ def _train(recipe: Recipe, given: Any, workers: str | int, epochs: int | None, d
     )
     enough = parse_workers(str(workers))[1] > 1
     faults = [Fault(step=plan.total_steps // 3, slot=1)] if drill and enough else []
-    trained = train(recipe if recipe.path else given, workers=workers, epochs=epochs, faults=faults)
+    trained = train(recipe if recipe.path else given, workers=workers, epochs=epochs, faults=faults, job_dir=job_dir)
     if trained.chosen != trained.checkpoint:
         events.emit("checkpoint.chosen", path=str(trained.chosen))
     return trained
+
+
+def compare_served(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_s: float) -> ServerComparison:
+    """Sends the evaluation records to `server` over both protocols. Raises NotProven where an answer differs."""
+    return _compare(recipe, trained, server, ready_s)
 
 
 def _run_facts(recipe: Recipe, trained: TrainResult, evaluation: Evaluation) -> RunFacts:

@@ -96,6 +96,7 @@ _WORDS = {
     "server.started": "  {url} serves {model} version {version}",
 }
 _MINOR = {
+    "server.ready",
     "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
     "worker.receiving", "worker.received", "checkpoint.saved", "job.finished", "job.stopping", "capture.started",
     "program.emitted", "program.unfollowed", "record.suspected",

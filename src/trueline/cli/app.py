@@ -31,10 +31,11 @@ EXIT_CODES = {
 
 VERBS: Mapping[str, Mapping[str, str]] = {
     "The line": dict.fromkeys(
-        ("init", "train", "run", "evaluate", "predict", "doctor", "capture", "register", "serve", "ship"), "line"
+        ("try", "init", "train", "run", "evaluate", "predict", "doctor", "capture", "register", "serve", "ship"), "line"
     ),
     "Jobs": dict.fromkeys(("jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
     "Bundles, records, TorchServe": dict.fromkeys(("bundle", "data", "torchserve"), ""),
+    "This machine": {"env": "line"},
 }
 """By heading: each verb and its folder, in the order of the line; its `command` is in `trueline.cli.FOLDER.VERB`, with
 _ for -. A verb without a folder is one of GROUPS.
@@ -177,7 +178,8 @@ def trueline() -> None:
     \b
     recipe ──train──▶ checkpoint ──capture──▶ bundle ──register──▶ MLflow ──serve──▶ answers
 
-    Start with `trueline init NAME`; `trueline ship NAME/recipe.py` then runs the whole line. The --help of every
+    Start with `trueline try`, which shows the whole line on a small table, or with `trueline init NAME`;
+    `trueline ship NAME/recipe.py` then runs the whole line. The --help of every
     command has examples.
     """
 

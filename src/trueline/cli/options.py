@@ -37,16 +37,24 @@ class Output(NamedTuple):
     code: int = 0
 
 
+FIRST = "Used most"
+REST = "Options"
+
+
 class _Verb(click.Command):
-    """Shows its options in sections: those of `section` first."""
+    """Shows its options in sections: the parameters that `first` names, those of `section`, the rest."""
+
+    first: Collection[str] = ()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
+        sections: dict[str, list[tuple[str, str]]] = {FIRST: []} if self.first else {}
+        params = self.get_params(ctx)
+        for param in sorted(params, key=lambda one: one.name not in self.first):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
-                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
-        for title in sorted(sections, key="Options".__eq__):
+                title = FIRST if param.name in self.first else getattr(param, "section", REST)
+                sections.setdefault(title, []).append(record)
+        for title in sorted(sections, key=REST.__eq__):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
 
@@ -56,11 +64,13 @@ def section(title: str) -> Callable[..., Decorator[Any]]:
     return functools.partial(click.option, cls=type("Option", (click.Option,), {"section": title}))
 
 
-def verb(name: str, *, examples: str, shows_progress: bool = False) -> Callable[[Callable[..., Any]], click.Command]:
+def verb(
+    name: str, *, examples: str, shows_progress: bool = False, first: Collection[str] = ()
+) -> Callable[[Callable[..., Any]], click.Command]:
     """Declares a verb whose function returns an Output, or None if it prints by itself.
 
     The function's docstring is the help, followed by the options and `examples`. `shows_progress`: the events of the
-    function appear on stderr, without --quiet.
+    function appear on stderr, without --quiet. `first`: parameters whose options the help lists first.
     """
     paragraphs = (textwrap.indent(paragraph, "  ") for paragraph in examples.strip().split("\n\n"))
     epilog = "Examples:\n\n" + "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs)
@@ -78,6 +88,7 @@ def verb(name: str, *, examples: str, shows_progress: bool = False) -> Callable[
             return 0 if output is None else output.code
 
         command = click.command(name, cls=_Verb, epilog=epilog)(run)
+        command.first = first
         command.params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print one line of JSON."))
         if shows_progress:
             command.params.append(click.Option(["-q", "--quiet"], is_flag=True, help="Show no progress."))

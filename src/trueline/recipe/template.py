@@ -124,19 +124,47 @@ class WrittenRecipe:
     """What it learns."""
 
 
+TEMPLATES = ("tabular", "text", "images", "own-loop")
+_FOLDER = Path(__file__).with_name("templates")
+_NOTES = {
+    "tabular": "it learns the rent of flats from training.csv, a table with gaps",
+    "text": "it learns whether short reviews are good",
+    "images": "it learns to tell squares, discs and crosses",
+    "own-loop": "a training loop with three elastic lines",
+}
+
+
 def write_recipe(name: str, into: Path) -> WrittenRecipe:
     """Writes `into/name/recipe.py`. Raises UsageError when it exists or the name is not valid, StorageError."""
-    if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"'{name}' cannot name a recipe; use letters, digits and _ . -", hint="for example `trueline init digits`"
-        )
-    path = into / name / "recipe.py"
-    if path.exists():
-        raise UsageError(f"{path} exists already and is not overwritten", hint="choose another name")
+    path = _new_file(name, into, "recipe.py")
     digits = importlib.util.find_spec("sklearn") is not None
     files.write_atomic(path, text(name, where=str(path), digits=digits).encode())
     rings = "two rings of generated points (handwritten digits need `pip install scikit-learn`)"
     return WrittenRecipe(path, f"it learns {'handwritten digits' if digits else rings}")
+
+
+def write_template(name: str, into: Path, template: str) -> WrittenRecipe:
+    """Writes the recipe of `template`, one of TEMPLATES, and its data as the folder `into/name`. Raises as
+    `write_recipe` does.
+    """
+    path = _new_file(name, into, "train.py" if template == "own-loop" else "recipe.py")
+    source = (_FOLDER / f"{template}.py.txt").read_text()
+    for table in sorted(_FOLDER.glob("*.csv")) if template == "tabular" else ():
+        files.write_atomic(path.with_name(table.name), table.read_bytes())
+    files.write_atomic(path, source.format(name=name, where=path).encode())
+    return WrittenRecipe(path, _NOTES[template])
+
+
+def _new_file(name: str, into: Path, file: str) -> Path:
+    """`into/name/file`. Raises UsageError when it exists or the name is not valid."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"'{name}' cannot name a recipe; use letters, digits and _ . -", hint="for example `trueline init digits`"
+        )
+    path = into / name / file
+    if path.exists():
+        raise UsageError(f"{path} exists already and is not overwritten", hint="choose another name")
+    return path
 
 
 def text(name: str, *, where: str, digits: bool) -> str:

@@ -24,6 +24,7 @@ from trueline.serve.handlers import archive, orphans
 from trueline.serve.metrics import dashboard
 from trueline.serve.models import desired_state, sources
 from trueline.serve.models.controller import Fleet
+from trueline.serve.models.example import write_body
 from trueline.serve.models.loader import Refused, ResolvedSource
 from trueline.serve.models.servable import RETRY_S
 from trueline.serve.models.sources import Entry, Sources, Store, check_name, in_thread
@@ -251,7 +252,11 @@ async def _load_source(settings: ServeSettings, source: str, fleet: Fleet, sourc
         raise error.__cause__ or error from error  # with paths, for the operator
     if _is_alias(source):
         await _moved_meanwhile(fleet, found, name, version)
-    return {"model": name, "version": version, "digest": made.digest}
+    record: dict[str, Field] = {"model": name, "version": version, "digest": made.digest}
+    served = fleet.models.find(name, version)
+    if served.state == "ready" and served.handler is None:
+        record["example"] = write_body(served.program.loaded.example)
+    return record
 
 
 async def _moved_meanwhile(fleet: Fleet, found: ResolvedSource, name: str, version: str) -> None:

@@ -55,7 +55,9 @@ _TARGETS = ("onnxruntime", "openvino", "offload", "torch", "torchscript", "cpp",
 """Those of `runtime.session.TARGETS`, which the help does not load."""
 
 
-@verb("capture", examples=_EXAMPLES, shows_progress=True)
+@verb(
+    "capture", examples=_EXAMPLES, shows_progress=True, first=("out", "formats", "targets", "any_format", "overwrite")
+)
 @recipe_argument
 @click.argument("checkpoint", required=False)
 @click.option("--weights", metavar="FILE|FOLDER",

@@ -1,16 +1,16 @@
 """`trueline serve`."""
 
-import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from trueline import events
-from trueline.cli.options import setting_options, verb
+from trueline.cli.options import section, setting_options, verb
 from trueline.serve.settings import ServeSettings
 
 _EXAMPLES = """
@@ -38,10 +38,12 @@ trueline serve --ts-config config.properties --allow-code
 """
 
 
-@verb("serve", examples=_EXAMPLES, shows_progress=True)
+@verb("serve", examples=_EXAMPLES, shows_progress=True, first=("port", "host", "name", "key_file", "model_store"))
 @click.argument("source", required=False)
 @setting_options(ServeSettings)
-@click.option("--ts-config", metavar="FILE", help="TorchServe's config.properties; options given here override it.")
+@section("TorchServe")(
+    "--ts-config", metavar="FILE", help="TorchServe's config.properties; options given here override it."
+)
 @click.pass_context
 def command(ctx: click.Context, /, source: str | None, ts_config: str | None, **given: Any) -> None:
     """Answer requests from bundles until Ctrl-C or SIGTERM.
@@ -54,7 +56,11 @@ def command(ctx: click.Context, /, source: str | None, ts_config: str | None, **
     """
     from trueline.serve.api import serve
 
-    with events.listening(_print_ready) if ctx.params["as_json"] else contextlib.nullcontext():
+    certificate = str(given["certificate"] or "")
+    ready: Callable[..., None] = partial(_print_curl, given["key_file"], certificate)
+    if ctx.params["as_json"] or ctx.params["quiet"]:
+        ready = _print_ready if ctx.params["as_json"] else _print_nothing
+    with events.listening(ready):
         if ts_config is not None:
             given = _apply_config(ctx, ts_config, given)
         if given["management_port"] is None and (given["model_store"] or given["workflow_store"]) is not None:
@@ -65,6 +71,27 @@ def command(ctx: click.Context, /, source: str | None, ts_config: str | None, **
 def _print_ready(name: str, fields: Mapping[str, events.Field]) -> None:
     if name == "server.ready":
         click.echo(json.dumps(fields))
+
+
+def _print_nothing(name: str, fields: Mapping[str, events.Field]) -> None:
+    """--quiet."""
+
+
+def _print_curl(key_file: str | None, certificate: str, name: str, fields: Mapping[str, events.Field]) -> None:
+    from trueline.serve.models.example import curl_line
+
+    if name != "server.ready":
+        return
+    url, model = fields.get("url"), fields.get("model")
+    if url is None:  # another process of this server listens
+        return
+    lines = [f"\n  ready: {url}{f' serves {model}' if model else ''}; try it in a browser at {url}/try"]
+    example = str(fields.get("example", ""))
+    if line := curl_line(str(url), str(model), example, token=key_file is not None, certificate=certificate):
+        lines += ["  or ask it the question that its proof asked:\n", f"{line}\n"]
+    if key_file is not None:
+        lines += [f'  TOKEN is the key of "inference" in {key_file}']
+    click.echo("\n".join(lines), err=True)
 
 
 def _apply_config(ctx: click.Context, path: str, given: dict[str, Any]) -> dict[str, Any]:

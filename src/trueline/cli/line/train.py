@@ -23,7 +23,9 @@ trueline train digits/recipe.py --job runs/digits-1 --resume
 """
 
 
-@verb("train", examples=_EXAMPLES, shows_progress=True)
+@verb(
+    "train", examples=_EXAMPLES, shows_progress=True, first=("workers", "epochs", "global_batch", "job_dir", "resume")
+)
 @recipe_argument
 @_launch.training_options()
 @_launch.job_option

@@ -26,6 +26,7 @@ from trueline.runtime.open import open_program, replay
 from trueline.serve import host
 from trueline.serve.batching.execution_plan import batch_symbol, draw_up
 from trueline.serve.models.desired_state import DesiredVersion
+from trueline.serve.models.example import as_lists
 from trueline.serve.models.servable import Loaded, Servable, TooManyWorkers
 from trueline.serve.tensors import bounds
 
@@ -255,7 +256,7 @@ def _choose_example(bundle: Bundle, signature: Signature) -> dict[str, Any]:
         return {}
     if any(spec.datatype == "BF16" or not np.isfinite(smallest.inputs[spec.name]).all() for spec in signature.inputs):
         return {}
-    return {spec.name: smallest.inputs[spec.name].tolist() for spec in signature.inputs}
+    return {spec.name: as_lists(smallest.inputs[spec.name]) for spec in signature.inputs}
 
 
 def _shapes_of_probes(bundle: Bundle, program: str) -> Iterator[bounds.Shapes]:
