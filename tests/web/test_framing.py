@@ -2,7 +2,7 @@
 
 The classes of h11 CVE-2025-43859 (ends of chunks), aiohttp CVE-2024-52304 and CVE-2025-53643 (line feeds in chunk
 extensions, trailers), CVE-2023-47627, gunicorn CVE-2024-1135 and CVE-2024-6827 (Transfer-Encoding with another value),
-Node's llhttp CVE-2024-27982 (a space before a header), CVE-2025-23167 (`\r\n\rX`), Werkzeug and Tornado CVE-2024-52804,
+Node's llhttp CVE-2024-27982 (a space before a header), CVE-2025-23167 (`\r\n\rX`),
 Netty CVE-2025-58056 (a line feed alone ends a chunk's line), Kestrel CVE-2025-55315 (chunk extensions).
 """
 

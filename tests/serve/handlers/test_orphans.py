@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -57,7 +61,7 @@ def left(temporary: Path) -> list[str]:
     return sorted(one.name for one in temporary.glob("trueline-*"))
 
 
-def kill(running: RunningServer, *, guards: bool) -> None:
+def kill(running: RunningServer | subprocess.Popen[bytes], *, guards: bool) -> None:
     """SIGKILL to all processes of the server, and to their guards."""
     tree = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
     guards_ = [one for one in tree if "-I" in one.cmdline()]
@@ -124,3 +128,64 @@ def test_a_packed_bundle_that_a_killed_process_had_open_is_deleted(temporary: Pa
     (left_behind / "bundle").mkdir(parents=True)
     with serve.start(store / "tiny.tlb"):
         until(lambda: not left_behind.exists(), "the folder of a dead process is deleted")
+
+
+HANGS = """
+    import subprocess
+    with open({pids!r}, "a") as file:
+        file.write(f"{{subprocess.Popen(['sleep', '1000000'], start_new_session=True).pid}}\\n")
+    if {at_start!r}:
+        open({pipe!r}).read()
+
+    def handle(data, context):
+        if data is not None:
+            open({pipe!r}).read()
+        return data
+"""
+"""Waits for ever, while it starts or at a request: a pipe that nobody writes to."""
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["start", pytest.param("load", marks=pytest.mark.long), "rollout", pytest.param("unload", marks=pytest.mark.long)],
+)
+def test_a_server_that_is_killed_at_any_stage_leaves_nothing_to_the_next(
+    temporary: Path, store: Path, tmp_path: Path, stage: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pids").touch()
+    code = HANGS.format(pids=str(tmp_path / "pids"), pipe=str(tmp_path / "pipe"), at_start=stage != "unload")
+    version = "2.0" if stage == "rollout" else "1.0"
+    archives.mar(store / "hangs.mar", code, modelName="noop" if stage == "rollout" else "hangs", modelVersion=version)
+    (store / "noop.mar").rename(tmp_path / "noop.mar")
+    query = "models?url=hangs.mar&initial_workers=1&synchronous=true"
+    command = [sys.executable, "-P", "-m", "trueline.serve", "--model-store", str(store), "--load", "all",
+               "--allow-code", "--port", "0", "--management-port", "0"]  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        if stage == "start":
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+                pids = started(tmp_path, 1)
+                kill(process, guards=True)
+        else:
+            load = "tiny,hangs" if stage == "unload" else "tiny"
+            with servers.running(store=store, load=load, allow_code=True, management_port=0) as running:
+                calls = [pool.submit(act, running, stage, query)]
+                pids = started(tmp_path, 1)
+                if stage == "unload":
+                    calls.append(pool.submit(servers.delete, f"{running.management_url}/models/hangs"))
+                kill(running, guards=True)
+            assert all(isinstance(one.exception(), httpx.TransportError) for one in calls)
+    (store / "hangs.mar").unlink()
+    with servers.running(store=store, load="all") as running:
+        until_ended(pids)
+        names = [name for name in left(temporary) if name.split("-")[1] not in ("state", "weights")]
+        until(lambda: not any(name in left(temporary) for name in names), lambda: f"no folders, found {names}")
+        assert servers.get(f"{running.url}/v2/models/tiny/ready").status_code == 200
+    assert left(temporary) == []
+
+
+def act(running: RunningServer, stage: str, query: str) -> object:
+    """A call that is not answered."""
+    if stage == "unload":
+        return servers.post(f"{running.url}/predictions/hangs", content=b"1")
+    return servers.post(f"{running.management_url}/{query}")
