@@ -53,6 +53,10 @@ class Records(Protocol):
         ...
 
 
+TEXT_BECAUSE = "text_because"
+"""Metadata of a column that is text: why, if it may be meant as numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileUnit:
     """A unit of a file: its records, and the bytes (or numbers) between which its format finds them."""

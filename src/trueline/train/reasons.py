@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+LEFT_OUT_EXIT = 3
+"""Exit code of a job that has finished without some records."""
 _WHO, _NUMBER = re.compile(r"^worker-[^:]*: "), re.compile(r"\d+")
 
 

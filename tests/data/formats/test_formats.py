@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from trueline.data.formats import recordio
 from trueline.data.loading.decoded_cache import UnitCache
-from trueline.data.open import open_records
+from trueline.data.open import open_records, open_training
 from trueline.data.sources.databases import MaxComputeRecords, SqlRecords
 from trueline.errors import DataError
 from trueline.storage import cache
@@ -402,3 +402,20 @@ def test_units_of_a_window_are_decoded_once_and_then_joined() -> None:
 def test_raw_records_have_checksums_of_their_own() -> None:
     data = recordio.encode_chunk([row["record"] for row in raw(3)], compressor="none")
     assert int.from_bytes(data[4:8], "little") == zlib.crc32(data[20:])
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({17: "abc"}, "column 'b' is text: 'abc' in record 17 is no number, and 99 of 100 values are; it has no vocab"),
+        (dict.fromkeys(range(100), ""), "column 'b' is text: its first 100 values are empty; it has no vocabulary"),
+        (dict.fromkeys(range(50), "red"), "column 'b' is text, and has no vocabulary"),
+    ],
+)
+def test_a_column_that_is_text_by_a_few_values_or_by_none_says_which(
+    odd: dict[int, str], words: str, tmp_path: Path
+) -> None:
+    rows = [f"{record},{odd.get(record, 2 * record)},{record % 2}\n" for record in range(100)]
+    (tmp_path / "a.csv").write_text("a,b,label\n" + "".join(rows))
+    with pytest.raises(DataError, match=words):
+        open_training(str(tmp_path / "a.csv"))

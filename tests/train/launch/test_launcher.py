@@ -97,3 +97,27 @@ def test_a_launcher_hears_of_a_successor_by_the_line_that_it_had_to_the_master_b
     assert [[event.name for event in bundle.events] for bundle in told] == [["first"], [], ["second"]]
     assert not following.is_alive()
     second.server.stop(None).wait()
+
+
+@pytest.mark.parametrize(("aside", "code"), [([], 0), ([{"record": 3, "why": "torn"}], 3)])
+def test_a_detached_job_that_left_records_out_ends_with_the_exit_code_of_one_in_the_foreground(
+    aside, code, tmp_path, monkeypatch
+):
+    class Job:
+        def __init__(self, job_dir):
+            assert job_dir == tmp_path
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def run(self):
+            return {"set_aside": aside}
+
+    monkeypatch.setattr(launcher, "LocalJob", Job)
+    monkeypatch.setattr(sys, "argv", ["launcher", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        launcher.main()
+    assert ended.value.code == code

@@ -338,6 +338,8 @@ def test_a_large_models_observer_keeps_two_steps_and_then_lets_the_others_wait(m
 def test_a_transfer_is_told_with_its_bytes_by_both_ends(monkeypatch):
     member = observing(monkeypatch)
     assert member.group.link.transfer() == (5, 9, False)
+    member.recovery._offer.progress, member.recovery._fetch.moved = (0, 0), 9
+    assert member.group.link.transfer()[:2] == (0, 0), "a member that has all bytes is not judged by their progress"
     member.recovery.forget()
     member.recovery._offer.progress = (3, 8)
     assert member.group.link.transfer() == (3, 8, True)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 MLFLOW_WAIT_S = 60.0
 """How long a job that has ended waits until its last events are in MLflow."""
-LEFT_OUT_EXIT = 3
-"""Exit code of a job that has finished without some records."""
 _job = section("The job")
 FIXED = tuple(one.name for one in declared_settings(TrainingSettings) if one.setting.fixed)
 """Settings that a resumed job keeps."""
@@ -73,11 +71,19 @@ def launch(prepare: Callable[..., Path], given: dict[str, Any]) -> Output:
         lines.append(f"the best one, which stands for the job: {result.chosen}")
     paths = {"checkpoint": str(result.checkpoint), "chosen": str(result.chosen), "job": str(result.job_dir)}
     left_out = result.summary.left_out
-    code = LEFT_OUT_EXIT if left_out else 0
-    if left_out:
-        many = f"{left_out} records were" if left_out > 1 else "1 record was"
-        click.secho(f"warning: {many} left out of the training (exit code {code})", fg="yellow", err=True)
-    return Output("\n".join(lines), {**result.summary.as_dict(), **paths, "left_out": left_out}, code)
+    facts = {**result.summary.as_dict(), **paths, "left_out": left_out}
+    return Output("\n".join(lines), facts, warn_left_out(left_out))
+
+
+def warn_left_out(left_out: int) -> int:
+    """The exit code of a job that has finished without that many records; warns if there are any."""
+    from trueline.train.reasons import LEFT_OUT_EXIT
+
+    if not left_out:
+        return 0
+    many = f"{left_out} records were" if left_out > 1 else "1 record was"
+    click.secho(f"warning: {many} left out of the training (exit code {LEFT_OUT_EXIT})", fg="yellow", err=True)
+    return LEFT_OUT_EXIT
 
 
 def _name_of(folder: Path) -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from trueline.cli.jobs._launch import warn_left_out
 from trueline.cli.options import Output, recipe_argument, tracking_option, verb
 
 _EXAMPLES = """
@@ -34,4 +35,4 @@ def command(recipe: str, **options: Any) -> Output:
     from trueline.ship import ship
 
     shipped = ship(recipe, **options)
-    return Output(shipped.as_text(), shipped.as_dict())
+    return Output(shipped.as_text(), shipped.as_dict(), warn_left_out(shipped.trained.summary.left_out))

@@ -5,6 +5,7 @@ number of quotes precedes it (RFC 4180). Blank lines hold no record. Columns and
 mebibyte; a later value that does not fit, or a new JSON field, is an error that names the record.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pyarrow.csv
 import pyarrow.json
 
 from trueline.data.order.permutation import Ints
-from trueline.data.records import FileListing, FileUnit, first_line, split_evenly
+from trueline.data.records import TEXT_BECAUSE, FileListing, FileUnit, first_line, split_evenly
 from trueline.errors import DataError
 from trueline.storage.cache import load_index
 from trueline.storage.location import File, Stamp, read_range
@@ -44,8 +45,13 @@ class _Lines:
         if len(marks) < 2:
             return FileListing(pa.schema([]), [])
         count = min(max(int(np.searchsorted(marks, int(marks[0]) + _SAMPLE)), 1), len(marks) - 1)
-        inferred = self._parse(file, read_range(file, int(marks[0]), int(marks[count])), None).schema
-        schema = pa.schema([pa.field(field.name, self._column_type(field.type)) for field in inferred])
+        first = self._parse(file, read_range(file, int(marks[0]), int(marks[count])), None)
+        schema = pa.schema(
+            [
+                pa.field(field.name, self._column_type(field.type), metadata=_explain(first.column(number)))
+                for number, field in enumerate(first.schema)
+            ]
+        )
         self._known[file.uri, file.stamp] = marks[header:], schema
         return FileListing(schema, split_evenly(len(marks) - 1 - header, UNIT_RECORDS))
 
@@ -128,6 +134,28 @@ class JsonLinesFormat(_Lines):
         table = pyarrow.json.read_json(pa.BufferReader(data), read, parse)
         table.validate(full=True)  # of UTF-8, which the parser does not check
         return table if schema is None else table.select(schema.names)
+
+
+def _explain(column: pa.ChunkedArray) -> dict[str, str] | None:
+    """Why a column is text that may be meant as numbers: it is empty, or one in ten of its values or fewer is none."""
+    if pa.types.is_null(column.type):
+        return {TEXT_BECAUSE: f"its first {len(column)} values are empty"}
+    if not pa.types.is_string(column.type):
+        return None
+    values = [(record, value) for record, value in enumerate(column.to_pylist()) if value is not None]
+    odd = list(itertools.islice((pair for pair in values if not _is_number(pair[1])), len(values) // 10 + 1))
+    if not odd or len(odd) > len(values) // 10:
+        return None
+    (record, value), right = odd[0], len(values) - len(odd)
+    return {TEXT_BECAUSE: f"'{value[:64]}' in record {record} is no number, and {right} of {len(values)} values are"}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def find_marks(file: File, *, quoted: bool) -> Ints:

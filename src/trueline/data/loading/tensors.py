@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trueline.data.records import TEXT_BECAUSE
 from trueline.data.source import Mode
 from trueline.errors import DataError, MissingValues, join_names
 
@@ -205,8 +206,9 @@ class DefaultFeed:
         if _is_text(kind):
             if field.name in self._words or self._tokenizer is not None:
                 return "text"
+            why = (field.metadata or {}).get(TEXT_BECAUSE.encode(), b"").decode()
             raise DataError(
-                f"column '{field.name}' is text, and has no vocabulary or tokenizer",
+                f"column '{field.name}' is text{f': {why}; it' if why else ', and'} has no vocabulary or tokenizer",
                 hint=f"define vocabulary() -> {{'{field.name}': [word, ...]}} or tokenizer() -> function of texts, or "
                 + FEED,
             )

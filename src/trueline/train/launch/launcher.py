@@ -37,6 +37,7 @@ from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import shutdown
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.train.master.failover import MasterProcess, reserve_port
+from trueline.train.reasons import LEFT_OUT_EXIT
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -275,14 +276,15 @@ def detach(job_dir: Path) -> int:
 
 
 def main() -> None:
-    """`python -m trueline.train.launch.launcher JOB`: what `detach` starts."""
+    """`python -m trueline.train.launch.launcher JOB`: what `detach` starts. Its exit codes are those of the verbs."""
     job_dir = Path(sys.argv[1])
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         with LocalJob(job_dir) as running:
-            running.run()
+            summary = running.run()
     except errors.TruelineError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
+    sys.exit(LEFT_OUT_EXIT if summary.get("set_aside") else 0)
 
 
 def _kill_leftovers(before: LaunchRecord | None) -> None:

@@ -111,7 +111,9 @@ class Recovery:
     def transfer(self) -> tuple[int, int, bool]:
         """Bytes that this worker has received or sent of a state, all of them (0: none moves), whether it sends."""
         fetch = self._fetch
-        return (*self._offer.progress, True) if fetch is None else (fetch.moved, fetch.total, False)
+        if fetch is None or fetch.moved == fetch.total > 0:  # all is there: it waits for the end of a step
+            return (*self._offer.progress, True)
+        return fetch.moved, fetch.total, False
 
     def _forget_evaluation(self) -> None:
         """Drops an evaluation of the current step, which is repeated: some members may not have entered it."""
