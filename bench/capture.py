@@ -44,7 +44,11 @@ def main() -> None:
     parser.add_argument("--limit-mb", type=float, default=6000.0, help="resident memory of one architecture")
     parser.add_argument("--untimed", action="store_true", help="without the plain exporter, and so without time_ratio")
     parser.add_argument("--offload", action="store_true", help="run bench.offload too, where it is")
+    parser.add_argument("--size", type=float, help="million parameters: the cost of four models of this size instead")
     args = parser.parse_args()
+    if args.size:
+        _cost(args.size)
+        return
     if args.list:
         _list()
         return
@@ -53,6 +57,14 @@ def main() -> None:
     records = list(_read(args.out).values())
     result = figures(records) | (offload() if args.offload else {"offload_ratio": None})
     report(HEADERS, [row(record) for record in records], result)
+
+
+def _cost(millions: float) -> None:
+    from bench.zoo.large import MODELS, measured
+
+    found = [measured(name, millions) for name in MODELS]
+    rows = [[one["model"], ", ".join(one["proven"]), one["cpu_s"], one["peak_over_weights"]] for one in found]
+    report(("model", "proven", "CPU s", "peak / weights"), rows, {one["model"]: one for one in found})
 
 
 def _list() -> None:

@@ -10,7 +10,15 @@ from bench.zoo.entry import Architecture, Field, Shelf, flag, lengths, real
 
 def architectures() -> dict[str, Architecture]:
     """By name, in the order in which they are run."""
-    shelves = [_dynamic(), research.SHELF, convolution.SHELF, recurrent.SHELF, attention.SHELF, structured.SHELF, notebook.SHELF]
+    shelves = [
+        _dynamic(),
+        research.SHELF,
+        convolution.SHELF,
+        recurrent.SHELF,
+        attention.SHELF,
+        structured.SHELF,
+        notebook.SHELF,
+    ]
     if importlib.util.find_spec("transformers") is not None:
         from bench.zoo import hugging
 

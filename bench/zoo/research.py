@@ -1,7 +1,7 @@
 """Models as researchers write them: Python over values and sizes, which no exporter follows as it stands.
 
-`python -m bench.capture --only research` captures each, asks the doctor where no graph is proven, captures the rewritten
-model, and compares it with the original on fresh inputs of other sizes.
+`python -m bench.capture --only research` captures each, asks the doctor where no graph is proven, captures the
+rewritten model, and compares it with the original on fresh inputs of other sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from bench.zoo.entry import Field, Shelf, flag, ids, lengths, real, unit
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 

@@ -17,7 +17,7 @@ import torch
 
 from trueline.doctor.export import copy_without_hooks
 from trueline.doctor.rewrites.scope import loaded_names
-from trueline.doctor.rewrites.state import as_buffer, buffers_of
+from trueline.doctor.rewrites.state import as_buffer, buffers_of, elements_of
 
 MARK = "#rewritten-"
 """Separates the user's file and a digest in the file name of edited code."""
@@ -68,11 +68,15 @@ def patch_module(module: torch.nn.Module, texts: Mapping[str, str]) -> torch.nn.
 def _register_buffers(part: torch.nn.Module, owner: type, text: str) -> None:
     """The attributes of `part` that the edited `__init__` registers as buffers, as buffers of the same value."""
     node = class_node(ast.parse(text), owner)
+    held = dict(part.__dict__)
+    for attribute, value in part.__dict__.items():
+        held |= elements_of(attribute, value)
     for name, value in (buffers_of(node) if node is not None else {}).items():
-        if name in part.__dict__:
+        if name in held and name not in part._buffers:
             code = compile(ast.Expression(value), file_of(owner), "eval")
             scope = _forward(owner).__globals__
-            buffer = as_buffer(part.__dict__.pop(name), lambda code=code, scope=scope: eval(code, scope))
+            buffer = as_buffer(held[name], lambda code=code, scope=scope: eval(code, scope))
+            part.__dict__.pop(name, None)
             part.register_buffer(name, buffer, persistent=False)
 
 

@@ -3,16 +3,19 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from trueline.doctor.rewrites import state
-from trueline.doctor.rewrites.control import branches, caches, effects, while_loops
+from trueline.doctor.rewrites.control import branches, caches, effects, plain_forms, while_loops
 from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
-from trueline.doctor.rewrites.tensors import masked_reduce, numbers, selections
+from trueline.doctor.rewrites.tensors import masked_reduce, number_lists, numbers, plain_expressions, selections
 
 _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     effects.catch_by_branch,
     effects.leave_out,
     caches.leave_out,
     numbers.keep_arrays,
+    number_lists.keep_lists,
+    plain_forms.rewrites,
+    plain_expressions.rewrites,
     numbers.keep_sizes,
     selections.run_all_parts,
     vectorize.scan_worklist,

@@ -103,13 +103,27 @@ def without_list(scope: Scope, spot: Spot, names: list[str], new: list[ast.stmt]
 
     block, end = spot.block, spot.index + 1
     start = next((index for index in range(spot.index) if makes_list(block[index])), spot.index)
-    kept = [statement for statement in block[start : spot.index] if not makes_list(statement)]
+    kept = [_without_names(one, names) if makes_list(one) else one for one in block[start : spot.index]]
     tail: list[ast.stmt] = []
     for index in range(spot.index + 1, len(block)):
         if any(id(node) in swaps for node in ast.walk(block[index])):
             tail += [*block[end:index], _swap_nodes(block[index], swaps)]
             end = index + 1
-    return scope.replace(block[start:end], [*kept, *new, *tail])
+    return scope.replace(block[start:end], [*(one for one in kept if one is not None), *new, *tail])
+
+
+def _without_names(statement: ast.stmt, names: list[str]) -> ast.stmt | None:
+    """`h, rows = x, []` without the lists; None where nothing is left."""
+    match statement:
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if len(targets) == len(values):
+            pairs = zip(targets, values, strict=True)
+            left = [
+                f"{ast.unparse(one)} = {ast.unparse(value)}" for one, value in pairs if ast.unparse(one) not in names
+            ]
+            apart = [one.split(" = ", 1) for one in left]
+            made = ", ".join(one for one, _ in apart) + " = " + ", ".join(value for _, value in apart)
+            return statements(made)[0] if left else None
+    return None
 
 
 def _swap_nodes(statement: ast.stmt, swaps: Swaps) -> ast.stmt:

@@ -60,8 +60,11 @@ class _Numbers(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         numeric = self.scope.depends_on(node) in _NUMERIC
         dependences = [self.scope.depends_on(argument) for argument in node.args]
+        held = tensor_of(node.args[0], self.scope) if len(node.args) == 1 else None
         self.generic_visit(node)
         match node:
+            case ast.Call(func=ast.Name(id="int"), args=[whole]) if held is not None and held.dtype is torch.int64:
+                return whole
             case ast.Call(func=ast.Attribute(value=tensor, attr="item"), args=[]):
                 return tensor
             case ast.Call(func=ast.Attribute(value=owner, attr="allclose" | "equal" as name), args=[_, *_]):

@@ -6,15 +6,19 @@ answer depends on is kept in training only.
     self.keys = []                self.register_buffer('keys', torch.zeros(0, 4), persistent=False)
     self.keys.append(k)           self.keys = torch.cat([self.keys, k[None]])
     torch.stack(self.keys)        self.keys
+    self.ema = [torch.zeros(4)]   self.register_buffer('ema_0', torch.zeros(4), persistent=False)
+    self.ema[0] = y               self.ema_0 = y
 
-Conditions: `__init__` of the class sets it once, to a number, a tensor, or an empty list that later holds tensors of
-one shape. The buffer is not persistent, so checkpoints stay as they are. It is assigned, never written in place, so a
-number that was passed on keeps its value. Source: torch's documentation of nn.Module.register_buffer.
+Conditions: `__init__` of the class sets it once, to a number, a tensor, an empty list that later holds tensors of one
+shape, or a list or dict whose elements are used by constant keys only. The buffer is not persistent, so checkpoints
+stay as they are. It is assigned, never written in place, so a number that was passed on keeps its value. Source:
+torch's documentation of nn.Module.register_buffer.
 """
 
 import ast
 import copy
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -41,8 +45,12 @@ class _Attribute:
 def register_buffers(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """The attribute that the statement writes as a buffer, everywhere in its class."""
     name, owner = written_attribute(spot.statement), _class_of(scope)
-    attribute = _attribute(scope, owner, name) if name and owner is not None else None
-    text = _register_buffer(scope, owner, attribute) if owner is not None and attribute is not None else None
+    if not name or owner is None:
+        return
+    held = getattr(scope.seen.get("self"), "__dict__", {}).get(name)
+    attribute = _attribute(scope, owner, name, held)
+    text = _register_buffer(scope, owner, attribute) if attribute is not None else None
+    text = text or _register_elements(scope, owner, name, held)
     if text:
         yield Candidate(text=text, words=f"`self.{name}` is a buffer, to be captured with --state explicit")
 
@@ -112,7 +120,44 @@ def _init(node: ast.ClassDef) -> list[ast.stmt]:
     return next((one.body for one in node.body if isinstance(one, ast.FunctionDef) and _is_init(one)), [])
 
 
-def _attribute(scope: Scope, owner: ast.ClassDef, name: str) -> _Attribute | None:
+def _register_elements(scope: Scope, owner: ast.ClassDef, name: str, held: Any) -> str | None:
+    """The file with each element of a list or dict as a buffer of its own."""
+    values = elements_of(name, held)
+    set_by = [one for one in _init(owner) if _sets(one, name)]
+    match [one.value for one in set_by if isinstance(one, ast.Assign)]:
+        case [ast.List(elts=given) | ast.Dict(values=given)] if len(given) == len(values) > 0:
+            pass
+        case _:
+            return None
+    pairs = zip(values, given, strict=True)
+    alone = [one for element, value in pairs for one in statements(f"self.{element} = {ast.unparse(value)}")]
+    first, last = owner.lineno - 1, owner.end_lineno or owner.lineno
+    lines = scope.text.splitlines(keepends=True)
+    inside = re.sub(rf"\bself\.{name}\[['\"]?(\w+)['\"]?\]", rf"self.{name}_\1", "".join(lines[first:last]))
+    text: str | None = "".join([*lines[:first], inside, *lines[last:]])
+    text = replace(scope, text=text or "").replace(set_by, alone)
+    for element, value in values.items():
+        scope = replace(scope, text=text or "")
+        node = _class_of(replace(scope, function=_find_init(scope, owner))) if text else None
+        attribute = _attribute(scope, node, element, value) if node is not None else None
+        text = _register_buffer(scope, node, attribute) if node is not None and attribute is not None else None
+    return None if text is None or re.search(rf"\bself\.{name}\b", text) else text
+
+
+def _find_init(scope: Scope, owner: ast.ClassDef) -> ast.FunctionDef:
+    """`__init__` of the class as it stands in the edited text; lines above it have not changed."""
+    nodes = [one for one in ast.walk(ast.parse(scope.text)) if isinstance(one, ast.ClassDef)]
+    found = next(one for one in nodes if one.lineno == owner.lineno)
+    return next(one for one in found.body if isinstance(one, ast.FunctionDef) and _is_init(one))
+
+
+def elements_of(name: str, held: Any) -> Mapping[str, Any]:
+    """Names and values of the buffers that stand for the elements of a list or dict."""
+    pairs = enumerate(held) if isinstance(held, list) else held.items() if isinstance(held, dict) else ()
+    return {f"{name}_{key}": value for key, value in pairs}
+
+
+def _attribute(scope: Scope, owner: ast.ClassDef, name: str, held: Any) -> _Attribute | None:
     set_by = [one for one in _init(owner) if _sets(one, name)]
     imports_torch = any(
         isinstance(one, ast.Import) and any(a.name == "torch" and not a.asname for a in one.names)
@@ -121,7 +166,6 @@ def _attribute(scope: Scope, owner: ast.ClassDef, name: str) -> _Attribute | Non
     if len(set_by) != 1 or not imports_torch:
         return None
     given = set_by[0].value  # type: ignore[attr-defined]
-    held = getattr(scope.seen.get("self"), "__dict__", {}).get(name)
     if ast.unparse(given) in _NO_LIST:
         empty = _empty(held)
         return None if empty is None else _Attribute(name=name, kind="rows", set_by=set_by[0], value=empty)
@@ -178,7 +222,8 @@ def _edits(block: list[ast.stmt], attribute: _Attribute) -> Iterator[tuple[ast.s
         for name in ("body", "orelse", "finalbody") if inner else ():
             setattr(head, name, [])
         plain = ast.dump(head)
-        changed = ast.dump(_Tensors(attribute).visit(head)) != plain
+        whole = isinstance(statement, ast.If) and _Tensors(attribute).longest(statement) is not None
+        changed = whole or ast.dump(_Tensors(attribute).visit(head)) != plain
         if changed:
             yield statement, [_Tensors(attribute).visit(copy.deepcopy(statement))]
         else:
@@ -241,7 +286,11 @@ class _Tensors(ast.NodeTransformer):
         return node
 
     def visit_If(self, node: ast.If | ast.IfExp) -> ast.AST:
-        """A list is true when it is not empty."""
+        """A list is true when it is not empty; `if len(rows) > 3: rows.pop(0)` keeps the last three."""
+        longest = self.longest(node)
+        if longest is not None:
+            first = f"torch.sym_max({self.self}.shape[0] - {longest}, 0)"
+            return statements(f"{self.self} = {self.self}[{first}:]")[0]
         self.generic_visit(node)
         match node.test:
             case ast.UnaryOp(op=ast.Not(), operand=operand) if self.kind == "rows" and _is(operand, self.name):
@@ -251,6 +300,14 @@ class _Tensors(ast.NodeTransformer):
         return node
 
     visit_IfExp = visit_If
+
+    def longest(self, node: ast.If | ast.IfExp) -> str | None:
+        match node:
+            case ast.If(test=ast.Compare(left=left, ops=[ast.Gt()], comparators=[most]), body=[one], orelse=[]):
+                drops = ast.unparse(one) in (f"{self.self}.pop(0)", f"{self.self} = {self.self}[1:]")
+                counted = ast.unparse(left) == f"len({self.self})" and self.kind == "rows"
+                return ast.unparse(most) if drops and counted else None
+        return None
 
     def _is_rows(self, node: ast.expr) -> bool:
         """Whether `node` is the list, or a slice of it."""

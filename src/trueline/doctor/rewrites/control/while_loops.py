@@ -87,15 +87,15 @@ def _mask_after_break(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt]
     later = read_later(spot) | set(loaded_names(loop.body))
     names = bound_before(spot, scope.function) & later
     done = scope.fresh("done")
-    body = _mask_steps(scope, done, names, whole[: at[0]])
+    body = mask_steps(scope, done, names, whole[: at[0]])
     test = f"({ast.unparse(predicate(end.test, scope))})"
     if last:
         ends = scope.fresh("ends")
         body += statements(f"{ends} = {test} & ~{done}")
-        body += _mask_steps(scope, f"~{ends}", names, last)
+        body += mask_steps(scope, f"~{ends}", names, last)
         test = ends
     body += statements(f"{done} = {done} | {test}")
-    body += _mask_steps(scope, done, names, whole[at[0] + 1 :])
+    body += mask_steps(scope, done, names, whole[at[0] + 1 :])
     new = ast.For(target=loop.target, iter=loop.iter, body=body, orelse=[], lineno=0)
     return [*statements(f"{done} = torch.zeros((), dtype=torch.bool)"), new]
 
@@ -127,7 +127,7 @@ def _breaks(statement: ast.If) -> bool:
     return isinstance(statement.body[-1], ast.Break) and straight and not statement.orelse
 
 
-def _mask_steps(scope: Scope, mask: str, names: set[str], block: list[ast.stmt]) -> list[ast.stmt]:
+def mask_steps(scope: Scope, mask: str, names: set[str], block: list[ast.stmt]) -> list[ast.stmt]:
     """The statements, which change `names` only where the mask is false."""
     masked: list[ast.stmt] = []
     for statement in block:
@@ -171,7 +171,7 @@ def _while(scope: Scope, spot: Spot, loop: ast.While, before: Sequence[ast.stmt]
         assert stop is not None
         stops = scope.fresh("stops")
         body = [*body, assign(stops, expression(f"({ast.unparse(stop)}).reshape(())"))]
-        body += _mask_steps(scope, stops, known, after)
+        body += mask_steps(scope, stops, known, after)
         stop = expression(stops)
     read = {*later, *loaded_names(loop.test), *loaded_names([*body, *([stop] if stop is not None else [])])}
     carried = [name for name in stored_names(body) if name in known and name in read]

@@ -10,6 +10,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from trueline.doctor.rewrites.appends import appended_by
 from trueline.doctor.rewrites.indices import is_full, is_whole, locate, shift_of
 from trueline.doctor.rewrites.loops.recurrences import Table, fill_again, like_row, tables, under_mask
@@ -281,8 +283,10 @@ def _steps_of_header(scope: Scope, target: ast.expr, source: ast.expr) -> Steps 
         pairs = [*zip(target.elts, source.args, strict=True)]
     steps = Steps(index=index, length=None, enumerated=index is not None)
     for name, given in pairs:
-        axis, tensor = 0, _tensor_of_list(given)
-        steps.numbers = steps.numbers or tensor is not given
+        axis, tensor = 0, tensor_of_list(given)
+        held = tensor_of(tensor, scope)
+        whole = held is not None and held.ndim == 1 and held.dtype in (torch.int64, torch.int32)
+        steps.numbers = steps.numbers or tensor is not given or whole
         if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "unbind":
             named = [*given.args, *(keyword.value for keyword in given.keywords)]
             axis = ast.literal_eval(named[0]) if named else 0
@@ -295,13 +299,13 @@ def _steps_of_header(scope: Scope, target: ast.expr, source: ast.expr) -> Steps 
     return steps
 
 
-def _tensor_of_list(node: ast.expr) -> ast.expr:
+def tensor_of_list(node: ast.expr) -> ast.expr:
     """Of `lengths.tolist()` the tensor, in which the numbers stay."""
     match node:
         case ast.Call(func=ast.Attribute(value=tensor, attr="tolist"), args=[]):
             return tensor
         case ast.Call(func=ast.Attribute(value=tensor, attr="cpu" | "detach" | "numpy"), args=[]):
-            return _tensor_of_list(tensor)
+            return tensor_of_list(tensor)
     return node
 
 

@@ -244,7 +244,7 @@ def _consumed_name(loop: ast.While) -> str | None:
 
 
 def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Candidate | None:
-    head = kept = mask = None
+    head = kept = mask = marked = None
     rest = order
     body: list[ast.stmt] = []
     for statement in loop.body:
@@ -252,6 +252,8 @@ def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Can
         text = ast.unparse(statement)
         if appended is not None and head is not None and ast.unparse(appended[1]).removesuffix(".item()") == head:
             kept = appended[0]
+        elif head is not None and text.endswith(f"[{head}] = True"):
+            marked = text.removesuffix(f"[{head}] = True")
         elif isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Break) and len(statement.body) == 1:
             continue  # nothing is left of one element, and the loop ends by itself
         elif isinstance(statement, ast.Assign) and text.endswith((f"= {order}[0]", f"= {order}[0].item()")):
@@ -263,8 +265,8 @@ def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Can
             mask = _mask(statement.value, rest)
         else:
             body.append(copy.deepcopy(statement))
-    swaps = _swaps(spot, kept) if kept is not None else None
-    if head is None or mask is None or kept is None or swaps is None:
+    swaps = _swaps(spot, kept) if kept is not None else {}
+    if head is None or mask is None or swaps is None or (kept is None and marked is None):
         return None
     if has_effects(body) or order in stored_names(body):
         return None
@@ -275,8 +277,11 @@ def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Can
     steps = [*statements(f"{head} = {order}.{picked}"), *body, *statements(f"{left} = {left} & ~({dropped})")]
     function = Picked(head).visit(define(step, f"{left}, {place}", steps, f"({left}.{IN_ROWS}, {place}.clone())"))
     call = f"{left}, _ = scan({step}, torch.ones_like({order}, dtype=torch.bool).{IN_ROWS}, {places})"
-    new = [function, *statements(call), *statements(f"{kept} = {order}[{left}]")]
-    written = without_list(scope, spot, [kept], new, swaps)
+    new = [function, *statements(call)]
+    new += statements(f"{kept} = {order}[{left}]") if kept is not None else []
+    if marked is not None:
+        new += statements(f"{marked} = {marked}.index_put(({order},), {marked}[{order}] | {left})")
+    written = without_list(scope, spot, [kept] if kept is not None else [], new, swaps)
     words = f"`{first_line(loop)}` is a scan over what is left of `{order}`"
     return Candidate(text=add_import(written, "scan"), words=words, cheap=False) if written else None
 

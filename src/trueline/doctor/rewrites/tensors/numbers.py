@@ -57,13 +57,18 @@ def free_size(scope: Scope, node: ast.AST) -> ast.expr | None:
             rounds = any(isinstance(one, ast.Div | ast.Pow) for one in parts)
             rounds = rounds or any(isinstance(one, ast.Constant) and isinstance(one.value, float) for one in parts)
             return expression(f"torch.sym_int({ast.unparse(given)})") if rounds else given
+        case ast.Call(func=ast.Name(id="round"), args=[given, digits]) if scope.depends_on(given) == "size":
+            rounded = f"torch.full((), {ast.unparse(given)}, dtype=torch.float64), decimals={ast.unparse(digits)}"
+            return expression(f"torch.round({rounded})")
+        case ast.Call(func=ast.Attribute(attr="isqrt"), args=[given]) if scope.depends_on(given) == "size":
+            return expression(f"torch.sym_int(torch.sym_sqrt({ast.unparse(given)}))")
     return None
 
 
 def fixes_size(statement: ast.stmt) -> bool:
-    """Whether a statement calls `int`, which may fix a size that varies."""
-    calls = (node.func for node in ast.walk(statement) if isinstance(node, ast.Call))
-    return any(isinstance(called, ast.Name) and called.id == "int" for called in calls)
+    """Whether a statement calls `int`, `round` or `isqrt`, which may fix a size that varies."""
+    calls = (ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call))
+    return any(called in ("int", "round", "math.isqrt") for called in calls)
 
 
 def keep_scalars(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
@@ -77,18 +82,20 @@ def keep_scalars(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
 
 
 _SAME = {
-    "abs", "all", "any", "arccos", "arcsin", "arctan", "arctan2", "argmax", "argmin", "argsort", "broadcast_to",
+    "abs", "all", "any", "arange", "arccos", "arcsin", "arctan", "arctan2", "argmax", "argmin", "argsort",
+    "broadcast_to",
     "ceil", "cos", "cosh", "cumprod", "cumsum", "diff", "einsum", "exp", "expm1", "flip", "floor", "full_like",
     "hstack", "isfinite", "isinf", "isnan", "log", "log10", "log1p", "log2", "logical_and", "logical_not",
     "logical_or", "logical_xor", "matmul", "maximum", "mean", "minimum", "ones_like", "outer", "prod", "roll",
-    "round", "sign", "sin", "sinh", "sqrt", "square", "squeeze", "stack", "sum", "tan", "tanh", "tile", "trunc",
-    "vstack", "where", "zeros_like",
+    "round", "sign", "sin", "sinh", "sqrt", "square", "squeeze", "stack", "sum", "tan", "tanh", "tile", "tril", "triu",
+    "trunc", "vstack", "where", "zeros_like",
 }  # fmt: skip
 _RENAMED = {
     "concatenate": "cat", "clip": "clamp", "power": "pow", "dot": "matmul", "expand_dims": "unsqueeze",
     "transpose": "permute", "max": "amax", "min": "amin", "amax": "amax", "amin": "amin", "absolute": "abs",
     "repeat": "repeat_interleave",
 }  # fmt: skip
+_MADE = ("eye", "full", "linspace", "ones", "zeros")
 _KEYWORDS = {"axis": "dim", "keepdims": "keepdim", "a_min": "min", "a_max": "max"}
 _DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8")
 
@@ -122,7 +129,9 @@ class _Arrays(ast.NodeTransformer):
         if owner == "torch" and name in ("from_numpy", "as_tensor", "tensor") and len(node.args) == 1:
             return node.args[0] if name == "from_numpy" else expression(f"torch.as_tensor({ast.unparse(node.args[0])})")
         if owner in ("np", "numpy"):
-            return _counterpart(name, node) or node
+            found = _counterpart(name, node)
+            self.seen = self.seen or found is not None
+            return found or node
         if name == "astype" and len(node.args) == 1:
             return expression(f"{owner}.to({ast.unparse(node.args[0])})")
         if name == "copy" and not node.args:
@@ -145,6 +154,9 @@ def _counterpart(name: str, node: ast.Call) -> ast.expr | None:
         return expression(f"torch.sort({arguments}).values")
     if name in ("std", "var"):
         return expression(f"torch.{name}({arguments}, correction=0)")
+    if name in _MADE:
+        dtype = "" if any(one.arg == "dtype" for one in node.keywords) else ", dtype=torch.float64"
+        return expression(f"torch.{name}({arguments}{dtype})")
     if name in _SAME or name in _RENAMED:
         return expression(f"torch.{_RENAMED.get(name, name)}({arguments})")
     return None
