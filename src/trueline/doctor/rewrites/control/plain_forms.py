@@ -281,16 +281,22 @@ def _over_mask(scope: Scope, loop: ast.For) -> list[ast.stmt] | None:
     if mask is None or loop.orelse:
         return None
 
-    class Masked(ast.NodeTransformer):
-        def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-            if ast.unparse(node.slice).strip("()") == at:
-                node.slice = expression(mask)
-                return node
-            return self.generic_visit(node)
-
-    new = [Masked().visit(copy.deepcopy(one)) for one in loop.body]
+    new = [_Masked(at, mask).visit(copy.deepcopy(one)) for one in loop.body]
     stores = all(isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Subscript) for one in new)
     return new if stores and not names & set(loaded_names(new)) else None
+
+
+class _Masked(ast.NodeTransformer):
+    """`x[at]` as `x[mask]`."""
+
+    def __init__(self, at: str, mask: str) -> None:
+        self.at, self.mask = at, mask
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if ast.unparse(node.slice).strip("()") == self.at:
+            node.slice = expression(self.mask)
+            return node
+        return self.generic_visit(node)
 
 
 def _over_places(scope: Scope, loop: ast.For) -> list[ast.stmt] | None:

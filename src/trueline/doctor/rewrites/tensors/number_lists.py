@@ -184,12 +184,12 @@ class _Lists(ast.NodeTransformer):
         self, element: ast.expr, target: ast.expr, source: ast.expr
     ) -> tuple[ast.expr, torch.Tensor] | None:
         """`[element for target in source]`."""
-        counter = None
+        counter: str | None = None
         match target, source:
-            case ast.Tuple(elts=[ast.Name(id=counter), ast.Name() as target]), ast.Call(
+            case ast.Tuple(elts=[ast.Name() as first, ast.Name() as target]), ast.Call(
                 func=ast.Name(id="enumerate"), args=[source]
             ):
-                pass
+                counter = first.id
         if not isinstance(target, ast.Name):
             return None
         row = counted_tensor(source)

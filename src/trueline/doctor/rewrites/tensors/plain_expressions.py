@@ -127,20 +127,24 @@ def _mask_padding(scope: Scope, spot: Spot) -> Candidate | None:
             whole = _whole_rows(scope, listing, options.get("padding_value", "0"))
             if whole is None or options.get("batch_first") != "True":
                 return None
-            new = copy.deepcopy(statement)
             old = ast.unparse(node)
-
-            class Whole(ast.NodeTransformer):
-                def visit_Call(self, call: ast.Call) -> ast.AST:
-                    return whole if ast.unparse(call) == old else self.generic_visit(call)  # noqa: B023
-
             first = spot.index if isinstance(node.args[0], ast.Name) and at > spot.index else at
             kept = [
                 copy.deepcopy(one) for one in spot.block[first:at] if ast.unparse(node.args[0]) not in _targets(one)
             ]
             words = f"`{old}` is the whole under a mask of the lengths"
-            return scope.candidate(spot.block[first : at + 1], [*kept, Whole().visit(new)], words)
+            return scope.candidate(
+                spot.block[first : at + 1], [*kept, _Whole(old, whole).visit(copy.deepcopy(statement))], words
+            )
     return None
+
+
+class _Whole(ast.NodeTransformer):
+    def __init__(self, old: str, new: ast.expr) -> None:
+        self.old, self.new = old, new
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return self.new if ast.unparse(node) == self.old else self.generic_visit(node)
 
 
 def _targets(statement: ast.stmt) -> list[str]:
