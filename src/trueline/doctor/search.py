@@ -264,15 +264,7 @@ def _scope_at(search: _Search, text: str, line: int, seen: Mapping[str, Any]) ->
     if not search.has_structure(text):
         held = locals_of(search.with_text(text), search.oracle, name_of(search.file, text), function)
         seen = {**seen, **held}
-    else:  # the call is not repeated: a list that an edit made a tensor was a list of its rows
-        seen = {name: _rows(value) if f"{name}.append(" not in text else value for name, value in seen.items()}
     return Scope(text=text, function=function, seen=seen)
-
-
-def _rows(value: Any) -> Any:
-    """A list of tensors of one shape as one tensor; anything else as it is."""
-    rows = value if isinstance(value, list) and all(isinstance(one, torch.Tensor) for one in value) else []
-    return torch.stack(rows) if len({one.shape for one in rows}) == 1 else value
 
 
 def function_at(tree: ast.Module, line: int) -> ast.FunctionDef | None:

@@ -14,6 +14,7 @@ import ast
 import copy
 from collections.abc import Iterator, Sequence
 
+from trueline.doctor.rewrites.appends import appended_by
 from trueline.doctor.rewrites.control.while_loops import mask_steps
 from trueline.doctor.rewrites.loops.loop_steps import tensor_of_list
 from trueline.doctor.rewrites.scope import (
@@ -30,6 +31,7 @@ from trueline.doctor.rewrites.scope import (
     stored_names,
     substitute,
 )
+from trueline.doctor.rewrites.tensors.comprehensions import NamedRows
 
 LONGEST = 1024
 """Largest size of an unrolled loop of log2(n) steps."""
@@ -49,6 +51,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     elif isinstance(statement, ast.For):
         made = [_over_mask(scope, statement), _over_places(scope, statement), _all_layers(scope, spot, statement)]
         made += [_unroll_for(scope, spot, statement), _append_and_reverse(statement)]
+        yield _carry_last(scope, spot, statement)
     for new in made:
         if new is not None:
             yield scope.candidate([statement], new, words)
@@ -339,6 +342,28 @@ def _all_layers(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt] | Non
 
 def _pair(one: ast.expr, two: ast.expr) -> ast.expr:
     return ast.Tuple(elts=[one, two], ctx=ast.Store())
+
+
+def _carry_last(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
+    """`path = [y]`, then `path.append(f(path[-1]))` in the loop, with the last element under a name of its own."""
+    for at, one in enumerate(loop.body):
+        appended = appended_by(one)
+        if appended is None or f"{appended[0]}[-1]" not in ast.unparse(loop):
+            continue
+        name, value = appended
+        begun = [i for i in range(spot.index) if name in stored_names(spot.block[i])]
+        first = spot.block[begun[-1]] if begun else None
+        if not isinstance(first, ast.Assign) or not isinstance(first.value, ast.List) or len(first.value.elts) != 1:
+            return None
+        last = scope.fresh(f"{name}_last")
+        begin = statements(f"{last} = {ast.unparse(first.value.elts[0])}\n{name} = [{last}]")
+        new = copy.deepcopy(loop)
+        new.body[at : at + 1] = statements(f"{last} = {ast.unparse(value)}\n{name}.append({last})")
+        new = NamedRows(name, "-1", last).visit(new)
+        between = [copy.deepcopy(each) for each in spot.block[begun[-1] + 1 : spot.index]]
+        words = f"`{name}[-1]` is carried under a name of its own"
+        return scope.candidate(spot.block[begun[-1] : spot.index + 1], [*begin, *between, new], words)
+    return None
 
 
 def _append_and_reverse(loop: ast.For) -> list[ast.stmt] | None:

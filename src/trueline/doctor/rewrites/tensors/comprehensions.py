@@ -21,8 +21,8 @@ def counted_tensor(source: ast.expr) -> str | None:
 class NamedRows(ast.NodeTransformer):
     """`x[i]` as a name of its own."""
 
-    def __init__(self, tensor: str, index: str) -> None:
-        self.row, self.name = f"{tensor}[{index}]", f"{tensor}_{index}"
+    def __init__(self, tensor: str, index: str, name: str = "") -> None:
+        self.row, self.name = f"{tensor}[{index}]", name or f"{tensor}_{index}"
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         return expression(self.name) if ast.unparse(node) == self.row else self.generic_visit(node)
