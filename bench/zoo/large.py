@@ -51,7 +51,7 @@ class Convolution(nn.Sequential):
         width = round((parameters / 72) ** 0.5)
         layers = [part for _ in range(8) for part in (nn.Conv2d(width, width, 3, padding=1), nn.ReLU())]
         super().__init__(nn.Conv2d(3, width, 1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.example = torch.randn(2, 3, 16, 16)
+        self.example = torch.randn(2, 3, 4, 4)
 
 
 class Tied(nn.Module):
@@ -61,7 +61,7 @@ class Tied(nn.Module):
         super().__init__()
         self.table = nn.Embedding(parameters // 512, 512)
         self.body = nn.Linear(512, 512)
-        self.example = torch.randint(0, parameters // 512, (2, 8))
+        self.example = torch.randint(0, parameters // 512, (2, 4))
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.tanh(self.body(self.table(ids))) @ self.table.weight.T

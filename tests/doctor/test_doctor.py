@@ -251,7 +251,7 @@ def test_what_nobody_can_rewrite_is_said_with_its_line() -> None:
     row = whole(models.Opaque(), torch.randn(3, 4))
     assert row.status == "blocked"
     assert row.cause is not None
-    assert row.cause.line == models.line_of("sorted")
+    assert row.cause.line == models.line_of("digits")
     assert row.why_not
 
 

@@ -380,11 +380,11 @@ class Whole(nn.Module):
 
 
 class Opaque(nn.Module):
-    """Sorted by Python: no rewrite covers that."""
+    """Decided by the digits of a number: no rewrite covers that."""
 
     def forward(self, x: Tensor) -> Tensor:
-        order = sorted(range(x.shape[0]), key=lambda i: float(x[i].sum()))  # sorted
-        return x[order]
+        count = len(str(float(x.sum())))  # digits
+        return x * count
 
 
 class Suppress(nn.Module):

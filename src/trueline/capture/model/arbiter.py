@@ -90,8 +90,11 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         matrix = args[-1] if args and not kwargs and func._schema.name in ("aten::mm", "aten::addmm") else None
         if isinstance(matrix, torch.Tensor) and matrix.numel() > PIECE and matrix.dtype in WIDE:
             width = max(PIECE // len(matrix), 1)
-            columns = [_widen(args[-2]) @ _widen(one) for one in torch.split(matrix, width, dim=1)]
-            return sum((_widen(one) for one in args[:-2]), torch.cat(columns, dim=1))
+            left = _widen(args[-2])
+            found = torch.empty(len(left), matrix.shape[1], dtype=left.dtype)
+            for into, one in zip(found.split(width, dim=1), matrix.split(width, dim=1), strict=True):
+                torch.mm(left, _widen(one), out=into)
+            return found.add_(_widen(args[0])) if len(args) > 2 else found
         wide = {key: WIDE.get(value, value) if key == "dtype" else value for key, value in kwargs.items()}
         try:
             found = func(*tree_map(_widen, tuple(args)), **tree_map(_widen, wide))
@@ -120,7 +123,13 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def shake(self, value: torch.Tensor, *, times: float = 1.0, whole: bool = False) -> torch.Tensor:
         """`value`, rounded at random where it is not exact in the model's own precision, or with `whole` where it is no
-        whole number."""
+        whole number. Large values in pieces: what each step makes would be in memory five times."""
+        if value.numel() > PIECE:
+            shaken = torch.empty(value.shape, dtype=value.dtype)
+            pairs = zip(shaken.view(-1).split(PIECE), value.reshape(-1).split(PIECE), strict=True)
+            for into, one in pairs:
+                into.copy_(self.shake(one, times=times, whole=whole))
+            return shaken
         factors = self._factors(value.numel()).reshape(value.shape) * times
         exact = value.round() if whole or self._single is None else value.to(self._single).to(value.dtype)
         return torch.where(exact == value, value, value + value * factors)
