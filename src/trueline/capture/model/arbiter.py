@@ -92,7 +92,7 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
             width = max(PIECE // len(matrix), 1)
             left = _widen(args[-2])
             found = torch.empty(len(left), matrix.shape[1], dtype=left.dtype)
-            for into, one in zip(found.split(width, dim=1), matrix.split(width, dim=1), strict=True):
+            for into, one in zip(torch.split(found, width, dim=1), torch.split(matrix, width, dim=1), strict=True):
                 torch.mm(left, _widen(one), out=into)
             return found.add_(_widen(args[0])) if len(args) > 2 else found
         wide = {key: WIDE.get(value, value) if key == "dtype" else value for key, value in kwargs.items()}
@@ -126,7 +126,7 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole number. Large values in pieces: what each step makes would be in memory five times."""
         if value.numel() > PIECE:
             shaken = torch.empty(value.shape, dtype=value.dtype)
-            pairs = zip(shaken.view(-1).split(PIECE), value.reshape(-1).split(PIECE), strict=True)
+            pairs = zip(torch.split(shaken.view(-1), PIECE), torch.split(value.reshape(-1), PIECE), strict=True)
             for into, one in pairs:
                 into.copy_(self.shake(one, times=times, whole=whole))
             return shaken
