@@ -294,6 +294,16 @@ def value_of(node: ast.expr, seen: Mapping[str, Any]) -> Any:
     return None
 
 
+def tensor_of_list(node: ast.expr) -> ast.expr:
+    """Of `lengths.tolist()` the tensor, in which the numbers stay."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=tensor, attr="tolist"), args=[]):
+            return tensor
+        case ast.Call(func=ast.Attribute(value=tensor, attr="cpu" | "detach" | "numpy"), args=[]):
+            return tensor_of_list(tensor)
+    return node
+
+
 def tensor_of(node: ast.expr, scope: Scope) -> torch.Tensor | None:
     """The tensor that `node` was in the call, if it was one."""
     held = value_of(node, scope.seen)

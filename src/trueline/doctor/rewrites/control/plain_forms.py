@@ -15,8 +15,8 @@ import copy
 from collections.abc import Iterator, Sequence
 
 from trueline.doctor.rewrites.appends import appended_by
+from trueline.doctor.rewrites.comprehensions import NamedRows
 from trueline.doctor.rewrites.control.while_loops import mask_steps
-from trueline.doctor.rewrites.loops.loop_steps import tensor_of_list
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Compound,
@@ -30,8 +30,8 @@ from trueline.doctor.rewrites.scope import (
     statements,
     stored_names,
     substitute,
+    tensor_of_list,
 )
-from trueline.doctor.rewrites.tensors.comprehensions import NamedRows
 
 LONGEST = 1024
 """Largest size of an unrolled loop of log2(n) steps."""

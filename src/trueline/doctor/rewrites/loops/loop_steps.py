@@ -30,6 +30,7 @@ from trueline.doctor.rewrites.scope import (
     statements,
     stored_names,
     tensor_of,
+    tensor_of_list,
 )
 
 
@@ -297,16 +298,6 @@ def _steps_of_header(scope: Scope, target: ast.expr, source: ast.expr) -> Steps 
         if steps.enumerated and steps.length is None and isinstance(tensor, ast.Name):
             steps.length = expression(f"{tensor.id}.shape[{axis}]")
     return steps
-
-
-def tensor_of_list(node: ast.expr) -> ast.expr:
-    """Of `lengths.tolist()` the tensor, in which the numbers stay."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=tensor, attr="tolist"), args=[]):
-            return tensor
-        case ast.Call(func=ast.Attribute(value=tensor, attr="cpu" | "detach" | "numpy"), args=[]):
-            return tensor_of_list(tensor)
-    return node
 
 
 def _steps_of_range(target: ast.expr, source: ast.Call) -> Steps | None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from trueline.doctor.rewrites.loops.loop_steps import tensor_of_list
+from trueline.doctor.rewrites.comprehensions import NamedRows, as_comprehension, counted_tensor, without_filter
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -27,9 +27,9 @@ from trueline.doctor.rewrites.scope import (
     named_value,
     substitute,
     tensor_of,
+    tensor_of_list,
     value_of,
 )
-from trueline.doctor.rewrites.tensors.comprehensions import NamedRows, as_comprehension, counted_tensor, without_filter
 
 _MADE = ("torch.tensor", "torch.as_tensor", "torch.LongTensor", "torch.FloatTensor", "np.array", "np.asarray")
 _REDUCED = {"max": "amax()", "min": "amin()", "sum": "sum()", "len": "shape[0]", "any": "any()", "all": "all()"}

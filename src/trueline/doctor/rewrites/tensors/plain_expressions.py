@@ -13,7 +13,6 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.loops.loop_steps import tensor_of_list
 from trueline.doctor.rewrites.predicate import predicate
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -24,6 +23,7 @@ from trueline.doctor.rewrites.scope import (
     first_line,
     loaded_names,
     substitute,
+    tensor_of_list,
 )
 
 
