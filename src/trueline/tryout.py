@@ -47,7 +47,7 @@ class TryoutResult:
         return (
             f"trueline serve {self.captured.path}",
             f"trueline train {recipe} --workers 2",
-            "trueline init mine your-table.csv --label COLUMN",
+            "trueline init mine --template tabular",
         )
 
     def as_dict(self) -> dict[str, Any]:
