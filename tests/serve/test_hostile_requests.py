@@ -160,6 +160,11 @@ FORMS = {
     "no boundary": (b"x", "multipart/form-data"),
     "too many parts": (b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n\r\n' * 300 + b"--x--\r\n",
     "multipart/form-data; boundary=x"),
+    "no end": (b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\nz', "multipart/form-data; boundary=x"),
+    "no end of the head": (b'--x\r\ncontent-disposition: form-data; name="a"\r\n', "multipart/form-data; boundary=x"),
+    "a form in a form": (b'--x\r\ncontent-disposition: form-data; name="a"\r\ncontent-type: multipart/mixed; boundary=y'
+    b"\r\n\r\n" + b"--y\r\ncontent-type: multipart/mixed; boundary=y\r\n\r\n" * 50_000 + b"\r\n--x--\r\n",
+    "multipart/form-data; boundary=x"),
     "no name": (b"--x\r\ncontent-disposition: form-data\r\n\r\nz\r\n--x--\r\n", "multipart/form-data; boundary=x"),
 }  # fmt: skip
 
