@@ -65,6 +65,8 @@ class TruelineError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.message, self.hint = redact_urls(message), redact_urls(hint)
         super().__init__(self.message)
+        if self.hint:
+            self.add_note(f"hint: {self.hint}")  # in tracebacks, as of notebooks
 
 
 class UsageError(TruelineError):

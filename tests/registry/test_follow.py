@@ -14,6 +14,7 @@ import pytest
 from trueline.errors import RegistryError, UsageError
 from trueline.registry import RunFacts, follow, register, store
 from trueline.registry.follow import MAX_POINTS, Curves
+from trueline.registry.machine import MachineLoad
 from worlds import bundles
 from worlds.waiting import until
 
@@ -299,4 +300,35 @@ def test_a_registered_bundle_belongs_to_the_run_of_its_job(
     new_registry(other)
     elsewhere = register(tmp_path / "b.bundle", tracking_uri=uri(other), run=facts)
     assert elsewhere.run_id != run_id
-    assert follow.follow(folder, tracking_uri=uri(other)) not in (run_id, elsewhere.run_id)
+    assert follow.follow(folder, tracking_uri=uri(other)) == elsewhere.run_id
+
+
+@pytest.mark.slow
+def test_registering_logs_a_job_that_nothing_followed_with_its_own_times_and_curves(
+    registry: Path, tmp_path: Path
+) -> None:
+    folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
+    bundles.scaled(tmp_path / "b.bundle")
+    facts = RunFacts(params={"records": 32, "steps": 4}, job_dir=folder)
+    version = register(tmp_path / "b.bundle", tracking_uri=uri(registry), run=facts)
+    run, curves = found(registry, version.run_id)
+    assert (run.info.start_time, run.info.end_time, run.info.status) == (1_000_000, 1_004_000, "FINISHED")
+    assert run.data.tags["trueline.job_dir"] == str(folder)
+    assert len(curves["train/loss"]) == 4
+    with store.open_store(uri(registry)) as client:
+        described = client.get_model_version(version.name, str(version.version))
+    assert "job `digits-1`: 4 steps, 32 records" in described.description
+    assert described.tags["trueline.job"] == "digits-1"
+
+
+def test_the_load_of_the_machine_is_read_as_mlflow_names_it(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("cpu  10 0 10 70 10 0 0 0 0 0\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 1024 kB\nHugePages_Total:       0\n")
+    load = MachineLoad(tmp_path)
+    (tmp_path / "stat").write_text("cpu  40 0 10 130 20 0 0 0 0 0\n")
+    assert load.read() == {
+        "system/cpu_utilization_percentage": 30.0,
+        "system/system_memory_usage_megabytes": 3.0,
+        "system/system_memory_usage_percentage": 75.0,
+    }
+    assert MachineLoad(tmp_path / "none").read() == {}

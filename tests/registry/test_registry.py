@@ -16,11 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 
 from trueline.bundle import signing
 from trueline.errors import BundleError, RegistryError, RequestError, StorageError, UsageError
-from trueline.registry import RunFacts, add, find, register, resolve, store, versions
+from trueline.registry import RunFacts, add, describe, find, register, resolve, store, versions
 from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
 from trueline.runtime.open import open_program
@@ -108,6 +109,38 @@ def test_the_run_holds_parameters_metrics_and_digests_and_the_model(registered: 
     assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "double", "version": "1"}]
 
 
+def test_the_run_has_the_data_set_and_the_evidence_and_the_version_its_lineage_in_words(registered: Path) -> None:
+    with store.open_store(uri(registered)) as client:
+        version = client.get_model_version("double", "1")
+        run = client.get_run(version.run_id)
+        files = {entry.path for entry in client.list_artifacts(run.info.run_id, "evidence")}
+    (used,) = run.inputs.dataset_inputs
+    assert {tag.key for tag in used.tags} == {"mlflow.data.context"}
+    assert {"evidence/evidence.jsonl", "evidence/lineage.json"} <= files
+    assert "proven on" in version.description
+    assert version.tags["trueline.bundle_digest"] in version.description
+
+
+def test_a_bundle_without_a_signature_is_not_registered(tmp_path: Path) -> None:
+    bundle = SimpleNamespace(name="b", signature=SimpleNamespace(inputs=(), outputs=()))
+    with pytest.raises(RegistryError, match="has no signature"):
+        describe.signature_of(bundle)  # type: ignore[arg-type]
+
+
+def test_the_requirements_of_a_model_name_what_runs_it_and_where_trueline_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = bundles.scaled(tmp_path / "b.bundle")
+    origin = {"url": "https://host/t.git", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}}
+    monkeypatch.setattr(describe, "distribution", lambda _: SimpleNamespace(read_text=lambda _: json.dumps(origin)))
+    first, *rest = describe.requirements_of(bundle)
+    assert first == "trueline @ git+https://host/t.git@c0ffee"
+    assert all("+" not in line for line in rest)
+    assert any(line.startswith("mlflow==") for line in rest)
+    monkeypatch.setattr(describe, "distribution", lambda _: SimpleNamespace(read_text=lambda _: None))
+    assert describe.requirements_of(bundle)[0].startswith("trueline==")
+
+
 def test_mlflow_loads_the_model_and_answers_through_the_proven_program(
     registered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +150,12 @@ def test_mlflow_loads_the_model_and_answers_through_the_proven_program(
 
         model = mlflow.pyfunc.load_model("models:/double@champion")
         assert model.predict(np.ones((1, 4), np.float32)).tolist() == [[3.0] * 4]
-        assert model.predict({"x": np.ones((2, 4))}).tolist() == [[3.0] * 4] * 2
+        assert model.predict({"x": np.ones((2, 4), np.float32)}).tolist() == [[3.0] * 4] * 2
+        table = pandas.DataFrame({"x": [np.ones(4), np.full(4, 2.0)]})  # 64-bit numbers, as pandas has them
+        assert model.predict(table).tolist() == [[3.0] * 4, [6.0] * 4]
+        assert model.predict(model.input_example) is not None
+        assert model.metadata.get_input_schema().input_names() == ["x"]
+        assert model.metadata.get_output_schema().inputs[0].shape == (-1, 4)
         with pytest.raises(RequestError, match=r"input 'x' has size 9 in dimension 0 \(batch\), proven only for"):
             model.predict(np.ones((9, 4), np.float32))
 

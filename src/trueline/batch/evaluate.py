@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -51,6 +52,11 @@ class Evaluation:
         named = [("loss", self.loss), *self.metrics.items()]
         values = ", ".join(f"{name} {value:.4f}" for name, value in named)
         return f"{self.records} records: {values} ({self.checkpoint or 'untrained'})"
+
+    def _repr_html_(self) -> str:
+        rows = [("records", str(self.records)), ("loss", f"{self.loss:.4f}")]
+        rows += [(escape(name), f"{value:.4f}") for name, value in self.metrics.items()]
+        return f"<table>{''.join(f'<tr><th>{name}</th><td>{text}</td></tr>' for name, text in rows)}</table>"
 
 
 def evaluate(

@@ -104,6 +104,12 @@ def fill(found: Definitions, needs: Sequence[str] | None = None) -> Recipe:
     return Recipe(name=name, digest=found.digest, path=found.path, defaults=TrainingSettings(**values), **filled)
 
 
+def known_names() -> list[str]:
+    """What a recipe may define: blanks in all spellings, then settings."""
+    spellings = [name for blank in BLANKS for name in (blank.name, *blank.aliases)]
+    return [*spellings, "name", "missing", *_VALUES]
+
+
 def _raise_absent(blank: Blank, where: str, *_: object) -> Any:
     raise RecipeError(
         f"{where}: blank '{blank.name}' is missing; expected `{blank.form}` ({blank.meaning})",

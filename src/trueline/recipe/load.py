@@ -8,19 +8,23 @@ can be pickled, and have the same name in every process.
 
 import importlib
 import importlib.util
+import linecache
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from trueline import files
 from trueline.errors import RecipeError, UsageError, closest, join_names
-from trueline.recipe import blanks
+from trueline.recipe import blanks, cells
 from trueline.recipe.blanks import Definitions
 from trueline.recipe.contract import Recipe
 
 _FILE = "recipe.py"
+CELLS = "recipes"
+"""Folder of the user's cache for recipes that were written in a notebook."""
 _PREFIX = "trueline_recipe_"
 
 
@@ -167,6 +171,17 @@ def _import_object(text: str) -> object:
     return found
 
 
+def _write_cells(values: Mapping[str, Any]) -> Path:
+    """The recipe of a notebook's cells as a file in this user's cache, by its content: other processes load it."""
+    given = {**vars(sys.modules["__main__"]), **values}
+    text = cells.source_of(given, [name for name in blanks.known_names() if values.get(name) is not None])
+    name = values.get("name", "notebook")
+    path = files.user_cache() / CELLS / files.sha256_bytes(text.encode())[:16] / f"{name}.py"
+    files.write_atomic(path, text.encode(), mode=0o600)
+    linecache.checkcache(str(path))
+    return path
+
+
 def _from_object(found: object, where: str) -> Definitions:
     if isinstance(found, type):
         try:
@@ -183,6 +198,8 @@ def _from_object(found: object, where: str) -> Definitions:
         values = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
         module, default = "", type(found).__name__
     where = where or (f"module {module}" if module else f"object of type {type(found).__name__}")
+    if any(cells.is_of_cells(values.get(name)) for name in blanks.known_names()):
+        return _from_file(_write_cells(values))
     file = blanks.source_file(found, values)
     digest = files.sha256_file(file) if file else blanks.digest_without_file(values)
     return Definitions(values=values, where=where, module=module, default_name=default, path=None, digest=digest)

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trueline import events
-from trueline.bundle import signing
+from trueline.bundle import schema, signing
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.errors import UsageError
-from trueline.registry import store
+from trueline.registry import describe, store
 from trueline.registry.find import ModelVersion, to_version
+from trueline.registry.follow import record
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -38,7 +39,10 @@ class RunFacts:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     job_dir: Path | None = None
-    """The training job: if it has a run in the same store, that is the run."""
+    """The training job: its run in the same store is the run; one that has none there is logged now, with the times,
+    parameters and curves of the job."""
+    artifacts: tuple[Path, ...] = ()
+    """Further files that the run keeps, as the doctor's report."""
 
 
 def register(
@@ -61,11 +65,11 @@ def register(
         raise UsageError(f"'{model}' cannot name a registered model; use a name without / : @")
     facts = run or RunFacts()
     with store.open_store(tracking_uri) as client:
-        joined = _job_run(client, facts.job_dir) if facts.job_dir else None
-        experiment = experiment_of(client, model) if joined is None else str(joined.info.experiment_id)
+        joined = _job_run(client, facts.job_dir, model) if facts.job_dir else None
+        experiment = store.experiment_of(client, model) if joined is None else str(joined.info.experiment_id)
         run_id = _log_run(client, joined or _begin_run(client, experiment, bundle), bundle, facts)
         try:
-            version = _add_version(client, experiment, run_id, model, bundle, signing.beside(Path(bundle_path)))
+            version = _add_version(client, experiment, run_id, model, bundle, signing.beside(Path(bundle_path)), facts)
             if alias:
                 client.set_registered_model_alias(model, alias, version)
         except BaseException:
@@ -79,32 +83,21 @@ def register(
     return found
 
 
-def experiment_of(client: MlflowClient, name: str) -> str:
-    """The id of experiment `name`, created if it is missing. Raises UsageError if it was deleted."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        with store.ignoring("RESOURCE_ALREADY_EXISTS"):  # another process was faster
-            return str(client.create_experiment(name, store.artifact_location(client, name)))
-        found = client.get_experiment_by_name(name)
-    if found is None or found.lifecycle_stage != "active":
-        raise UsageError(
-            f"the experiment '{name}' was deleted in MLflow", hint="restore it, or register under another name"
-        )
-    return str(found.experiment_id)
-
-
 def _begin_run(client: MlflowClient, experiment: str, bundle: Bundle) -> Run:
     tags = {"mlflow.source.name": "trueline", "mlflow.user": "trueline"}
     return client.create_run(experiment, tags=tags, run_name=f"{bundle.name}-{bundle.digest[:8]}")
 
 
-def _job_run(client: MlflowClient, job_dir: Path) -> Run | None:
-    """The run that `follow` keeps for the job, if this store has it."""
+def _job_run(client: MlflowClient, job_dir: Path, experiment: str) -> Run | None:
+    """The run that `follow` keeps for the job in this store, or that it makes of the job's files; None without them."""
     link = store.link_of(job_dir, client.tracking_uri)
     run = None
     with store.ignoring("RESOURCE_DOES_NOT_EXIST"):
         run = client.get_run(link["run_id"]) if link else None
-    return run if run is not None and run.info.lifecycle_stage == "active" else None
+    if run is not None:
+        return run if run.info.lifecycle_stage == "active" else None
+    recorded = record(job_dir.resolve(), client, experiment)
+    return client.get_run(recorded) if recorded else None
 
 
 def _log_run(client: MlflowClient, run: Run, bundle: Bundle, facts: RunFacts) -> str:
@@ -118,7 +111,21 @@ def _log_run(client: MlflowClient, run: Run, bundle: Bundle, facts: RunFacts) ->
         params=[Param(k, str(v)[:_MAX_PARAM]) for k, v in facts.params.items() if k not in run.data.params],
         tags=[RunTag(key, value) for key, value in {**facts.tags, **_tags(bundle)}.items()],
     )
+    client.log_inputs(run.info.run_id, [describe.dataset_of(bundle, facts.params)])
+    for name in (schema.EVIDENCE, schema.LINEAGE):
+        client.log_artifact(run.info.run_id, str(bundle.path / name), "evidence")
+    for path in (*facts.artifacts, *_doctor_reports(facts.job_dir)):
+        client.log_artifact(run.info.run_id, str(path), "evidence")
     return str(run.info.run_id)
+
+
+def _doctor_reports(job_dir: Path | None) -> list[Path]:
+    """What `trueline doctor` keeps beside the job's recipe."""
+    try:
+        recipe = Path(json.loads(((job_dir or Path()) / "job.json").read_bytes())["recipe"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [path for path in [recipe.with_suffix(".doctor.json")] if recipe.suffix and path.is_file()]
 
 
 def _tags(bundle: Bundle) -> dict[str, str]:
@@ -130,7 +137,13 @@ def _tags(bundle: Bundle) -> dict[str, str]:
 
 
 def _add_version(
-    client: MlflowClient, experiment: str, run_id: str, model: str, bundle: Bundle, signature: str | None
+    client: MlflowClient,
+    experiment: str,
+    run_id: str,
+    model: str,
+    bundle: Bundle,
+    signature: str | None,
+    facts: RunFacts,
 ) -> str:
     from mlflow.entities import LoggedModelOutput
     from mlflow.entities.logged_model_status import LoggedModelStatus
@@ -146,12 +159,16 @@ def _add_version(
     client.log_model_artifacts(logged.model_id, str(bundle.path), store.BUNDLE_FOLDER)
     client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
     client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
+    job = {"job": facts.job_dir.name} if facts.job_dir else {}
+    tags |= {f"trueline.{name}": value for name, value in job.items()}
+    text = describe.describe_lineage(bundle, {**facts.params, **job})
+    client.set_tag(run_id, "mlflow.note.content", text)  # the description of the run's page
     with store.ignoring("RESOURCE_ALREADY_EXISTS"):
         client.create_registered_model(model)
     # A server resolves `models:/<id>` in its own store; in this process MLflow would use the global one instead.
     served = client.tracking_uri.startswith("http")
     source = f"models:/{logged.model_id}" if served else logged.artifact_location
-    version = client.create_model_version(model, source, run_id, tags, model_id=logged.model_id)
+    version = client.create_model_version(model, source, run_id, tags, description=text, model_id=logged.model_id)
     link = json.dumps([{"name": model, "version": str(version.version)}])
     client.set_logged_model_tags(logged.model_id, {"mlflow.modelVersions": link})
     return str(version.version)

@@ -15,7 +15,7 @@ import numpy as np
 
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.errors import RequestError, join_names
-from trueline.registry import store
+from trueline.registry import describe, store
 from trueline.version import __version__
 
 if TYPE_CHECKING:
@@ -29,9 +29,11 @@ def describe_model(bundle: Bundle, folder: Path, *, model_id: str, run_id: str, 
     """Writes the files of a logged model into `folder`, except the bundle, which belongs in `bundle/`."""
     from mlflow.models import Model
 
-    # No MLflow signature: it would allow arrays or dicts of arrays but not both, and the Session checks inputs against
-    # the proven range, which MLflow's schema cannot express.
-    model = Model(artifact_path=where, run_id=run_id, model_uuid=model_id, model_id=model_id)
+    model = Model(
+        artifact_path=where, run_id=run_id, model_uuid=model_id, model_id=model_id,
+        signature=describe.signature_of(bundle),
+    )  # fmt: skip
+    describe.save_example(model, bundle, folder)
     model.add_flavor(
         "python_function", loader_module=__name__, data=store.BUNDLE_FOLDER,
         python_version=platform.python_version(), env={"virtualenv": _PYTHON_ENV},
@@ -44,14 +46,15 @@ def describe_model(bundle: Bundle, folder: Path, *, model_id: str, run_id: str, 
         },
     )  # fmt: skip
     model.save(str(folder / "MLmodel"))
-    (folder / _REQUIREMENTS).write_text(f"trueline=={__version__}\n")
+    (folder / _REQUIREMENTS).write_text("".join(f"{line}\n" for line in describe.requirements_of(bundle)))
     (folder / _PYTHON_ENV).write_text(
         f"python: {platform.python_version()}\nbuild_dependencies:\n- pip\ndependencies:\n- -r {_REQUIREMENTS}\n"
     )
 
 
 class BundleModel:
-    """The model that MLflow wraps: `predict` takes one array, or a dict of them by input name."""
+    """The model that MLflow wraps: `predict` takes one array, or a dict of them by input name. MLflow makes one of
+    a DataFrame with a column for each input, of flat arrays or numbers."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

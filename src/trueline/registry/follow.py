@@ -30,12 +30,13 @@ from typing import TYPE_CHECKING, Any
 from trueline import events, files
 from trueline.errors import DiskFull, RegistryError, TruelineError, UsageError
 from trueline.registry import store
+from trueline.registry.machine import MachineLoad
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 POLL_S = 0.5
-FLUSH_S = 2.0
+FLUSH_S, LOAD_S = 2.0, 10.0
 GONE_S = 15.0
 """A job without an end whose processes have been gone for this long was killed."""
 RETRY_S = 5.0
@@ -66,6 +67,8 @@ class Curves:
     tags: dict[str, str] = field(default_factory=dict)
     end: str = ""
     """MLflow's status of the run, once the job has ended."""
+    ended_ms: int | None = None
+    """When it ended, in milliseconds since 1970."""
     former: str = ""
     """The job's end in a former reading, in case it does not continue."""
     deaths: int = 0
@@ -99,10 +102,11 @@ class Curves:
                 if self.end:  # the first end counts; later events are cleanup
                     return
                 self._close(at)
+                self.ended_ms = round(at * 1000)
                 self.end = _ENDS.get(name) or _OUTCOMES.get(fields.get("outcome", ""), "KILLED")
                 self.tags |= {"trueline.state": STATES[self.end], "trueline.why": str(fields.get("why", ""))[:4000]}
             case "worker.started" if self.end or self.former:  # the job was resumed
-                self.end = self.former = ""
+                self.end, self.former, self.ended_ms = "", "", None
                 self.tags |= {"trueline.state": "running", "trueline.why": ""}
 
     def _add_step(self, fields: dict[str, Any], at: float) -> None:
@@ -155,7 +159,7 @@ class _Follower:
 
     def __init__(self, job_dir: Path, client: MlflowClient, experiment: str | None) -> None:
         self.job_dir, self.client = job_dir, client
-        self.curves = Curves()
+        self.curves, self._load, self._loaded_at = Curves(), MachineLoad(), time.monotonic()
         self.settings = json.loads((job_dir / "job.json").read_bytes())
         known = store.link_of(job_dir, client.tracking_uri)
         self.offset = known.get("offset", 0)
@@ -168,13 +172,13 @@ class _Follower:
     def _begin(self, experiment: str | None) -> str:
         from mlflow.entities import Param
 
-        from trueline.registry.add import experiment_of
-
         name = str(self.settings["name"])
-        where = experiment_of(self.client, experiment or re.sub(r"-\d+$", "", name))
-        tags = {"trueline.job": name, "trueline.state": "running", "mlflow.source.name": "trueline",
+        where = store.experiment_of(self.client, experiment or re.sub(r"-\d+$", "", name))
+        tags = {"trueline.job": name, "trueline.job_dir": str(self.job_dir), "trueline.state": "running",
+                "mlflow.source.name": "trueline",
                 "mlflow.user": "trueline", store.RECIPE_TAG: self.settings["recipe_digest"]}  # fmt: skip
-        run = self.client.create_run(where, tags=tags, run_name=name)
+        began = next((round(event["at"] * 1000) for _, event in _events(self.job_dir / "events.jsonl", 0)), None)
+        run = self.client.create_run(where, start_time=began, tags=tags, run_name=name)
         plain = {key: value for key, value in self.settings.items() if isinstance(value, str | int | float | bool)}
         self.client.log_batch(run.info.run_id, params=[Param(key, str(value)[:6000]) for key, value in plain.items()])
         self.run_id = str(run.info.run_id)
@@ -209,6 +213,12 @@ class _Follower:
             if not self.curves.pending:
                 self._safe = end
 
+    def add_load(self) -> None:
+        """Adds how busy the machine is, every LOAD_S seconds of a job that runs."""
+        if time.monotonic() >= self._loaded_at + LOAD_S:
+            self._loaded_at, at_ms = time.monotonic(), round(time.time() * 1000)
+            self.curves.points += [(key, value, at_ms, self.curves.step) for key, value in self._load.read().items()]
+
     def flush(self) -> None:
         """Logs points and tags, then saves the offset: after a death between the two they are logged twice."""
         from mlflow.entities import Metric, RunTag
@@ -233,7 +243,7 @@ class _Follower:
         for name in _KEPT:
             if (self.job_dir / name).exists():
                 self.client.log_artifact(self.run_id, str(self.job_dir / name))
-        self.client.set_terminated(self.run_id, status)
+        self.client.set_terminated(self.run_id, status, self.curves.ended_ms)
         events.emit("run.ended", run=self.run_id, status=status)
 
 
@@ -274,6 +284,19 @@ def follow(job_dir: Path, *, tracking_uri: str | None = None, experiment: str | 
                 time.sleep(RETRY_S)
 
 
+def record(job_dir: Path, client: MlflowClient, experiment: str) -> str | None:
+    """Logs a job that has ended and that no process follows, as `follow` would have; returns the run's id. None for a
+    folder without a job, or one whose job runs."""
+    if not (job_dir / "job.json").exists() or _alive(job_dir):
+        return None
+    with _alone(job_dir):
+        follower = _Follower(job_dir, client, experiment)
+        follower.read()
+        follower.flush()
+        follower.close(follower.curves.end or "KILLED")
+    return follower.run_id
+
+
 def _pump(follower: _Follower) -> str:
     flushed, alive_at, ended_at = -math.inf, time.monotonic(), math.inf
     while True:
@@ -284,6 +307,7 @@ def _pump(follower: _Follower) -> str:
         status = follower.curves.end or killed
         if status or now >= flushed + FLUSH_S:
             flushed = now
+            follower.add_load()
             follower.flush()
         if status:
             ended_at = min(ended_at, now)

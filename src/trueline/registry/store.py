@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from trueline import files
-from trueline.errors import RegistryError, TruelineError
+from trueline.errors import RegistryError, TruelineError, UsageError
 from trueline.extras import naming_extras
 from trueline.files import sha256_bytes
 from trueline.storage.object_store import redact_text, redact_uri
@@ -138,3 +138,17 @@ def artifact_location(client: MlflowClient, experiment: str) -> str | None:
     """Beside the database of an embedded store, whatever the current folder; None leaves it to the server."""
     database = _database(client.tracking_uri)
     return None if database is None else (database.parent / "mlruns" / quote(experiment, safe="")).as_uri()
+
+
+def experiment_of(client: MlflowClient, name: str) -> str:
+    """The id of experiment `name`, created if it is missing. Raises UsageError if it was deleted."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        with ignoring("RESOURCE_ALREADY_EXISTS"):  # another process was faster
+            return str(client.create_experiment(name, artifact_location(client, name)))
+        found = client.get_experiment_by_name(name)
+    if found is None or found.lifecycle_stage != "active":
+        raise UsageError(
+            f"the experiment '{name}' was deleted in MLflow", hint="restore it, or register under another name"
+        )
+    return str(found.experiment_id)

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,6 +24,8 @@ from trueline.train.job_dir import JobDir
 from trueline.train.launch.jobs import format_set_aside
 from trueline.train.launch.launcher import LocalJob
 from trueline.train.master.journal import Journal
+from trueline.train.monitor.notebook import progress
+from trueline.train.monitor.plot import Plot, plot_job
 from trueline.train.settings import Fault, JobSettings, Overrides, apply_overrides, parse_workers, refuse_changes
 
 USUAL_WORKERS = 3
@@ -155,6 +158,14 @@ class TrainResult:
         """The job's result: its best checkpoint if `monitor` or `patience` is set, else the last."""
         return (self.best if job_settings.load(self.job_dir).wants_best else None) or self.checkpoint
 
+    def plot(self) -> Plot:
+        """The loss of each step, with a mark at each change of the workers."""
+        return plot_job(self.job_dir)
+
+    def _repr_html_(self) -> str:
+        lines = [*self.summary.as_text().splitlines(), f"checkpoint: {self.chosen}"]
+        return f"<pre>{escape(chr(10).join(lines))}</pre>{self.plot().svg}"
+
 
 def train(
     recipe: str | Path | Recipe,
@@ -178,7 +189,7 @@ def train(
 def launch(folder: Path) -> TrainResult:
     """Runs the job prepared in `folder` to its end. Raises as `train` does."""
     began = time.monotonic()
-    with LocalJob(folder) as running:
+    with progress(), LocalJob(folder) as running:
         facts = running.run()
     facts["seconds"] = time.monotonic() - began
     return TrainResult(checkpoint=parse_location(facts["checkpoint"]), job_dir=folder, summary=JobSummary(facts))
@@ -289,6 +300,10 @@ def _new(job: JobSettings, job_dir: str | Path | None, recipe: Recipe | None = N
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the model, what it learned from, and secrets
     if job.weights and recipe is not None:
         job = _start_from(job, recipe, folder)
+    if recipe is not None and recipe.path is not None and files.user_cache() in recipe.path.parents:
+        kept = folder / "recipe.py"  # of a notebook: the job outlives the cache
+        files.write_atomic(kept, recipe.path.read_bytes())
+        job = replace(job, recipe=str(kept))
     job_settings.save(replace(job, name=folder.name, checkpoints=_absolute(job.checkpoints)), folder)
     return folder
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -91,6 +92,10 @@ class Captured:
     serve: str
     """Format of the program to serve."""
     programs: tuple[Attempt, ...]
+
+    def _repr_html_(self) -> str:
+        lines = [*(one.summary for one in self.programs), f"serve: {self.serve}", f"bundle: {self.path}"]
+        return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 
 def emit_event(attempt: Attempt) -> None:

@@ -28,25 +28,52 @@ trueline register digits.bundle --alias challenger --job runs/digits-1
 @click.argument("bundle")
 @click.option("--name", metavar="NAME", help="Name of the model; else the bundle's own.")
 @click.option("--alias", default="champion", show_default=True, help="Alias to move to it; '' for none.")
-@click.option("--job", metavar="FOLDER", help="Folder of the training job: its settings become the run's parameters.")
+@click.option(
+    "--job", metavar="FOLDER", help="Folder of the training job; else that of ./runs which has the bundle's checkpoint."
+)
+@click.option("--artifact", "artifacts", multiple=True, metavar="FILE",
+              help="A file that the run keeps, as doctor.html; repeatable.")  # fmt: skip
 @click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="A parameter of the run; repeatable.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME=VALUE", help="A metric of the run; repeatable.")
 @tracking_option
 def command(
-    bundle: str, job: str | None, params: tuple[str, ...], metrics: tuple[str, ...], alias: str, **store: str | None
+    bundle: str,
+    job: str | None,
+    params: tuple[str, ...],
+    metrics: tuple[str, ...],
+    artifacts: tuple[str, ...],
+    alias: str,
+    **store: str | None,
 ) -> Output:
     """Make a bundle the next version of a model in MLflow.
 
-    Stores the bundle with its digest, parameters and metrics, and moves --alias to the new version, so that
-    `trueline serve models:/NAME@champion` and mlflow.pyfunc.load_model find it. Without a tracking URI
-    the store is ./mlflow.db; no server is needed.
+    Stores the bundle with its signature, an example, its evidence and its lineage in words, and moves --alias to the
+    new version, so that `trueline serve models:/NAME@champion` and mlflow.pyfunc.load_model find it. The run is the
+    training job's: its start and end, parameters, curves and data set. Without a tracking URI the store is
+    ./mlflow.db; no server is needed.
     """
     from trueline.registry import register
 
-    facts = run_facts(Path(job) if job else None, parse_pairs(params, "--param"), parse_pairs(metrics, "--metric"))
+    found = Path(job) if job else find_job(Path(bundle))
+    facts = run_facts(found, parse_pairs(params, "--param"), parse_pairs(metrics, "--metric"))
+    facts = dataclasses.replace(facts, artifacts=tuple(map(Path, artifacts)))
     version = register(bundle, alias=alias or None, run=facts, **store)
     aliases = f" ({', '.join(version.aliases)})" if version.aliases else ""
     return Output(f"{version.uri}{aliases}", {**dataclasses.asdict(version), "uri": version.uri})
+
+
+def find_job(bundle: Path) -> Path | None:
+    """The job in ./runs, or around the bundle, whose checkpoint the bundle was captured from, by its digest."""
+    from trueline.bundle import open_bundle
+
+    digest = open_bundle(bundle).manifest.lineage.checkpoint_digest
+    head = f'{{"digest": "{digest}"'.encode()  # how a checkpoint's manifest begins
+    for job in [*Path("runs").glob("*"), bundle.absolute().parent]:
+        for manifest in job.glob("checkpoints/step-*/checkpoint.json"):
+            with manifest.open("rb") as file:
+                if digest and file.read(len(head)) == head and (job / "summary.json").exists():
+                    return job
+    return None
 
 
 def run_facts(job: Path | None, params: dict[str, str], metrics: dict[str, str]) -> RunFacts:
@@ -57,19 +84,21 @@ def run_facts(job: Path | None, params: dict[str, str], metrics: dict[str, str])
         numbers = {name: float(value) for name, value in metrics.items()}
     except ValueError as error:
         raise UsageError(f"a metric is a number: {error}") from error
-    facts = _job_facts(job) if job else {}
-    measured = {key: value for key, value in facts.items() if isinstance(value, float)}
-    plain: dict[str, Any] = {key: value for key, value in facts.items() if isinstance(value, str | int | bool)}
+    settings, summary = _job_facts(job) if job else ({}, {})
+    measured = {key: value for key, value in summary.items() if isinstance(value, float)}
+    plain: dict[str, Any] = {key: value for key, value in settings.items() if isinstance(value, str | int | float)}
+    plain |= {key: value for key, value in summary.items() if isinstance(value, str | int)}
     return RunFacts(params=plain | params, metrics=measured | numbers, job_dir=job)
 
 
-def _job_facts(job: Path) -> dict[str, Any]:
+def _job_facts(job: Path) -> list[dict[str, Any]]:
+    """The settings and the summary of a finished job. Raises UsageError."""
     from trueline.train.job_dir import JobDir
 
-    facts: dict[str, Any] = {}
+    facts: list[dict[str, Any]] = []
     for file in (JobDir(job).settings, JobDir(job).summary):
         try:
-            facts.update(json.loads(file.read_bytes()))
+            facts.append(json.loads(file.read_bytes()))
         except FileNotFoundError as error:
             raise UsageError(
                 f"{job} holds no finished job: it has no {file.name}",
