@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from trueline.ship import ship as ship
     from trueline.train.api import train as train
     from trueline.train.elastic import Elastic as Elastic
+    from trueline.train.step.joint import JointOptimizer as JointOptimizer
     from trueline.train.step.options import Options as Options
     from trueline.train.step.validation import Rule as Rule
     from trueline.train.step.validation import Validation as Validation
 
 _WHERE = {
     "Elastic": "trueline.train.elastic:Elastic",
+    "JointOptimizer": "trueline.train.step.joint:JointOptimizer",
     "Options": "trueline.train.step.options:Options",
     "Rule": "trueline.train.step.validation:Rule",
     "Validation": "trueline.train.step.validation:Validation",

@@ -29,7 +29,7 @@ def points(seed):
     """def model(): return Net()
 def loss(outputs, labels): return torch.nn.functional.cross_entropy(outputs, labels)
 def optimizer(params): return torch.optim.SGD(params, lr=0.1)
-def dataset(mode): return points(mode == "training")""",
+def dataset(mode): return points(int(mode == "training"))""",
     """result = trueline.train("__main__", workers=2, job_dir="job", faults=[])
 result""",
     """trueline.evaluate("__main__", result.chosen)""",

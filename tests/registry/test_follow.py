@@ -321,6 +321,12 @@ def test_registering_logs_a_job_that_nothing_followed_with_its_own_times_and_cur
     assert described.tags["trueline.job"] == "digits-1"
 
 
+def test_what_a_loop_logs_is_a_curve() -> None:
+    curves = Curves()
+    curves.hear("loop.logged", {"step": 3, "top-5 (%)": 0.5}, 10.0)
+    assert curves.points == [("top-5 ___", 0.5, 10_000, 3)]
+
+
 def test_the_load_of_the_machine_is_read_as_mlflow_names_it(tmp_path: Path) -> None:
     (tmp_path / "stat").write_text("cpu  10 0 10 70 10 0 0 0 0 0\n")
     (tmp_path / "meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 1024 kB\nHugePages_Total:       0\n")

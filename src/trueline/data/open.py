@@ -73,7 +73,9 @@ def as_source(
         source = open_source(dataset, default, mode=mode, missing=missing)
         default.check(source.records.schema, mode)
         return source
-    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    inner = getattr(dataset, "dataset", dataset) if hasattr(dataset, "batch_sampler") else dataset  # of a DataLoader
+    streams = any(one.__name__ == "IterableDataset" for one in type(inner).__mro__)
+    indexed = hasattr(inner, "__getitem__") and hasattr(inner, "__len__") and not streams
     if indexed and not isinstance(dataset, tuple | dict):
         return DatasetSource(dataset, mode=mode)
     iterable = hasattr(dataset, "__iter__") and not isinstance(dataset, tuple | dict)
@@ -81,7 +83,8 @@ def as_source(
     raise RecipeError(
         f"recipe {recipe}: dataset('{mode}') returned {type(dataset).__name__}{why}; "
         "expected a map-style Dataset (__len__ and __getitem__), or the URI of records",
-        hint="elastic training reads any record by its index, so that none is lost or trained twice",
+        hint="elastic training reads any record by its index, so that none is lost or trained twice; write a stream "
+        "to a file of records once, e.g. Parquet, and return its name",
     )
 
 

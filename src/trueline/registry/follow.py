@@ -90,6 +90,10 @@ class Curves:
                 found = {"loss": fields["loss"], **json.loads(fields.get("metrics") or "{}")}
                 for key, value in found.items():
                     self._add(f"eval/{_key(key)}", value, at, int(fields["step"]))
+            case "loop.logged":
+                for key, value in fields.items():
+                    if key != "step":
+                        self._add(_key(key), value, at, int(fields["step"]))
             case "epoch.certified" if fields["epoch"] < _MAX_TAGS:
                 self.tags[f"trueline.certificate.{fields['epoch']}"] = json.dumps(fields)
             case "worker.lost" | "worker.killed" if fields.get("why") != "exit code 0":  # as planned

@@ -39,6 +39,7 @@ from trueline.train.step.contribution import Contribution, StepBatch, StepReader
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.load_balance import StepTimer
+from trueline.train.step.loop_view import LoopView
 from trueline.train.step.optimizer_step import OptimizerStep, check_optimizer
 from trueline.train.step.options import Options
 from trueline.train.step.plan import ForwardPiece, Ints, JobPlan
@@ -49,7 +50,7 @@ from trueline.train.step.validation import Evaluations, LoopExtras
 from trueline.wire import train_pb2 as pb
 
 
-class Elastic:
+class Elastic(LoopView):
     """Trains `model` together with the other workers of the job, or alone if no master started this process.
 
     `dataset` is a map-style Dataset or a Source. A fork first tries the loop, to see what it draws and how its loss
@@ -107,29 +108,6 @@ class Elastic:
         self._host_waits = device.type == "cpu"  # a GPU computes on, and the hook runs outside of the main thread
         self._batch: StepBatch | None = None
         self._failed, self._contribution, self._wishes = False, Contribution(), 0
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self._replica.model
-
-    @property
-    def steps(self) -> int:
-        """Applied optimizer steps."""
-        return self._replica.ledger.steps
-
-    @property
-    def total_steps(self) -> int:
-        return self._plan.total_steps
-
-    @property
-    def certificates(self) -> list[dict[str, Any]]:
-        """For each finished epoch: steps, records, digest, least and most applications of a record."""
-        return self._replica.ledger.certificates
-
-    @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The evaluations while training: step, records, loss, metrics, best, stop."""
-        return self._replica.ledger.evaluations
 
     def __iter__(self) -> Iterator[StepBatch]:
         if self._trial is not None:

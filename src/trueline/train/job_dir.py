@@ -156,6 +156,12 @@ class JobDir:
             file.write(line)
 
 
+def current_job() -> Path | None:
+    """The folder of the job that this process is a worker of."""
+    folder = os.environ.get("TRUELINE_JOB")
+    return Path(folder) if folder else None
+
+
 def _lock_file(path: Path) -> int | None:
     """Locks a file until the returned descriptor is closed; None when it is locked."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

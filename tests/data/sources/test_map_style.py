@@ -147,3 +147,49 @@ def test_what_is_no_source_is_a_recipe_error_that_says_what_was_found(found: Any
 def test_a_source_is_taken_as_it_is() -> None:
     source = DatasetSource(tensors(), mode="training")
     assert as_source(source, mode="training", feed=None, recipe="r") is source
+
+
+def pad(items):
+    inputs, labels = zip(*items, strict=True)
+    return torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.tensor(labels)
+
+
+class Unequal(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.arange(index + 1), index
+
+
+def test_a_collate_fn_of_the_dataset_or_of_a_dataloader_makes_the_batches():
+    batch = as_source(torch.utils.data.DataLoader(Unequal(), collate_fn=pad), mode="training").read(np.array([2, 0]))
+    assert batch.inputs.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch.labels.tolist() == [2, 0]
+    dataset = Unequal()
+    dataset.collate_fn = pad
+    assert as_source(dataset, mode="training").read(np.array([2, 0])).inputs.tolist() == batch.inputs.tolist()
+    dataset.collate_fn = lambda items: pad(items)[0]
+    with pytest.raises(DataError, match=r"collate_fn made a Tensor .* expected \(inputs, labels\)"):
+        as_source(dataset, mode="training").read(np.array([2, 0]))
+
+
+def test_a_dataloader_without_a_collate_fn_of_its_own_reads_as_its_dataset():
+    dataset = torch.utils.data.TensorDataset(torch.arange(8.0).view(4, 2), torch.arange(4))
+    found, plain = (as_source(one, mode="training") for one in (torch.utils.data.DataLoader(dataset), dataset))
+    assert torch.equal(found.read(np.array([3, 1])).inputs, plain.read(np.array([3, 1])).inputs)
+    assert found.fingerprint() == plain.fingerprint()
+
+
+def test_a_stream_is_refused_with_the_way_out_though_it_tells_a_length():
+    class Counted(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return iter(range(3))
+
+    for stream in (Counted(), torch.utils.data.DataLoader(Counted())):
+        with pytest.raises(RecipeError, match="can be iterated but not indexed") as caught:
+            as_source(stream, mode="training")
+        assert "write a stream to a file of records once" in caught.value.hint

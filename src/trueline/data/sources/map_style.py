@@ -1,11 +1,12 @@
 """Records from a map-style torch Dataset.
 
-Items are `(inputs, label)`, in prediction mode also the inputs alone; torch's `default_collate` makes batches of them.
+Items are `(inputs, label)`, in prediction mode also the inputs alone; torch's `default_collate` makes batches of them,
+or a `collate_fn` that the Dataset has or that came with it in a DataLoader, whose other arguments do not count.
 A record that cannot be read is an error that names it. torch is imported when the first batch is read.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ class DatasetSource:
     forks = True
 
     def __init__(self, dataset: Any, *, mode: Mode) -> None:
+        self._batch_of: Callable[[list[Any]], Any] | None = getattr(dataset, "collate_fn", None)
+        if hasattr(dataset, "batch_sampler") and hasattr(dataset, "dataset"):  # a DataLoader: the job makes the batches
+            dataset = dataset.dataset
         self._dataset, self._mode, self._kind = dataset, mode, type(dataset).__qualname__
         try:
             self.num_records = len(dataset)
@@ -37,6 +41,8 @@ class DatasetSource:
         check_indices(indices, self.num_records, f"dataset {self._kind}")
         numbers: list[int] = indices.tolist()
         items = self._items(numbers)
+        if self._batch_of is not None:
+            return self._collate_whole(self._batch_of, items, numbers)
         if set(map(type, items)) == {tuple} and set(map(len, items)) == {2}:  # nearly always; the rest is slower
             pairs = items
         else:
@@ -88,6 +94,19 @@ class DatasetSource:
         count = f" of {len(item)}" if isinstance(item, tuple | list) else ""
         raise DataError(
             f"record {index} of dataset {self._kind} is a {type(item).__name__}{count}, expected (inputs, label)",
+            hint="several inputs go in a tuple or dict of their own: ((first, second), label)",
+        )
+
+    def _collate_whole(self, batch_of: Callable[[list[Any]], Any], items: Sequence[Any], numbers: list[int]) -> Batch:
+        """What the user's `collate_fn` makes of the items."""
+        made = batch_of(list(items))
+        if isinstance(made, tuple | list) and len(made) == 2:
+            return Batch(made[0], made[1])
+        if self._mode == "prediction":
+            return Batch(made, None)
+        raise DataError(
+            f"collate_fn made a {type(made).__name__} of records {numbers[:8]} of dataset {self._kind}, expected "
+            "(inputs, labels)",
             hint="several inputs go in a tuple or dict of their own: ((first, second), label)",
         )
 

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trueline.errors import TrainError, UsageError
+from trueline.train.step.joint import check_closure
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.options import Options
 
@@ -176,7 +177,8 @@ class OptimizerStep:
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for parameters that the model does not have: they would be neither summed nor transferred."""
+    """Raises UsageError for parameters that the model does not have, which would be neither summed nor transferred, and
+    for an optimizer that computes the loss itself."""
     known = {id(parameter) for parameter in model.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strange = [parameter for parameter in parameters if id(parameter) not in known]
@@ -186,3 +188,4 @@ def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
             f"{list(strange[0].shape)})",
             hint="make them a part of the model, e.g. a criterion with parameters a submodule of it",
         )
+    check_closure(optimizer)
