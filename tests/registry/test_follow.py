@@ -159,7 +159,7 @@ class Client:
     def log_artifact(self, run_id: str, path: str) -> None:
         self.files.append(Path(path).name)
 
-    def set_terminated(self, run_id: str, status: str) -> None:
+    def set_terminated(self, run_id: str, status: str, end_time: int | None) -> None:
         self.status = status
 
 

@@ -30,6 +30,7 @@ from trueline.parallel.store import StoreServer
 from trueline.train import devices
 from trueline.train.faults import Faults
 from trueline.train.link.grpc_client import connect
+from trueline.train.loop_view import LoopView
 from trueline.train.regroup.recovery import Recovery
 from trueline.train.step import model_traits, rehearsal
 from trueline.train.step.blame import Trials
@@ -39,7 +40,6 @@ from trueline.train.step.contribution import Contribution, StepBatch, StepReader
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.load_balance import StepTimer
-from trueline.train.step.loop_view import LoopView
 from trueline.train.step.optimizer_step import OptimizerStep, check_optimizer
 from trueline.train.step.options import Options
 from trueline.train.step.plan import ForwardPiece, Ints, JobPlan

@@ -163,20 +163,28 @@ class Unequal(torch.utils.data.Dataset):
 
 
 def test_a_collate_fn_of_the_dataset_or_of_a_dataloader_makes_the_batches():
-    batch = as_source(torch.utils.data.DataLoader(Unequal(), collate_fn=pad), mode="training").read(np.array([2, 0]))
+    batch = as_source(
+        torch.utils.data.DataLoader(Unequal(), collate_fn=pad), mode="training", feed=None, recipe="r"
+    ).read(np.array([2, 0]))
     assert batch.inputs.tolist() == [[0, 1, 2], [0, 0, 0]]
     assert batch.labels.tolist() == [2, 0]
     dataset = Unequal()
     dataset.collate_fn = pad
-    assert as_source(dataset, mode="training").read(np.array([2, 0])).inputs.tolist() == batch.inputs.tolist()
+    assert (
+        as_source(dataset, mode="training", feed=None, recipe="r").read(np.array([2, 0])).inputs.tolist()
+        == batch.inputs.tolist()
+    )
     dataset.collate_fn = lambda items: pad(items)[0]
     with pytest.raises(DataError, match=r"collate_fn made a Tensor .* expected \(inputs, labels\)"):
-        as_source(dataset, mode="training").read(np.array([2, 0]))
+        as_source(dataset, mode="training", feed=None, recipe="r").read(np.array([2, 0]))
 
 
 def test_a_dataloader_without_a_collate_fn_of_its_own_reads_as_its_dataset():
     dataset = torch.utils.data.TensorDataset(torch.arange(8.0).view(4, 2), torch.arange(4))
-    found, plain = (as_source(one, mode="training") for one in (torch.utils.data.DataLoader(dataset), dataset))
+    found, plain = (
+        as_source(one, mode="training", feed=None, recipe="r")
+        for one in (torch.utils.data.DataLoader(dataset), dataset)
+    )
     assert torch.equal(found.read(np.array([3, 1])).inputs, plain.read(np.array([3, 1])).inputs)
     assert found.fingerprint() == plain.fingerprint()
 
@@ -191,5 +199,5 @@ def test_a_stream_is_refused_with_the_way_out_though_it_tells_a_length():
 
     for stream in (Counted(), torch.utils.data.DataLoader(Counted())):
         with pytest.raises(RecipeError, match="can be iterated but not indexed") as caught:
-            as_source(stream, mode="training")
+            as_source(stream, mode="training", feed=None, recipe="r")
         assert "write a stream to a file of records once" in caught.value.hint

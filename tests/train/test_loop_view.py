@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trueline import events
-from trueline.train.step.loop_view import LoopView
+from trueline.train.loop_view import LoopView
 
 
 def view(rank: int) -> LoopView:
