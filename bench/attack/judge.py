@@ -1,9 +1,10 @@
 """Is a sealed bundle right? Judged without the project's own comparison, by questions it was never asked.
 
-The reference is a fresh copy of the eager model; its answer in float64, and those of copies whose weights and inputs
-were rounded otherwise, show its own error. A program may be off by a small multiple of that error, or by some units in
-the last place of the column's own scale. Questions have sizes inside the claim far beyond those of an example, come in
-any order, hundreds of times, with NaN and infinity, and with indices outside of tables.
+The reference is a fresh copy of the eager model; its answer in float64, those of copies whose weights and inputs were
+rounded otherwise, and those with each operator's result rounded otherwise, show its own error. A program may be off by
+a small multiple of that error, or by some units in the last place of the column's own scale. Questions have sizes
+inside the claim far beyond those of an example, come in any order, hundreds of times, with NaN and infinity, and with
+indices outside of tables.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from bench.attack.subject import FAMILIES, Answer, Array, Model, Subject, draw, 
 OWN, FLOOR, HALF_FLOOR = 16, 64, 8
 """A number may be off by OWN times the model's own error in its column, or by FLOOR units in the last place of the
 column's largest number (HALF_FLOOR of half precision)."""
+PARTED = 2.0**-4
+ROUNDED = 6
+"""Answers with each operator's result rounded at random."""
 SIZES = (1, 2, 3, 5, 8, 16, 31, 33, 48, 50, 51, 64, 65, 77, 100, 101, 128, 129, 151, 257, 1000, 4096)
 CALLS = 400
 SLOW_S = 1.0
@@ -187,11 +191,12 @@ class _Judge:
         return why or differ(expected, answer)
 
     def others(self, arrays: Mapping[str, Array]) -> Iterator[Answer]:
-        """What the model might as well have answered: in float64, rounded otherwise, and rounded more coarsely, where a
-        threshold may be near."""
-        wide = self.subject.model().widened()
-        if wide is not None:
-            yield wide.answer(arrays, wide=True)
+        """What the model might as well have answered: in float64, with results rounded otherwise, with inputs and
+        weights rounded otherwise, and these more coarsely, where a threshold may be near."""
+        for at in range(ROUNDED + 1):
+            wide = self.subject.model().widened()
+            if wide is not None:
+                yield wide.answer(arrays, wide=True, rounded=at)
         for at in range(12):
             scale = 1.0 if at < 4 else 3.0
             yield self.subject.model().shaken(at, scale).answer(shake(arrays, at, scale))
@@ -326,13 +331,21 @@ def _differ_floats(expected: Array, answer: Array, own: Array | None) -> str:
         floor = (HALF_FLOOR if expected.dtype == np.float16 else FLOOR) * np.finfo(expected.dtype).eps * scale
         bound = floor + np.finfo(expected.dtype).tiny
         if own is not None:
-            bound = bound + OWN * np.where(np.isfinite(own), own, 0).max(axis=axes, keepdims=True, initial=0.0)
+            bound = bound + OWN * _spread(np.where(np.isfinite(own), own, 0), scale, axes)
         wrong = (wrong | (error > bound)) & ~unclear
     if not wrong.any():
         return ""
     place = tuple(int(i) for i in np.argwhere(wrong)[0])
     far = float((error / np.broadcast_to(bound, error.shape)).max())
     return f"at {list(place)} is {answer[place]:.9g}, the model's {expected[place]:.9g} ({far:.3g} times what it may)"
+
+
+def _spread(own: Array, scale: Array, axes: tuple[int, ...]) -> Array:
+    """The largest error in the column of each element. One that took another way (PARTED of the scale) excuses itself
+    alone."""
+    parted = own > PARTED * scale
+    spread: Array = np.where(parted, 0, own).max(axis=axes, keepdims=True, initial=0.0)
+    return np.maximum(spread, np.where(parted, own, 0))
 
 
 def _unlike(first: Answer, again: Answer) -> bool:

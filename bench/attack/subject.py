@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Array = npt.NDArray[Any]
 Answer = list[Array] | str
@@ -81,8 +84,11 @@ class Model:
     network: Any
     module: Any
 
-    def answer(self, arrays: Mapping[str, Array], *, wide: bool = False, fast: bool = False) -> Answer:
-        """As the eager model answers; `wide`: in float64; `fast`: with the fast path that torch takes in evaluation."""
+    def answer(
+        self, arrays: Mapping[str, Array], *, wide: bool = False, fast: bool = False, rounded: int = 0
+    ) -> Answer:
+        """As the eager model answers; `wide`: in float64; `rounded`: that with each result rounded by the draws of this
+        number; `fast`: with the fast path that torch takes in evaluation."""
         tensors = {n: torch.from_numpy(np.array(a, order="C")) for n, a in arrays.items()}
         if wide:
             tensors = {n: t.double() if t.dtype == torch.float32 else t for n, t in tensors.items()}
@@ -91,7 +97,8 @@ class Model:
         torch.backends.mha.set_fastpath_enabled(fast)
         seed = torch.random.get_rng_state()
         try:
-            with torch.no_grad(), _as_float64() if wide else nullcontext():
+            rounding = _Rounded(rounded) if rounded else nullcontext()
+            with torch.no_grad(), _as_float64() if wide else nullcontext(), rounding:
                 if isinstance(given, dict):
                     found = self.network(**given)
                 else:
@@ -120,6 +127,45 @@ class Model:
                     sign = torch.randint(0, 2, weight.shape, generator=random) * 2 - 1
                     weight.mul_(1 + scale * ULP * sign)
         return self
+
+
+POSITIONS = ("aten.grid_sampler", "aten.affine_grid", "aten.upsample_linear", "aten.upsample_bi", "aten.upsample_tri")
+"""Operators that compute positions between numbers, whose rounding is inside of them and grows with the size."""
+
+
+class _Rounded(TorchDispatchMode):
+    """Each operator's result in float64 becomes one of the two float32 numbers around it, at random.
+
+    A float32 operator that is right to one unit in the last place returns one of the two, so each such run is an answer
+    that the model might as well have given. Shaken inputs and weights do not show this: the positions of `grid_sample`
+    are made of sizes, and `tanh(9)` is the same for inputs near 9. Results that float32 holds stay as they are.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = decomposition_table.get(func) if str(func).startswith(POSITIONS) else None
+        if parts is not None:
+            with self:
+                return parts(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        schema = getattr(func, "_schema", None)
+        if schema is None or schema.is_mutable or func.is_view:
+            return found
+        return pytree.tree_map(self._round, found)
+
+    def _round(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float64 or not value.numel():
+            return value
+        near = value.float()
+        other = torch.nextafter(near, torch.where(near.double() < value, math.inf, -math.inf).float())
+        other = torch.where((near.double() == value) | ~near.isfinite() | ~other.isfinite(), near, other)
+        choice = torch.rand(value.shape, generator=self.random, dtype=torch.float32) < 0.5
+        return torch.where(choice, near, other).double()
 
 
 class _as_float64:

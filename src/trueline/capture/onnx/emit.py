@@ -24,7 +24,14 @@ from trueline.capture.export import operators
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
-from trueline.capture.onnx import padded_pool, pass_workarounds, size_arithmetic, small_constants, torchlib_cache
+from trueline.capture.onnx import (
+    padded_pool,
+    pass_workarounds,
+    precision,
+    size_arithmetic,
+    small_constants,
+    torchlib_cache,
+)
 from trueline.capture.onnx.numerics import EXACT_TAILS
 from trueline.capture.onnx.opsets import FORMAT_VERSIONS
 from trueline.capture.onnx.translations import TRANSLATIONS
@@ -157,6 +164,7 @@ def translate(
         raise CaptureError("torch.onnx returned no program")
     size_arithmetic.compute_in_double(found.model)
     padded_pool.separate_pads(found.model)
+    precision.compute_exactly(found.model)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 

@@ -200,6 +200,21 @@ def _silu(self: Any) -> Any:
     return _quotient(self, self)
 
 
+def _deviation(root: bool) -> Callable[..., Any]:
+    def translate(self: Any, dim: Sequence[int] | None = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        """In double, as torch's own: the square of 1e-30 is 0 in single precision, and that of 1e30 is out of range."""
+        wide, rank = op.Cast(self, to=ir.DataType.DOUBLE), len(self.shape)
+        axes = op.Constant(value_ints=[axis % rank for axis in dim] if dim else list(range(rank)))
+        apart = op.Sub(wide, op.ReduceMean(wide, axes, keepdims=1))
+        count = op.Cast(op.ReduceProd(op.Gather(op.Shape(self), axes), keepdims=0), to=ir.DataType.DOUBLE)
+        less = 1.0 if correction is None else float(correction)
+        left = op.Max(op.Sub(count, op.CastLike(less, count)), op.CastLike(0.0, count))
+        found = op.Div(op.ReduceSum(op.Mul(apart, apart), axes, keepdims=int(keepdim)), left)
+        return op.CastLike(op.Sqrt(found) if root else found, self)
+
+    return translate
+
+
 def _roll(self: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
     """By sizes too; the exporter's is for numbers."""
     if all(isinstance(shift, int) for shift in shifts):
@@ -310,6 +325,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.elu.default: _elu,
     _ATEN.celu.default: _celu,
     _ATEN.selu.default: _selu,
+    _ATEN.var.correction: _deviation(root=False),
+    _ATEN.std.correction: _deviation(root=True),
     _ATEN.roll.default: _roll,
     _ATEN.scatter_reduce.two: _scatter_reduce,
     _ATEN.scaled_dot_product_attention.default: _attention,

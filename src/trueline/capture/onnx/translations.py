@@ -15,7 +15,7 @@ from onnxscript.function_libs.torch_lib.ops import nn as resize
 from onnxscript.onnx_opset import opset18
 from torch.onnx._internal.exporter._torchlib.ops import hop
 
-from trueline.capture.onnx import numerics, order_statistics
+from trueline.capture.onnx import indices, numerics, order_statistics
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
@@ -174,6 +174,7 @@ def _round_size(size: Any, digits: None = None) -> Any:
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **indices.TRANSLATIONS,
     **numerics.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
     _ATEN.where.self: _where,

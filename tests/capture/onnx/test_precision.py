@@ -1,0 +1,119 @@
+"""ONNX programs are as exact as torch where ONNX Runtime's own operators lose digits, and refuse what torch refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trueline.capture.onnx import emit, indices
+
+pytestmark = pytest.mark.slow
+
+
+def as_onnx(function: Callable[[Tensor], Sequence[Tensor]], shape: tuple[int, ...]) -> onnxruntime.InferenceSession:
+    """`function` of one input, whose first two axes are free."""
+
+    class Of(nn.Module):
+        def forward(self, x: Tensor) -> Sequence[Tensor]:
+            return tuple(function(x))
+
+    free = torch.export.Dim.DYNAMIC
+    example = torch.rand(shape)
+    program = torch.export.export(Of(), (example,), dynamic_shapes=({0: free, 1: free},))
+    names = [f"y{at}" for at in range(len(function(example)))]
+    made = emit.translate(program, ["x"], names)
+    return onnxruntime.InferenceSession(made.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def far_from(
+    function: Callable[[Tensor], Sequence[Tensor]], session: onnxruntime.InferenceSession, x: Tensor
+) -> list[float]:
+    """The error of each output relative to its largest number, by float64."""
+    wide = function(x.double())
+    found = session.run(None, {"x": x.numpy()})
+    return [
+        float((torch.from_numpy(a).double() - w).abs().max() / w.abs().max()) for a, w in zip(found, wide, strict=True)
+    ]
+
+
+def sums(x: Tensor) -> Sequence[Tensor]:
+    spectrum = torch.fft.rfft(x, dim=1)
+    return x.mean(1), x.sum((0, 1)), x.cumsum(1), spectrum.real, spectrum.abs(), x / x.std(1, keepdim=True)
+
+
+@cache
+def sums_as_onnx() -> onnxruntime.InferenceSession:
+    return as_onnx(sums, (2, 8, 4))
+
+
+@pytest.mark.parametrize("length", [1000, 4096])
+def test_rounding_does_not_grow_with_a_free_size(length: int) -> None:
+    """Equal numbers round the same way at each addition; 1,000 is no power of two."""
+    equal = torch.full((2, length, 4), 0.0129871) + torch.eye(4)[0] * torch.arange(length)[:, None] * 1e-3
+    errors = far_from(sums, sums_as_onnx(), equal)
+    assert max(errors[:5]) < 4e-7, errors
+
+
+def test_deviations_and_magnitudes_of_tiny_numbers_are_not_lost() -> None:
+    tiny = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)) * 1e-30
+    errors = far_from(sums, sums_as_onnx(), tiny)
+    assert max(errors[3:]) < 1e-6, errors
+
+
+def gates(x: Tensor) -> Sequence[Tensor]:
+    return torch.sigmoid(x), F.glu(x, -1), F.silu(x)[:, :1] * 2
+
+
+def test_a_sigmoid_that_is_an_answer_keeps_its_small_numbers() -> None:
+    session = as_onnx(gates, (2, 3, 4))
+    x = torch.linspace(-80, -10, 24).reshape(2, 3, 4)
+    found = session.run(None, {"x": x.numpy()})
+    for at, (answer, exact) in enumerate(zip(found, gates(x.double()), strict=True)):
+        relative = np.abs(answer - exact.numpy()) / np.abs(exact.numpy())
+        assert relative.max() < 1e-5, at
+
+
+TABLE = torch.arange(40.0)[:, None].repeat(1, 3)
+LOOKUPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "embedding": lambda k: F.embedding(k, TABLE),
+    "gather": lambda k: TABLE.t().gather(1, k[:, 0, None].expand(-1, 1)[:1]),
+    "scatter": lambda k: torch.zeros(1, 40).scatter(1, k[:1, :1], 1.0),
+    "scatter_src": lambda k: torch.zeros(1, 40).scatter(1, k[:1, :1], torch.ones(1, 1)),
+    "scatter_add": lambda k: torch.zeros(1, 40).scatter_add(1, k[:1, :1], torch.ones(1, 1)),
+    "index_select": lambda k: TABLE.index_select(0, k[0, :1]),
+    "one_hot": lambda k: F.one_hot(k, 40),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_computed_index_outside_of_a_table_is_refused_as_torch_refuses_it(name: str) -> None:
+    def function(x: Tensor) -> Sequence[Tensor]:
+        return [LOOKUPS[name]((x[:, :, 0] * 10).long())]
+
+    session = as_onnx(function, (2, 3, 1))
+    inside: npt.NDArray[np.float32] = np.full((2, 3, 1), 3.9, np.float32)
+    assert np.array_equal(session.run(None, {"x": inside})[0], function(torch.from_numpy(inside))[0].numpy())
+    for outside in (-0.1, -2.0, 4.0):
+        x = inside.copy()
+        x[0, 0] = outside
+        with pytest.raises((IndexError, RuntimeError)):
+            function(torch.from_numpy(x))
+        with pytest.raises(Exception, match=r"(?i)indices|out of"):
+            session.run(None, {"x": x})
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_torch_onnx_still_answers_where_the_model_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The day that this fails for one, its translation can go."""
+    others = {operator: made for operator, made in emit.TRANSLATIONS.items() if operator not in indices.TRANSLATIONS}
+    monkeypatch.setattr(emit, "TRANSLATIONS", others)
+    session = as_onnx(lambda x: [LOOKUPS[name]((x[:, :, 0] * 10).long())], (2, 3, 1))
+    session.run(None, {"x": np.full((2, 3, 1), -0.1, np.float32)})
