@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from trueline.batch.evaluate import Evaluation
     from trueline.bundle.signature import Array
+    from trueline.columns.fitted import FittedColumns
     from trueline.recipe.contract import Recipe
     from trueline.registry import ModelVersion, RunFacts
     from trueline.serve.api import RunningServer
@@ -202,9 +204,11 @@ def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_
     import numpy as np
 
     from trueline.capture.model.eager import EagerSession
-    from trueline.checkpoint.checkpoint import load_model
+    from trueline.checkpoint.checkpoint import bind_columns, load_model
+    from trueline.data.sources.table_source import TableSource
     from trueline.runtime.compare import compare
 
+    recipe = bind_columns(recipe, trained.chosen)
     model = load_model(recipe, trained.chosen)
     records = recipe.source("evaluation")
     worst, changed, requests = 0.0, 0, 0
@@ -214,8 +218,15 @@ def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_
             indices = np.arange(start, min(start + ROWS, records.num_records), dtype=np.int64)
             eager = EagerSession(model, records.read(indices).inputs)
             expected = eager.run(eager.example)
-            for face in (_ask_inference_protocol, _ask_torchserve):
-                found = compare(expected, face(client, server.model, eager))
+            pairs = [(expected, partial(_ask_inference_protocol, client, server.model, eager))]
+            if recipe.fitted is not None and isinstance(records, TableSource) and recipe.feed is None:
+                rows = recipe.fitted.rows_of_table(records.table(indices))
+                wanted = _numbers_of(recipe.fitted, expected)
+                pairs.append((wanted, partial(_ask_rows, client, server.model, rows, next(iter(wanted)))))
+            else:
+                pairs.append((expected, partial(_ask_torchserve, client, server.model, eager)))
+            for answer, ask in pairs:
+                found = compare(answer, ask())
                 requests += 1
                 worst, changed = max(worst, found.max_abs_error), changed + found.decisions_changed
                 if not found.agrees:
@@ -250,6 +261,34 @@ def _ask_inference_protocol(client: httpx.Client, model: str, eager: Any) -> dic
     return {
         output["name"]: np.array(output["data"], dtype=dtypes[output["name"]]).reshape(output["shape"])
         for output in answer["outputs"]
+    }
+
+
+def _numbers_of(fitted: FittedColumns, outputs: dict[str, Array]) -> dict[str, Array]:
+    """The numbers of an answer to records with columns: probabilities, or values; else the outputs."""
+    import numpy as np
+
+    from trueline.columns import answers
+
+    named = answers.columns_of(fitted, outputs)
+    if not named:
+        return outputs
+    name = answers.PROBABILITIES if answers.PROBABILITIES in named else answers.VALUE
+    return {name: named[name].astype(np.float32)}
+
+
+def _ask_rows(client: httpx.Client, model: str, rows: list[dict[str, Any]], name: str) -> dict[str, Array]:
+    """Asks with the records as they are in the table. `name`: of an answer that is numbers alone."""
+    import numpy as np
+
+    found = _post(client, f"/predictions/{model}", rows)
+    if not isinstance(found[0], dict):
+        return {name: np.array(found, np.float32)}
+    names = [name for name in ("probabilities", "value") if name in found[0]] or list(found[0])
+    listed = {name: [one[name] for one in found] for name in names}
+    return {
+        name: np.array([[*one.values()] if isinstance(one, dict) else one for one in values], np.float32)
+        for name, values in listed.items()
     }
 
 

@@ -129,9 +129,11 @@ def _ask(url: str, model: str, bundle: Path) -> tuple[str, Any]:
     import httpx
 
     from trueline.bundle.read import open_bundle
-    from trueline.serve.models.example import curl_line, write_request
+    from trueline.serve.models.example import curl_line, write_body, write_request
 
-    body = write_request(open_bundle(bundle).golden())
+    opened = open_bundle(bundle)
+    has_columns = opened.columns() is not None
+    body = write_body(opened.golden_records()[:1]) if has_columns else write_request(opened.golden())
     with httpx.Client(timeout=60.0, trust_env=False) as client:
         reply = client.post(f"{url}/predictions/{model}", content=body, headers={"content-type": "application/json"})
     if reply.status_code != 200:

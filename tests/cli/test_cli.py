@@ -340,7 +340,8 @@ def test_serve_passes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ship_passes_its_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = SimpleNamespace(as_text=lambda: "shipped", as_dict=lambda: {"bundle": Path("b")})
+    trained = SimpleNamespace(summary=SimpleNamespace(left_out=0))
+    answer = SimpleNamespace(as_text=lambda: "shipped", as_dict=lambda: {"bundle": Path("b")}, trained=trained)
     seen = called(monkeypatch, "trueline.ship.ship", answer)
     assert app.run(["ship", "r.py", "--no-drill", "--json", "-q"]) == 0
     assert json.loads(capsys.readouterr().out) == {"bundle": "b"}

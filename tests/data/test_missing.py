@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from trueline.data import missing
 from trueline.data.loading.tensors import DefaultFeed, tensor
@@ -90,15 +91,14 @@ def test_the_mean_of_held_out_records_is_that_of_the_training_records(tmp_path):
 
 def test_a_missing_text_is_a_category_of_its_own(tmp_path):
     uri = write(tmp_path, ["red,0", ",1", "blue,0"], header="colour,label")
-    feed = DefaultFeed({"colour": ["red", "blue", missing.MISSING]})
+    words = ["red", "blue", missing.MISSING]
+    feed = DefaultFeed(lambda texts: torch.tensor([words.index(text) for text in texts]))
     source = source_of(uri, {"colour": "category"}, feed)
     source.check_missing()
     assert source.read(np.arange(3)).inputs.tolist() == [0, 2, 1]
 
 
 def test_a_feed_that_handles_nulls_is_left_alone_and_one_that_makes_nan_of_them_is_refused(tmp_path):
-    import torch
-
     uri = write(tmp_path, ROWS)
 
     def careful(records, mode):

@@ -119,8 +119,10 @@ def test_a_job_whose_every_word_is_markup_is_shown_as_text(shown: browser.Page, 
 @in_a_browser
 def test_a_server_whose_every_word_is_markup_is_shown_as_text(shown: browser.Page, tmp_path: Path) -> None:
     html = dashboard.page().body.replace(b'fetch("dashboard/state"', b"fetch(window.state")
+    html = html.replace(b'fetch("dashboard/history"', b"fetch(window.past")
     state = msgspec.json.encode(hostile_state()).replace(b"<", b"\\u003c")
-    told = b"window.state = URL.createObjectURL(new Blob([JSON.stringify(%b)]));" % state
+    blob = b"window.%b = URL.createObjectURL(new Blob([JSON.stringify(%b)]));"
+    told = blob % (b"state", state) + blob % (b"past", b"[" + state + b"]")
     (tmp_path / "dashboard.html").write_bytes(html.replace(b'"use strict";', b'"use strict";\n' + told, 1))
     shows(shown, (tmp_path / "dashboard.html").as_uri(), "onerror")
 

@@ -343,9 +343,10 @@ def test_who_has_no_state_yet_says_nothing_but_its_wish(monkeypatch):
     job._contribution.add(batch.records, 0.5)
     holding, observing = job._account(0, holds=True), job._account(0, holds=False)
     assert (holding.count, holding.holders, holding.rates[0] > 0) == (4, 1, True)
-    assert observing == StepAccount(rates=[0.0])
+    assert not any(observing.settings), "what its optimizer has is not the job's"
+    assert observing == StepAccount(rates=[0.0], settings=observing.settings)
     line.next_view()
-    assert job._account(0, holds=False) == StepAccount(wishes=1, rates=[0.0])
+    assert job._account(0, holds=False) == StepAccount(wishes=1, rates=[0.0], settings=observing.settings)
 
 
 def test_members_say_their_speed_at_the_place_of_their_rank(monkeypatch):

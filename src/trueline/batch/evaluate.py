@@ -19,7 +19,7 @@ from trueline.batch import job as parts
 from trueline.batch import pool
 from trueline.batch.job import Answer, BatchJob, BatchOptions, compute_chunks
 from trueline.batch.pool import Compute, Work
-from trueline.checkpoint.checkpoint import load_model
+from trueline.checkpoint.checkpoint import bind_columns, load_model
 from trueline.data.loading.seeding import seed_generators
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Recipe
@@ -117,6 +117,7 @@ def _open_model(recipe: Recipe, on: BatchJob | Work) -> torch.nn.Module:
 
 
 def _open_measure(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Compute]:
+    recipe = bind_columns(recipe, on.source or None)
     model, source = _open_model(recipe, on), recipe.source(on.mode)
     return source.num_records, make_measure(recipe, model, source)
 
@@ -141,6 +142,7 @@ def open_part_worker(work: Work) -> tuple[int, Compute]:
 
 def _open_values(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
     """Opens what computes loss and metrics of each record."""
+    recipe = bind_columns(recipe, on.source or None)
     model, source = _open_model(recipe, on), recipe.source(on.mode)
     metrics = recipe.metrics() if recipe.metrics else {}
     for name in {"record", "loss"} & {*metrics}:

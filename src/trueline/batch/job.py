@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -78,7 +78,7 @@ class BatchJob:
         return cls(recipe=recipe, given=given, source=source, **chosen)  # type: ignore[arg-type]  # device is not None
 
     def num_records(self) -> int:
-        return self.recipe.source(self.mode).num_records
+        return count_records(self.recipe, self.mode)
 
     def work(self, entry: str, *, num_records: int, chunk: int) -> Work:
         """The Work of a pool with `chunk` records a chunk. Raises UsageError if workers cannot load the recipe."""
@@ -87,6 +87,15 @@ class BatchJob:
             recipe_digest=self.recipe.digest, source=self.source, mode=self.mode, num_records=num_records, batch=chunk,
             device=self.device,
         )  # fmt: skip
+
+
+def count_records(recipe: Recipe, mode: Mode) -> int:
+    """The number of records for `mode`. Columns are not fitted for it."""
+    return (recipe if recipe.columns is None else replace(recipe, columns=None, feed=_no_feed)).source(mode).num_records
+
+
+def _no_feed(*_: Any) -> Any:
+    raise NotImplementedError("records were only to be counted")
 
 
 def compute_chunks(count: int, compute: Callable[[int, int], Result], size: int, event: str) -> list[Result]:

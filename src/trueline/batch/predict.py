@@ -26,6 +26,7 @@ from trueline.bundle.read import open_bundle
 from trueline.capture.model.eager import EagerSession
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.checkpoint import load_model
+from trueline.columns import answers
 from trueline.data.loading.seeding import seed_generators
 from trueline.errors import UsageError
 from trueline.recipe.contract import Recipe
@@ -130,16 +131,21 @@ def open_part_worker(work: Work) -> tuple[int, Compute]:
 
 def _open_answer(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
     trained = checkpoint.exists(on.source)
+    bundle = None if trained else open_bundle(Path(on.source))
+    if bundle is not None and recipe.columns is not None:
+        recipe = recipe.with_columns(bundle.columns())
+    recipe = checkpoint.bind_columns(recipe, on.source if trained else None)
     model = load_model(recipe, on.source if trained else None)
     if trained:
         model = devices.wrap_for_host(model, devices.choose_own(on.device))
-    program = None if trained else open_program(open_bundle(Path(on.source)))
+    program = None if bundle is None else open_program(bundle)
     records = recipe.source(on.mode)
 
     def answer(start: int, stop: int) -> dict[str, Array]:
         with seed_generators(start):
             eager = EagerSession(model, records.read(np.arange(start, stop, dtype=np.int64)).inputs)
-            return (program or eager).run(eager.example)
+            outputs = (program or eager).run(eager.example)
+            return {**outputs, **answers.columns_of(recipe.fitted, outputs)} if recipe.fitted else outputs
 
     return records.num_records, answer
 

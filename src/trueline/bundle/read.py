@@ -24,6 +24,8 @@ from trueline.bundle import schema
 from trueline.bundle.golden import Golden
 from trueline.bundle.schema import BundleManifest, Evidence, ProgramEntry
 from trueline.bundle.signature import Signature
+from trueline.columns.fitted import FittedColumns
+from trueline.columns.fitted import decode as decode_columns
 from trueline.errors import BundleError, StorageError, join_names
 
 MAX_BYTES = 64 * 2**30
@@ -75,6 +77,19 @@ class Bundle:
         known = schema.GOLDEN_BOUNDS in self.manifest.files
         bounds = (self.path / schema.GOLDEN_BOUNDS).read_bytes() if known else None
         return golden_files.decode(self.manifest.golden, inputs, outputs, str(self.path), bounds)
+
+    def columns(self) -> FittedColumns | None:
+        """How records become inputs, and outputs class names; None without columns. Raises BundleError."""
+        path = self.path / schema.COLUMNS
+        return decode_columns(path.read_bytes(), str(path)) if schema.COLUMNS in self.manifest.files else None
+
+    def golden_records(self) -> list[dict[str, Any]]:
+        """The records of the golden case RECORDS_CASE. Raises BundleError."""
+        path = self.path / schema.GOLDEN_RECORDS
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+        except msgspec.DecodeError as error:
+            raise BundleError(f"{path} holds no records: {error}") from error
 
     def evidence(self) -> Iterator[Evidence]:
         """Every comparison, in order."""

@@ -8,6 +8,8 @@
       golden/inputs.safetensors    "1/x", "4/x": case, then input; a case is one batch
       golden/outputs.safetensors   "1/logits", "4/logits": the eager model's answers
       golden/bounds.safetensors    "1/logits/0", …: how far an answer may be off, of the whole and along each axis
+      columns.json                 how records become inputs, and outputs class names, if the recipe declares columns
+      golden/records.json          the records of the golden case "records", from which columns.json makes its inputs
       evidence.jsonl               one line for each comparison
       lineage.json                 where the model came from
 
@@ -32,6 +34,10 @@ LINEAGE = "lineage.json"
 GOLDEN_INPUTS = "golden/inputs.safetensors"
 GOLDEN_OUTPUTS = "golden/outputs.safetensors"
 GOLDEN_BOUNDS = "golden/bounds.safetensors"
+GOLDEN_RECORDS = "golden/records.json"
+COLUMNS = "columns.json"
+RECORDS_CASE = "records"
+"""The golden case that golden/records.json has as records."""
 MANIFEST_BYTES = 16 * 2**20
 """No manifest is larger; a reader takes no more into memory before it has verified anything."""
 
@@ -180,6 +186,8 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
     for name in (*(program.file for program in manifest.programs), GOLDEN_INPUTS, GOLDEN_OUTPUTS, EVIDENCE, LINEAGE):
         if name not in manifest.files:
             raise BundleError(f"{where} names {name}, which its table of files does not hold")
+    if (COLUMNS in manifest.files) != (GOLDEN_RECORDS in manifest.files):
+        raise BundleError(f"{where} holds only one of {COLUMNS} and {GOLDEN_RECORDS}, which belong together")
     for name in manifest.files:
         check_name(name, where)
     specs = (*manifest.signature.inputs, *manifest.signature.outputs)

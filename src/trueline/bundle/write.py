@@ -21,6 +21,8 @@ from trueline.bundle.golden import Golden
 from trueline.bundle.read import Bundle, open_folder
 from trueline.bundle.schema import BundleManifest, Evidence, FileEntry, ProgramEntry, Summary
 from trueline.bundle.signature import Signature
+from trueline.columns.fitted import FittedColumns
+from trueline.columns.fitted import encode as encode_columns
 from trueline.errors import StorageError, UsageError
 
 
@@ -37,6 +39,9 @@ class Contents:
     lineage: Mapping[str, Any]
     """JSON values, for `lineage.json`."""
     summary: Summary
+    columns: FittedColumns | None = None
+    records: Sequence[Mapping[str, Any]] = ()
+    """With `columns`: the records of the golden case RECORDS_CASE, as JSON's values."""
 
 
 def seal(out: Path, contents: Contents, *, overwrite: bool = False) -> Bundle:
@@ -69,6 +74,9 @@ def _write_files(partial: Path, contents: Contents) -> None:
     (partial / schema.GOLDEN_OUTPUTS).write_bytes(outputs)
     if any(golden.bounds for golden in contents.golden):
         (partial / schema.GOLDEN_BOUNDS).write_bytes(bounds)
+    if contents.columns is not None:
+        (partial / schema.COLUMNS).write_bytes(encode_columns(contents.columns))
+        (partial / schema.GOLDEN_RECORDS).write_bytes(msgspec.json.encode(contents.records))
     (partial / schema.EVIDENCE).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in contents.evidence))
     lineage = msgspec.json.encode(contents.lineage, order="sorted")
     (partial / schema.LINEAGE).write_bytes(msgspec.json.format(lineage, indent=1) + b"\n")

@@ -11,6 +11,7 @@ import numpy as np
 from trueline import events
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
+from trueline.bundle.schema import RECORDS_CASE
 from trueline.bundle.signature import Array
 from trueline.capture.claims import prove_padding
 from trueline.capture.model.signature import BATCH
@@ -56,6 +57,7 @@ def seal(
         "versions": versions(),
         "parent": None,
         **({"eager_mode": mode} if mode else {}),
+        **({"columns": subject.columns.digest} if subject.columns else {}),
     }
     digest, step = manifest.get("digest"), manifest.get("step")
     contents = Contents(
@@ -67,6 +69,8 @@ def seal(
         evidence=[one for rung in rungs for one in rung.evidence],
         lineage=lineage,
         summary=Summary(recipe=recipe.name, recipe_digest=recipe.digest, checkpoint_digest=digest, step=step),
+        columns=subject.columns if subject.rows else None,
+        records=subject.rows,
     )
     return seal_bundle(out, contents, overwrite=overwrite)
 
@@ -104,13 +108,15 @@ def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature])
     example = {**subject.eager.example, **subject.eager.initial_state}
     base = signature.sizes(example)
     cases = {f"batch-{size}": {**base, BATCH: size} for size in GOLDEN_SIZES}
+    if subject.rows:
+        cases[RECORDS_CASE] = base
     for symbol in (symbol for symbol in base if symbol != BATCH):
         sizes = fit(signature, base, {symbol: signature.dims[symbol].min})
         if sizes is not None and sizes != base:
             cases[f"{symbol}-{sizes[symbol]}"] = sizes
     records = []
     for case, sizes in cases.items():
-        inputs = resize(example, signature, sizes)
+        inputs = resize(example, signature, sizes) if case != RECORDS_CASE else example
         if signature.allows(sizes) and all(takes(claim, inputs) for claim in claims):
             answer = _answer(subject, inputs)
             if answer is None:

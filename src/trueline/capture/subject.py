@@ -16,8 +16,10 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.attempt import State
 from trueline.capture.proof.observe import Observation, observe, watch_again
 from trueline.capture.proof.probes import Probe
-from trueline.checkpoint.checkpoint import load_model
+from trueline.checkpoint.checkpoint import bind_columns, load_model
+from trueline.columns.fitted import FittedColumns
 from trueline.data.source import Source
+from trueline.data.sources.table_source import TableSource
 from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, join_names
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.eager_mode import as_trained
@@ -38,6 +40,9 @@ class Subject:
     data: dict[str, str | int]
     random: bool = False
     """Whether the model may draw random numbers; it is then compared by the distribution of its answers."""
+    columns: FittedColumns | None = None
+    rows: tuple[dict[str, Any], ...] = ()
+    """The records of the example as JSON's values, where `columns` makes the inputs of them."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,11 +69,12 @@ def prepare(
     With `state="explicit"` the buffers that the model writes become inputs and outputs. Raises RecipeError,
     CheckpointError, DataError, CaptureError.
     """
+    recipe = bind_columns(recipe, checkpoint)
     with _locate_errors(recipe, "model"):
         made = load_model(recipe, checkpoint)
     module = _on_this_machine(made, recipe).eval()
     with _locate_errors(recipe, "dataset" if recipe.examples is None else "examples"):
-        batches, data = _examples(recipe)
+        batches, data, rows = _examples(recipe)
     if state == "explicit":
         module, batches = with_state(module, batches)
     with _locate_errors(recipe, "dynamic_shapes"):
@@ -83,7 +89,7 @@ def prepare(
             "its answers are not those of a served model",
             hint="forward must not call self.train(); the caller of the model decides its mode",
         )
-    return Subject(module=module, eager=eager, data=data, random=allow_random)
+    return Subject(module=module, eager=eager, data=data, random=allow_random, columns=recipe.fitted, rows=rows)
 
 
 @contextmanager
@@ -137,8 +143,8 @@ def with_state(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.n
     return explicit.eval(), [explicit_state.with_state(explicit, call) for call in calls]
 
 
-def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:
-    """Batches of examples: dimensions in which they differ are free."""
+def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int], tuple[dict[str, Any], ...]]:
+    """Batches of examples: dimensions in which they differ are free. With columns, also the first batch as rows."""
     if recipe.examples is not None:
         given = recipe.examples()
         batches = list(given) if isinstance(given, Iterator) else [given]
@@ -146,14 +152,17 @@ def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:
             raise RecipeError(
                 f"recipe '{recipe.name}': examples() yielded nothing", hint="yield at least one small batch"
             )
-        return [_as_tensors(batch) for batch in batches], {"examples": "recipe.examples()"}
+        return [_as_tensors(batch) for batch in batches], {"examples": "recipe.examples()"}, ()
     source, mode = _source(recipe)
     count = min(NUM_EXAMPLES, source.num_records)
     ends = np.linspace(0, source.num_records - 1, NUM_LOOKED_AT).round()
     alone = {end: source.read(np.array([end], dtype=np.int64)).inputs for end in dict.fromkeys(map(int, ends))}
     first, which = _first(source, count, alone)
     facts = {"mode": mode, "num_records": source.num_records, "fingerprint": source.fingerprint()}
-    return [_as_tensors(batch) for batch in (first, *alone.values())], {"examples": which, **facts}
+    rows: tuple[dict[str, Any], ...] = ()
+    if recipe.fitted is not None and isinstance(source, TableSource) and recipe.feed is None:
+        rows = tuple(recipe.fitted.rows_of_table(source.table(np.arange(count, dtype=np.int64))))
+    return [_as_tensors(batch) for batch in (first, *alone.values())], {"examples": which, **facts}, rows
 
 
 def _first(source: Source, count: int, alone: Mapping[int, Any]) -> tuple[Any, str]:

@@ -26,6 +26,7 @@ import torch
 from trueline import clock, events, files
 from trueline.checkpoint import tree, weights_file
 from trueline.checkpoint.snapshot import Snapshot, as_bytes
+from trueline.columns import fitted as columns
 from trueline.errors import CheckpointError, RecipeError
 from trueline.storage.checkpoint_store import Parts, open_checkpoint_store
 from trueline.storage.location import Location, join_location, split_location
@@ -304,6 +305,19 @@ def sweep(folder: Location) -> int:
     return len(leftovers)
 
 
+def bind_columns(recipe: Recipe, checkpoint: Location | None) -> Recipe:
+    """The recipe with the columns that `checkpoint` was trained with; without one, fitted to the training records.
+
+    Raises RecipeError for columns of another declaration, CheckpointError, DataError.
+    """
+    if recipe.columns is None or recipe.fitted is not None:
+        return recipe
+    found = read_manifest(checkpoint).get("columns") if checkpoint is not None else None
+    if found is None:
+        return recipe.with_columns()
+    return recipe.with_columns(columns.decode(json.dumps(found).encode(), str(checkpoint)))
+
+
 def load_model(recipe: Recipe, checkpoint: Location | None) -> torch.nn.Module:
     """The recipe's model in evaluation mode with the checkpoint's parameters (None: as the recipe makes it).
 
@@ -311,7 +325,7 @@ def load_model(recipe: Recipe, checkpoint: Location | None) -> torch.nn.Module:
     Loads the moving average (`state["ema"]`) where the job kept one. Raises CheckpointError when the parameters are not
     those of this recipe's model, RecipeError when `model()` returns no model.
     """
-    model: object = recipe.model()
+    model: object = bind_columns(recipe, checkpoint).make_model()
     if not isinstance(model, torch.nn.Module):
         made = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise RecipeError(

@@ -30,6 +30,8 @@ _COUNTS = {
     "step.applied": ("training", "step", "total"),
     "probe.done": ("proving", "done", "total"),
     "proof.advanced": ("proving", "done", "total"),
+    "check.advanced": ("checking", "done", "total"),
+    "columns.advanced": ("reading columns", "done", "total"),
     "evaluation.advanced": ("evaluating", "done", "total"),
     "prediction.advanced": ("predicting", "done", "total"),
     "comparison.advanced": ("comparing", "done", "total"),

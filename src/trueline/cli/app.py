@@ -46,7 +46,7 @@ GROUPS = {
         ("inspect", "report", "verify", "sign", "export-cpp"),
         "Inspect, verify, sign or export a bundle.",
     ),
-    "data": ("data", ("inspect", "verify", "convert"), "Inspect, verify or convert records, wherever they are."),
+    "data": ("data", ("check", "split", "inspect", "verify", "convert"), "Check, split, inspect or convert records."),
     "torchserve": ("torchserve", ("import", "archive"), "Import archives from TorchServe, or write one."),
 }
 """Groups of verbs: their folder, their names, the help."""

@@ -120,7 +120,7 @@ def measure_means(records: Records, names: list[str]) -> dict[str, float]:
         return {name: float(value) for name, value in json.loads(path.read_bytes()).items()}
     sums, counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     for number, unit in enumerate(records.units):
-        for table in _tables(records, number, unit.count):
+        for table in stream_tables(records, number, unit.count):
             for name in names:
                 present = np.asarray(table.column(name).drop_null().to_numpy(), np.float64)
                 present = present[~np.isnan(present)]
@@ -196,13 +196,13 @@ def count_missing(records: Records, names: list[str]) -> Count:
     rows = max(1, left // len(chosen)) if total > left else total
     for number in chosen:
         offset = units[number].offset
-        for table in _tables(records, number, min(units[number].count, rows)):
+        for table in stream_tables(records, number, min(units[number].count, rows)):
             count.add(table, names, offset)
             offset += len(table)
     return count
 
 
-def _tables(records: Records, number: int, rows: int) -> Iterator[pa.Table]:
+def stream_tables(records: Records, number: int, rows: int) -> Iterator[pa.Table]:
     """The first `rows` records of unit `number`, without more than a piece of it in memory where its format can."""
     stream = records.stream(number, _ROWS) if isinstance(records, FileRecords) else None
     if stream is None:

@@ -4,16 +4,23 @@ train.parquet  day-*.csv  s3://bucket/clicks/  photos/  saved_by_datasets/  sqli
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from trueline.columns import fit as fitting
+from trueline.columns.declared import Declared
+from trueline.columns.fitted import FittedColumns
 from trueline.data.formats.arrow import ArrowFormat, hugging_face_files, is_hugging_face
 from trueline.data.formats.image_folder import ImageRecords, is_image_folder
+from trueline.data.loading.column_feed import ColumnFeed
 from trueline.data.loading.tensors import LABELS, DefaultFeed
-from trueline.data.missing import Missing
+from trueline.data.missing import Missing, stream_tables
 from trueline.data.records import FileRecords, OnBad, Records
 from trueline.data.source import Countable, Mode, Source
 from trueline.data.sources.databases import SqlRecords, is_sql, open_odps_table
@@ -42,34 +49,28 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz")
 
 
 def as_source(
-    dataset: Any,
-    *,
-    mode: Mode,
-    feed: Feed | None,
-    recipe: str,
-    vocabulary: Blank = None,
-    tokenizer: Blank = None,
-    missing: Missing | None = None,
+    dataset: Any, *, mode: Mode, feed: Feed | None, recipe: str, tokenizer: Blank = None, missing: Missing | None = None
 ) -> Source:
     """A Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, URIs of records, a SampledDataset of
     either, or a Source.
 
-    `feed` makes tensors of records; without it `DefaultFeed` does, of texts by `vocabulary()` or `tokenizer()`. Raises
+    `feed` makes tensors of records; without it `DefaultFeed` does, of texts by `tokenizer()`. Raises
     RecipeError for anything else, DataError for records that cannot be listed or whose columns make no tensors.
     """
     if isinstance(dataset, Source):
         return dataset
     if isinstance(dataset, SampledDataset):
         rules = Missing(missing.rules) if missing is not None else None  # a mean is over one part, and is refused
-        open_part = partial(
-            as_source, mode=mode, feed=feed, recipe=recipe, vocabulary=vocabulary, tokenizer=tokenizer, missing=rules
-        )
+        open_part = partial(as_source, mode=mode, feed=feed, recipe=recipe, tokenizer=tokenizer, missing=rules)
         return SampledSource([open_part(part) for part in dataset.parts], dataset)
     parts = dataset if isinstance(dataset, list | tuple) else [dataset]
     if parts and all(isinstance(part, str | os.PathLike) for part in parts):
+        if isinstance(feed, ColumnFeed):
+            records = open_records(dataset, named=True)
+            return TableSource(records, feed, mode=mode, where=describe_uris(as_list(dataset)))
         if feed is not None:
             return open_source(dataset, feed, mode=mode, missing=missing)
-        default = DefaultFeed(vocabulary and vocabulary(), tokenizer and tokenizer())
+        default = DefaultFeed(tokenizer and tokenizer())
         source = open_source(dataset, default, mode=mode, missing=missing)
         default.check(source.records.schema, mode)
         return source
@@ -124,8 +125,55 @@ def _open_training(missing: Missing) -> Records:
     return open_records(uris)
 
 
-def open_records(uris: Uris, *, format: str = "", on_bad: OnBad = "stop") -> Records:
+def beside(dataset: Any, folder: Path | None) -> Any:
+    """`dataset` with its relative paths in `folder`, a recipe's, where there is such a file; else they stay relative to
+    the current folder."""
+    if folder is None:
+        return dataset
+    if isinstance(dataset, list | tuple):
+        return type(dataset)([beside(one, folder) for one in dataset])
+    if isinstance(dataset, SampledDataset):
+        return replace(dataset, parts=tuple(beside(one, folder) for one in dataset.parts))
+    if not isinstance(dataset, str | os.PathLike) or is_remote(dataset) or is_sql(os.fspath(dataset)):
+        return dataset
+    text = os.fspath(dataset)
+    if not text or Path(text).is_absolute() or text.startswith("~") or "://" in text:
+        return dataset
+    there = (folder / text).exists() or (any(mark in text for mark in "*?[") and next(folder.glob(text), None))
+    return str(folder / text) if there else dataset
+
+
+def fit_columns(
+    dataset: Any, declared: Mapping[str, Declared], *, report: Callable[[int, int], None] = lambda done, total: None
+) -> FittedColumns:
+    """Fits a recipe's columns to its training records, the URIs that `dataset` names. Raises DataError.
+
+    Calls `report` with the number of records that were read, and of all.
+    """
+    parts = dataset.parts if isinstance(dataset, SampledDataset) else [dataset]
+    opened = []
+    for part in parts:
+        uris = part if isinstance(part, list | tuple) else [part]
+        if not all(isinstance(uri, str | os.PathLike) for uri in uris):
+            raise DataError(
+                f"columns are of records at URIs, and dataset('training') returned {type(part).__name__}",
+                hint="return the path of a table: CSV, Parquet, a folder of images, a table of a database, ...",
+            )
+        opened.append(open_records(uris, named=True))
+    total = sum(unit.count for records in opened for unit in records.units)
+
+    def tables(names: Sequence[str]) -> Iterator[pa.Table]:
+        for records in opened:
+            for number, unit in enumerate(records.units):
+                yield from (table.select(names) for table in stream_tables(records, number, unit.count))
+
+    return fitting.fit(declared, tables, opened[0].schema, report=lambda done: report(done, total))
+
+
+def open_records(uris: Uris, *, format: str = "", on_bad: OnBad = "stop", named: bool = False) -> Records:
     """The records at `uris`: paths, globs, folders, objects of a store, one table of a database, or a list of files.
+
+    With `named`, the labels of a folder of images are the names of its folders, not numbers.
 
     `format` is needed only where the endings do not tell it. With `on_bad="quarantine"` every unit is read once, and
     what cannot be read is left out and reported in the result's `quarantined`; `"files"` does that only for files
@@ -133,7 +181,7 @@ def open_records(uris: Uris, *, format: str = "", on_bad: OnBad = "stop") -> Rec
     """
     uris = as_list(uris)
     if len(uris) == 1 and not format:
-        records = _open_database_or_folder(os.fspath(uris[0]), on_bad)
+        records = _open_database_or_folder(os.fspath(uris[0]), on_bad, named=named)
         if records is not None:
             return records
     format = format or _find_format(uris)
@@ -161,7 +209,7 @@ def as_list(uris: Uris) -> list[Uri]:
     return listed
 
 
-def _open_database_or_folder(uri: str, on_bad: OnBad) -> Records | None:
+def _open_database_or_folder(uri: str, on_bad: OnBad, *, named: bool = False) -> Records | None:
     """None for a URI of files in one format."""
     path = local_path(uri)
     records: Records
@@ -174,7 +222,7 @@ def _open_database_or_folder(uri: str, on_bad: OnBad) -> Records | None:
     elif is_hugging_face(path):
         return FileRecords(ArrowFormat(), hugging_face_files(path), on_bad=on_bad)
     elif is_image_folder(path) and not _formats_in(path):
-        records = ImageRecords(path)
+        records = ImageRecords(path, named=named)
     else:
         return None
     if on_bad == "quarantine":
@@ -222,7 +270,10 @@ def _formats_at(uri: Uri) -> list[str]:
             f"'{uri}' has an ending of no known format" + (f"; did you mean {near}?" if near else ""),
             hint=f"name the format: {join_names(FORMATS)}",
         )
-    raise DataError(f"no records at '{uri}': the file does not exist", hint="paths are relative to the current folder")
+    raise DataError(
+        f"no records at '{uri}': the file does not exist",
+        hint="paths are relative to the recipe's folder, or to the current one",
+    )
 
 
 def open_training(dataset: Any) -> Source:

@@ -19,10 +19,11 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from trueline import files
+from trueline.columns import declared
 from trueline.data.source import find_rule_fault
 from trueline.errors import RecipeError, join_names
 from trueline.recipe import elasticdl
-from trueline.recipe.contract import BLANKS, Blank, Recipe
+from trueline.recipe.contract import BLANKS, Blank, Recipe, takes_columns
 from trueline.recipe.settings import TrainingSettings
 from trueline.settings import DeclaredSetting, declared_settings
 
@@ -78,7 +79,7 @@ def fill(found: Definitions, needs: Sequence[str] | None = None) -> Recipe:
             problems += _check_absent(blank, found)
         else:
             value = found.values[spelling]
-            problems += _check_value(blank, spelling, value)
+            problems += _check_value(blank, spelling, value, columns="columns" in found.values)
             filled[blank.name] = _convert(blank, spelling, value)
     if needs is not None and _is_absent(filled.get("dataset")) and "examples" not in filled:
         text = "neither 'examples' nor 'dataset' is defined; expected `examples() -> inputs of a small batch`"
@@ -91,6 +92,11 @@ def fill(found: Definitions, needs: Sequence[str] | None = None) -> Recipe:
     if "missing" in found.values and not callable(found.values["missing"]):
         filled["missing"] = found.values["missing"]
         problems += [Problem(why) for why in [find_rule_fault(filled["missing"])] if why]
+    if "columns" in found.values and not callable(found.values["columns"]):
+        filled["columns"] = found.values["columns"]
+        problems += map(Problem, declared.find_faults(filled["columns"]))
+        if "missing" in filled:
+            problems.append(Problem("'missing' and 'columns' are both set", "say it in columns: Number(missing=...)"))
     name = found.values.get("name", found.default_name)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         hint = 'set name = "..." at the top level of the recipe'
@@ -156,7 +162,7 @@ def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, left, right).ratio()
 
 
-def _check_value(blank: Blank, spelling: str, value: Any) -> Iterator[Problem]:
+def _check_value(blank: Blank, spelling: str, value: Any, *, columns: bool) -> Iterator[Problem]:
     what = f"'{spelling}'{_place(value)}"
     if not callable(value):
         yield Problem(f"{what} is {_kind(value)}, expected a function `{blank.form}`")
@@ -170,7 +176,8 @@ def _check_value(blank: Blank, spelling: str, value: Any) -> Iterator[Problem]:
         signature = elasticdl.signature_of(value)
         try:
             if signature is not None:
-                signature.bind(*blank.arguments)
+                fitted = ("columns",) if blank.name == "model" and columns and takes_columns(value) else ()
+                signature.bind(*blank.arguments, *fitted)
         except TypeError as error:
             takes = f"({', '.join(signature.parameters)})" if signature is not None else ""
             yield Problem(f"{what} takes {takes}, expected `{blank.form}`: {error}")

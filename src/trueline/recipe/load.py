@@ -34,10 +34,6 @@ def load_recipe(source: object, *, needs: Sequence[str] | None = None) -> Recipe
     With `needs`, other required blanks may be missing, and raise RecipeError when they are called; without the data set
     there have to be examples. Raises RecipeError that lists all missing and misspelt blanks and those of the wrong
     kind.
-
-    >>> load_recipe("absent.module:recipe")
-    Traceback (most recent call last):
-    trueline.errors.RecipeError: cannot import 'absent.module': ModuleNotFoundError: No module named 'absent'
     """
     if isinstance(source, Recipe):
         return source

@@ -7,6 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from trueline.bundle.schema import RECORDS_CASE
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotProven, UsageError, join_names
 from trueline.runtime.session import FORMATS, NATIVE, Session, SessionSettings
@@ -15,6 +18,7 @@ from trueline.runtime.shared_weights import SharedDir
 if TYPE_CHECKING:
     from trueline.bundle import Bundle, Golden
     from trueline.bundle.signature import Array
+    from trueline.columns.fitted import FittedColumns
     from trueline.runtime.compare import Comparison
 
 
@@ -108,6 +112,27 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
     if not comparisons:
         raise NotProven(f"bundle '{bundle.name}' has no golden record: its {session.format} program is not proven here")
     return comparisons
+
+
+def replay_records(bundle: Bundle) -> FittedColumns | None:
+    """The bundle's columns, once they make the same inputs of its golden records as the training's side made.
+
+    Raises NotProven that names the input, BundleError.
+    """
+    columns = bundle.columns()
+    if columns is None:
+        return None
+    expected = next((golden.inputs for golden in bundle.golden() if golden.case == RECORDS_CASE), None)
+    if expected is None:
+        raise NotProven(f"bundle '{bundle.name}' has columns and no golden case '{RECORDS_CASE}' that proves them")
+    encoded = columns.encode_rows(bundle.golden_records())
+    for name in encoded | expected:
+        if name not in encoded or name not in expected or not np.array_equal(encoded[name], expected[name]):
+            raise NotProven(
+                f"columns of bundle '{bundle.name}' make another input '{name}' of its golden records here",
+                hint="the columns are encoded otherwise than where they were captured: compare versions",
+            )
+    return columns
 
 
 def _compare_golden(session: Session, golden: Golden, *, random: bool) -> Comparison:

@@ -255,7 +255,7 @@ async def _load_source(settings: ServeSettings, source: str, fleet: Fleet, sourc
     record: dict[str, Field] = {"model": name, "version": version, "digest": made.digest}
     served = fleet.models.find(name, version)
     if served.state == "ready" and served.handler is None:
-        record["example"] = write_body(served.program.loaded.example)
+        record["example"] = write_body(served.program.loaded.records or served.program.loaded.example)
     return record
 
 

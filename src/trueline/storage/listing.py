@@ -64,7 +64,10 @@ def _list_one(suffixes: Sequence[str], complete: bool, uri: Uri) -> list[File]:
         paths = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
     if not paths:
         kind = f"folder has no {join_names(suffixes)} files" if path.is_dir() else "file does not exist"
-        raise DataError(f"no records at '{uri}': the {kind}", hint="paths are relative to the current folder")
+        raise DataError(
+            f"no records at '{uri}': the {kind}",
+            hint="paths are relative to the recipe's folder, or to the current one",
+        )
     return [LocalFile.at(path) for path in paths]
 
 

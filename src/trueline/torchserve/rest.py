@@ -108,6 +108,8 @@ class TorchServeRoutes:
         check_media(request)
         self._dispatch.check_room(request, found)
         media = request.headers.get(b"content-type", b"") if scored else None
+        if found.program.columns is not None:
+            return self._dispatch.answer_records(request, found, began, media=media, wraps=scored)
 
         def ask(decoded: json_records.JsonRecords | predict.PredictBatch) -> Answer:
             encode = partial(self._encode, request.path, decoded)

@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 from trueline import events, files
 from trueline.checkpoint import checkpoint, model_files
+from trueline.columns.fitted import encode as encode_columns
 from trueline.errors import StorageError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe, locate_recipe
@@ -220,7 +221,11 @@ def prepare(
     job = apply_overrides(job, wanted, cores=_cores(), metrics=_metrics(loaded))
     if job.new_layers and not job.weights:
         raise UsageError("--new-layers says what --weights leaves out, and there are no weights", hint="add --weights")
-    return _new(job, job_dir, loaded)
+    loaded = loaded.with_columns()  # fitted once, and before any process starts
+    folder = _new(job, job_dir, loaded)
+    if loaded.fitted is not None:
+        files.write_atomic(JobDir(folder).columns, encode_columns(loaded.fitted))
+    return folder
 
 
 def _refuse_absent(faults: Sequence[Fault], workers: int) -> None:
@@ -313,7 +318,7 @@ def _start_from(job: JobSettings, recipe: Recipe, folder: Path) -> JobSettings:
     layers = [name.strip() for name in job.new_layers.split(",") if name.strip()]
     source, target = parse_location(job.weights), JobDir(folder).weights
     try:
-        facts = model_files.store_weights(recipe.model(), source, target, recipe=recipe.name, new_layers=layers)
+        facts = model_files.store_weights(recipe.make_model(), source, target, recipe=recipe.name, new_layers=layers)
     except BaseException:
         with contextlib.suppress(OSError):  # it holds something else
             folder.rmdir()

@@ -8,6 +8,7 @@
     JOB/faults/         those carried out        JOB/page.html        the live page, and its token
     JOB/master.lock     held by the master           JOB/loss.json        how the loss reduces, as it was tried
     JOB/weights.safetensors   a copy of those that the training starts from
+    JOB/columns.json    the recipe's fitted columns
 
 The lock is an open-file-description lock (fcntl(2)): the kernel releases it when the launcher ends, by whatever means,
 and a query does not disturb the holder. A pid alone would belong to another process one day.
@@ -64,6 +65,7 @@ class JobDir:
         self.faults = path / "faults"
         self.loss = path / "loss.json"
         self.weights = path / "weights.safetensors"
+        self.columns = path / "columns.json"
         self.page = path / "page.html"
         self.page_token = path / "page.token"
         self._lock = path / "lock"

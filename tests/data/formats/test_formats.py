@@ -407,9 +407,12 @@ def test_raw_records_have_checksums_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ({17: "abc"}, "column 'b' is text: 'abc' in record 17 is no number, and 99 of 100 values are; it has no vocab"),
-        (dict.fromkeys(range(100), ""), "column 'b' is text: its first 100 values are empty; it has no vocabulary"),
-        (dict.fromkeys(range(50), "red"), "column 'b' is text, and has no vocabulary"),
+        (
+            {17: "abc"},
+            "column 'b' is text: 'abc' in record 17 is no number, and 99 of 100 values are, and has no declaration",
+        ),
+        (dict.fromkeys(range(100), ""), "column 'b' is text: its first 100 values are empty, and has no declaration"),
+        (dict.fromkeys(range(50), "red"), "column 'b' is text, and has no declaration"),
     ],
 )
 def test_a_column_that_is_text_by_a_few_values_or_by_none_says_which(

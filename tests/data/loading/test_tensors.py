@@ -80,9 +80,9 @@ def test_memory_that_may_be_written_is_not_copied_and_a_mapped_file_is(tmp_path:
     assert mapped.to_pylist() == [7, 7, 7]
 
 
-def fed(columns: dict[str, Any], mode: Any = "training", **words: Any) -> tuple[Any, Any]:
+def fed(columns: dict[str, Any], mode: Any = "training") -> tuple[Any, Any]:
     table = pa.table(columns)
-    feed = DefaultFeed(words or None)
+    feed = DefaultFeed()
     feed.check(table.schema, mode)
     return feed(table, mode)
 
@@ -129,18 +129,10 @@ def test_images_are_decoded_in_channels_and_from_0_to_1() -> None:
         fed({"image": [png(1), b"text"], "label": [0, 1]})
 
 
-def test_text_is_ids_by_a_vocabulary_or_what_a_tokenizer_returns() -> None:
-    inputs, labels = fed(
-        {"word": ["no", "yes", "maybe"], "label": ["b", "a", "b"]}, word=["no", "yes", "<unk>"], label=["a", "b"]
-    )
-    assert (inputs.tolist(), labels.tolist()) == ([0, 1, 2], [1, 0, 1])
-    with pytest.raises(DataError, match="'maybe' in column 'word' is none of the 2 words"):
-        fed({"word": ["maybe"], "label": [0]}, word=["no", "yes"])
-    feed = DefaultFeed(None, lambda texts: {"ids": torch.tensor([[len(text)] for text in texts])})
+def test_text_is_what_a_tokenizer_returns() -> None:
+    feed = DefaultFeed(lambda texts: {"ids": torch.tensor([[len(text)] for text in texts])})
     inputs, _ = feed(pa.table({"text": ["ab", "c"], "label": [0, 1]}), "training")
     assert inputs["ids"].tolist() == [[2], [1]]
-    coded = pa.array(["no", "yes"]).dictionary_encode()
-    assert fed({"word": coded, "label": [0, 1]}, word=["yes", "no"])[0].tolist() == [1, 0]
 
 
 def test_inputs_of_several_kinds_are_passed_by_name() -> None:
@@ -155,7 +147,7 @@ def test_inputs_of_several_kinds_are_passed_by_name() -> None:
         ({"x": pa.float32()}, "no column is the labels: the records have x"),
         ({"x": pa.float32(), "label": pa.int64(), "y": pa.int64()}, "label, y could each be the labels"),
         ({"label": pa.int64()}, "nothing to learn from"),
-        ({"t": pa.string(), "label": pa.int64()}, "column 't' is text, and has no vocabulary"),
+        ({"t": pa.string(), "label": pa.int64()}, "column 't' is text, and has no declaration"),
         ({"t": pa.timestamp("s"), "label": pa.int64()}, "column 't' is timestamp"),
         ({"t": pa.list_(pa.string()), "label": pa.int64()}, "column 't' is list<"),
     ],
@@ -163,13 +155,6 @@ def test_inputs_of_several_kinds_are_passed_by_name() -> None:
 def test_columns_that_leave_a_guess_are_refused_before_a_record_is_read(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         DefaultFeed().check(pa.schema(list(schema.items())), "training")
-
-
-def test_a_vocabulary_of_a_column_that_is_not_there_is_a_mistake() -> None:
-    with pytest.raises(DataError, match="the vocabulary is of wrod, and the records have word, label"):
-        DefaultFeed({"wrod": ["a"], "word": ["a"]}).check(
-            pa.schema([("word", pa.string()), ("label", pa.int64())]), "training"
-        )
 
 
 def test_missing_values_are_an_error_and_predictions_need_no_label(tmp_path: Path) -> None:

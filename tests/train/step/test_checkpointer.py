@@ -23,6 +23,7 @@ class Job:
         self.checkpointer, self.weights, self.evaluations, self.told = checkpointer, torch.zeros(4), [], []
         self.ledger = SimpleNamespace(steps=0, as_tree=self.as_tree)
         self.save_from, self.halting, self.full = 0, False, []
+        self.model = torch.nn.ParameterDict({"w": torch.zeros(4)})
 
     def as_tree(self):
         return {"steps": self.ledger.steps, "certificates": [], "evaluations": [dict(one) for one in self.evaluations]}
@@ -184,7 +185,7 @@ def test_a_checkpoint_counts_even_when_older_ones_cannot_be_removed(tmp_path, mo
     job.step()
     job.complete()
     assert [step for step, _, _ in job.told] == [1]
-    assert said == [("checkpoint.not_pruned", 1)]
+    assert said == [("checkpoint.not_pruned", 1), ("model.written", None)]
 
 
 def test_a_checkpoint_that_an_operator_asks_for_is_written_once_and_not_before_the_step_asked_for(tmp_path):

@@ -1,1 +1,1 @@
-"""`trueline data ...`: inspect, verify and convert records."""
+"""`trueline data ...`: check, split, inspect, verify and convert records."""

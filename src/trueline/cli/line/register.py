@@ -54,8 +54,8 @@ def command(
     """
     from trueline.registry import register
 
-    found = Path(job) if job else find_job(Path(bundle))
-    facts = run_facts(found, parse_pairs(params, "--param"), parse_pairs(metrics, "--metric"))
+    given = parse_pairs(params, "--param"), parse_pairs(metrics, "--metric")
+    facts = run_facts(Path(job) if job else find_job(Path(bundle)), *given)
     facts = dataclasses.replace(facts, artifacts=tuple(map(Path, artifacts)))
     version = register(bundle, alias=alias or None, run=facts, **store)
     aliases = f" ({', '.join(version.aliases)})" if version.aliases else ""

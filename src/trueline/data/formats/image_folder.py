@@ -28,11 +28,13 @@ def is_image_folder(folder: Path) -> bool:
 
 
 class ImageRecords:
-    ranged = forks = True
-    schema = SCHEMA
+    """With `named`, labels are the names of the folders, which are the same in every folder of images."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    ranged = forks = True
+
+    def __init__(self, folder: Path, *, named: bool = False) -> None:
+        self._folder, self._named = folder, named
+        self.schema = SCHEMA.set(1, pa.field("label", pa.string())) if named else SCHEMA
         self.classes = sorted(child.name for child in folder.iterdir() if child.is_dir() and is_visible(child.name))
         stray = next((file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES), None)
         if stray is not None:
@@ -48,9 +50,10 @@ class ImageRecords:
     def load(self, number: int, start: int, stop: int) -> pa.Table:
         offset = self.units[number].offset
         chosen = self._files[offset + start : offset + stop]
-        images, labels = [_read(file) for file, _ in chosen], [label for _, label in chosen]
+        images = [_read(file) for file, _ in chosen]
+        labels = [self.classes[label] if self._named else label for _, label in chosen]
         paths = [file.path.relative_to(self._folder).as_posix() for file, _ in chosen]
-        return pa.table({"image": images, "label": labels, "path": paths}, schema=SCHEMA)
+        return pa.table({"image": images, "label": labels, "path": paths}, schema=self.schema)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()

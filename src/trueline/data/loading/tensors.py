@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,6 @@ _DTYPES = {pa.type_for_alias(name).id: np.dtype(name) for name in _NUMBERS.split
 _CHUNKED = pa.ChunkedArray
 _BYTE, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 LABELS = ("label", "labels", "target", "targets", "y")
-UNKNOWN = "<unk>"
-"""The word of a vocabulary that replaces all words that are not in it."""
 _ORIGIN = ("__key__", "path")
 RULE = "set missing = 'mean', 'zero', 'category' or {column: value} in the recipe, or handle it in feed(records, mode)"
 FEED = "write feed(records, mode) -> (inputs, labels), where records is a pyarrow.Table"
@@ -147,30 +145,21 @@ class DefaultFeed:
         floating point                            float32              [n]
         lists of numbers of one length            as their items       [n, length, ...]
         binary that is images                     float32 in [0, 1]    [n, channels, height, width]   needs Pillow
-        text with a vocabulary                    int64 ids            [n]
         text with a tokenizer                     what it returns
 
     The column `label` (`labels`, `target`, `targets`, `y`) holds the labels; the others are inputs. A single input is
     passed as it is; several that are plain numbers become the columns of one float32 tensor; any other several are
-    passed by name. A column that would need a guess is refused, and needs a `feed`. `vocabulary` has the words of text
-    columns by name; `tokenizer` takes the texts of other columns.
+    passed by name. A column that would need a guess is refused, and needs a `feed`. `tokenizer` takes the texts of
+    columns of text. For vocabularies, categories, missing values and scales a recipe declares `columns` instead.
     """
 
-    def __init__(
-        self, vocabulary: Mapping[str, Sequence[str]] | None = None, tokenizer: Callable[[list[str]], Any] | None = None
-    ) -> None:
-        self._words = {name: {word: i for i, word in enumerate(words)} for name, words in (vocabulary or {}).items()}
+    def __init__(self, tokenizer: Callable[[list[str]], Any] | None = None) -> None:
         self._tokenizer = tokenizer
 
     def check(self, schema: pa.Schema, mode: Mode) -> None:
         """Raises DataError for columns that make no tensors, before any record is read."""
         for name in self.columns(schema, mode):
             self._kind(schema.field(name))
-        unused = [name for name in self._words if name not in schema.names]
-        if unused:
-            raise DataError(
-                f"the vocabulary is of {join_names(unused)}, and the records have {join_names(schema.names)}"
-            )
 
     def columns(self, schema: pa.Schema, mode: Mode) -> list[str]:
         """The columns that it reads."""
@@ -204,13 +193,13 @@ class DefaultFeed:
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
             return "image"
         if _is_text(kind):
-            if field.name in self._words or self._tokenizer is not None:
+            if self._tokenizer is not None:
                 return "text"
             why = (field.metadata or {}).get(TEXT_BECAUSE.encode(), b"").decode()
             raise DataError(
-                f"column '{field.name}' is text{f': {why}; it' if why else ', and'} has no vocabulary or tokenizer",
-                hint=f"define vocabulary() -> {{'{field.name}': [word, ...]}} or tokenizer() -> function of texts, or "
-                + FEED,
+                f"column '{field.name}' is text{f': {why}' if why else ''}, and has no declaration",
+                hint=f'declare columns = {{"{field.name}": Category(), ...}} (or Text(max_length=...)) with '
+                "from trueline.columns import Category, Label, Number, Text",
             )
         raise DataError(f"column '{field.name}' is {kind}, which makes no tensor by itself", hint=FEED)
 
@@ -224,19 +213,8 @@ class DefaultFeed:
         if kind == "image":
             return _from_numpy()(decode_images(column, name))
         texts = column.cast(pa.string()).to_pylist()
-        words = self._words.get(name)
-        if words is None:
-            assert self._tokenizer is not None
-            return self._tokenizer(texts)
-        other = words.get(UNKNOWN)
-        ids = [words.get(text, other) for text in texts]
-        if None in ids:
-            missing = texts[ids.index(None)]
-            raise DataError(
-                f"'{missing[:64]}' in column '{name}' is none of the {len(words)} words of its vocabulary",
-                hint=f"add it, or '{UNKNOWN}' for all that are missing",
-            )
-        return _from_numpy()(np.array(ids, np.int64))
+        assert self._tokenizer is not None
+        return self._tokenizer(texts)
 
 
 def split_columns(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from trueline.data.loading.column_feed import ColumnFeed
 from trueline.data.loading.decoded_cache import TableCache, run_of
 from trueline.data.loading.tensors import DefaultFeed
 from trueline.data.missing import Missing, count_missing, fill, refuse
@@ -85,6 +86,8 @@ class TableSource:
         A `feed` of the user's may handle them: it is tried on the first record that lacks a value.
         """
         feed, used = self._feed, self.records.schema.names
+        if isinstance(feed, ColumnFeed):
+            return  # the fit of the columns has counted them
         if isinstance(feed, DefaultFeed):
             used = feed.columns(self.records.schema, self._mode)
         names = [name for name in used if name not in self.fills and self._missing.rule(name)[0] != "keep"]

@@ -20,7 +20,7 @@ import numpy as np
 
 from trueline.bundle.signature import NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
-from trueline.serve.fastpath.texts import Text, Texts, skeleton
+from trueline.serve.fastpath.texts import GappedText, Texts, skeleton
 from trueline.serve.tensors import arrays, codec
 from trueline.serve.tensors.bounds import UNBOUNDED, RequestBounds
 
@@ -90,9 +90,9 @@ class Template(msgspec.Struct, eq=False):
     """Requests of one form; `call` is what they ask, without inputs and without what their gaps say."""
 
     texts: Texts
-    before: Text
+    before: GappedText
     """The first of them."""
-    after: Sequence[tuple[_Bytes | _Numbers, Text]]
+    after: Sequence[tuple[_Bytes | _Numbers, GappedText]]
     """Each input of a JSON request, and the text after it."""
     inputs: Sequence[_Bytes | _Numbers]
     call: codec.InferCall
@@ -102,7 +102,7 @@ class Template(msgspec.Struct, eq=False):
     """That follow the JSON of a binary request."""
     places: Spans
     """Of the inputs behind the JSON of a binary request."""
-    end: Text | None = None
+    end: GappedText | None = None
     """The text after the last input of a JSON request."""
     reply: CachedReply | None = None
     """How these requests are answered, if it is cached."""

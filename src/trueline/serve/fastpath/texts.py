@@ -43,7 +43,7 @@ class Gap(msgspec.Struct, frozen=True):
     """Of `_PATTERNS`."""
 
 
-class Text:
+class GappedText:
     """Text with gaps."""
 
     __slots__ = ("first", "rest")
@@ -74,7 +74,7 @@ class Text:
 class Texts(msgspec.Struct, frozen=True):
     """The texts of one form of requests, and which of their gaps are read; -1: none."""
 
-    texts: tuple[Text, ...]
+    texts: tuple[GappedText, ...]
     id_at: int
     timeout_at: int
     priority_at: int
@@ -85,7 +85,7 @@ class Texts(msgspec.Struct, frozen=True):
         gaps = [list(_gaps_of(text, texts, call)) for text in texts]
         keys = [gap.key for one in gaps for gap in one]
         own = [keys.index(key) if key in keys else -1 for key in _OWN]
-        return cls(tuple([Text(text, one) for text, one in zip(texts, gaps, strict=True)]), *own)
+        return cls(tuple([GappedText(text, one) for text, one in zip(texts, gaps, strict=True)]), *own)
 
     def call(self, like: codec.InferCall, values: Sequence[bytes]) -> codec.InferCall:
         """`like`, which is without inputs, with what `values` say."""

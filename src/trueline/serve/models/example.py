@@ -28,8 +28,8 @@ def write_request(golden: Sequence[Golden]) -> str:
     return text if len(text) <= LONGEST else ""
 
 
-def write_body(example: Mapping[str, Any]) -> str:
-    """The body of a request with these inputs; empty without any."""
+def write_body(example: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
+    """The body of a request with these inputs, or with these records by column name; empty without any."""
     return json.dumps(example) if example else ""
 
 

@@ -22,7 +22,7 @@ from trueline.bundle.read import Bundle
 from trueline.bundle.signature import Signature
 from trueline.bundle.signing import Trusted
 from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime.open import open_program, replay
+from trueline.runtime.open import open_program, replay, replay_records
 from trueline.serve import host
 from trueline.serve.batching.execution_plan import batch_symbol, draw_up
 from trueline.serve.models.desired_state import DesiredVersion
@@ -30,7 +30,7 @@ from trueline.serve.models.example import as_lists
 from trueline.serve.models.servable import Loaded, Servable, TooManyWorkers
 from trueline.serve.tensors import bounds
 
-MAX_EXAMPLE_VALUES = 4096
+MAX_EXAMPLE_VALUES, EXAMPLE_RECORDS = 4096, 2
 MAX_LANES = max(32, len(os.sched_getaffinity(0)))
 """Runs of a bundle's program at a time; each has a thread."""
 RECORDS = "batch"
@@ -227,6 +227,7 @@ def _load(bundle: Bundle, way: RuntimeOptions, max_batch: int) -> Loaded:
         max_abs_error=max(one.max_abs_error for one in replayed.values()),
         took_s=time.perf_counter() - began,
     )
+    columns = replay_records(bundle)
     plan = draw_up(session, bundle.golden(), max_batch=max_batch, by_record=bundle.program(way.program).by_record)
     return Loaded(
         session=session,
@@ -234,6 +235,8 @@ def _load(bundle: Bundle, way: RuntimeOptions, max_batch: int) -> Loaded:
         platform=PLATFORMS[way.program],
         golden_cases=len(replayed),
         plan=plan,
+        columns=columns,
+        records=bundle.golden_records()[:EXAMPLE_RECORDS] if columns is not None else (),
         bounds=bounds.of_program(
             session.signature,
             _shapes_of_probes(bundle, way.program),

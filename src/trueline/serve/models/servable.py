@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from trueline.bundle.signature import Array, Signature
+    from trueline.columns.fitted import FittedColumns
     from trueline.runtime.session import Session
     from trueline.serve.batching.execution_plan import ExecutionPlan
     from trueline.web.messages import StreamedBody
@@ -96,6 +97,10 @@ class Loaded:
     example: Mapping[str, Any] = field(default_factory=dict)
     """Inputs that it answers, as nested lists by name: those of its smallest golden record that is short enough to
     read. Empty if there is none."""
+    columns: FittedColumns | None = None
+    """How records become its inputs; None: requests are tensors."""
+    records: Sequence[Mapping[str, Any]] = ()
+    """With `columns`: records that it answers, by column name."""
 
 
 class Handler(Protocol):
@@ -133,6 +138,8 @@ class Program(CachedProgram, Protocol):
     def signature(self) -> Signature: ...
     @property
     def bounds(self) -> RequestBounds: ...
+    @property
+    def columns(self) -> FittedColumns | None: ...
 
     def no_room(self, priority: int) -> Overloaded | None:
         """Why a request of `priority` is rejected now; the same object until the queue changes."""

@@ -30,6 +30,7 @@ from trueline.serve.models.servable import NO_WORKER, NO_WORKERS, Loaded, Versio
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
+    from trueline.columns.fitted import FittedColumns
     from trueline.serve.batching.execution_plan import ExecutionPlan
     from trueline.serve.models.servable import Outputs
     from trueline.serve.tensors.bounds import RequestBounds
@@ -89,6 +90,10 @@ class ProgramVersion(VersionRecord):
     @property
     def bounds(self) -> RequestBounds:
         return self.loaded.bounds
+
+    @property
+    def columns(self) -> FittedColumns | None:
+        return self.loaded.columns
 
     @property
     def templates(self) -> TemplateCache:

@@ -15,6 +15,7 @@ import msgspec
 
 from trueline import events
 from trueline.errors import MethodNotAllowed, NotFound, NotReady, Overloaded, RequestError, UnsupportedMedia
+from trueline.serve import column_records
 from trueline.serve.batching.policy import USUAL
 from trueline.serve.counters import ServerStats
 from trueline.serve.faults import find_fault
@@ -24,6 +25,7 @@ from trueline.serve.models.catalog import Models
 from trueline.serve.models.servable import Handler, Servable
 from trueline.serve.offload.process import LONG_BYTES, LONG_VALUES, Offload
 from trueline.serve.tensors import codec
+from trueline.serve.tensors.bounds import decode_within
 from trueline.web.body import Body
 from trueline.web.messages import JSON, Request, Response
 from trueline.web.parser import HttpLimits
@@ -182,6 +184,23 @@ class Dispatch:
         if values <= LONG_VALUES:
             return wrap(work(*args))
         return self.respond(path, self.offload.run(work, *args, num_bytes=8 * values), wrap)
+
+    def answer_records(
+        self, request: Request, version: Servable, began: float, *, media: bytes | None = None, wraps: bool = False
+    ) -> Answer:
+        """Answers records by column name, for a program with columns. `wraps`: as {"predictions": ...}."""
+        columns, bounds = version.program.columns, version.program.bounds
+        assert columns is not None
+
+        def ask(records: column_records.ColumnRecords) -> Answer:
+            def encode(outputs: Outputs) -> Answer:
+                work = column_records.encode
+                return self.encode(request.path, outputs, partial(Response, 200), work, outputs, columns, records)
+
+            priority = request.headers.get(codec.PRIORITY_HEADER)
+            return self.ask(request, version, records.inputs, None, encode, began, priority)
+
+        return self.decode(request, ask, decode_within, bounds, column_records.decode, columns, bounds, media, wraps)
 
     def find(self, request: Request, model: str, version: str | None) -> Servable:
         """The version that answers `request`. Raises UnknownModel, UnknownVersion."""

@@ -72,9 +72,11 @@ def _model(version: Servable) -> Document:
             f"Infer with {name}", _infer_answer(signature), _OIP_ERROR, body=_infer_body(signature, golden)
         )
     }
-    body = _with_example(_records(signature), next(iter(golden.values())) if len(golden) == 1 else golden)
+    by_column = list(version.program.loaded.records)
+    given = by_column or (next(iter(golden.values())) if len(golden) == 1 else golden)
+    body = _with_example(_LISTED if by_column else _records(signature), given)
     records = {"post": _operation(f"Predict with {name} (TorchServe)", {}, _TS_ERROR, body=body)}
-    rows = {**_object(instances=_ARRAY, inputs=_OBJECT), "example": {"instances": [_instance(signature)]}}
+    rows = {**_object(instances=_ARRAY, inputs=_OBJECT), "example": {"instances": by_column or [_instance(signature)]}}
     predictions = {"type": "object", "required": ["predictions"]}
     return {
         base: _get(f"Metadata of {name}"),
@@ -94,7 +96,7 @@ def _model(version: Servable) -> Document:
 
 def _invocation(versions: Sequence[Servable]) -> Document:
     """The path of SageMaker and MLflow; each model also accepts what it accepts at /predictions."""
-    model = _parameter("model_name", "query")
+    model, first = _parameter("model_name", "query"), versions[0].program
     model["schema"]["enum"] = list(dict.fromkeys(one.model for one in versions))
     body = {
         **_object(
@@ -104,7 +106,7 @@ def _invocation(versions: Sequence[Servable]) -> Document:
             dataframe_split=_object(["data"], columns={"type": "array", "items": _STRING}, data=_ARRAY),
         ),
         "maxProperties": 1,
-        "example": {"instances": [_instance(versions[0].program.signature)]},
+        "example": {"instances": [*first.loaded.records] or [_instance(first.signature)]},
     }
     error = {**_TS_ERROR, "properties": {**_TS_ERROR["properties"], "error_code": _STRING}}
     return _operation("Predict with a model (SageMaker, MLflow)", {}, error, body=body, parameters=[model])

@@ -20,11 +20,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from trueline import events, files
 from trueline.checkpoint import model_files
+from trueline.columns.fitted import decode as decode_columns
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.source import Batch, Source
 from trueline.errors import CheckpointError, RecipeError, UsageError
@@ -64,6 +66,7 @@ def _run_recipe(settings: JobSettings, job_dir: Path) -> int:
     try:
         recipe = load_recipe(settings.recipe)
         check_digest(recipe.digest, "recipe", settings.recipe, settings)
+        recipe = bind_columns(recipe, job_dir)
         job = build(recipe, settings, job_dir)
         _leave_on_sigterm(job.leave)
         train(recipe, job, Options.of(settings))
@@ -98,12 +101,18 @@ def check_digest(digest: str, kind: str, name: str, settings: JobSettings) -> No
         )
 
 
+def bind_columns(recipe: Recipe, job_dir: Path) -> Recipe:
+    """The recipe with its columns as they were fitted when the job was prepared."""
+    path = JobDir(job_dir).columns
+    return recipe.with_columns(decode_columns(path.read_bytes(), str(path)) if path.exists() else None)
+
+
 def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
     """The job's loop: same seed, same model in every worker."""
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)
-    model = recipe.model()
+    model = recipe.make_model()
     if settings.weights:
         model_files.load_stored(model, JobDir(job_dir).weights)
     model = model.to(devices.choose_own(settings.device, repeatable=settings.bitwise))
@@ -117,6 +126,8 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
         facts["weights"] = settings.started_from
     if fills := getattr(source, "fills", None):
         facts["data_fills"] = fills  # what stands in the place of missing values
+    if recipe.fitted is not None:
+        facts["columns"] = msgspec.to_builtins(recipe.fitted)
     return Elastic(
         model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
         scheduler=scheduler, options=Options.of(settings), validation=validation_of(recipe, model, settings),

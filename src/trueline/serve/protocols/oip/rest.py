@@ -228,6 +228,8 @@ class OipRoutes:
             return self._dispatch.handle(request, servable, servable.handler)
         check_media(request)
         self._dispatch.check_room(request, servable)
+        if servable.program.columns is not None:
+            return self._dispatch.answer_records(request, servable, began, wraps=True)
         priority = request.headers.get(codec.PRIORITY_HEADER)
 
         def ask(call: predict.PredictBatch) -> Answer:
