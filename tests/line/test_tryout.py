@@ -21,7 +21,7 @@ def test_a_first_try_survives_a_kill_proves_its_answers_and_leaves_a_folder(tmp_
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)
     killed = tried["summary"]["regroups"]
-    assert any("SIGKILL" in one["why"] for one in killed), killed
+    assert any("SIGKILL" in one["reason"] for one in killed), killed
     assert all(one["records"] == 240 for one in tried["summary"]["certificates"])
     assert tried["served"]["records"] == 60
     assert tried["served"]["decisions_changed"] == 0
