@@ -48,7 +48,7 @@ class LoopView:
         return self._group.rank == 0
 
     def log(self, **values: float) -> None:
-        """Logs numbers of the last applied step, for the job's events, MLflow and TensorBoard; only the worker that
+        """Logs numbers of the last applied step, for the job's events and MLflow; only the worker that
         leads does. Called after `job.step` returned True, a step is logged once, or never if that worker dies there."""
         if self.leads:
             fields = {name: float(value) for name, value in values.items()}
