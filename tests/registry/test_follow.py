@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from trueline.errors import RegistryError, UsageError
-from trueline.registry import RunFacts, follow, register, store
-from trueline.registry.follow import MAX_POINTS, Curves
+from trueline.registry import RunFacts, follow, register, store, wandb_tracker
+from trueline.registry.curves import MAX_POINTS, Curves, TrackedJob
 from trueline.registry.machine import MachineLoad
+from trueline.registry.mlflow_tracker import MlflowTracker
 from worlds import bundles
 from worlds.waiting import until
 
@@ -172,7 +176,7 @@ def test_a_run_is_closed_as_its_job_ended_and_only_a_finished_one_says_exactly_o
     (folder / "summary.json").write_text(json.dumps({"certificates": [{"tally_max": 1}, {"tally_max": most}]}))
     (folder / "mlflow.json").write_text(json.dumps({"run_id": "r", "tracking_uri": Client.tracking_uri, "offset": 0}))
     client: Any = Client()
-    follower = follow._Follower(folder, client, None)
+    follower = follow._Follower(folder, MlflowTracker(client))
     assert (follower.run_id, client.status) == ("r", "RUNNING")
     follower.close(status)
     once = {"trueline.exactly_once": "false" if most == 2 else "true"} if status == "FINISHED" else {}
@@ -220,7 +224,7 @@ def _logged(folder: Path) -> int:
 def test_what_was_logged_before_a_death_is_logged_again_without_a_trace(registry: Path, tmp_path: Path) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 5, total=9))
     with store.open_store(uri(registry)) as client:
-        follower = follow._Follower(folder, client, None)
+        follower = follow._Follower(folder, MlflowTracker(client))
         saved = (folder / "mlflow.json").read_bytes()
         follower.read()
         follower.flush()
@@ -338,3 +342,96 @@ def test_the_load_of_the_machine_is_read_as_mlflow_names_it(tmp_path: Path) -> N
         "system/system_memory_usage_percentage": 75.0,
     }
     assert MachineLoad(tmp_path / "none").read() == {}
+
+
+class Ours:
+    """A tracker of a user's own, as docs/guides/see.md describes it."""
+
+    place = "here"
+    told: ClassVar[list[Any]] = []
+
+    def begin(self, job: TrackedJob, run: str) -> str:
+        self.told.append(("begin", job.group, run))
+        return "run-1"
+
+    def log(self, points: Any, tags: Any) -> None:
+        self.told.extend([point[:2] for point in points])
+        self.told.extend(tags.items())
+
+    def end(self, status: str, at_ms: int | None, kept: Any) -> None:
+        self.told.append(("end", status, at_ms, {path.name for path in kept}))
+
+
+def open_ours(job_dir: Path) -> Any:
+    return nullcontext(Ours())
+
+
+def test_a_tracker_of_ones_own_gets_curves_and_the_end_and_continues_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("ours")
+    monkeypatch.setattr(module, "open", open_ours, raising=False)
+    monkeypatch.setitem(sys.modules, "ours", module)
+    monkeypatch.setattr(Ours, "told", [])
+    folder = job(tmp_path / "digits-1", *steps(0, 2, total=2), *end(2))
+    assert follow.follow(folder, tracker="ours:open") == "run-1"
+    assert Ours.told[0] == ("begin", "digits", "")
+    assert ("train/loss", 0.5) in Ours.told
+    assert ("trueline.exactly_once", "true") in Ours.told
+    assert Ours.told[-1][:3] == ("end", "FINISHED", 1_002_000)
+    assert "events.jsonl" in Ours.told[-1][3]
+    before = len(Ours.told)
+    assert follow.follow(folder, tracker="ours:open") == "run-1"
+    assert Ours.told[before] == ("begin", "digits", "run-1")
+    assert "train/loss" not in [one[0] for one in Ours.told[before:]], "nothing comes twice"
+
+
+@pytest.mark.parametrize("name", ["nowhere:open", "trueline.registry.curves:nothing", "weights", ""])
+def test_a_tracker_that_does_not_exist_is_an_error_that_lists_the_others(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="is no tracker") as caught:
+        follow.follow(job(tmp_path / "digits-1"), tracker=name)
+    assert "wandb" in caught.value.hint
+
+
+class Run:
+    """W&B's run as far as a tracker needs it."""
+
+    id = "abc"
+
+    def __init__(self, told: list[Any]) -> None:
+        self.told, self.summary = told, dict[str, str]()
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.told.append((name, step_metric))
+
+    def log(self, row: dict[str, float]) -> None:
+        self.told.append(row)
+
+    def save(self, path: str, base_path: str, policy: str) -> None:
+        self.told.append(Path(path).name)
+
+    def finish(self, exit_code: int) -> None:
+        self.told.append(exit_code)
+
+
+def test_weights_and_biases_gets_a_row_for_each_step_by_a_step_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    run = Run(told)
+
+    def init(**given: Any) -> Run:
+        told.append(given)
+        return run
+
+    module: Any = types.ModuleType("wandb")
+    module.init, module.Error = init, OSError
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    folder = job(tmp_path / "digits-1", *steps(0, 2, total=2), *end(2, "job.failed"))
+    assert follow.follow(folder, tracker="wandb") == "abc"
+    assert (told[0]["project"], told[0]["name"], told[0]["resume"]) == ("digits", "digits-1", None)
+    assert told[0]["config"]["epochs"] == 3
+    assert told[1] == ("*", wandb_tracker.STEP)
+    rows = [one for one in told[2:] if isinstance(one, dict)]
+    assert (rows[0][wandb_tracker.STEP], rows[0]["train/loss"]) == (0, 1.0)
+    assert (told[-1], run.summary["trueline.state"]) == (1, "failed")

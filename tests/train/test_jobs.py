@@ -20,6 +20,7 @@ from trueline.train.api import train
 from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
+from worlds.curves import curves
 from worlds.jobs import RECORDS, STEPS, TINY, plain_loop, seen_counts
 from worlds.waiting import until_ended
 
@@ -149,6 +150,9 @@ def test_survivors_keep_their_processes_when_a_worker_dies_and_summary_and_page_
     assert (regroup["reason"], regroup["workers"]) == ("worker-1.0 is gone: killed by SIGKILL", 2)
     assert regroup["gap_ms"] > 0
     agrees_with_its_page(tmp_path / "job", result.summary.as_dict())
+    for tag, values in curves(tmp_path / "job").items():
+        assert [at for at, _ in values] == sorted(at for at, _ in values), tag
+    assert [at for at, _ in curves(tmp_path / "job")["train/loss"]] == list(range(STEPS)), "for TensorBoard, by itself"
 
 
 def agrees_with_its_page(job: Path, summary: dict) -> None:

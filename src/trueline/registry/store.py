@@ -88,10 +88,10 @@ def absolute(uri: str) -> str:
     return uri if database is None else f"{_SQLITE}{database}"
 
 
-def link_of(job_dir: Path, tracking_uri: str) -> dict[str, Any]:
-    """The job's run in the store at `tracking_uri`; empty if it has none there."""
+def link_of(job_dir: Path, tracking_uri: str, tracker: str = "mlflow") -> dict[str, Any]:
+    """The job's run in the store of `tracker` at `tracking_uri`; empty if it has none there."""
     try:
-        link: dict[str, Any] = json.loads((job_dir / "mlflow.json").read_bytes())
+        link: dict[str, Any] = json.loads((job_dir / f"{tracker}.json").read_bytes())
     except (OSError, ValueError):
         return {}
     return link if link.get("tracking_uri") == absolute(tracking_uri) else {}

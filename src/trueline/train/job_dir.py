@@ -9,6 +9,7 @@
     JOB/master.lock     held by the master           JOB/loss.json        how the loss reduces, as it was tried
     JOB/weights.safetensors   a copy of those that the training starts from
     JOB/columns.json    the recipe's fitted columns
+    JOB/events.out.tfevents.0.trueline   the curves, for TensorBoard
 
 The lock is an open-file-description lock (fcntl(2)): the kernel releases it when the launcher ends, by whatever means,
 and a query does not disturb the holder. A pid alone would belong to another process one day.

@@ -18,8 +18,8 @@ from trueline.settings import declared_settings
 if TYPE_CHECKING:
     from trueline.train.settings import Fault
 
-MLFLOW_WAIT_S = 60.0
-"""How long a job that has ended waits until its last events are in MLflow."""
+TRACKER_WAIT_S = 60.0
+"""How long a job that has ended waits until its last events are in MLflow or another tracker."""
 _job = section("The job")
 FIXED = tuple(one.name for one in declared_settings(TrainingSettings) if one.setting.fixed)
 """Settings that a resumed job keeps."""
@@ -36,6 +36,13 @@ job_option = _job("--job", "job_dir", metavar="FOLDER", help="Where the job keep
 resume_option = _job("--resume", is_flag=True, help="Continue the job in --job from its newest checkpoint.")
 how_options = combine(
     _job("--detach", is_flag=True, help="Run in the background; survives the terminal."),
+    _job(
+        "--track",
+        "trackers",
+        multiple=True,
+        metavar="TRACKER",
+        help="Log to wandb, mlflow or module:function meanwhile; repeatable.",
+    ),
     _job("--mlflow", is_flag=True, help="Log parameters, curves and certificates to an MLflow run, meanwhile."),
     _job("--tracking-uri", metavar="URI", help="To this store; else MLFLOW_TRACKING_URI, else ./mlflow.db."),
 )
@@ -54,9 +61,12 @@ def parse_fault(text: str) -> Fault:
 
 def launch(prepare: Callable[..., Path], given: dict[str, Any]) -> Output:
     """Launches the job in the folder that `prepare` returns for the options `given`."""
-    detach, mlflow, uri = (given.pop(name) for name in ("detach", "mlflow", "tracking_uri"))
+    detach, mlflow, uri, trackers = (given.pop(name) for name in ("detach", "mlflow", "tracking_uri", "trackers"))
     folder = prepare(**given)
-    with _log_to_mlflow(folder, uri, wait=not detach) if mlflow or uri else contextlib.nullcontext():
+    trackers = dict.fromkeys([*trackers, *(["mlflow"] if mlflow or uri else [])])
+    with contextlib.ExitStack() as tracking:
+        for name in trackers:
+            tracking.enter_context(_track(folder, name, uri, wait=not detach))
         if detach:
             return _detach(folder)
         from trueline.train import api
@@ -92,19 +102,19 @@ def _name_of(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _log_to_mlflow(folder: Path, tracking_uri: str | None, *, wait: bool) -> Iterator[None]:
-    """A separate process logs the job to MLflow until the job ends; with `wait`, this one waits for it."""
-    from trueline.registry.follow import start
+def _track(folder: Path, tracker: str, tracking_uri: str | None, *, wait: bool) -> Iterator[None]:
+    """A separate process logs the job to `tracker` until the job ends; with `wait`, this one waits for it."""
+    from trueline.registry.follow import log_of, start
 
-    process = start(folder, tracking_uri=tracking_uri)
+    process = start(folder, tracker=tracker, tracking_uri=tracking_uri)
     try:
         yield
     finally:
         if wait:
             try:
-                process.wait(MLFLOW_WAIT_S)
+                process.wait(TRACKER_WAIT_S)
             except subprocess.TimeoutExpired:
-                click.echo(f"MLflow is slow: {folder / 'logs' / 'mlflow.log'} shows its progress", err=True)
+                click.echo(f"{tracker} is slow: {log_of(folder, tracker)} shows its progress", err=True)
 
 
 def _detach(folder: Path) -> Output:

@@ -31,6 +31,7 @@ import msgspec
 
 from trueline import errors, events, files
 from trueline.engine.local.client import start_agent
+from trueline.registry import event_file
 from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, LaunchRecord
@@ -70,6 +71,7 @@ class LocalJob:
     def __enter__(self) -> LocalJob:
         with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
             exits.callback(os.close, self.folder.hold())
+            exits.enter_context(event_file.writing(self.job_dir))
             exits.enter_context(shutdown.signals_as_errors(self.job_dir, self._halt))
             _kill_leftovers(self.folder.read_launch())
             self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
