@@ -14,6 +14,7 @@ EXTRA_OF = {
     "pyarrow": "train",
     "onnx": "train",
     "onnxscript": "train",
+    "pathspec": "train",
     "mlflow": "mlflow",
     "wandb": "wandb",
     "sqlalchemy": "sql",

@@ -23,6 +23,14 @@ async def until(engine, ref: str, kind: Kind):
     raise AssertionError("the engine went away")
 
 
+async def until_pid(engine, ref: str):
+    """The report of a start; an engine may take the order before the process has started."""
+    async for seen in engine.watch():
+        if seen.ref == ref and seen.pid:
+            return seen
+    raise AssertionError("the engine went away")
+
+
 def test_an_exit_is_seen_with_its_code(engine, tmp_path):
     async def scenario():
         await engine.add([spec("fail", tmp_path)])
@@ -90,7 +98,7 @@ def test_killing_what_is_dead_or_unknown_is_no_error(engine, tmp_path):
 def test_a_client_that_comes_later_finds_what_runs_and_sees_its_end_once(engine, tmp_path):
     async def scenario():
         await engine.add([spec("wait", tmp_path)])
-        (running,) = await engine.list()
+        running = await until_pid(engine, "role-0.0")
         watch = engine.watch()
         assert (await anext(watch)).pid == running.pid
         await engine.kill("role-0.0")

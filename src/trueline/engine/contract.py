@@ -70,6 +70,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     code: int | None = None
     signal: int | None = None
     reason: str = ""
+    host: str = ""
+    """Where it runs; empty: on the master's machine."""
 
     @property
     def alive(self) -> bool:

@@ -72,11 +72,15 @@ class LocalEngine:
             writer.close()
 
 
-def start_agent(path: Path, *, preload: Sequence[str], life: int, log: Path) -> subprocess.Popen[bytes]:
-    """Starts an agent on the socket `path` that imports the modules `preload`. `life`: the lifeline's reading end."""
+def start_agent(
+    path: Path, *, preload: Sequence[str], life: int, log: Path, folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts an agent on the socket `path` that imports the modules `preload`. `life`: the lifeline's reading end;
+    `folder`: where it and its processes run, if not here."""
     env = {"OPENBLAS_NUM_THREADS": "1", **os.environ, process.LIFELINE: str(life), "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "trueline.engine.local.agent", str(path), *preload],
             env=env, pass_fds=(life,), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+            cwd=folder,
         )  # fmt: skip

@@ -1,0 +1,104 @@
+"""What a joined host and the master send each other over one stream, in msgpack.
+
+    host                                            master
+      Greeting ──▶                                    or the call is refused, in words
+                                         ◀── Welcome
+      (fetches the files, starts its agent)
+      CoresOffer ──▶                                  from here on it gets workers
+      ProcessReport, ProcessOutput, Pulse ──▶
+                        ◀── AddOrder, KillOrder, Pulse
+      Withdrawal ──▶                                  its workers leave between two steps
+                                         ◀── Dismissal
+
+A host that reconnects begins with its Greeting again, with the same `id`, and offers what still runs.
+"""
+
+import msgspec
+
+from trueline.engine.contract import ProcessSpec, Seen
+
+SERVICE = "trueline.engine.v1.Hosts"
+JOIN, FETCH = f"/{SERVICE}/Join", f"/{SERVICE}/Fetch"
+PULSE_S = 0.5
+"""Time between two pulses of a host; the master answers each."""
+CHUNK = 1 << 20
+"""Bytes of a file in one message."""
+CERTIFICATE_NAME = "master.trueline"
+"""The name in the certificate of every master: the CA is made for one launch, so addresses and names say nothing."""
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    id: str
+    """Random, for as long as the host lends its cores."""
+    name: str
+    address: str
+    """Of the route to the master, or of the chosen interface: where its workers listen."""
+    versions: dict[str, str]
+    """Of trueline, Python and torch."""
+
+
+class CoresOffer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    cores: int
+    running: tuple[Seen, ...] = ()
+    """Every process that it has started, also those that have ended."""
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    load: float = 0.0
+    """Of the host: processes that want a core, averaged over a minute."""
+
+
+class ProcessReport(msgspec.Struct, frozen=True, tag=True):
+    seen: Seen
+
+
+class ProcessOutput(msgspec.Struct, frozen=True, tag=True):
+    ref: str
+    data: bytes
+
+
+class Withdrawal(msgspec.Struct, frozen=True, tag=True):
+    """The host takes its cores back."""
+
+
+class TravelledFile(msgspec.Struct, frozen=True):
+    """A file of the job as a joined host gets it: its path in the job's folder there, and its content by SHA-256."""
+
+    path: str
+    digest: str
+    size: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    job: str
+    secret: str
+    lease_s: float
+    preload: tuple[str, ...]
+    """Modules that the host's agent imports once for all workers."""
+    files: tuple[TravelledFile, ...]
+    packages: dict[str, str] = {}
+    """Versions of what the recipe imports, as the master's host has them."""
+    store: str = ""
+    """Where checkpoints are written, and every host has to see `probe`."""
+    probe: str = ""
+
+
+class AddOrder(msgspec.Struct, frozen=True, tag=True):
+    spec: ProcessSpec
+
+
+class KillOrder(msgspec.Struct, frozen=True, tag=True):
+    ref: str
+    grace_s: float = 0.0
+
+
+class Dismissal(msgspec.Struct, frozen=True, tag=True):
+    why: str
+
+
+FromHost = Greeting | CoresOffer | Pulse | ProcessReport | ProcessOutput | Withdrawal
+FromMaster = Welcome | AddOrder | KillOrder | Pulse | Dismissal
+
+encode = msgspec.msgpack.encode
+decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
+decode_from_master = msgspec.msgpack.Decoder(FromMaster).decode

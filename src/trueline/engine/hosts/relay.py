@@ -1,0 +1,343 @@
+"""What `trueline join` runs: lends this machine's cores to a job on another host.
+
+    master ◀── one gRPC stream over TLS ── relay ── Unix socket ──▶ agent ──fork──▶ workers
+
+The agent is that of the local engine. The relay passes orders to it, and reports and output of its processes back. A
+connection that is lost is made again. When no master answers for `FENCE` leases, it has given up what runs here: the
+relay ends it. When the relay ends, by any means, all that it has started ends.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from trueline import events, files
+from trueline.engine.contract import Seen
+from trueline.engine.hosts import folder as job_folder
+from trueline.engine.hosts.messages import (
+    CERTIFICATE_NAME,
+    FETCH,
+    JOIN,
+    PULSE_S,
+    AddOrder,
+    CoresOffer,
+    Dismissal,
+    FromHost,
+    FromMaster,
+    Greeting,
+    KillOrder,
+    ProcessOutput,
+    ProcessReport,
+    Pulse,
+    Welcome,
+    Withdrawal,
+    decode_from_master,
+    encode,
+)
+from trueline.engine.hosts.route import announce, split_address
+from trueline.engine.hosts.service import PULSES
+from trueline.engine.hosts.token import TokenFile
+from trueline.engine.local.client import LocalEngine, start_agent
+from trueline.errors import TrainError, UsageError
+
+FENCE = 10
+"""Leases without a master after which what runs here is ended: the longest lease that a master gives."""
+CONNECT_S, RETRY_S = 5.0, 0.2
+OUTPUT_S = 0.25
+MOST_OUTPUT = 64 << 10
+"""Bytes of a process's output in one message."""
+_END = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT}
+"""The master has refused this host: another attempt would be too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinRequest:
+    """What the user of this machine wants. `versions`: of trueline, Python and torch here."""
+
+    address: str
+    token: TokenFile
+    cores: int
+    name: str
+    interface: str = ""
+    ports: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class Relay:
+    """Lends cores until the job ends or `withdraw` is called. Raises UsageError, TrainError."""
+
+    def __init__(self, request: JoinRequest) -> None:
+        self._request = request
+        self._own_address = announce(request.interface, split_address(request.address)[0])
+        self._id = secrets.token_hex(8)
+        self._bearer = request.token.token
+        self._agent: Any = None
+        self._engine: LocalEngine | None = None
+        self._scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+        self._job = self._scratch / "job"
+        self._life, self._life_end = os.pipe()
+        self._welcome: Welcome | None = None
+        self._outgoing: asyncio.Queue[FromHost] = asyncio.Queue()
+        self._offsets: dict[str, int] = {}
+        self._ended: set[str] = set()
+        self._withdrawn = False
+        self._heard_at = 0.0
+        self._fenced = False
+
+    async def run(self) -> str:
+        """Returns why the master has sent this host away."""
+        loop = asyncio.get_running_loop()
+        self._heard_at = loop.time()
+        try:
+            await check_port(self._request.address)
+            while True:
+                with contextlib.suppress(_Away):
+                    return await self._connect()
+                if self._welcome is None:
+                    raise UsageError(
+                        f"what listens at {self._request.address} is not the start of the job that the token is of",
+                        hint="copy the token file again",
+                    )
+                await asyncio.sleep(RETRY_S)
+                silent_s = loop.time() - self._heard_at
+                if not self._fenced and silent_s > FENCE * self._welcome.lease_s:
+                    await self._fence(silent_s)
+                if self._withdrawn and silent_s > self._welcome.lease_s:
+                    return "the master does not answer"
+        finally:
+            self._end()
+
+    def withdraw(self) -> None:
+        """Takes the cores back: the workers leave between two steps. The second call ends them at once."""
+        if self._withdrawn:
+            raise KeyboardInterrupt
+        self._withdrawn = True
+        events.emit("join.leaving", why="Ctrl-C")
+        self._outgoing.put_nowait(Withdrawal())
+
+    async def _fence(self, silent_s: float) -> None:
+        self._fenced = True
+        events.emit(
+            "join.fenced", why=f"no master answered for {silent_s:.0f} s, so that it has given up what runs here"
+        )
+        assert self._engine is not None
+        for seen in await self._engine.list():
+            await self._engine.kill(seen.ref)
+
+    def _end(self) -> None:
+        os.close(self._life_end)  # ends the agent and its processes
+        if self._agent is not None:
+            self._agent.wait()
+        os.close(self._life)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    async def _connect(self) -> str:
+        credentials = grpc.ssl_channel_credentials(root_certificates=self._request.token.ca.encode())
+        options = [("grpc.ssl_target_name_override", CERTIFICATE_NAME), ("grpc.enable_http_proxy", 0), *PULSES]
+        metadata = (("authorization", f"Bearer {self._bearer}"),)
+        async with grpc.aio.secure_channel(self._request.address, credentials, options=options) as channel:
+            try:
+                await asyncio.wait_for(channel.channel_ready(), CONNECT_S)
+                join: Any = channel.stream_stream(JOIN, encode, decode_from_master)
+                call = join(metadata=metadata)
+                return await self._converse(channel, call, metadata)
+            except TimeoutError:
+                raise _Away from None
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _END:
+                    raise UsageError(
+                        f"{self._request.address} refuses this host: {error.details()}",
+                        hint="the join line of the running job, and its token file, are in the job's folder",
+                    ) from error
+                raise _Away from error
+
+    async def _converse(self, channel: Any, call: Any, metadata: Any) -> str:
+        request = self._request
+        await call.write(Greeting(id=self._id, name=request.name, address=self._own_address, versions=request.versions))
+        welcome = await self._read(call)
+        if not isinstance(welcome, Welcome):
+            raise _Away
+        if self._welcome is None:
+            await self._prepare(channel, welcome, metadata)
+        self._bearer = welcome.secret
+        assert self._engine is not None
+        running = tuple(await self._engine.list())
+        self._fenced = False
+        await call.write(CoresOffer(cores=request.cores, running=running))
+        events.emit("join.joined", job=welcome.job, cores=request.cores, address=self._own_address)
+        work = (self._send(call), self._pulse(), self._watch(), self._forward_output())
+        orders = asyncio.ensure_future(self._take_orders(call))
+        tasks = [orders, *map(asyncio.ensure_future, work)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([orders], timeout=RETRY_S)  # a write fails before the reason for the end is read
+            return str(await (orders if orders.done() else next(iter(done))))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: Any) -> FromMaster:
+        message = await call.read()
+        if not isinstance(message, FromMaster):  # the end of the stream
+            code = await call.code()
+            if code in _END:
+                raise UsageError(f"{self._request.address} refuses this host: {await call.details()}")
+            raise _Away
+        self._heard_at = asyncio.get_running_loop().time()
+        received: FromMaster = message
+        return received
+
+    async def _prepare(self, channel: Any, welcome: Welcome, metadata: Any) -> None:
+        """Fetches the job's files and starts the agent. Raises UsageError where this host lacks something."""
+        check_packages(welcome.packages)
+        check_store(welcome)
+
+        async def fetch(digest: str) -> bytes:
+            chunks = channel.unary_stream(FETCH)(digest.encode(), metadata=metadata)
+            return b"".join([chunk async for chunk in chunks])
+
+        cache = files.user_cache() / "joined"
+        count = await job_folder.unpack(welcome.files, self._job, cache, fetch)
+        events.emit("join.prepared", job=welcome.job, files=len(welcome.files), fetched=count)
+        code, log = self._job / job_folder.CODE, self._job / "logs" / "agent.log"
+        for made in (code, log.parent):
+            made.mkdir(parents=True, exist_ok=True)
+        (self._job / "ca.pem").write_text(self._request.token.ca)
+        path = self._scratch / "agent"
+        self._agent = start_agent(path, preload=welcome.preload, life=self._life, log=log, folder=code)
+        self._engine = LocalEngine(str(path))
+        await self._engine.list()
+        self._welcome = welcome
+
+    def _localize(self, order: AddOrder) -> AddOrder:
+        """The order with what differs on this host: the job's folder, the master's address, where workers listen."""
+        own = {
+            "TRUELINE_JOB": str(self._job), "TRUELINE_MASTER": self._request.address,
+            "TRUELINE_CA": str(self._job / "ca.pem"), "TRUELINE_HOST": self._own_address,
+            "TRUELINE_PORTS": self._request.ports,
+        }  # fmt: skip
+        env = order.spec.env | own if "TRUELINE_MASTER" in order.spec.env else order.spec.env
+        log = str(self._job / "logs" / f"{order.spec.ref}.log")
+        return AddOrder(msgspec.structs.replace(order.spec, env=env, log=log))
+
+    async def _take_orders(self, call: Any) -> str:
+        assert self._engine is not None
+        while True:
+            match await self._read(call):
+                case AddOrder() as order:
+                    await self._engine.add([self._localize(order).spec])
+                case KillOrder(ref, grace_s):
+                    await self._engine.kill(ref, grace_s=grace_s)
+                case Dismissal(why):
+                    return why
+                case _:
+                    continue
+
+    async def _send(self, call: Any) -> None:
+        if self._withdrawn:  # the master may not have heard it
+            self._outgoing.put_nowait(Withdrawal())
+        while True:
+            await call.write(await self._outgoing.get())
+
+    async def _pulse(self) -> None:
+        """Raises _Away when the master has not answered for a lease."""
+        assert self._welcome is not None
+        while True:
+            self._outgoing.put_nowait(Pulse(load=os.getloadavg()[0]))
+            await asyncio.sleep(PULSE_S)
+            if asyncio.get_running_loop().time() - self._heard_at > self._welcome.lease_s:
+                raise _Away
+
+    async def _watch(self) -> None:
+        assert self._engine is not None
+        async for seen in self._engine.watch():
+            if not seen.alive:
+                self._forward_rest(seen)
+            self._outgoing.put_nowait(ProcessReport(seen))
+        raise TrainError("the agent of this host ended", hint="join again")
+
+    async def _forward_output(self) -> None:
+        while True:
+            for log in (self._job / "logs").glob("*.log"):
+                if log.stem not in self._ended and log.stem != "agent":
+                    self._forward_log(log)
+            await asyncio.sleep(OUTPUT_S)
+
+    def _forward_log(self, log: Path) -> bool:
+        at = self._offsets.get(log.stem, 0)
+        with contextlib.suppress(OSError), log.open("rb") as file:
+            file.seek(at)
+            if data := file.read(MOST_OUTPUT):
+                self._offsets[log.stem] = at + len(data)
+                self._outgoing.put_nowait(ProcessOutput(log.stem, data))
+                return True
+        return False
+
+    def _forward_rest(self, seen: Seen) -> None:
+        while self._forward_log(self._job / "logs" / f"{seen.ref}.log"):
+            continue
+        self._ended.add(seen.ref)
+
+
+class _Away(Exception):
+    """The master does not answer at the moment."""
+
+
+async def check_port(address: str) -> None:
+    """Raises TrainError if `address` takes no connection, with the reason."""
+    host, port = split_address(address)
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)
+        writer.close()
+    except TimeoutError:
+        raise TrainError(
+            f"{address} does not answer", hint="a firewall on the way drops packets to this port"
+        ) from None
+    except OSError as error:
+        raise TrainError(
+            f"cannot reach {address}: {error.strerror or error}",
+            hint="check the address of the join line, and that the job still runs",
+        ) from error
+
+
+def check_packages(packages: dict[str, str], find: Callable[[str], str] | None = None) -> None:
+    """Raises UsageError if this host lacks a package that the recipe imports, or has another version of it."""
+    faults = []
+    for name, version in packages.items():
+        here = (find or find_version)(name)
+        if here != version:
+            faults.append(f"{name} {version} ({f'here is {here}' if here else 'not installed here'})")
+    if faults:
+        raise UsageError(
+            f"the recipe needs {', '.join(faults)}", hint="install what the host that trains has, then join again"
+        )
+
+
+def find_version(package: str) -> str:
+    """The installed version of a distribution; empty: it is not installed."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def check_store(welcome: Welcome) -> None:
+    """Raises UsageError if checkpoints are written to a folder that this host does not see."""
+    if welcome.probe and not Path(welcome.store, welcome.probe).exists():
+        raise UsageError(
+            f"this host does not see the folder of the job's checkpoints, {welcome.store}",
+            hint="start the job with --checkpoints in a folder that all hosts mount, or in an object store",
+        )

@@ -1,0 +1,129 @@
+"""The master's gRPC service for hosts that join: a stream of messages for each, and the job's files by their digest."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from trueline.engine.hosts.fleet import FleetEngine, Host
+from trueline.engine.hosts.messages import (
+    CHUNK,
+    SERVICE,
+    CoresOffer,
+    Dismissal,
+    FromHost,
+    FromMaster,
+    Greeting,
+    ProcessOutput,
+    ProcessReport,
+    Pulse,
+    Welcome,
+    Withdrawal,
+    decode_from_host,
+    encode,
+)
+
+PULSES = [
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+"""Both ends ask each other every two seconds, so that a link that was cut is noticed and a new connection is made."""
+
+
+class HostsService:
+    """`greet` is the Welcome of this launch; `blobs`: its files, named by digest; `write` takes output of a process."""
+
+    def __init__(
+        self, fleet: FleetEngine, greet: Welcome, blobs: Path, versions: dict[str, str],
+        write: Callable[[str, bytes], None],
+    ) -> None:  # fmt: skip
+        self._fleet, self._greet, self._blobs, self._versions, self._write = fleet, greet, blobs, versions, write
+        self._files = {one.digest for one in greet.files}
+
+    def make_handler(self) -> Any:
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Join": grpc.stream_stream_rpc_method_handler(self._join, decode_from_host, encode),
+                "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
+            },
+        )
+
+    async def _fetch(self, digest: bytes, context: Any) -> AsyncIterator[bytes]:
+        name = digest.decode("ascii", "replace")
+        if name not in self._files:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no file of this job has this digest")
+        with (self._blobs / name).open("rb") as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+    async def _join(self, messages: AsyncIterator[FromHost], context: Any) -> AsyncIterator[FromMaster]:
+        greeting = await anext(messages, None)
+        if not isinstance(greeting, Greeting):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a host begins with its greeting")
+            return
+        if fault := find_version_fault(self._versions, greeting.versions):
+            self._fleet.refuse(greeting, fault)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, fault)
+        host = self._fleet.connect(greeting)
+        orders = host.orders
+        assert orders is not None
+        reading = asyncio.ensure_future(self._read(host, messages, orders))
+        try:
+            yield self._greet
+            while (order := await orders.get()) is not None:
+                yield order
+                if isinstance(order, Dismissal):
+                    host.leaving = True
+                    return
+        finally:
+            reading.cancel()
+            self._fleet.disconnect(host, orders)
+
+    async def _read(
+        self, host: Host, messages: AsyncIterator[FromHost], orders: asyncio.Queue[FromMaster | None]
+    ) -> None:
+        with contextlib.suppress(grpc.aio.UsageError):  # the call has ended
+            async for message in messages:
+                if host.orders is not orders:
+                    break
+                self._take(host, message)
+        orders.put_nowait(None)
+
+    def _take(self, host: Host, message: FromHost) -> None:
+        fleet = self._fleet
+        match message:
+            case CoresOffer():
+                fleet.hear(host)
+                fleet.accept_offer(host, message)
+            case Pulse(load=load):
+                fleet.hear(host, load)
+                host.send(Pulse())
+            case ProcessReport(seen):
+                fleet.report(host, seen)
+            case ProcessOutput(ref, data):
+                if ref in host.processes:
+                    self._write(ref, data)
+            case Withdrawal():
+                fleet.withdraw(host)
+            case Greeting():
+                return
+
+
+def find_version_fault(ours: dict[str, str], theirs: dict[str, str]) -> str:
+    """What keeps a host of these versions out; empty: nothing.
+
+    >>> find_version_fault({"trueline": "1.2", "torch": "2.13"}, {"trueline": "1.1", "torch": "2.13"})
+    'the host has trueline 1.1, and the job runs on trueline 1.2'
+    """
+    for name, version in ours.items():
+        if theirs.get(name) != version:
+            has = f"{name} {theirs[name]}" if theirs.get(name) else f"no {name}"
+            return f"the host has {has}, and the job runs on {name} {version}"
+    return ""

@@ -1,0 +1,130 @@
+"""Who may join, what a host that may not is told, and how a link that was lost comes back."""
+
+import time
+
+import pytest
+
+from trueline.engine.hosts import route, tls, token
+from trueline.engine.hosts.messages import Welcome
+from trueline.engine.hosts.relay import check_packages, check_store
+from trueline.engine.hosts.service import find_version_fault
+from trueline.errors import TrainError, UsageError
+from worlds.hosts import WAIT_S, HostWorld
+from worlds.loopback import free_ports
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = HostWorld(tmp_path)
+    yield made
+    made.close()
+    made.loop.call_soon_threadsafe(made.loop.stop)
+    made.thread.join(WAIT_S)
+
+
+def test_a_token_is_of_one_launch_and_of_its_time():
+    now = 1_000_000.0
+    issued = token.issue_token("secret", now=now)
+    assert token.find_fault(issued, "secret", now=now + 1) == ""
+    assert "wrong" in token.find_fault(issued, "another launch", now=now)
+    assert "wrong" in token.find_fault(issued.replace(issued[0], "9", 1), "secret", now=now)
+    assert "wrong" in token.find_fault("", "secret", now=now)
+    assert "expired 1970-01-19" in token.find_fault(issued, "secret", now=now + 8 * 86400)
+
+
+def test_a_host_of_another_version_is_told_which(world):
+    _, future = world.join(versions={"trueline": "0", "torch": "2"})
+    with pytest.raises(UsageError, match="refuses this host: the host has trueline 0, and the job runs on trueline 1"):
+        future.result(WAIT_S)
+    assert world.wait("host.refused")["host"] == "host-b"
+
+
+def test_the_first_version_that_differs_is_named():
+    ours = {"trueline": "1", "torch": "2.13"}
+    assert find_version_fault(ours, dict(ours)) == ""
+    assert find_version_fault(ours, {"trueline": "1"}) == "the host has no torch, and the job runs on torch 2.13"
+
+
+def test_an_address_where_nothing_listens_is_named(world):
+    port = free_ports(1)[0]
+    _, future = world.join(address=f"127.0.0.1:{port}")
+    with pytest.raises(TrainError, match=rf"cannot reach 127.0.0.1:{port}"):
+        future.result(WAIT_S)
+
+
+def test_a_master_with_another_certificate_is_not_trusted(world, monkeypatch):
+    monkeypatch.setattr(world, "certificates", tls.make_certificates("another"))
+    monkeypatch.setattr("trueline.engine.hosts.relay.CONNECT_S", 0.5)
+    _, future = world.join()
+    with pytest.raises(UsageError, match="is not the start of the job that the token is of"):
+        future.result(WAIT_S)
+
+
+def test_a_missing_package_and_another_version_are_named_together():
+    found = {"numpy": "2.0", "pandas": ""}
+    check_packages({"numpy": "2.0"}, found.__getitem__)
+    with pytest.raises(UsageError, match=r"numpy 2.1 \(here is 2.0\), pandas 3.0 \(not installed here\)"):
+        check_packages({"numpy": "2.1", "pandas": "3.0"}, found.__getitem__)
+
+
+def test_a_store_that_the_host_does_not_see_is_named(tmp_path):
+    greet = Welcome(job="j", secret="s", lease_s=3.0, preload=(), files=(), store=str(tmp_path), probe="mark")
+    with pytest.raises(UsageError, match="does not see the folder of the job's checkpoints"):
+        check_store(greet)
+    (tmp_path / "mark").touch()
+    check_store(greet)
+
+
+def test_a_host_whose_connection_breaks_comes_back_and_keeps_its_processes(world):
+    _, future = world.join()
+    world.wait("host.joined")
+    (host,) = world.fleet.hosts.values()
+
+    async def break_connection():
+        host.orders.put_nowait(None)
+
+    world.call(break_connection())
+    assert world.wait("host.returned")["cores"] == 4
+    assert not future.done()
+
+
+def test_a_host_that_takes_its_cores_back_goes_without_an_error(world):
+    relay, future = world.join()
+    world.wait("host.joined")
+    world.loop.call_soon_threadsafe(relay.withdraw)
+    assert future.result(WAIT_S) == "it had no workers"
+    assert world.wait("host.left")["host"] == "host-b"
+
+
+@pytest.mark.parametrize("text", ["7700", "host", "host:", "host:70000", "fd00::1:7700"])
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(UsageError, match="is not HOST:PORT"):
+        route.split_address(text)
+
+
+def test_workers_listen_on_the_route_to_the_master_or_on_the_named_interface():
+    assert route.announce("", "127.0.0.1") == "127.0.0.1"
+    assert route.announce("lo", "192.0.2.1") == "127.0.0.1"
+    assert route.announce("127.0.0.1", "192.0.2.1") == "127.0.0.1"
+    with pytest.raises(UsageError, match="there is no interface or address 'none0' here"):
+        route.announce("none0", "127.0.0.1")
+
+
+def test_a_token_file_that_is_torn_or_absent_is_named(tmp_path):
+    path = tmp_path / "t"
+    content = token.TokenFile(job="j", token=token.issue_token("s", now=time.time()), ca="PEM")
+    token.write_token(path, content)
+    assert token.read_token(path) == content
+    assert path.stat().st_mode & 0o077 == 0
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UsageError, match="is no token file"):
+        token.read_token(path)
+    with pytest.raises(UsageError, match="cannot read the token file"):
+        token.read_token(tmp_path / "absent")
+
+
+def test_the_fingerprint_is_of_the_certificate_and_not_of_its_text():
+    ca = tls.make_certificates("j").ca.decode()
+    assert tls.fingerprint(ca) == tls.fingerprint("\n" + ca + "\n\n")
+    assert tls.fingerprint(ca) != tls.fingerprint(tls.make_certificates("j").ca.decode())
