@@ -16,7 +16,7 @@ def project(tmp_path):
     for name, text in {
         "recipe.py": "x = 1", "parts/layers.py": "y = 2", "data/big.csv": "1", "notes.tmp": "", "keep.tmp": "",
         ".git/config": "", "__pycache__/recipe.pyc": "", "venv/pyvenv.cfg": "", "venv/lib.py": "",
-        "runs/a-1/job.json": "{}", "runs/a-1/logs/x.log": "", "parts/old/a.py": "", 
+        "runs/a-1/job.json": "{}", "runs/a-1/logs/x.log": "", "parts/old/a.py": "",
         ".gitignore": "data/\n*.tmp\n!keep.tmp\n",
         "parts/.gitignore": "old\n",
     }.items():  # fmt: skip

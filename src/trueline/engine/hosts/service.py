@@ -36,6 +36,10 @@ PULSES = [
 """Both ends ask each other every two seconds, so that a link that was cut is noticed and a new connection is made."""
 
 
+PARTING_S = 2.0
+"""A host that was sent away ends the call itself; for so long it is waited for."""
+
+
 class HostsService:
     """`greet` is the Welcome of this launch; `blobs`: its files, named by digest; `write` takes output of a process."""
 
@@ -81,6 +85,7 @@ class HostsService:
                 yield order
                 if isinstance(order, Dismissal):
                     host.leaving = True
+                    await asyncio.wait([reading], timeout=PARTING_S)  # grpc.aio drops what it reads after the end
                     return
         finally:
             reading.cancel()
