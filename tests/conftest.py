@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import atexit
+import functools
 import gc
 import importlib
 import os
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from outcomes import Recorder
+from worlds import guardian
 
 pytest.register_assert_rewrite("conformance")  # its tests' failures show their values
 
@@ -27,6 +29,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+guardian.start()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Ends the run as Ctrl-C does: tests clean up what they have started."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+for _ending in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(_ending) == signal.SIG_DFL:
+        signal.signal(_ending, _interrupt)
+        os.register_at_fork(after_in_child=functools.partial(signal.signal, _ending, signal.SIG_DFL))
 
 # A property is about answers. How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -12,6 +12,7 @@ import torch
 from trueline.parallel import gloo
 from trueline.parallel.exchange import BackwardPiece, Shares, is_collective
 from trueline.parallel.gloo import GlooGroup
+from trueline.parallel.group_sockets import GroupSockets
 from trueline.parallel.store import StoreServer
 from worlds.groups import WAIT_S, in_processes
 
@@ -185,7 +186,7 @@ def test_a_member_of_a_cut_group_waits_for_no_peer_though_gloo_reports_nothing(m
     """gloo reports no error for a message that was partly read; DDP exchanges some in its second forward."""
     shares = Shares([1, 1], [0, 1])
     done = multiprocessing.get_context("fork").Event()
-    monkeypatch.setattr(gloo, "_shut_socket", lambda number, inode: False)
+    monkeypatch.setattr(GroupSockets, "cut", lambda sockets: 0)
 
     def work(rank, group):
         model = model_of()

@@ -1,6 +1,7 @@
 """Promises of the process group, each of which was once broken by a stall."""
 
 import fcntl
+import os
 import queue
 import re
 import signal
@@ -20,7 +21,9 @@ import torch.distributed as dist
 
 import trueline
 from trueline.parallel import gloo as group
+from trueline.parallel import group_sockets, handshake
 from trueline.parallel.gloo import GlooGroup
+from trueline.parallel.handshake import Hello, PeerListener, Purpose
 from trueline.parallel.store import PeerStore, StoreServer
 from worlds.waiting import until
 
@@ -110,7 +113,8 @@ def test_each_try_to_form_a_group_that_fails_gives_the_next_more_time(monkeypatc
 
 
 def sockets_of(formed):
-    return [number for inode, number in group._sockets().items() if inode not in formed._before]
+    there = group_sockets._list_sockets()
+    return [there[inode] for inode in there.keys() & formed._sockets._inodes]
 
 
 def unsent(number):
@@ -290,3 +294,54 @@ def test_a_cut_leaves_sockets_alone_that_were_opened_after_the_group_had_formed(
             mine.sendall(b"here")
             assert theirs.recv(4) == b"here"
     group.close()
+
+
+def test_leaving_a_group_that_did_not_form_cuts_no_member_that_the_store_has_accepted_for_the_next(monkeypatch):
+    """It was cut now and then, when it was faster than this member: the next group did not form either."""
+    monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 0.05)
+    store, group = StoreServer(), GlooGroup()
+    with pytest.raises(RuntimeError, match="generation 1 was not formed"):
+        group.form(1, rank=0, size=2, store=store.address)  # nobody comes
+    early = PeerStore(store.address, 2, 1, timedelta(seconds=30))
+    early.set("member-1", "is here")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+        theirs, _ = server.accept()  # as a data set's, opened meanwhile
+        with theirs:
+            group.close()
+            mine.sendall(b"here")
+            assert theirs.recv(4) == b"here"
+    assert early.get("member-1") == b"is here"
+    early.release()
+    store.close()
+
+
+def test_a_connection_that_comes_after_the_cut_of_its_group_is_shut_at_once():
+    sockets = group_sockets.GroupSockets()
+    mine, theirs = (one for one in linked())
+    with mine, theirs:
+        assert sockets.cut() == 0
+        sockets.add(mine)
+        assert theirs.recv(1) == b""
+
+
+def test_a_cut_ends_what_gloo_or_nccl_opened_out_of_sight_and_spares_what_a_listener_of_the_job_accepted():
+    sockets, accepted = group_sockets.GroupSockets(), queue.SimpleQueue()
+    listener = PeerListener(lambda hello, connection: accepted.put(connection), name="state")
+    with sockets.watch():
+        mine, theirs = linked()
+        caller = handshake.connect(listener.address, Hello(Purpose.STATE, 1), 30)
+        fetching = accepted.get(timeout=100)
+    sockets._inodes.discard(os.fstat(caller.fileno()).st_ino)  # the peer's end, in another process
+    with mine, theirs, caller, fetching:
+        assert sockets.cut() == 2
+        assert mine.recv(1) == theirs.recv(1) == b""
+        fetching.sendall(b"state")
+        assert caller.recv(5) == b"state"
+    listener.close()
+
+
+def linked():
+    """Two ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mine = socket.create_connection(server.getsockname())
+        return mine, server.accept()[0]

@@ -51,7 +51,8 @@ def test_a_sum_and_a_mean_by_tokens_are_those_of_a_plain_loop_though_a_worker_di
         result = train(REDUCED, workers=workers, job_dir=tmp_path / "job", seed=7)
     assert not left
     assert result.summary.exactly_once
-    assert result.summary.facts["reduction"] == how
+    assert {certificate["reduction"] for certificate in result.summary.facts["certificates"]} == {how}
+    assert checkpoint.read_manifest(result.checkpoint)["loss"] == {"reduction": how}
     assert f"the loss of a step is the {'sum over its records' if how == 'sum' else 'mean by the weights'}" in (
         result.summary.as_text()
     )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 
 
@@ -29,3 +30,19 @@ def stubborn() -> None:
 
 def say() -> None:
     print(os.environ["TRUELINE_TEST_WORD"])
+
+
+def parent() -> None:
+    """Starts a process, as a user's data set may, which ignores SIGTERM."""
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); signal.pause()"
+    child = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    print(child.pid, flush=True)
+    signal.pause()
+
+
+def usual_parent() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+    print(child.pid, flush=True)
+    signal.pause()

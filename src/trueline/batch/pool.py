@@ -29,6 +29,7 @@ from trueline import errors, events
 from trueline.batch.chunks import MAX_TRIES, Chunks
 from trueline.engine.contract import ProcessSpec, Seen, parse_ref
 from trueline.engine.local.client import start_agent
+from trueline.engine.local.process import Lifeline
 from trueline.engine.open import open_engine
 from trueline.recipe.contract import Mode
 from trueline.train.launch.launcher import libraries_of
@@ -96,20 +97,20 @@ def run(work: Work, *, workers: int, report: Callable[[int], None]) -> list[Repl
     Raises the workers' errors and TrainError. No process is left behind in any case.
     """
     scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
-    life, life_end = os.pipe()
+    lifeline = Lifeline()
     agent = None
     try:
         (scratch / WORK).write_bytes(msgspec.json.encode(work))
         preload = (*PRELOAD, *libraries_of(Path(work.recipe)))
-        agent = start_agent(scratch / "agent", preload=preload, life=life, log=scratch / "agent.log")
+        agent = start_agent(scratch / "agent", preload=preload, life=lifeline.reading, log=scratch / "agent.log")
         scheduler = ChunkScheduler(work, workers, scratch, report)
         _run_to_end(scheduler.run())
         return [scheduler.replies[index] for index in sorted(scheduler.replies)]
     finally:
-        os.close(life_end)  # ends every process of the pool
+        lifeline.end()  # ends every process of the pool
         if agent is not None:
             agent.wait()
-        os.close(life)
+        os.close(lifeline.reading)
         shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -1,7 +1,7 @@
 """Describes a bundle for `trueline bundle inspect`, as text and as JSON of the same values. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -137,12 +137,30 @@ def lineage_rows(lineage: dict[str, Any], prefix: str = "") -> list[tuple[str, .
 _CERTIFIED = {"epoch", "steps", "records", "digest", "tally_min", "tally_max"}
 
 
-def _certificate_lines(certificates: Sequence[dict[str, int]]) -> list[str]:
+_REDUCTIONS = {
+    "mean": "the mean over its records",
+    "sum": "the sum over its records",
+    "weighted": "the mean by the weights of its records",
+}
+
+
+def describe_loss(certified: Mapping[str, Any]) -> str:
+    """The loss of a step, by what a certificate or the lineage of a checkpoint says of it.
+
+    >>> describe_loss({"reduction": "sum"}), describe_loss({"reduction": "mean", "shard_records": 8})
+    ('the sum over its records', 'the mean over its records, computed over whole shards of 8')
+    """
+    shards = f", computed over whole shards of {certified['shard_records']}" if certified.get("shard_records") else ""
+    return f"{_REDUCTIONS.get(certified['reduction'], certified['reduction'])}{shards}"
+
+
+def _certificate_lines(certificates: Sequence[dict[str, Any]]) -> list[str]:
     """The certificates of the training job's epochs; epochs with equal ones share a line."""
     alike: dict[str, list[int]] = {}
     for one in certificates:
         times = "counted by digest" if one["tally_min"] < 0 else f"each {one['tally_min']} to {one['tally_max']} times"
         line = f"{one['records']} records in {one['steps']} steps, {times}, digest {one['digest']:06x}"
+        line += f", loss: {describe_loss(one)}" if one.get("reduction") else ""
         alike.setdefault(line, []).append(one["epoch"])
     return [f"epochs {min(epochs)} to {max(epochs)} ({len(epochs)}): {line}" for line, epochs in alike.items()]
 

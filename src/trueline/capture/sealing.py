@@ -47,7 +47,7 @@ def seal(
     mode = fast_path.describe(subject.eager)
     if mode:
         events.emit("model.as_trained", why=mode)
-    kept = ("digest", "file", "step", "created", "recipe", "progress", "weights", "data", "job")
+    kept = ("digest", "file", "step", "created", "recipe", "progress", "weights", "data", "job", "loss")
     lineage: dict[str, Any] = {
         "recipe": {"name": recipe.name, "digest": recipe.digest},
         "data": subject.data,

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import os
 import queue
-import socket
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from trueline.errors import TrainError, TruelineError
 from trueline.parallel import gloo_sockets, mesh
 from trueline.parallel.backend import Connect, Plane, Sum
 from trueline.parallel.exchange import Overtaken
+from trueline.parallel.group_sockets import GroupSockets
 from trueline.parallel.store import PeerStore
 
 _SLICE = timedelta(milliseconds=20)
@@ -66,9 +66,7 @@ class GlooGroup:
         self.generation = -1
         self.open = self._broken = False
         self._cut_below = 0  # generations below this were cut, also those that had not formed yet
-        self._before: set[str] = set()
-        self._own: set[str] | None = None
-        """The sockets of the group once it has formed; later ones are a user's, a store's or gRPC's."""
+        self._sockets = GroupSockets()
         self._lock = threading.Lock()
         self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         """The group that is being formed, or why it was not."""
@@ -164,7 +162,7 @@ class GlooGroup:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("GLOO_LOG_LEVEL", "WARN")  # else some builds greet each peer on the user's terminal
         with self._lock:
-            self._before, self._own = set(_sockets()), None
+            sockets = self._sockets = GroupSockets()
             self.generation = generation
             self.open, self._broken = True, False
             outcomes = self._outcomes = queue.SimpleQueue[_Outcome]()
@@ -175,14 +173,14 @@ class GlooGroup:
 
         def connect() -> None:
             try:
-                formed = _connect_members(store, generation, rank, size, patience, self._connect)
+                formed = _connect_members(store, generation, rank, size, patience, self._connect, sockets)
             except Exception as error:  # noqa: BLE001  `form` raises it
                 outcomes.put(error)
                 return
             with self._lock:
                 late = not self.open or self._broken or self.generation != generation
                 if not late:
-                    self._plane, self._own = formed[2], _sockets().keys() - self._before
+                    self._plane = formed[2]
                     outcomes.put(formed)
             if late and formed[2] is not None:
                 formed[2].abort()
@@ -223,9 +221,7 @@ class GlooGroup:
             if not self.open:
                 return 0
             self._broken = True
-            there = _sockets()
-            own = there.keys() - self._before if self._own is None else there.keys() & self._own
-            shut = sum(_shut_socket(there[inode], inode) for inode in own)
+            shut = self._sockets.cut()
             self._outcomes.put(RuntimeError("it was cut"))
             plane = self._plane
         if plane is not None:
@@ -271,24 +267,33 @@ class _PlaneError(RuntimeError):
 
 
 def _connect_members(
-    store: str, generation: int, rank: int, size: int, patience: timedelta, connect: Connect | None
+    store: str,
+    generation: int,
+    rank: int,
+    size: int,
+    patience: timedelta,
+    connect: Connect | None,
+    sockets: GroupSockets,
 ) -> _Formed:
     """Connects the members; returns the gloo group, its part of the store, and the plane. Raises RuntimeError."""
-    peers = PeerStore(store, generation, rank, patience)
+    peers = PeerStore(store, generation, rank, patience, sockets.add)
     try:
         peers.open()
         named = PrefixStore("gloo", peers)
         if lack := gloo_sockets.find_lack():
             events.emit("gloo.unproven", why=lack)
-            group = ProcessGroupGloo(named, rank, size, timeout=patience)
+            with sockets.watch():
+                group = ProcessGroupGloo(named, rank, size, timeout=patience)
         else:
-            links = mesh.meet(peers, generation, rank, size, patience.total_seconds())
+            links = mesh.meet(peers, generation, rank, size, patience.total_seconds(), sockets.add)
             group = gloo_sockets.form(links, rank, size, patience)
         group._set_default_timeout(timedelta(seconds=RUN_TIMEOUT_S))
         if connect is None:
             return group, named, None
         try:  # if a peer dies meanwhile, a cut ends the wait for this
-            return group, named, connect(PrefixStore("plane", peers), rank, size, timedelta(seconds=START_TIMEOUT_S))
+            with sockets.watch():
+                plane = connect(PrefixStore("plane", peers), rank, size, timedelta(seconds=START_TIMEOUT_S))
+            return group, named, plane
         except TruelineError:
             raise
         except Exception as error:
@@ -323,32 +328,3 @@ def _wait_for_sums(sums: list[Sum]) -> None:
         with contextlib.suppress(RuntimeError):  # failed, and so over
             while not pending.over():
                 time.sleep(0.01)
-
-
-def _sockets() -> dict[str, int]:
-    """Open sockets of this process: inode -> descriptor."""
-    sockets = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed since it was listed
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:"):
-                sockets[target] = int(name)
-    return sockets
-
-
-def _shut_socket(number: int, inode: str) -> bool:
-    try:
-        copy = os.dup(number)
-    except OSError:  # closed since it was listed
-        return False
-    if os.readlink(f"/proc/self/fd/{copy}") != inode:  # the number was reused
-        os.close(copy)
-        return False
-    with socket.socket(fileno=copy) as connection:
-        listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if listening or connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        with contextlib.suppress(OSError):  # not connected, or shut already
-            connection.shutdown(socket.SHUT_RDWR)
-            return True
-    return False

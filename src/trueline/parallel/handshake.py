@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 PROOF_S = 10.0
 """How long a peer may take to prove itself; a starved machine needs seconds for what takes one millisecond."""
@@ -53,6 +53,10 @@ class Hello(NamedTuple):
     rank: int = -1
 
 
+Opened = Callable[[socket.socket], None]
+"""Is given a connection of a group when it has been opened."""
+
+
 class PeerListener:
     """Accepts connections in a thread of its own, and hands over those whose caller has proven itself.
 
@@ -60,13 +64,18 @@ class PeerListener:
     hold it up nor fill the memory.
     """
 
+    ports: ClassVar[set[int]] = set()
+    """Of all listeners of this process."""
+
     def __init__(self, accept: Callable[[Hello, socket.socket], None], *, name: str) -> None:
         """`accept` gets each proven connection, which it owns, in blocking mode; it must not wait."""
         host = os.environ.get("TRUELINE_HOST", "127.0.0.1")
         self._accept, self._secret = accept, _job_secret()
         self._listener = socket.create_server((host, 0), family=socket.AF_INET, backlog=4096)
         self._listener.setblocking(False)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._port: int = self._listener.getsockname()[1]
+        self.ports.add(self._port)
+        self.address = f"{host}:{self._port}"
         self._closed = threading.Event()
         self._unproven: dict[socket.socket, _Caller] = {}
         """In the order of their deadlines."""
@@ -74,6 +83,7 @@ class PeerListener:
 
     def close(self) -> None:
         self._closed.set()
+        self.ports.discard(self._port)
         with contextlib.suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
 

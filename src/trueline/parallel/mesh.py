@@ -9,18 +9,20 @@ import threading
 import time
 
 from trueline.parallel import handshake
-from trueline.parallel.handshake import Hello, PeerListener, Purpose
+from trueline.parallel.handshake import Hello, Opened, PeerListener, Purpose
 from trueline.parallel.store import PeerStore
 
 
-def meet(store: PeerStore, generation: int, rank: int, size: int, patience_s: float) -> dict[int, socket.socket]:
-    """Returns the connections of member `rank` of `size` by the rank of the peer.
+def meet(
+    store: PeerStore, generation: int, rank: int, size: int, patience_s: float, opened: Opened
+) -> dict[int, socket.socket]:
+    """Returns the connections of member `rank` of `size` by the rank of the peer; each is given to `opened` at once.
 
     Raises OSError or DistStoreError when a peer is gone or does not connect within `patience_s`.
     """
     until = time.monotonic() + patience_s
     links: dict[int, socket.socket] = {}
-    arrivals = _Arrivals(generation) if rank < size - 1 else None
+    arrivals = _Arrivals(generation, opened) if rank < size - 1 else None
     try:
         if arrivals is not None:
             store.set(f"member-{rank}", arrivals.address)
@@ -28,6 +30,7 @@ def meet(store: PeerStore, generation: int, rank: int, size: int, patience_s: fl
             address = store.get(f"member-{other}").decode()
             hello = Hello(Purpose.LINK, generation, rank)
             links[other] = handshake.connect(address, hello, max(1e-3, until - time.monotonic()))
+            opened(links[other])
         if arrivals is not None:
             for other in range(rank + 1, size):
                 links[other] = arrivals.take(other, until)
@@ -44,8 +47,8 @@ def meet(store: PeerStore, generation: int, rank: int, size: int, patience_s: fl
 class _Arrivals:
     """The connections that members of higher rank have made to this one."""
 
-    def __init__(self, generation: int) -> None:
-        self._generation, self._closed = generation, False
+    def __init__(self, generation: int, opened: Opened) -> None:
+        self._generation, self._closed, self._opened = generation, False, opened
         self._links: dict[int, socket.socket] = {}
         """By rank, until they are taken."""
         self._known: set[int] = set()
@@ -59,6 +62,7 @@ class _Arrivals:
             if self._closed or not fits or hello.rank in self._known:
                 connection.close()
                 return
+            self._opened(connection)
             self._known.add(hello.rank)
             self._links[hello.rank] = connection
             self._change.notify_all()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from trueline.parallel import handshake
-from trueline.parallel.handshake import Hello, PeerListener, Purpose
+from trueline.parallel.handshake import Hello, Opened, PeerListener, Purpose
 
 _MOST = 64 << 20
 """Bytes of a request or an answer."""
@@ -107,8 +107,12 @@ class PeerStore(Store):  # its methods are Store's, which torch's C++ calls by t
     Raises DistStoreError when rank 0 is gone, or a key does not appear in time.
     """
 
-    def __init__(self, address: str, generation: int, rank: int, timeout: timedelta) -> None:
+    def __init__(
+        self, address: str, generation: int, rank: int, timeout: timedelta, opened: Opened = lambda _: None
+    ) -> None:
+        """`opened`: is given each connection."""
         super().__init__()
+        self._opened = opened
         self._address, self._hello = address, Hello(Purpose.STORE, generation, rank)
         self._timeout_s = timeout.total_seconds()
         self._idle: collections.deque[socket.socket] = collections.deque()
@@ -127,7 +131,9 @@ class PeerStore(Store):  # its methods are Store's, which torch's C++ calls by t
 
     def _connect(self) -> socket.socket:
         try:
-            return handshake.connect(self._address, self._hello, self._timeout_s)
+            connection = handshake.connect(self._address, self._hello, self._timeout_s)
+            self._opened(connection)
+            return connection
         except OSError as error:
             raise dist.DistStoreError(f"the rendezvous store at {self._address} is gone: {error}") from error
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from trueline import events, files
+from trueline.bundle.describe import describe_loss
 from trueline.checkpoint import checkpoint, model_files
 from trueline.columns.fitted import encode as encode_columns
 from trueline.errors import StorageError, UsageError
@@ -30,11 +31,6 @@ from trueline.train.monitor.plot import Plot, plot_job
 from trueline.train.settings import Fault, JobSettings, Overrides, apply_overrides, parse_workers, refuse_changes
 
 USUAL_WORKERS = 3
-_REDUCTIONS = {
-    "mean": "the mean over its records",
-    "sum": "the sum over its records",
-    "weighted": "the mean by the weights of its records",
-}
 SLOW_READING = 0.25
 """From this fraction of the steps' time on, reading is the bottleneck."""
 MUCH_S = 5.0
@@ -82,8 +78,8 @@ class JobSummary:
             f"{count_of(facts['workers_started'], 'worker')} started, {count_of(facts['generations'], 'generation')}",
             f"{self._claim()} (counted {'record by record' if tallied else 'and digested'} in the gradients)",
         ]
-        if facts.get("reduction"):
-            lines.append(f"the loss of a step is {_REDUCTIONS[facts['reduction']]}")
+        if facts["certificates"] and facts["certificates"][-1].get("reduction"):
+            lines.append(f"the loss of a step is {describe_loss(facts['certificates'][-1])}")
         lines += format_set_aside(facts.get("set_aside") or [])
         lines += [f"quarantined: worker {slot['slot']}: {slot['why']}" for slot in facts.get("quarantined") or ()]
         if facts.get("best"):

@@ -89,8 +89,8 @@ class Elastic(LoopView):
         check_optimizer(model, optimizer)
         optimizer_step = OptimizerStep(model, optimizer, scheduler, options, owned=extras.get("owned", False))
         process_group = GlooGroup(connector("gloo" if options.bitwise else options.backend, device))
-        replica = Replica(model, optimizer_step, process_group, source.num_records, options)
-        self._replica, self._settings, timer = replica, optimizer_step.settings, StepTimer()
+        replica = self._replica = Replica(model, optimizer_step, process_group, source.num_records, options)
+        self._settings, timer = optimizer_step.settings, StepTimer()
         replica.exchange.on_computed, replica.exchange.on_sent = timer.end_computing, self._read_ahead
         link = self._link = connect(process_group.cut_until_left)
         checkpointer, faults = extras.get("checkpointer"), extras.get("faults", ())
@@ -166,6 +166,11 @@ class Elastic(LoopView):
         self._settings.rewind()
         self._traits, self._trial = trial.traits, None
         self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))
+
+    def _state_loss(self) -> None:
+        """Enters in the ledger, and so in certificates and checkpoints, how the loss of a step is made."""
+        shards = {"shard_records": self._plan.micro_batch} if self._traits.whole and self._plan.micro_batch else {}
+        self._replica.ledger.loss = {"reduction": self._traits.reduction, **shards}
 
     def try_with(self, loss_of: Callable[[Batch], torch.Tensor]) -> None:
         """Sets the function that computes the loss when single records are tried; without it only reading is tried."""
@@ -346,6 +351,7 @@ class Elastic(LoopView):
     def _heal(self) -> None:
         self._plan.leave_out(list(self._group.view.set_aside))
         self._recovery.heal()
+        self._state_loss()
         self._replica.attach(self._group.size)
 
     def _try_finish(self) -> bool:

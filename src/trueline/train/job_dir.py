@@ -79,12 +79,6 @@ class JobDir:
         """The file that takes the output of a process: `master`, `agent`, `launcher` or a worker's ref."""
         return self.logs / f"{name}.log"
 
-    def read_reduction(self) -> str:
-        """How the loss reduces (mean, sum, weighted); empty: no worker has tried it."""
-        with contextlib.suppress(OSError, ValueError):
-            return str(json.loads(self.loss.read_bytes()).get("reduction", ""))
-        return ""
-
     def hold(self) -> int:
         """Takes the lock until the returned descriptor is closed. Raises UsageError when it is taken."""
         handle = _lock_file(self._lock)

@@ -304,6 +304,8 @@ class Certificate(_message.Message):
     TALLY_MAX_FIELD_NUMBER: _builtins.int
     SET_ASIDE_FIELD_NUMBER: _builtins.int
     SET_ASIDE_OF_FIELD_NUMBER: _builtins.int
+    REDUCTION_FIELD_NUMBER: _builtins.int
+    SHARD_RECORDS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     steps: _builtins.int
     records: _builtins.int
@@ -312,6 +314,10 @@ class Certificate(_message.Message):
     tally_min: _builtins.int
     """applications of the least and the most applied record; -1: not tallied"""
     tally_max: _builtins.int
+    reduction: _builtins.str
+    """how the losses of its parts made the loss of a step: mean, sum, weighted"""
+    shard_records: _builtins.int
+    """records of the whole shards that each loss was computed over; 0: any part of a step"""
     @_builtins.property
     def set_aside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """records left out of this epoch, or of a part of it; positions, if the source"""
@@ -333,10 +339,12 @@ class Certificate(_message.Message):
         tally_max: _builtins.int = ...,
         set_aside: _abc.Iterable[_builtins.int] | None = ...,
         set_aside_of: _abc.Iterable[_builtins.int] | None = ...,
+        reduction: _builtins.str = ...,
+        shard_records: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "records", b"records", "set_aside", b"set_aside", "set_aside_of", b"set_aside_of", "steps", b"steps", "tally_max", b"tally_max", "tally_min", b"tally_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "records", b"records", "reduction", b"reduction", "set_aside", b"set_aside", "set_aside_of", b"set_aside_of", "shard_records", b"shard_records", "steps", b"steps", "tally_max", b"tally_max", "tally_min", b"tally_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ from trueline.engine.local import process
 from trueline.engine.local.agent import Agent, describe_exit, describe_loss
 from trueline.engine.local.client import LocalEngine, start_agent
 from worlds import TESTS
+from worlds.waiting import until as until_true
 from worlds.waiting import until_ended
 
 
@@ -158,9 +161,8 @@ def agent(monkeypatch):
         found = Agent(f"{scratch}/a")
         found.sent, found.waited = [], []
         monkeypatch.setattr(found, "_signal", lambda seen, number: found.sent.append((seen.ref, number)))
-        monkeypatch.setattr(
-            "trueline.engine.local.agent.os.waitpid", lambda pid, how: found.waited.append(pid) or (0, 0)
-        )
+        monkeypatch.setattr("trueline.engine.local.agent.os.waitid", lambda kind, pid, how: found.waited.append(pid))
+        monkeypatch.setattr(process, "signal_group", lambda pid, number: found.sent.append((pid, number)))
         yield found
         for connection in (found.listener, found.wake, found.waker):
             connection.close()
@@ -188,14 +190,64 @@ def test_a_second_order_to_end_gives_a_process_no_more_time(agent, monkeypatch):
 
 def test_an_exit_is_that_of_the_living_process_though_a_dead_one_had_its_pid(agent, monkeypatch):
     agent.seen = {"old": describe_exit("old", 11, 0), "new": started("new", 11)}
-    ends = iter([(11, 3 << 8), (0, 0)])
-    monkeypatch.setattr("trueline.engine.local.agent.os.waitpid", lambda pid, how: next(ends))
+    ends = iter([SimpleNamespace(si_pid=11), None])
+    monkeypatch.setattr("trueline.engine.local.agent.os.waitid", lambda *_: next(ends))
+    monkeypatch.setattr("trueline.engine.local.agent.os.waitpid", lambda pid, how: (pid, 3 << 8))
     agent._reap()
+    assert agent.sent == [(11, signal.SIGTERM)], "what it has started"
     assert (agent.seen["old"].code, agent.seen["new"].code, agent.seen["new"].alive) == (0, 3, False)
 
 
 def test_an_agent_that_ends_kills_what_runs_and_waits_for_it(agent):
     agent.seen = {"dead": describe_exit("dead", 10, 0), "one": started("one", 11), "other": started("other", 12)}
     agent.end()
-    assert agent.sent == [("one", signal.SIGKILL), ("other", signal.SIGKILL)]
+    assert agent.sent[:2] == [("one", signal.SIGKILL), ("other", signal.SIGKILL)]
+    assert agent.sent[2:] == [(11, signal.SIGTERM), (12, signal.SIGTERM)], "what they have started"
     assert agent.waited == [11, 12]
+
+
+def child_of(log: Path) -> int:
+    until_true(lambda: log.exists() and log.read_text().endswith("\n"), "it has started a process")
+    return int(log.read_text())
+
+
+def test_what_a_process_has_started_ends_with_it(engine, tmp_path):
+    async def scenario():
+        await engine.add([spec("usual_parent", tmp_path)])
+        child = await asyncio.to_thread(child_of, tmp_path / "usual_parent-0.0.log")
+        await engine.kill("role-0.0")
+        await until(engine, "role-0.0", Kind.EXITED)
+        return child
+
+    until_ended([asyncio.run(scenario())])
+
+
+def test_what_the_processes_have_started_ends_with_the_lifeline_though_it_ignores_sigterm(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
+    scratch, lifeline = tempfile.mkdtemp(prefix="tl-"), process.Lifeline()
+    agent = start_agent(Path(scratch, "agent"), preload=(), life=lifeline.reading, log=tmp_path / "agent.log")
+    asyncio.run(LocalEngine(str(Path(scratch, "agent"))).add([spec("parent", tmp_path)]))
+    child = child_of(tmp_path / "parent-0.0.log")
+    lifeline.end()
+    until_ended([child])
+    assert agent.wait(100) == 0
+    os.close(lifeline.reading)
+
+
+def test_a_fork_of_the_launcher_keeps_no_process_alive():
+    """A pool in a notebook outlives the kernel; the job must not."""
+    lifeline, (waits, goes_on) = process.Lifeline(), os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.close(goes_on)
+        os.read(waits, 1)
+        os._exit(0)
+    try:
+        os.close(waits)
+        lifeline.end()
+        assert select.select([lifeline.reading], [], [], 10)[0], "the lifeline has ended"
+        assert os.read(lifeline.reading, 1) == b""
+    finally:
+        os.close(goes_on)
+        os.waitpid(fork, 0)
+        os.close(lifeline.reading)

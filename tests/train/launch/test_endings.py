@@ -1,8 +1,10 @@
 """Promises of how a job's end is told: to its launcher, in its folder, to operators and to scripts."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 from types import SimpleNamespace
 
 import msgspec
@@ -279,3 +281,54 @@ def test_a_summary_says_exactly_once_only_of_epochs_that_are_whole_or_the_one_th
     found = [certificate(**changes) for changes in certificates]
     facts = {"records": 8, "epochs": 2, "certificates": found, "stopped_early": stopped}
     assert JobSummary(facts).exactly_once is once
+
+
+# Signals meanwhile. --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sigterm():
+    """Sets how SIGTERM is handled here; None gives it back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield lambda how: signal.signal(signal.SIGTERM, how)
+    signal.signal(signal.SIGTERM, before)
+
+
+def end_of_a_job(job_dir, during):
+    """What `LocalJob` does with signals; `during` is called while its processes end."""
+    with contextlib.ExitStack() as exits:
+        exits.enter_context(shutdown.signals_as_errors(job_dir, lambda why: False))
+        exits.callback(during)
+        kept = exits.pop_all()
+    with shutdown.no_second_signal():
+        kept.close()
+
+
+def test_after_a_job_has_ended_signals_do_what_they_did_before_it(job_dir, sigterm):
+    """Ctrl-C went to the ended job, which had SIGTERM ignored from then on: pytest or a kernel could not be ended."""
+    sigterm(signal.SIG_DFL)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    end_of_a_job(job_dir, lambda: None)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_no_signal_interrupts_the_end_of_a_jobs_processes(job_dir, sigterm):
+    sigterm(signal.SIG_DFL)
+
+    def during():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    end_of_a_job(job_dir, during)
+
+
+def test_a_signal_that_the_caller_handles_arrives_when_the_processes_have_ended(job_dir, sigterm):
+    got = []
+    sigterm(lambda number, frame: got.append(number))
+
+    def during():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert got == []
+
+    end_of_a_job(job_dir, during)
+    assert got == [signal.SIGTERM]

@@ -235,6 +235,7 @@ def test_a_fresh_ledger_as_a_tree_and_back_is_whole():
     tree = {
         "num_records": 4, "steps": 0, "epoch_steps": 0, "epoch_records": 0, "epoch_digest": 0, "epoch_left_out": [],
         "epoch_left_out_of": [], "tally": None, "certificates": [], "evaluations": [],
+        "loss": {},
     }  # fmt: skip
     assert ledger.Ledger(num_records=4).as_tree() == tree
     assert ledger.Ledger.from_tree(tree) == ledger.Ledger(num_records=4)
@@ -255,11 +256,21 @@ def test_a_ledger_in_the_middle_of_an_epoch_is_a_tree_of_copies():
         "num_records": 3, "steps": 3, "epoch_steps": 2, "epoch_records": 2,
         "epoch_digest": ledger.digest(np.array([0, 1])), "epoch_left_out": [2], "epoch_left_out_of": [9],
         "tally": [1, 1, 0], "certificates": None, "evaluations": [{"step": 1, "stop": False}],
+        "loss": {},
     }  # fmt: skip
     assert (tree["certificates"], tree["tally"].dtype) == (book.certificates, np.int32)
     book.certificates[0]["epoch"] = book.evaluations[0]["step"] = 77
     assert (tree["certificates"][0]["epoch"], tree["evaluations"][0]["step"]) == (0, 1)
     assert ledger.Ledger.from_tree({**tree, "tally": [1, 1, 0]}).tally.dtype == np.int32
+
+
+def test_a_certificate_says_how_the_losses_made_that_of_a_step():
+    book = book_of(3)
+    book.loss = {"reduction": "mean", "shard_records": 8}
+    apply(book, 0, 1, 2)
+    signed = book.close_epoch(0)
+    assert (signed["reduction"], signed["shard_records"]) == ("mean", 8)
+    assert ledger.Ledger.from_tree(book.as_tree()).loss == book.loss
 
 
 def test_the_certificate_of_an_epoch_without_a_tally_is_whole():

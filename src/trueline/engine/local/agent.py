@@ -176,15 +176,16 @@ class Agent:
             self._kill(ref, 0.0)
 
     def end(self) -> None:
-        """Kills all processes that still run, and waits for their ends."""
-        for seen in self.seen.values():
-            if seen.alive:
-                self._signal(seen, signal.SIGKILL)
-        for seen in self.seen.values():
+        """Kills all processes that still run, with what they have started, and waits for their ends."""
+        running = [seen for seen in self.seen.values() if seen.alive]
+        for seen in running:
+            self._signal(seen, signal.SIGKILL)
+        for seen in running:
             if seen.ref in self.adopted:
                 select.select([self.adopted[seen.ref]], [], [])
-            elif seen.alive:
-                os.waitpid(seen.pid, 0)
+            else:
+                os.waitid(os.P_PID, seen.pid, os.WEXITED | os.WNOWAIT)
+        process.end_groups(seen.pid for seen in running)
 
     def _report_orphan_end(self, ref: str) -> None:
         """An adopted process has ended; only its parent could read its exit code."""
@@ -197,11 +198,13 @@ class Agent:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            process.signal_group(ended.si_pid, signal.SIGTERM)  # before its number can be used again
+            pid, status = os.waitpid(ended.si_pid, 0)
             ref = next((seen.ref for seen in self.seen.values() if seen.pid == pid and seen.alive), None)
             if ref is not None:
                 self.deadlines.pop(ref, None)

@@ -2,7 +2,9 @@
 
 The **lifeline** is a pipe. The launcher keeps the writing end; every process inherits the reading end, and sees the end
 of the pipe when the launcher ends. Unlike PR_SET_PDEATHSIG this reaches grandchildren. A stopped process (SIGSTOP)
-reads nothing, so F_SETSIG makes the kernel send it SIGCONT when the pipe ends (fcntl(2), "Signals").
+reads nothing, so F_SETSIG makes the kernel send it SIGCONT when the pipe ends (fcntl(2), "Signals"). What the launcher
+forks (a pool in a notebook) gives the writing end back at once. Each process ends with its process group, so that what
+users' code has started in a worker does not stay behind.
 
 **Orphans** have outlived their agent. Agent and process both append ref, pid and start time to a file beside the
 agent's socket, since either may be killed right after the fork. Pids are reused; pid and start time identify a process
@@ -17,8 +19,10 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,10 +33,69 @@ if TYPE_CHECKING:
 
 LIFELINE = "TRUELINE_LIFELINE"
 """Environment variable with the descriptor of the lifeline's reading end."""
+GRACE_S = 1.0
+
+
+class Lifeline:
+    """The launcher's side: a pipe whose writing end no other process has."""
+
+    def __init__(self) -> None:
+        self.reading, self._writing = os.pipe()
+        _held.add(self)
+
+    def end(self) -> None:
+        """Ends every process that watches it. May be repeated."""
+        writing, self._writing = self._writing, -1
+        if writing >= 0:
+            os.close(writing)
+
+
+_held = weakref.WeakSet[Lifeline]()
+
+
+def _end_copies() -> None:
+    for lifeline in list(_held):
+        lifeline.end()
+
+
+os.register_at_fork(after_in_child=_end_copies)
+
+
+def signal_group(pid: int, number: int) -> bool:
+    """Signals the process group that `pid` leads, in which is what users' code has started; False: there is none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+        return True
+    return False
+
+
+def end_groups(pids: Iterable[int]) -> None:
+    """Ends the groups of ended leaders that are not reaped yet, so that no other group can have the number.
+
+    SIGKILL comes after `GRACE_S`: Python's resource tracker removes a dead process's shared memory meanwhile.
+    """
+    left = [pid for pid in pids if signal_group(pid, signal.SIGTERM)]
+    until = time.monotonic() + GRACE_S
+    while (left := [pid for pid in left if _has_living(pid)]) and time.monotonic() < until:
+        time.sleep(0.01)  # they are children of others: no event tells of their ends
+    for pid in left:
+        signal_group(pid, signal.SIGKILL)
+
+
+def _has_living(group: int) -> bool:
+    """Whether the process group has a member that is no zombie."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                state, _, its = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:3]
+                if int(its) == group and state not in b"ZX":
+                    return True
+    return False
 
 
 def watch_lifeline() -> None:
-    """Starts a thread that ends this process (exit code 75) when the launcher ends; nothing without a lifeline."""
+    """Starts a thread that ends this process (exit code 75) and its group when the launcher ends; nothing without a
+    lifeline."""
     handle = os.environ.get(LIFELINE)
     if handle is not None:
         wake_at_end(int(handle))
@@ -50,6 +113,7 @@ def wake_at_end(handle: int) -> None:
 def _wait(handle: int) -> None:
     while os.read(handle, 1):
         continue
+    signal_group(os.getpid(), signal.SIGTERM)
     os._exit(75)
 
 

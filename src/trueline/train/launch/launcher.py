@@ -31,6 +31,7 @@ import msgspec
 
 from trueline import errors, events, files
 from trueline.engine.local.client import start_agent
+from trueline.engine.local.process import Lifeline
 from trueline.registry import event_file
 from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
@@ -82,7 +83,7 @@ class LocalJob:
             self._emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
             self.folder.begin_launch()
             self.socket = self.scratch / "agent"
-            self.life, self._life_end = os.pipe()
+            self.lifeline = Lifeline()
             self._sweep()
             exits.callback(self._clean)
             self._reserved = exits.enter_context(reserve_port())
@@ -120,27 +121,29 @@ class LocalJob:
             files.sweep(where)
 
     def __exit__(self, *error: Any) -> None:
-        with shutdown.no_second_ctrl_c():
+        with shutdown.no_second_signal():
             self._exits.__exit__(*error)
 
     def _end_processes(self) -> None:
         self._closing = True
-        if self.master is not None and self.master.poll() is None and self._listened:
-            # The master closes its journal, if it still can.
-            with contextlib.suppress(grpc.RpcError), self._channel() as channel:
-                stop = pb.StopRequest(why="the launcher ends")
-                pb_grpc.MasterStub(channel).Stop(stop, metadata=self._metadata, timeout=2.0)
-                self.master.wait(2.0)
-        if self._master_channel is not None:
-            self._master_channel.close()  # ends the wait for another master
-        os.close(self._life_end)  # ends every process of the job
+        try:
+            if self.master is not None and self.master.poll() is None and self._listened:
+                # The master closes its journal, if it still can.
+                with contextlib.suppress(grpc.RpcError), self._channel() as channel:
+                    stop = pb.StopRequest(why="the launcher ends")
+                    pb_grpc.MasterStub(channel).Stop(stop, metadata=self._metadata, timeout=2.0)
+                    self.master.wait(2.0)
+            if self._master_channel is not None:
+                self._master_channel.close()  # ends the wait for another master
+        finally:
+            self.lifeline.end()  # ends every process of the job
         if self.master is not None:
             self.master.end()
         if self.agent is not None:
             self.agent.wait()
 
     def _clean(self) -> None:
-        os.close(self.life)
+        os.close(self.lifeline.reading)
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._sweep()
         self.folder.remove_secret()
@@ -155,12 +158,12 @@ class LocalJob:
         self.socket.unlink(missing_ok=True)
         users = self.settings.script[0] if self.settings.script else self.settings.recipe
         preload = (*PRELOAD, *libraries_of(Path(users)))
-        return start_agent(self.socket, preload=preload, life=self.life, log=self.folder.log("agent"))
+        return start_agent(self.socket, preload=preload, life=self.lifeline.reading, log=self.folder.log("agent"))
 
     def _start_master(self) -> None:
         if self.master is None:
             arguments = [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
-            self.master = MasterProcess(arguments, life=self.life, log=self.folder.log("master"))
+            self.master = MasterProcess(arguments, life=self.lifeline.reading, log=self.folder.log("master"))
         self.master.start("--port", str(self._reserved.getsockname()[1]))
 
     def _address(self) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from trueline.train.job_dir import JobDir, Outcome
 from trueline.train.launch.jobs import last_view
 
 POLL_S = 0.1
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _STOPPED = "the job was stopped: "
 
 
@@ -42,7 +44,7 @@ def signals_as_errors(job_dir: Path, halt: Callable[[str], bool]) -> Iterator[No
             raise KeyboardInterrupt
         raise make_stopped_error(name, job_dir)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in _ENDING}
     usual = [number for number, how in before.items() if how in (signal.SIG_DFL, signal.default_int_handler)]
     for ours in usual:
         signal.signal(ours, end)
@@ -54,15 +56,26 @@ def signals_as_errors(job_dir: Path, halt: Callable[[str], bool]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def no_second_ctrl_c() -> Iterator[None]:
-    """Ignores a second Ctrl-C while the processes end, which takes less than a second."""
-    ours = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ours else None
+def no_second_signal() -> Iterator[None]:
+    """Lets no signal interrupt the end of the processes, which takes less than a second: one that `signals_as_errors`
+    handles is ignored until that block ends, one that the caller handles (pytest, a notebook) is sent again afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    found = {number: signal.getsignal(number) for number in _ENDING}
+    handled = {number: how for number, how in found.items() if callable(how)}
+    theirs = {number: how for number, how in handled.items() if getattr(how, "__module__", "") != __name__}
+    later: list[int] = []
+    for number in handled:
+        signal.signal(number, (lambda sent, _: later.append(sent)) if number in theirs else signal.SIG_IGN)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
+        for number, how in theirs.items():
+            signal.signal(number, how)
+        for sent in later:
+            os.kill(os.getpid(), sent)
 
 
 def describe_end(error: BaseException | None) -> tuple[Outcome, str]:

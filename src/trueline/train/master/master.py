@@ -188,8 +188,6 @@ class Master:
             self.fail("records_miscounted", "; ".join(faults), "please report this with the job's folder")
             return
         summary = self.progress.summarize(self.job, state)
-        if how := self.folder.read_reduction():
-            summary["reduction"] = how
         self._backlog.append(("END", {"summary": summary}))
         if not self._end(summary) and not self.failed:
             self.spawn(self._end_later(summary))

@@ -27,6 +27,7 @@ _FORMED = ("generation", "step", "gap_ms", "workers")
 _TIMES = ("data_ms", "compute_ms", "wait_ms", "commit_ms", "redone")
 _SIGNED = ("epoch", "steps", "records", "digest", "tally_min", "tally_max")
 _NAMED = ("set_aside", "set_aside_of")
+_STATED = ("reduction", "shard_records")
 _EVALUATED = ("step", "records", "loss", "metrics", "best", "stop")
 
 
@@ -129,6 +130,7 @@ class JobProgress:
         for signed in progress.certificates:
             certificate = {name: getattr(signed, name) for name in _SIGNED}
             certificate |= {name: list(getattr(signed, name)) for name in _NAMED if getattr(signed, name)}
+            certificate |= {name: getattr(signed, name) for name in _STATED if getattr(signed, name)}
             if self.certificates.get(signed.epoch) != certificate:
                 self.certificates[signed.epoch] = certificate
                 outcome.rows.append(("EPOCH", certificate))

@@ -175,6 +175,8 @@ class Checkpointer:
     def _write(self, snapshot: Snapshot, ledger: dict[str, Any], link: ProgressReporter) -> None:
         step, evaluations = ledger["steps"], ledger.get("evaluations") or []
         facts = {**self.facts, "certificates": ledger["certificates"], "evaluations": evaluations}
+        if ledger.get("loss"):
+            facts["loss"] = ledger["loss"]
 
         def strike() -> None:
             if self._faults:

@@ -160,6 +160,8 @@ class Ledger:
     certificates: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Oldest first: step, records, loss, metrics, best, stop."""
+    loss: dict[str, Any] = field(default_factory=dict)
+    """How the loss of a step is made: `reduction`, and `shard_records` if each loss is of a whole shard."""
 
     @property
     def stopped(self) -> bool:
@@ -187,7 +189,7 @@ class Ledger:
             "epoch": epoch, "steps": self.epoch_steps, "records": self.epoch_records, "digest": self.epoch_digest,
             "tally_min": -1 if kept is None or partial or not len(kept) else int(kept.min()),
             "tally_max": -1 if self.tally is None else int(self.tally.max()),
-            "set_aside": out, "set_aside_of": out_of if out_of != out else [],
+            "set_aside": out, "set_aside_of": out_of if out_of != out else [], **self.loss,
         }  # fmt: skip
         self.certificates.append(certificate)
         self.epoch_steps = self.epoch_records = self.epoch_digest = 0
