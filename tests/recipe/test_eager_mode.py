@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, utils, while_loop
 
 from trueline.batch.evaluate import evaluate
 from trueline.bundle import open_bundle
@@ -82,3 +83,42 @@ def test_capture_says_where_a_plain_call_answers_otherwise_and_replays_the_train
 def test_a_model_without_such_a_module_is_not_called_again_and_nothing_is_said(tmp_path: Path) -> None:
     recipe = untrained(models.Mlp, name="mlp", examples=lambda: torch.randn(4, 8))
     assert "eager_mode" not in open_bundle(capture(recipe, None, tmp_path / "b", formats=["onnx"]).path).lineage()
+
+
+class Structured(nn.Module):
+    """Each kind of structured control flow, with values that are carried and stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        def step(carry: tuple[Tensor, Tensor], rows: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+            total, count = carry
+            total = self.layer(total + rows).tanh()
+            return (total, count + 1), (total.clone(), total.amax(1))
+
+        start = x.new_zeros(len(x), 4), torch.zeros((), dtype=torch.int64)
+        (last, count), (each, most) = scan(step, start, x.movedim(1, 0))
+        y = torch.cond(last.sum() > 0, lambda y: y * 2, lambda y: y - 1, (last,))
+        z, steps = while_loop(
+            lambda z, n: (z.abs().max() > 0.1) & (n < 9), lambda z, n: (z / 2, n + 1), (y, count.clone())
+        )
+        return last, count, each, most, y, z, steps
+
+
+@pytest.mark.slow
+def test_structured_control_flow_is_run_step_by_step_and_answers_as_the_compiled_one() -> None:
+    torch.manual_seed(0)
+    model, x = Structured().eval(), torch.randn(3, 5, 4)
+    compile_before = utils._hop_compile_and_call
+    with torch.no_grad():
+        with as_trained():
+            torch._dynamo.reset()
+            counted = torch._dynamo.utils.counters["frames"]["total"]
+            answers = [model(part) for part in (x, x[:1], -x[:, :2])]
+            assert torch._dynamo.utils.counters["frames"]["total"] == counted  # nothing was compiled
+        assert utils._hop_compile_and_call is compile_before
+        for part, answer in zip((x, -x[:, :2]), (answers[0], answers[2]), strict=True):
+            for ours, theirs in zip(answer, model(part), strict=True):
+                torch.testing.assert_close(ours, theirs)

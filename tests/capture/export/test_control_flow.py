@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 from trueline.capture.export import torch_export
+from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.proof import determinism
 from trueline.capture.proof import observe as observing
 from trueline.capture.proof.observe import hidden_state, observe
-from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.probes import Probe, make_probes
+from trueline.capture.proof.prove import judge
 from trueline.runtime.open import open_session
 
 pytestmark = pytest.mark.slow  # each new shape is compiled
@@ -66,6 +69,49 @@ def test_no_branch_hands_what_is_no_number_to_lapack() -> None:
     with observing.Careful(), pytest.raises(ValueError, match="a value that is no number"):
         eager.run({"x": np.full((3, 3), np.nan, np.float32)})
     assert eager.run({"x": np.eye(3, dtype=np.float32)})["output"].tolist() == [1.0, 1.0, 1.0]
+
+
+class Drops(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x + torch.rand_like(x), lambda x: x * 2, (x,))
+
+
+def test_a_draw_of_random_numbers_inside_a_branch_is_seen_with_its_line() -> None:
+    unsteady = determinism.check_twice(EagerSession(Drops().eval(), torch.ones(2, 3)))
+    assert unsteady is not None
+    assert unsteady.random
+    assert "rand_like" in str(unsteady.place)
+
+
+class Shrinks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return while_loop(lambda y: y.abs().max() > 1, lambda y: (y / 2,), (x.clone(),))[0]
+
+
+class NeverAsked:
+    """A program that nothing could stop."""
+
+    format = "onnx"
+
+    def __init__(self, eager: EagerSession) -> None:
+        self.signature = eager.signature
+
+    def run(self, inputs: Any) -> Any:
+        raise AssertionError("it was run")
+
+
+def test_a_program_is_not_run_on_values_for_which_the_loop_of_the_model_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(code_paths, "ENDLESS_S", 0.1)
+    eager = EagerSession(Shrinks().eval(), torch.arange(6.0).reshape(2, 3))
+    endless = {"x": np.full((2, 3), np.inf, np.float32)}
+    probe = Probe(name="infinite", origin="made", num_records=2, inputs=endless, wild=True)
+    (seen,) = observe(eager, [probe])
+    assert seen.outputs is None
+    assert "a loop of the model does not end" in seen.error
+    (evidence,) = judge(NeverAsked(eager), [seen]).evidence
+    assert evidence.verdict == "disagrees"
 
 
 class Recurrence(nn.Module):

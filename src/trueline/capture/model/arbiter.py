@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trueline.bundle.signature import Array
+from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.recipe.eager_mode import as_trained
 from trueline.runtime.tensors import to_tensors
@@ -44,18 +43,12 @@ _SUMS = tuple(
 """Operators whose rounding grows with the number of terms, and with the order in which a runtime adds them."""
 
 
-class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Widened(OperatorMode):  # type: ignore[no-untyped-call]
     """Runs every operator in float64, whatever the dtypes of its operands; with `unit`, moves what it returns by
     up to that fraction, at random. Exact results stay as they are."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # see observe.Careful
-
     def __init__(self, unit: float = 0.0, seed: int = 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._unit = unit
         self._single = torch.float32 if unit > 2**-30 else None
         generator = torch.Generator().manual_seed(seed)
@@ -64,10 +57,7 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.narrow: set[str] = set()
         """Operators that have no float64 kernel, and so ran as in the eager model."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            return func(*tree_map(self._inside, tuple(args)), **kwargs)
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name
         if func.is_view or name in _MOVES:
             found = func(*args, **kwargs)
@@ -141,17 +131,7 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return pool[self._at : self._at + count] * self._unit
 
     def _inside(self, value: Any) -> Any:
-        """A branch or body with this mode on; it is off while an operator is handled."""
-        if isinstance(value, torch.Tensor):
-            return _widen(value)
-        if not callable(value):
-            return value
-
-        def guard(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return value(*args, **kwargs)
-
-        return guard
+        return _widen(value) if isinstance(value, torch.Tensor) else super()._inside(value)
 
 
 def _widen(value: Any) -> Any:

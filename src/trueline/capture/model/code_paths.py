@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ ENDLESS_S = 5.0
 """Seconds of this thread after which that many events count as a loop that never ends."""
 REPEAT_ENDLESS_S = 0.5
 """The same for a function whose loop did not end before."""
+KEPT = 1024
+"""Events that are kept of a call that was ended."""
 _endless_codes: set[CodeType] = set()
 
 
@@ -72,7 +74,7 @@ def watch(*, ends: bool = False) -> Iterator[list[Event]]:
     events: list[Event] = []
     before, collects = sys.gettrace(), gc.isenabled()
     gc.disable()  # a collection may start at any step, and its gc.callbacks would be recorded
-    sys.settrace(_tracer(events, ends))
+    sys.settrace(_Recorder(events, ends))
     try:
         yield events
     finally:
@@ -81,30 +83,38 @@ def watch(*, ends: bool = False) -> Iterator[list[Event]]:
             gc.enable()
 
 
-def _tracer(events: list[Event], ends: bool) -> Callable[[FrameType, str, Any], Any]:
-    calls, started = 0, time.thread_time()
+class _Recorder:
+    """Appends the way of the user's code to `events`; with `ends`, raises Endless."""
 
-    def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal calls
+    def __init__(self, events: list[Event], ends: bool) -> None:
+        self._events, self._ends, self._calls, self._started = events, ends, 0, time.thread_time()
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not is_users(frame.f_code.co_filename):
             return None
-        calls += 1
-        number = calls
+        self._calls += 1
+        number, events = self._calls, self._events
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
 
         def step(frame: FrameType, event: str, arg: Any) -> Any:
-            if event == "opcode" and len(events) < MAX_EVENTS:
+            if event == "opcode":
                 events.append((number, frame.f_code, frame.f_lasti))
-            elif ends and event == "opcode":
-                code, spent = frame.f_code, time.thread_time() - started
-                if spent > (REPEAT_ENDLESS_S if code in _endless_codes else ENDLESS_S):
-                    _endless_codes.add(code)
-                    raise Endless
+                if not len(events) % 1024 and (len(events) > MAX_EVENTS or frame.f_code in _endless_codes):
+                    self.inside(frame, event, arg)
             return step
 
         return step
 
-    return enter
+    def inside(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Watches the time alone: of a long way, of a loop that did not end before, in a structured operator's
+        steps."""
+        code, spent = frame.f_code, time.thread_time() - self._started
+        del self._events[MAX_EVENTS:]
+        most = REPEAT_ENDLESS_S if code in _endless_codes else ENDLESS_S
+        if self._ends and spent > most and is_users(code.co_filename):
+            _endless_codes.add(code)
+            del self._events[KEPT:]
+            raise Endless
 
 
 Edge = tuple[CodeType, int, int]
@@ -120,12 +130,20 @@ def watch_edges(seconds: float) -> Iterator[set[Edge]]:
     """Records which steps user code takes in this thread during the block, each once. Raises TooSlow after `seconds` of
     this thread, where Python code still runs."""
     edges: set[Edge] = set()
-    ends = time.thread_time() + seconds
     before = sys.gettrace()
+    sys.settrace(_EdgeRecorder(edges, time.thread_time() + seconds))
+    try:
+        yield edges
+    finally:
+        sys.settrace(before)
 
-    def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        if time.thread_time() > ends:
-            raise TooSlow
+
+class _EdgeRecorder:
+    def __init__(self, edges: set[Edge], ends: float) -> None:
+        self._edges, self._ends = edges, ends
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self.inside(frame, event, arg)
         if not is_users(frame.f_code.co_filename):
             return None
         code, last, steps = frame.f_code, -1, 0
@@ -134,19 +152,18 @@ def watch_edges(seconds: float) -> Iterator[set[Edge]]:
         def step(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal last, steps
             if event == "opcode":
-                edges.add((code, last, frame.f_lasti))
+                self._edges.add((code, last, frame.f_lasti))
                 last, steps = frame.f_lasti, steps + 1
-                if not steps % 1024 and time.thread_time() > ends:
-                    raise TooSlow
+                if not steps % 1024:
+                    self.inside(frame, event, arg)
             return step
 
         return step
 
-    sys.settrace(enter)
-    try:
-        yield edges
-    finally:
-        sys.settrace(before)
+    def inside(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Watches the time alone."""
+        if time.thread_time() > self._ends:
+            raise TooSlow
 
 
 def edges_of(way: Sequence[Event]) -> set[Edge]:

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Array
@@ -26,6 +24,7 @@ from trueline.capture.export.exported import STATE_HINT
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import Event, SourceLine
+from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import find_changed, random_states, take_snapshot
 from trueline.capture.proof.observe import Observation
@@ -78,30 +77,22 @@ class Unsteady:
         return NotProven(self.why + (f"; see {self.place}" if self.place else ""), hint=self.hint)
 
 
-class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WriteWatch(OperatorMode):  # type: ignore[no-untyped-call]
     """Notes the operators that draw random numbers or write into buffers, with the user's line that called each."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # see observe.Careful
-
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.draws: list[tuple[str, SourceLine | None]] = []
         self.writes: list[SourceLine | None] = []
         self._memory = {_memory(buffer) for buffer in buffers} - {0}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator):
-            return func(*args, **(kwargs or {}))  # its branches are not watched
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draw(func, args, kwargs or {})
+            return self._draw(func, args, kwargs)
         written = args[0] if args and func._schema.is_mutable else None
         if isinstance(written, torch.Tensor) and _memory(written) in self._memory:
             self.writes.append(code_paths.current_line())
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator that may draw. Attention, without dropout, only may: its generator then stays as it was."""

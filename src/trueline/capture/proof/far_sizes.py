@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Array, Signature
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Edge, Event
+from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.observe import Observation, observe_one
 from trueline.capture.proof.probes import Probe, resize
@@ -174,25 +173,18 @@ def _mix(inputs: Mapping[str, Array], claim: Signature) -> dict[str, Array]:
     return mixed
 
 
-class _LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LargestTensor(OperatorMode):  # type: ignore[no-untyped-call]
     """Notes the bytes of the largest tensor that an operator returns."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # see observe.Careful
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.num_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not isinstance(func, HigherOrderOperator):
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                    self.num_bytes = max(self.num_bytes, leaf.numel() * leaf.element_size())
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                self.num_bytes = max(self.num_bytes, leaf.numel() * leaf.element_size())
         return result
 
 

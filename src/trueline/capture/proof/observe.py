@@ -19,14 +19,13 @@ from weakref import WeakKeyDictionary
 import msgspec
 import numpy as np
 import torch
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
 from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.code_paths import Event, SourceLine
+from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import bounds
 from trueline.capture.proof.bounds import Measures
@@ -58,7 +57,8 @@ class Observation:
     draws: Mapping[str, Array] | None = None
     """Many answers, stacked, of a model that draws random numbers; `outputs` is the first."""
     unsafe: bool = False
-    """Whether the model was stopped before an operator that would end the process, or never return, on these values."""
+    """Whether the model was stopped before an operator that would end the process, or in a loop that does not end: a
+    program would do the same on these values, and nothing could stop it."""
     bounds: Mapping[str, Bound] | None = None
     """How far a program's float outputs may be off."""
     warm: Sequence[Event] | None = None
@@ -218,13 +218,13 @@ def observe_one(
         except Exception as raised:  # noqa: BLE001 - the user's forward on made-up values may raise anything
             first_line = str(raised).splitlines()[0] if str(raised) else ""
             outputs, error = None, f"raises {type(raised).__name__}: {first_line}"
-            unsafe = isinstance(raised, Unsafe)
+            unsafe = isinstance(raised, Unsafe | code_paths.Endless)
     return Observation(probe=probe, outputs=outputs, error=error, way=way, unsafe=unsafe)
 
 
 def care(probe: Probe) -> AbstractContextManager[object]:
     """Keeps values of `probe` that are not finite from LAPACK."""
-    return Careful() if probe.wild else nullcontext()  # type: ignore[no-untyped-call]
+    return Careful() if probe.wild else nullcontext()
 
 
 def hidden_state(observations: Sequence[Observation]) -> str:
@@ -328,37 +328,14 @@ class Unsafe(ValueError):
     """Stops an operator that would crash, or never return, on a value that is not finite."""
 
 
-class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises Unsafe where an operator that would crash or never return gets a value that is not finite.
+class Careful(OperatorMode):  # type: ignore[no-untyped-call]
+    """Raises Unsafe where an operator that would crash or never return gets a value that is not finite."""
 
-    Eager control flow (`torch.cond`, `while_loop`, `scan`) compiles itself. Under a mode that stays on for
-    that, Dynamo marks torch's own frames as not to be compiled, for good: each later call then fails, with any values.
-    """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator):
-            return func(*map(self._inside, args), **(kwargs or {}))
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = str(func).removeprefix("aten.").lstrip("_")
         if name.startswith(_LAPACK + _ENDLESS):
             for value in tree_leaves((args, kwargs)):
                 floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
                 if floats and not bool(value.isfinite().all()):
                     raise Unsafe(f"{func} would get a value that is no number")
-        return func(*args, **(kwargs or {}))
-
-    def _inside(self, value: Any) -> Any:
-        """A branch or body with this mode on; it is off while an operator is handled."""
-        if not callable(value) or isinstance(value, torch.Tensor):
-            return value
-
-        def guard(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return value(*args, **kwargs)
-
-        return guard
+        return func(*args, **kwargs)

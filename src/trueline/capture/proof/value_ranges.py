@@ -179,7 +179,7 @@ def _answers(eager: EagerSession, inputs: Inputs, memory: int) -> bool:
 def _error(eager: EagerSession, inputs: Inputs, memory: int) -> Exception | None:
     """What the model raises, in bounded memory and without a loop that does not end; None when it answers."""
     try:
-        with code_paths.watch(ends=True), Careful(), limits.bounded_memory(memory):  # type: ignore[no-untyped-call]
+        with code_paths.watch(ends=True), Careful(), limits.bounded_memory(memory):
             eager.run(inputs)
     except Exception as error:  # noqa: BLE001 - the user's forward on made-up values may raise anything
         return error.with_traceback(None)

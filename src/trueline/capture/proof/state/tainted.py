@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
+from trueline.capture.model.dispatch import OperatorMode
 
 Range = tuple[float, float]
 ANY: Range = (-math.inf, math.inf)
@@ -184,24 +183,18 @@ def marking(function: Callable[..., Any], decisions: Decisions, name: str) -> Ca
     return call
 
 
-class TaintWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TaintWatch(OperatorMode):  # type: ignore[no-untyped-call]
     """Follows tensors through torch's operators; notes each truth value and each number that is taken from them."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # see observe.Careful
-
     def __init__(self, tensor: torch.Tensor, decisions: Decisions) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._followed = {id(tensor): tensor}
         self._decisions = decisions
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         followed = any(id(leaf) in self._followed for leaf in tree_leaves((args, kwargs)))
-        if not followed or isinstance(func, HigherOrderOperator):
+        if not followed:
             return result
         if func is torch.ops.aten._local_scalar_dense.default:
             if isinstance(result, bool):

@@ -6,34 +6,27 @@ Its tensors are filled with two numbers in two more calls: an answer that differ
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
+from trueline.capture.model.dispatch import OperatorMode
 
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
 FILLED = (1234.0, -77.0)
 """Two fillings. No large numbers: masked attention multiplies what it never wrote by 0."""
 
 
-class FillEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FillEmpty(OperatorMode):  # type: ignore[no-untyped-call]
     """Fills the tensors that the user's lines create without values, and notes these lines."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # see observe.Careful
-
     def __init__(self, value: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._value = value
         self.lines: list[SourceLine | None] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(func, HigherOrderOperator) or not isinstance(result, torch.Tensor):
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if not isinstance(result, torch.Tensor):
             return result
         if func.overloadpacket.__name__ in _EMPTY and result.layout is torch.strided and not result.is_quantized:
             self.lines.append(code_paths.current_line())
