@@ -26,6 +26,8 @@ from trueline.train.api import TrainResult, train
 
 HERE = Path(__file__).parent
 Fields = Mapping[str, Any]
+LAPS = ("data_ms", "compute_ms", "wait_ms", "commit_ms")
+"""What a step consists of, from its begin."""
 STILL_S = 90
 """A job without a step for this long has failed."""
 
@@ -219,8 +221,11 @@ class SizedKiller(Watch):
         self.together = 0
         self.resumed_ms: list[float] = []
         """Kill to the next applied step."""
+        self.given_ms: list[float] = []
+        """Kill to the begin of the first step with records of the replacement: it has the state, and they are given to
+        it."""
         self.joined_ms: list[float] = []
-        """Kill to the first step with records of the replacement."""
+        """Kill to the end of that step."""
         self.longest_ms: list[float] = []
         """For each kill, the longest step of the others from it until the replacement's first one."""
         self.usual: list[float] = []
@@ -279,4 +284,5 @@ class SizedKiller(Watch):
             self.resumed_ms.append(since_ms)
         if whole:
             self.joined_ms.append(since_ms)
+            self.given_ms.append(since_ms - sum(step[lap] for lap in LAPS))
             self.killed_ns = 0

@@ -33,6 +33,7 @@ def test_a_row_that_misses_its_goal_is_marked() -> None:
 
 def applied(step: int, at_ms: int, generation: int, rates: str, shares: str = "") -> dict[str, Any]:
     fields = {"step": step, "total": 1000, "at_ns": at_ms * 1_000_000, "generation": generation, "rates": rates}
+    fields |= {"data_ms": 5.0, "compute_ms": 50.0, "wait_ms": 4.0, "commit_ms": 1.0}
     return {**fields, "workers": rates.count(",") + 1, **({"shares": shares} if shares else {})}
 
 
@@ -47,5 +48,5 @@ def test_a_replacement_without_records_has_not_joined_and_the_longest_step_count
     assert killer.joined_ms == []
     killer.applied(applied(5, 1900, 3, "[5.0, 5.0]"))
     assert killer.resumed_ms == [200.0]
-    assert killer.joined_ms == [850.0]
+    assert (killer.joined_ms, killer.given_ms) == ([850.0], [790.0])
     assert killer.longest_ms == [450.0]

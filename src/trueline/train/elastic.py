@@ -29,7 +29,7 @@ from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.store import StoreServer
 from trueline.train import devices
 from trueline.train.faults import Faults
-from trueline.train.link.grpc_client import connect
+from trueline.train.link.grpc_client import connect, is_replacement
 from trueline.train.loop_view import LoopView
 from trueline.train.regroup.recovery import Recovery
 from trueline.train.step import model_traits, rehearsal
@@ -119,6 +119,8 @@ class Elastic(LoopView):
             total_steps=plan.total_steps, shard_records=plan.micro_batch, blocks=plan.blocks,
         )  # fmt: skip
         self._link.join(hello)
+        if is_replacement():
+            self._recovery.make_room()
         self._regroup()
         while True:
             at = self._at

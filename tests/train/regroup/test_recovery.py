@@ -60,14 +60,14 @@ class Member:
                                        is_overtaken=lambda: False)  # fmt: skip
         self.withdrawn = 0
 
-        def broadcast(group, state, *, source, into):
-            self.rooms.append(into)
+        def broadcast(group, state, *, source, room):
+            self.rooms += [] if room is None else [room]
             self.sent.append((None if state is None else state["name"], source))
-            return BROADCAST if state is None else state
+            return state if room is None else BROADCAST
 
-        def fetch(address, generation, into):
+        def fetch(address, generation, room):
             self.asked.append((address, generation))
-            self.rooms.append(into)
+            self.rooms.append(room)
             self.joined = []
             return SimpleNamespace(state=None, trouble="", over=False, began=time.monotonic(), moved=5, total=9,
                                    join=self.joined.append)  # fmt: skip
@@ -298,10 +298,12 @@ def test_all_members_take_the_scale_of_the_source(monkeypatch):
 
 def test_only_a_worker_without_a_state_receives_into_its_own_parameters(monkeypatch):
     for large, steps in ((True, [5, -1]), (False, [0, -1])):
-        assert Member(monkeypatch, steps, 1, large=large).heal().rooms == [ROOM]
+        (room,) = Member(monkeypatch, steps, 1, large=large).heal().rooms
+        assert room._model == ROOM
         holder = Member(monkeypatch, [5, 4], 1, large=large)
         holder.recovery.has_state = True
-        assert holder.heal().rooms == [None], "a transfer that breaks off must not tear what it holds"
+        (room,) = holder.heal().rooms
+        assert room._model == {}, "a transfer that breaks off must not tear what it holds"
 
 
 def test_sums_are_kept_without_a_copy_where_the_state_has_arrived_by_then(monkeypatch):

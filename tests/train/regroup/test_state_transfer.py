@@ -13,7 +13,7 @@ from trueline.checkpoint.snapshot import Snapshot
 from trueline.parallel import handshake
 from trueline.parallel.handshake import Hello, PeerListener
 from trueline.train.regroup import state_transfer
-from trueline.train.regroup.state_transfer import Fetch, Offer
+from trueline.train.regroup.state_transfer import Fetch, Offer, Room
 
 STATE = {"model": {"w": torch.arange(5.0), "half": torch.ones(3, dtype=torch.bfloat16)}, "ledger": {"steps": 7}}
 NEWER = {**STATE, "ledger": {"steps": 8}}
@@ -202,7 +202,7 @@ def test_whoever_waits_for_a_state_stops_when_it_is_needed_no_more(offer, monkey
 def test_a_state_is_received_into_the_models_own_tensors_where_they_fit(offer):
     offer.publish(3, Snapshot(STATE))
     room = {"w": torch.zeros(5), "half": torch.zeros(4, dtype=torch.bfloat16)}
-    fetch = Fetch(offer.address, 3, room)
+    fetch = Fetch(offer.address, 3, Room(room))
     state, trouble = fetched(fetch)
     assert (trouble, fetch.moved, fetch.total) == ("", 26, 26)
     assert state["model"]["w"].data_ptr() == room["w"].data_ptr()
@@ -242,3 +242,102 @@ def test_nothing_that_holds_the_interpreters_lock_grows_with_the_state(offer, mo
     assert max(filled) < 1000, "the header alone"
     assert max(size for size, _ in received) == state_transfer.CHUNK
     assert len(received) == 1 + 3, "whole chunks: the kernel waits for them, without the lock"
+
+
+class Members:
+    """Two members in threads, of which the first has the state; `sums` fail from the given one on for a member."""
+
+    def __init__(self, monkeypatch, *, fails=None):
+        self.fails, self.lock = fails or {}, threading.Barrier(2)
+        self.words, self.sent, self.here = [None, None], [], threading.local()
+        monkeypatch.setattr(state_transfer.dist, "broadcast", self.broadcast)
+
+    def broadcast(self, tensor, source, *, async_op):
+        if self.here.rank == source:
+            self.sent.append(tensor.nbytes)
+        self.exchange(tensor)
+        if self.here.rank != source:
+            tensor.copy_(self.words[source])
+        self.lock.wait()
+
+    def exchange(self, tensor):
+        self.words[self.here.rank] = tensor.clone()
+        self.lock.wait()
+
+    def sum_on_host(self, tensor):
+        self.here.sums = getattr(self.here, "sums", 0) + 1
+        if self.fails.get(self.here.rank) == self.here.sums:
+            self.lock.abort()
+        self.exchange(tensor)
+        tensor.copy_(self.words[0] + self.words[1])
+        self.lock.wait()
+
+    def wait(self, work):
+        """What this one begins is over at once."""
+
+    def run(self, room):
+        results = [None, None]
+
+        def member(rank):
+            self.here.rank = rank
+            try:
+                results[rank] = state_transfer.broadcast(
+                    self, None if rank else STATE, source=0, room=room if rank else None
+                )
+            except RuntimeError as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=member, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+def is_equal(state):
+    return state["ledger"] == {"steps": 7} and all(
+        torch.equal(state["model"][name], value) for name, value in STATE["model"].items()
+    )
+
+
+def test_a_member_on_the_sources_machine_reads_the_state_where_it_lies(monkeypatch):
+    members = Members(monkeypatch)
+    mine, received = members.run(Room())
+    assert mine is STATE
+    assert is_equal(received)
+    assert received["model"]["w"].data_ptr() != STATE["model"]["w"].data_ptr()
+    assert len(members.sent) == 2, "the header's length and the header"
+
+
+def test_where_a_member_cannot_read_it_the_state_is_sent(monkeypatch):
+    monkeypatch.setattr("trueline.parallel.peer_memory._read_memory", lambda *_: -1)
+    members, room = Members(monkeypatch), {"w": torch.zeros(5)}
+    _, received = members.run(Room(room))
+    assert is_equal(received)
+    assert received["model"]["w"].data_ptr() == room["w"].data_ptr()
+    assert sum(members.sent[2:]) == 5 * 4 + 3 * 2
+
+
+def test_a_member_that_needs_no_state_reads_none(monkeypatch):
+    monkeypatch.setattr(state_transfer.PeerMemory, "reads", lambda *_: pytest.fail("it read the state"))
+    assert Members(monkeypatch).run(None) == [STATE, None]
+
+
+@pytest.mark.parametrize(("rank", "sums"), [(1, 1), (0, 2)], ids=["a reader dies", "the source leaves"])
+def test_no_state_is_believed_unless_the_source_was_there_until_all_had_read_it(monkeypatch, rank, sums):
+    results = Members(monkeypatch, fails={rank: sums}).run(Room())
+    assert all(isinstance(result, RuntimeError) for result in results)
+
+
+def test_spare_memory_that_was_touched_before_is_used_where_dtype_and_shape_fit(offer):
+    room, like = Room(), torch.zeros(5)
+    room._touch([like, like])
+    spare = [tensor.data_ptr() for tensor in room._spare[torch.float32, like.shape]]
+    first, other, half, new = room.allocate(
+        None, [["float32", [5]], ["float32", [4]], ["float16", [5]], ["float32", [5]]]
+    )
+    assert [first.data_ptr(), new.data_ptr()] == spare[::-1]
+    assert (list(other.shape), half.dtype) == ([4], torch.float16)
+    room._touch([like])
+    assert not room._spare[torch.float32, like.shape], "nobody needs more of it"

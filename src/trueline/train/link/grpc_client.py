@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from trueline.engine.contract import parse_ref
 from trueline.errors import TrainError
 from trueline.train.link.contract import Link, StepReport
 from trueline.train.link.local_client import LocalLink
@@ -225,6 +226,11 @@ class MasterLink:
         self._closed = True
         self._send_soon()
         self._channel.close()
+
+
+def is_replacement() -> bool:
+    """Whether another worker was in this one's slot before."""
+    return parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[2] > 0
 
 
 def connect(cut: Callable[[int], None]) -> Link:

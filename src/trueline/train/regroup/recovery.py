@@ -39,6 +39,8 @@ class Recovery:
         self.has_state = False  # this worker has a state, of any step
         self.observed = 0  # steps that the group has applied while this worker observes
         self._fetch: state_transfer.Fetch | None = None
+        self._room: state_transfer.Room | None = None
+        """Made before there is a state, and taken once."""
         self._kept: list[Reduced | list[float]] = []
         group.link.transfer = self.transfer
 
@@ -60,9 +62,11 @@ class Recovery:
             self._stream(behind)
         elif any(behind):
             mine = self._replica.state() if rank == plan.source else None
-            state = state_transfer.broadcast(self._group.process_group, mine, source=plan.source, into=self._room())
-            if behind[rank]:
+            room = self._take_room() if behind[rank] else None
+            state = state_transfer.broadcast(self._group.process_group, mine, source=plan.source, room=room)
+            if room is not None and state is not None:
                 self._replica.restore(state)
+        self._room = None
         self._agree_on_scale()
         self.has_state = self.has_state or not (streamed and behind[rank])
         self._forget_evaluation()
@@ -86,27 +90,34 @@ class Recovery:
         return 3 * sum(value.nbytes for value in self._replica.model.parameters()) > state_transfer.STREAM_BYTES
 
     def _is_brief(self, behind: list[bool]) -> bool:
-        """Whether the only member with the state sends it in less time than their steps together take.
+        """Whether the only member with the state sends it in less time than it computes a step alone.
 
-        Alone it would need twice that time for the next step, while the newcomer observes.
+        While the newcomer observes it would compute alone, and a step alone takes longer than one of both.
         """
         rate = self._group.plan.rates[self._group.plan.source] if self._group.plan.rates else 0.0
         if behind.count(False) > 1 or rate <= 0:
             return False
         size = 3 * sum(value.nbytes for value in self._replica.model.parameters())
-        return size / BROADCAST_BYTES_S <= self._global_batch / (rate * len(behind))
+        return size / BROADCAST_BYTES_S <= self._global_batch / rate
 
     def _stream(self, behind: list[bool]) -> None:
         group, plan = self._group, self._group.plan
         if group.rank == plan.source:
             self._offer.publish(group.generation, self._replica.snapshot(readers=sum(behind), patience=PATIENCE))
         elif behind[group.rank]:
-            self._fetch = state_transfer.Fetch(plan.state, group.generation, self._room())
+            self._fetch = state_transfer.Fetch(plan.state, group.generation, self._take_room())
             self.observed = plan.steps[plan.source]
 
-    def _room(self) -> state_transfer.Room | None:
-        """Where this worker's parameters may be received: in place, unless it has a state to lose."""
-        return None if self.has_state else self._replica.model.state_dict()
+    def make_room(self) -> None:
+        """Prepares memory for the state that a replacement will receive: the others still take their step."""
+        if self.large:
+            self._room = state_transfer.Room(self._replica.model.state_dict())
+            self._room.touch(self._replica.optimizer_step.foresee_moments())
+
+    def _take_room(self) -> state_transfer.Room:
+        """Where this worker receives a state: in its own parameters, unless it has a state to lose."""
+        room, self._room = self._room, None
+        return room or state_transfer.Room(None if self.has_state else self._replica.model.state_dict())
 
     def transfer(self) -> tuple[int, int, bool]:
         """Bytes that this worker has received or sent of a state, all of them (0: none moves), whether it sends."""

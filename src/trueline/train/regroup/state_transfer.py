@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from trueline.errors import CheckpointError
 from trueline.parallel import handshake
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.handshake import Hello, PeerListener, Purpose
+from trueline.parallel.peer_memory import PeerMemory
 
 CHUNK = 4 << 20
 STREAM_BYTES = 16 << 20
@@ -36,39 +37,103 @@ _LENGTH, _TIMEVAL = struct.Struct("!Q"), struct.Struct("@ll")
 _SMALL, _PIECE = 1 << 20, 64 << 20
 """Of a broadcast: smaller tensors travel together, larger ones in pieces."""
 
-Room = Mapping[str, torch.Tensor]
-"""Tensors of a model by their names, into which a state is received."""
+
+class Room:
+    """Memory into which a state is received: tensors of a model by name, and spare ones by shape, else new memory.
+
+    The first touch of new memory takes longer than its copy, so `touch` does it while the others still take a step.
+    """
+
+    def __init__(self, model: Mapping[str, torch.Tensor] | None = None) -> None:
+        self._model = dict(model or {})
+        self._spare: dict[tuple[torch.dtype, torch.Size], list[torch.Tensor]] = {}
+        self._wanted = True
+
+    def touch(self, like: Sequence[torch.Tensor]) -> None:
+        """Begins to make spare tensors, in a thread that ends with `allocate`."""
+        threading.Thread(target=self._touch, args=(like,), name="touch", daemon=True).start()
+
+    def _touch(self, like: Sequence[torch.Tensor]) -> None:
+        for tensor in like:
+            if not self._wanted:
+                return
+            spare = torch.empty(tensor.shape, dtype=tensor.dtype).zero_()
+            self._spare.setdefault((tensor.dtype, tensor.shape), []).append(spare)
+
+    def allocate(self, skeleton: tree.Skeleton, shapes: list[list[Any]]) -> list[torch.Tensor]:
+        """Tensors of these dtypes and shapes; those of the model are its own under its own names."""
+        self._wanted = False
+        sections = dict(skeleton["d"]) if isinstance(skeleton, dict) and "d" in skeleton else {}
+        names = {node["t"]: name for name, node in sections.get("model", {}).get("d", ()) if "t" in (node or ())}
+        tensors = []
+        for index, (named, shape) in enumerate(shapes):
+            dtype, own = getattr(torch, named), self._model.get(names.get(index, ""))
+            spare = self._spare.get((dtype, torch.Size(shape)))
+            if (
+                own is not None
+                and own.is_cpu
+                and own.is_contiguous()
+                and (own.dtype, list(own.shape)) == (dtype, shape)
+            ):
+                tensors.append(own.detach())
+            else:
+                tensors.append(spare.pop() if spare else torch.empty(shape, dtype=dtype))
+        return tensors
 
 
 def broadcast(
-    group: GlooGroup, state: dict[str, Any] | None, *, source: int, into: Room | None = None
-) -> dict[str, Any]:
+    group: GlooGroup, state: dict[str, Any] | None, *, source: int, room: Room | None = None
+) -> dict[str, Any] | None:
     """Broadcasts the `state` of rank `source`; the others pass None. Raises RuntimeError when a peer fails.
 
-    `into` gets the tensors of the model that fit, also if the broadcast fails.
+    On the machine of the source, members read it where it lies. `room`: where this member receives the state; without
+    one it does not need it, and gets None.
     """
     header, tensors = b"", list[torch.Tensor]()
     if state is not None:
         skeleton, tensors = tree.encode(state)
-        header = _encode_header(skeleton, tensors)
+        tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        header = _encode_header(skeleton, tensors, PeerMemory.of(tensors))
     length = torch.tensor([len(header)], dtype=torch.int64)
     group.wait(dist.broadcast(length, source, async_op=True))
     text = torch.frombuffer(bytearray(header or bytes(int(length.item()))), dtype=torch.uint8)
     group.wait(dist.broadcast(text, source, async_op=True))
-    skeleton, shapes = json.loads(bytes(text.numpy()))
+    skeleton, shapes, memory = json.loads(bytes(text.numpy()))
+    missed = False
     if state is None:
-        tensors = _allocate(skeleton, shapes, into or {})
-    small = [tensor for tensor in tensors if tensor.nbytes < _SMALL]
-    together = torch.cat([torch.empty(0, dtype=torch.uint8), *map(_contiguous_bytes, small)])
-    for flat in (together, *(_contiguous_bytes(tensor) for tensor in tensors if tensor.nbytes >= _SMALL)):
-        for start in range(0, len(flat), _PIECE):
-            group.wait(dist.broadcast(flat[start : start + _PIECE], source, async_op=True))
-    if state is not None:
+        missed = room is not None
+        if room is not None:
+            tensors = room.allocate(skeleton, shapes)
+            missed = not PeerMemory(*memory).reads(tensors)
+    if _count(group, missed):
+        tensors = tensors or Room().allocate(skeleton, shapes)
+        _send_all(group, tensors, source=source, own=state is not None)
+    if room is None:
         return state
-    for tensor, part in zip(small, torch.split(together, [tensor.nbytes for tensor in small]), strict=True):
-        as_bytes(tensor).copy_(part)
     received: dict[str, Any] = tree.decode(skeleton, tensors)
     return received
+
+
+def _count(group: GlooGroup, missed: bool) -> int:
+    """How many members have missed something. The second sum needs a source that was there after the last read: a
+    source that leaves the group before changes what they read."""
+    words = torch.tensor([float(missed)])
+    group.wait(group.sum_on_host(words))
+    group.wait(group.sum_on_host(torch.zeros(1)))
+    return int(words.item())
+
+
+def _send_all(group: GlooGroup, tensors: list[torch.Tensor], *, source: int, own: bool) -> None:
+    """Broadcasts tensors of equal shapes in all members, in place; `own`: this member is the source."""
+    flats = [as_bytes(tensor) for tensor in tensors]
+    small = [flat for flat in flats if len(flat) < _SMALL]
+    together = torch.cat([torch.empty(0, dtype=torch.uint8), *small])
+    for flat in (together, *(flat for flat in flats if len(flat) >= _SMALL)):
+        for start in range(0, len(flat), _PIECE):
+            group.wait(dist.broadcast(flat[start : start + _PIECE], source, async_op=True))
+    if not own:
+        for flat, part in zip(small, torch.split(together, [len(flat) for flat in small]), strict=True):
+            flat.copy_(part)
 
 
 class Offer:
@@ -130,11 +195,11 @@ class Offer:
 class Fetch:
     """Fetches, in a thread, the state that the member at `address` offers to `generation`.
 
-    `into` gets the tensors of the model that fit, also if the transfer fails: for a worker that has no state to lose.
+    What fits is received in the memory of `room`, also if the transfer fails: for a worker that has no state to lose.
     """
 
-    def __init__(self, address: str, generation: int, into: Room | None = None) -> None:
-        self._address, self._generation, self._into = address, generation, into or {}
+    def __init__(self, address: str, generation: int, room: Room | None = None) -> None:
+        self._address, self._generation, self._room = address, generation, room or Room()
         self.began = time.monotonic()
         self.state: dict[str, Any] | None = None
         self.trouble = ""
@@ -161,7 +226,7 @@ class Fetch:
                 header = bytearray(_length(connection, most=MOST_HEADER))
                 self._receive(connection, memoryview(header))
                 skeleton, shapes = json.loads(header)
-                tensors = _allocate(skeleton, shapes, self._into)
+                tensors = self._room.allocate(skeleton, shapes)
                 self.moved, self.total = 0, sum(tensor.nbytes for tensor in tensors)
                 for tensor in tensors:
                     self._receive(connection, as_bytes(tensor).numpy().data)
@@ -195,23 +260,6 @@ def _length(connection: socket.socket, *, most: int) -> int:
     return int(length)
 
 
-def _encode_header(skeleton: tree.Skeleton, tensors: list[torch.Tensor]) -> bytes:
+def _encode_header(skeleton: tree.Skeleton, tensors: list[torch.Tensor], *more: object) -> bytes:
     shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    return json.dumps([skeleton, shapes]).encode()
-
-
-def _allocate(skeleton: tree.Skeleton, shapes: list[list[Any]], into: Room) -> list[torch.Tensor]:
-    """Tensors of these shapes: those of `into` under the model's names where they fit, else new memory."""
-    sections = dict(skeleton["d"]) if isinstance(skeleton, dict) and "d" in skeleton else {}
-    names = {node["t"]: name for name, node in sections.get("model", {}).get("d", ()) if "t" in (node or ())}
-    tensors = []
-    for index, (dtype, shape) in enumerate(shapes):
-        own = into.get(names.get(index, ""))
-        fits = own is not None and own.is_cpu and own.is_contiguous() and list(own.shape) == shape
-        fits = fits and own is not None and own.dtype == getattr(torch, dtype)
-        tensors.append(own.detach() if own is not None and fits else torch.empty(shape, dtype=getattr(torch, dtype)))
-    return tensors
-
-
-def _contiguous_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return as_bytes(tensor.detach().cpu().contiguous())
+    return json.dumps([skeleton, shapes, *more]).encode()

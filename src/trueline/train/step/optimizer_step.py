@@ -156,6 +156,14 @@ class OptimizerStep:
         tensors = [value for value in (*own, *moments, *self._averages.values()) if isinstance(value, torch.Tensor)]
         return frozenset(value.data_ptr() for value in tensors)
 
+    def foresee_moments(self) -> list[torch.Tensor]:
+        """A tensor of the shape of each moment that the usual optimizers will have: two of Adam's kind, one of
+        momentum."""
+        return [
+            value for group in self.optimizer.param_groups for value in group["params"] if value.is_cpu
+            for _ in range(2 if "betas" in group else bool(group.get("momentum")))
+        ]  # fmt: skip
+
     def state(self) -> dict[str, Any]:
         """Optimizer, scheduler, scaler and averages; the tensors are the live ones."""
         return {

@@ -38,7 +38,7 @@ from trueline.train import settings as job_settings
 from trueline.train.elastic import Elastic
 from trueline.train.job_dir import JobDir
 from trueline.train.launch import jobs
-from trueline.train.link.grpc_client import connect
+from trueline.train.link.grpc_client import connect, is_replacement
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits, rehearsal, trial
 from trueline.train.step.checkpointer import Checkpointer
@@ -140,6 +140,9 @@ def _try_model(
     recipe: Recipe, model: torch.nn.Module, source: Source, settings: JobSettings
 ) -> model_traits.ModelTraits:
     """What the trials of model and loss show; if they fail, what the module types do."""
+    settled = trial.load_traits(model_traits.read_traits(model))
+    if settled is not None and is_replacement():  # it has no time to lose, and takes the others' rate
+        return settled
     place = functools.partial(devices.place_batch, device=devices.of_model(model))
     reader = SeededReader(source, settings.seed, place)
     first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
