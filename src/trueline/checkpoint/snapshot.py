@@ -9,18 +9,18 @@ memory.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from trueline.checkpoint import tree
 from trueline.errors import CheckpointError
+from trueline.storage.direct_file import ALIGNMENT, DirectFile, make_buffer
 
 PIECE_BYTES = 8 << 20
 LEAST_LIVE = 1 << 20
@@ -56,7 +56,9 @@ class Snapshot:
         self._unread = [readers] * len(tensors)
         self._changed = threading.Condition()
         self._spill = spill
-        self._file: BinaryIO | None = None
+        self._file: DirectFile | None = None
+        self._rooms: list[torch.Tensor] = []
+        """Of a piece each: not in use, and not to be touched for the first time again."""
         self._spilled: dict[int, int] = {}
         """Tensor -> where it begins in the file."""
         in_place = [t.is_cpu and t.is_contiguous() and t.nbytes >= LEAST_LIVE and live(t) for t in tensors]
@@ -70,14 +72,15 @@ class Snapshot:
     def pieces(self, index: int) -> Iterator[memoryview]:
         """The bytes of a tensor; each piece is valid until the next one is taken. Raises CheckpointError."""
         size = self.layout[index].nbytes
-        room = torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8)
+        room = self._rooms.pop() if self._rooms else torch.frombuffer(make_buffer(PIECE_BYTES), dtype=torch.uint8)
         for start in range(0, size, PIECE_BYTES):
             with self._changed:
-                piece = self._read(index, start, room[: size - start])
+                piece = self._read(index, start, room)
                 if piece is None or self.torn:
                     raise CheckpointError("the state was dropped, or changed outside of the optimizer's step")
             yield piece.numpy().data
             self.moved += len(piece)
+        self._rooms.append(room)
         with self._changed:
             self._unread[index] -= 1
             if not self._unread[index]:
@@ -88,14 +91,15 @@ class Snapshot:
     def _read(self, index: int, start: int, room: torch.Tensor) -> torch.Tensor | None:
         """The piece of a tensor that begins at `start`, in `room` unless its memory does not change; None: dropped."""
         if index in self._spilled and self._file is not None:
-            read = os.preadv(self._file.fileno(), [room.numpy().data], self._spilled[index] + start)
-            return room if read == len(room) else None
+            wanted = min(PIECE_BYTES, self.layout[index].nbytes - start)
+            whole = room[: min(len(room), wanted + -wanted % ALIGNMENT)].numpy().data
+            return room[:wanted] if self._file.read(whole, self._spilled[index] + start) >= wanted else None
         tensor = self._tensors[index]
         if tensor is None:
             return None
         piece = as_bytes(tensor)[start : start + PIECE_BYTES]
         if index in self._live:
-            piece = room.copy_(piece)
+            piece = room[: len(piece)].copy_(piece)
             self.torn = self.torn or tensor._version != self._live[index]
         return piece
 
@@ -110,25 +114,27 @@ class Snapshot:
             rest = [(index, tensor) for index in self._live if (tensor := self._tensors[index]) is not None]
             self.torn = self.torn or any(tensor._version != self._live[index] for index, tensor in rest)
             spilled = self._spill is not None and sum(tensor.nbytes for _, tensor in rest) >= LEAST_SPILLED
+            spilled = spilled and self._write(rest)
             for index, tensor in rest:
-                spilled = spilled and self._write(index, tensor)
                 self._tensors[index] = None if spilled else copy(tensor)
             self._live.clear()
 
-    def _write(self, index: int, tensor: torch.Tensor) -> bool:
-        """Copies a tensor into the file without a name; False: the disk does not take it."""
+    def _write(self, tensors: list[tuple[int, torch.Tensor]]) -> bool:
+        """Copies tensors into a file without a name; False: the disk does not take them."""
+        assert self._spill is not None
+        places: dict[int, int] = {}
         try:
-            if self._file is None and self._spill is not None:
-                self._spill.mkdir(parents=True, exist_ok=True)
-                self._file = tempfile.TemporaryFile(dir=self._spill)  # noqa: SIM115  `close` closes it
-            assert self._file is not None
-            at = self._file.tell()
-            for piece in torch.split(as_bytes(tensor), PIECE_BYTES):
-                self._file.write(piece.numpy().data)
+            self._spill.mkdir(parents=True, exist_ok=True)
+            self._file = DirectFile(tempfile.TemporaryFile(dir=self._spill, buffering=0))  # noqa: SIM115  `close` does
+            for index, tensor in tensors:
+                places[index] = self._file.align()
+                for piece in torch.split(as_bytes(tensor), PIECE_BYTES):
+                    self._file.write(piece.numpy().data)
+            self._file.align()
             self._file.flush()
         except OSError:  # full, or it has no such files
             return False
-        self._spilled[index] = at
+        self._spilled = places
         return True
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from trueline import files
 from trueline.errors import StorageError, TruelineError
+from trueline.storage.direct_file import DirectFile
 from trueline.storage.location import Location, parse_location
 
 Parts = Iterable[tuple[str, Iterable[bytes | memoryview]]]
@@ -63,9 +64,11 @@ class LocalCheckpointStore:
     def write(self, name: str, parts: Parts) -> None:
         with files.atomic_dir(self.folder / name, replace=True) as partial:
             for part, pieces in parts:
-                with (partial / part).open("wb") as file:
+                with (partial / part).open("wb", buffering=0) as file:
+                    direct = DirectFile(file)
                     for piece in pieces:
-                        file.write(piece)
+                        direct.write(piece)
+                    direct.flush()
 
     @contextmanager
     def fetch(self, name: str, part: str) -> Iterator[Path]:

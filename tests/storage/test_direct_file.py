@@ -1,0 +1,94 @@
+"""Promises of files past the page cache: the same bytes as in any other file, also where there is no such way."""
+
+import errno
+import fcntl
+import os
+
+import pytest
+
+from trueline.storage import direct_file
+from trueline.storage.direct_file import ALIGNMENT, DirectFile
+
+DATA = os.urandom(5 * ALIGNMENT + 77)
+
+
+@pytest.fixture(autouse=True)
+def _small_buffer(monkeypatch):
+    monkeypatch.setattr(direct_file, "BUFFER_BYTES", 2 * ALIGNMENT)
+
+
+def write(path, *parts):
+    with path.open("wb", buffering=0) as file:
+        direct = DirectFile(file)
+        for part in parts:
+            direct.write(part)
+        direct.flush()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("cut", [0, 1, ALIGNMENT, len(DATA)])
+def test_a_file_has_the_bytes_that_were_written_in_their_order(tmp_path, cut):
+    assert write(tmp_path / "file", DATA[:cut], memoryview(DATA)[cut:]) == DATA
+
+
+def test_large_parts_of_a_file_do_not_pass_the_page_cache(tmp_path, monkeypatch):
+    written, plain = [], os.write
+
+    def note(handle, data):
+        written.append((len(data), bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT)))
+        return plain(handle, data)
+
+    monkeypatch.setattr(direct_file.os, "write", note)
+    assert write(tmp_path / "file", DATA) == DATA
+    sizes, past = zip(*written, strict=True)
+    assert sizes == (2 * ALIGNMENT, 2 * ALIGNMENT, ALIGNMENT + 77)
+    if not any(past):
+        pytest.skip("this file system has no O_DIRECT")
+    assert past == (True, True, False)
+
+
+def test_where_the_system_refuses_it_the_page_cache_is_used(tmp_path, monkeypatch):
+    plain = os.write
+
+    def refuse(handle, data):
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain(handle, data)
+
+    monkeypatch.setattr(direct_file.os, "write", refuse)
+    assert write(tmp_path / "file", DATA) == DATA
+
+
+@pytest.mark.parametrize("count", [1, ALIGNMENT])
+def test_a_write_that_takes_a_part_is_continued(tmp_path, monkeypatch, count):
+    plain = os.write
+    monkeypatch.setattr(
+        direct_file.os, "write", lambda handle, data: plain(handle, data[:count] if len(data) > 1 else data)
+    )
+    assert write(tmp_path / "file", DATA[: 3 * ALIGNMENT]) == DATA[: 3 * ALIGNMENT]
+
+
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
+    def full(handle, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(direct_file.os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "file", DATA)
+
+
+def test_parts_that_begin_at_a_page_are_read_again_in_place(tmp_path):
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        direct = DirectFile(file)
+        places = []
+        for part in (DATA[:100], DATA[:ALIGNMENT], DATA):
+            places.append(direct.align())
+            direct.write(part)
+        direct.align()
+        direct.flush()
+        assert places == [0, ALIGNMENT, 2 * ALIGNMENT]
+        room = memoryview(direct_file.make_buffer(6 * ALIGNMENT))
+        assert direct.read(room, places[2]) == 6 * ALIGNMENT
+        assert bytes(room[: len(DATA)]) == DATA
+        assert direct.read(room[:8], places[1]) == 8
+        assert bytes(room[:8]) == DATA[:8]
