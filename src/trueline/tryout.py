@@ -47,7 +47,7 @@ class TryoutResult:
         return (
             f"trueline serve {self.captured.path}",
             f"trueline train {recipe} --workers 2",
-            "trueline init mine --template tabular",
+            "trueline init mine my.csv --label COLUMN",
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -348,6 +348,21 @@ def test_ship_passes_its_flags(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert (seen["drill"], seen["workers"], seen["alias"]) == (False, "3", "champion")
 
 
+def test_ship_becomes_the_server_of_its_bundle(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = SimpleNamespace(summary=SimpleNamespace(left_out=0))
+    answer = SimpleNamespace(as_text=lambda: "shipped", as_dict=dict, trained=trained, bundle=Path("runs/b.bundle"))
+    called(monkeypatch, "trueline.ship.ship", answer)
+    started = called(monkeypatch, "os.execv", None)
+    assert app.run(["ship", "r.py", "--serve"]) == 0
+    assert capsys.readouterr().out.startswith("shipped\n")
+    assert started["args"] == (sys.executable, [sys.executable, "-m", "trueline", "serve", "runs/b.bundle"])
+    assert app.run(["ship", "r.py", "--serve", "8081"]) == 0
+    assert started["args"][1][-2:] == ["--port", "8081"]
+    assert app.run(["ship", "r.py", "--serve", "--json"]) == 2
+
+
 def test_faults_and_run_facts_are_read_from_the_command_line(tmp_path: Path) -> None:
     assert (parse_fault("7").step, parse_fault("7").slot) == (7, 0)
     (tmp_path / "job.json").write_text('{"epochs": 3, "faults": []}')

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from trueline.bundle.read import open_bundle
+from trueline.columns import answers
+from trueline.runtime.open import open_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
@@ -26,11 +28,12 @@ def test_a_first_try_survives_a_kill_proves_its_answers_and_leaves_a_folder(tmp_
     assert tried["served"]["records"] == 60
     assert tried["served"]["decisions_changed"] == 0
     bundle = open_bundle(tmp_path / tried["bundle"])
-    body = json.loads(shlex.split(tried["curl"])[-1])
-    golden = min(bundle.golden(), key=lambda one: sum(array.size for array in one.inputs.values()))
-    assert body.keys() == golden.inputs.keys()
-    (expected,) = golden.outputs.values()
-    assert tried["answer"] == [pytest.approx(row, rel=1e-3, abs=1e-4) for row in expected.tolist()]
+    columns, body = bundle.columns(), json.loads(shlex.split(tried["curl"])[-1])
+    assert columns is not None
+    assert body == bundle.golden_records()[:1]
+    expected = answers.records_of(columns, open_program(bundle).run(columns.encode_rows(body)))
+    assert [one["class"] for one in tried["answer"]] == [one["class"] for one in expected]
+    assert tried["answer"][0]["probabilities"] == pytest.approx(expected[0]["probabilities"], rel=1e-3, abs=1e-4)
     assert (tmp_path / "flats" / "recipe.py").exists()
     again = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert again.returncode == 2

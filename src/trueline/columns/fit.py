@@ -67,7 +67,7 @@ def fit(
     for table in tables(list(declared)):
         for name, part in fits.items():
             array = cells.one_array(table.column(name))
-            absent = _absent(array)
+            absent = find_absent(array)
             if count := int(np.count_nonzero(absent)):
                 first[name] = records + int(np.flatnonzero(absent)[0]) if first[name] < 0 else first[name]
                 missing[name] += count
@@ -84,7 +84,8 @@ def fit(
     )
 
 
-def _absent(array: Any) -> Any:
+def find_absent(array: Any) -> Any:
+    """[n] bool: null, NaN or an empty text."""
     absent = pc.is_null(array, nan_is_null=True)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         absent = pc.or_(absent, pc.fill_null(pc.equal(array, ""), False))

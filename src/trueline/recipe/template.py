@@ -6,6 +6,7 @@ the file is written, so that the recipe itself has no hidden switch.
 
 import importlib.util
 import re
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,7 +137,7 @@ _NOTES = {
 
 def write_recipe(name: str, into: Path) -> WrittenRecipe:
     """Writes `into/name/recipe.py`. Raises UsageError when it exists or the name is not valid, StorageError."""
-    path = _new_file(name, into, "recipe.py")
+    path = new_file(name, into, "recipe.py")
     digits = importlib.util.find_spec("sklearn") is not None
     files.write_atomic(path, text(name, where=str(path), digits=digits).encode())
     rings = "two rings of generated points (handwritten digits need `pip install scikit-learn`)"
@@ -147,15 +148,18 @@ def write_template(name: str, into: Path, template: str) -> WrittenRecipe:
     """Writes the recipe of `template`, one of TEMPLATES, and its data as the folder `into/name`. Raises as
     `write_recipe` does.
     """
-    path = _new_file(name, into, "train.py" if template == "own-loop" else "recipe.py")
+    path = new_file(name, into, "train.py" if template == "own-loop" else "recipe.py")
     source = (_FOLDER / f"{template}.py.txt").read_text()
-    for table in sorted(_FOLDER.glob("*.csv")) if template == "tabular" else ():
+    for table in sorted((_FOLDER / template).glob("*.csv")):
         files.write_atomic(path.with_name(table.name), table.read_bytes())
+    if template == "images":
+        with zipfile.ZipFile(_FOLDER / "images.zip") as pictures:
+            pictures.extractall(path.parent)
     files.write_atomic(path, source.format(name=name, where=path).encode())
     return WrittenRecipe(path, _NOTES[template])
 
 
-def _new_file(name: str, into: Path, file: str) -> Path:
+def new_file(name: str, into: Path, file: str) -> Path:
     """`into/name/file`. Raises UsageError when it exists or the name is not valid."""
     if not _NAME.fullmatch(name):
         raise UsageError(

@@ -1,15 +1,22 @@
 """`trueline ship`."""
 
+import os
+import sys
 from typing import Any
 
 import click
 
 from trueline.cli.jobs._launch import warn_left_out
 from trueline.cli.options import Output, recipe_argument, tracking_option, verb
+from trueline.errors import UsageError
+from trueline.events import printable
 
 _EXAMPLES = """
 trueline ship digits/recipe.py
     trains (and kills a worker on the way), evaluates, captures, registers, serves, compares every answer
+
+trueline ship digits/recipe.py --workers 2 --serve
+    the same with two workers, and then serves the bundle until Ctrl-C
 
 trueline ship digits/recipe.py --workers 2:4 --epochs 3 --alias challenger --no-drill
     a shorter job with two to four workers and no kill, registered beside the champion
@@ -24,8 +31,13 @@ trueline ship digits/recipe.py --workers 2:4 --epochs 3 --alias challenger --no-
 @click.option("--name", metavar="NAME", help="Name of the registered model; else the recipe's.")
 @click.option("--alias", default="champion", show_default=True, help="Alias to move to the new version.")
 @click.option("--drill/--no-drill", default=True, show_default=True, help="Kill a worker a third of the way.")
+@click.option(
+    "--serve", type=click.IntRange(-1, 65535), is_flag=False, flag_value=-1, metavar="[PORT]",
+    help="Then serve the bundle until Ctrl-C, as `trueline serve` does.",
+)  # fmt: skip
 @tracking_option
-def command(recipe: str, **options: Any) -> Output:
+@click.pass_context
+def command(ctx: click.Context, /, recipe: str, serve: int | None, **options: Any) -> Output:
     """Walk the whole line, from a recipe to proven answers.
 
     Trains, evaluates, captures, registers, serves and compares: the last stage sends the held-out records to a server
@@ -34,5 +46,13 @@ def command(recipe: str, **options: Any) -> Output:
     """
     from trueline.ship import ship
 
+    if serve is not None and (ctx.params["as_json"] or ctx.params["quiet"]):
+        raise UsageError("--serve runs until Ctrl-C and prints what to ask", hint="leave out --json and --quiet")
     shipped = ship(recipe, **options)
-    return Output(shipped.as_text(), shipped.as_dict(), warn_left_out(shipped.trained.summary.left_out))
+    code = warn_left_out(shipped.trained.summary.left_out)
+    if serve is not None:  # the server takes the place of this process, which holds torch and a model
+        click.echo(printable(shipped.as_text(), multiline=True))
+        sys.stdout.flush()
+        port = ["--port", str(serve)] if serve >= 0 else []
+        os.execv(sys.executable, [sys.executable, "-m", "trueline", "serve", str(shipped.bundle), *port])
+    return Output(shipped.as_text(), shipped.as_dict(), code)
