@@ -163,6 +163,21 @@ def test_a_small_rest_and_one_that_the_disk_does_not_take_are_copied_in_memory(s
     assert [tensor is None for tensor in small._tensors] == [False, False]
 
 
+def test_what_fits_is_copied_into_the_memory_that_it_was_given_and_the_rest_waits_on_the_disk(spilling, monkeypatch):
+    monkeypatch.setattr(snapshots, "LEAST_SPILLED", 16)
+    taken, live = spilling
+    taken.shelf = torch.zeros(24, dtype=torch.uint8)
+    taken.settle()
+    for tensor in live.values():
+        tensor.fill_(-1.0)
+    assert taken.live_bytes == 16 + 20
+    assert taken._tensors[1].data_ptr() == taken.shelf.data_ptr(), "the last tensors first: they are read last"
+    assert taken._tensors[0] is None
+    state = read_all(taken)
+    taken.close()
+    assert (state["v"].tolist(), state["w"].tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+
+
 def test_readers_of_a_closed_snapshot_that_was_spilled_fail(spilling):
     taken, _ = spilling
     taken.settle()

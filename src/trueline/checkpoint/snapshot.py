@@ -63,6 +63,9 @@ class Snapshot:
         """Tensor -> where it begins in the file."""
         in_place = [t.is_cpu and t.is_contiguous() and t.nbytes >= LEAST_LIVE and live(t) for t in tensors]
         self._live = {i: tensors[i]._version for i, stays in enumerate(in_place) if stays}
+        self.live_bytes = sum(tensors[i].nbytes for i in self._live)
+        self.shelf = torch.empty(0, dtype=torch.uint8)
+        """Memory for what `settle` copies, as far as it fits, until `close`. The caller may set it."""
         self._tensors: list[torch.Tensor | None] = [
             tensor if stays else copy(tensor) for tensor, stays in zip(tensors, in_place, strict=True)
         ]
@@ -113,11 +116,23 @@ class Snapshot:
                 self._changed.wait_for(lambda: not self._live, patience_s)
             rest = [(index, tensor) for index in self._live if (tensor := self._tensors[index]) is not None]
             self.torn = self.torn or any(tensor._version != self._live[index] for index, tensor in rest)
+            rest = self._put_on_shelf(rest)
             spilled = self._spill is not None and sum(tensor.nbytes for _, tensor in rest) >= LEAST_SPILLED
             spilled = spilled and self._write(rest)
             for index, tensor in rest:
                 self._tensors[index] = None if spilled else copy(tensor)
             self._live.clear()
+
+    def _put_on_shelf(self, rest: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+        """Copies there what fits, the last ones first; returns the others."""
+        shelf, others = self.shelf, []
+        for index, tensor in reversed(rest):
+            if len(shelf) >= tensor.nbytes:
+                self._tensors[index] = shelf[: tensor.nbytes].copy_(as_bytes(tensor))
+                shelf = shelf[tensor.nbytes :]
+            else:
+                others.append((index, tensor))
+        return others
 
     def _write(self, tensors: list[tuple[int, torch.Tensor]]) -> bool:
         """Copies tensors into a file without a name; False: the disk does not take them."""

@@ -22,7 +22,7 @@ class Job:
     def __init__(self, checkpointer):
         self.checkpointer, self.weights, self.evaluations, self.told = checkpointer, torch.zeros(4), [], []
         self.ledger = SimpleNamespace(steps=0, as_tree=self.as_tree)
-        self.save_from, self.halting, self.full = 0, False, []
+        self.save_from, self.halting, self.full, self.taken = 0, False, [], []
         self.model = torch.nn.ParameterDict({"w": torch.zeros(4)})
 
     def as_tree(self):
@@ -32,7 +32,8 @@ class Job:
         return {"model": {"w": self.weights}, "ledger": self.as_tree()}
 
     def snapshot(self, *, spill):
-        return Snapshot(self.state())
+        self.taken.append(Snapshot(self.state(), live=lambda _: True))
+        return self.taken[-1]
 
     def report_checkpoint(self, step, path, digest, *, full=""):
         if full:
@@ -42,6 +43,8 @@ class Job:
 
     def step(self, *, best=False, due=False, ends_epoch=False):
         self.ledger.steps += 1
+        for taken in self.taken:
+            taken.settle()
         self.weights += 1
         if best:
             self.evaluations.append({"step": self.ledger.steps, "loss": 0.0, "metrics": {}, "best": True})
@@ -266,3 +269,23 @@ def test_a_job_that_halts_applies_no_step_after_that_of_its_checkpoint(tmp_path)
     job.halting = False  # a new master does not know of it
     stepping.join(60)
     assert not stepping.is_alive()
+
+
+def test_the_first_writer_touches_memory_for_later_states_which_no_two_of_them_share(tmp_path, monkeypatch):
+    monkeypatch.setattr("trueline.checkpoint.snapshot.LEAST_LIVE", 8)
+    slow, job = Slow(monkeypatch), Job(Checkpointer(tmp_path, {}, every=1))
+    slow.gate.set()
+    job.step()
+    job.checkpointer._join()
+    assert len(job.taken[-1].shelf) == 0, "none was there at the first one"
+    slow.gate.clear()
+    job.step()
+    second = job.taken[-1]
+    assert second.shelf.nbytes == second.live_bytes == 16
+    job.step(due=True)
+    assert len(job.taken[-1].shelf) == 0, "the second one is still being written"
+    slow.gate.set()
+    job.checkpointer._join()
+    assert [checkpoint.read(path).state["model"]["w"].tolist() for _, path, _ in job.told] == [
+        [float(step)] * 4 for step in (1, 2, 3)
+    ]

@@ -21,7 +21,7 @@ import torch
 
 from trueline import events, files
 from trueline.checkpoint import checkpoint, model_files
-from trueline.checkpoint.snapshot import Snapshot
+from trueline.checkpoint.snapshot import LEAST_SPILLED, Snapshot
 from trueline.data.source import Source
 from trueline.errors import DiskFull, StorageError, TruelineError
 from trueline.storage.location import Location, join_location, parse_location
@@ -48,6 +48,8 @@ class Checkpointer:
         self._faults = faults
         self.folder, self.facts, self.every, self.keep = parse_location(folder), facts, every, keep
         self._writers: list[threading.Thread] = []
+        self._shelf = torch.empty(0, dtype=torch.uint8)
+        """Memory for snapshots. The first touch of new memory takes a step five times as long as the copy."""
         self._failure: TruelineError | None = None
         self._saved: object = None
         self._told = False  # the master knows that a checkpoint waits for room
@@ -119,6 +121,8 @@ class Checkpointer:
         spill = self.folder if isinstance(self.folder, Path) else None
         snapshot, ledger = replica.snapshot(spill=spill), replica.ledger.as_tree()
         before = self._writers[-1] if self._writers else None
+        if before is None:
+            snapshot.shelf = self._shelf
         writer = threading.Thread(target=self._run, args=(before, snapshot, ledger, link), name="checkpoint")
         self._writers.append(writer)
         writer.start()
@@ -131,6 +135,9 @@ class Checkpointer:
         if not self._last:
             with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        if snapshot.live_bytes and not len(self._shelf):
+            size = snapshot.live_bytes // (2 if snapshot.live_bytes > LEAST_SPILLED else 1)
+            self._shelf = torch.empty(size, dtype=torch.uint8).zero_()
         try:
             self._await_room(snapshot, ledger["steps"], link)
             self._write(snapshot, ledger, link)
