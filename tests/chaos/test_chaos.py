@@ -86,6 +86,28 @@ def test_a_storm_follows_from_its_seed_alone_and_strikes_with_everything_that_is
     assert {strike.fault.phase for strike in plan(5, **asked) if strike.fault} == set(schedule.POINTS)
 
 
+def test_strikes_come_by_steps_also_when_no_checkpoint_is_written(tmp_path):
+    """A whole storm over a large model went by without a strike: its checkpoints were starved."""
+    strikes = [schedule.Strike(step=step, kind="worker") for step in (8, 12)]
+    victim = runner.Victim(plan_of("tiny.py", every=4), tmp_path / "home", strikes)
+    due = []
+    for step in range(16):
+        victim._handle("step.applied", {"step": step})
+        if victim._is_due():
+            due.append((victim.step, victim.plan.pop(0).step))
+        if step == 13:
+            victim._handle("checkpoint.saved", {})
+    assert due == [(12, 8), (15, 12)]
+
+
+def test_the_clocks_of_a_storm_are_those_of_its_steps_where_these_are_long(tmp_path):
+    calm, quick, slow = (
+        runner.Victim(plan_of("tiny.py", step_s=step_s), tmp_path / str(step_s), []) for step_s in (0, 0.1, 10)
+    )
+    assert (calm.lease_s, quick.lease_s, slow.lease_s) == (runner.CALM_LEASE_S, runner.LEASE_S, 30)
+    assert (calm.still_s, quick.still_s, slow.still_s) == (200, 200, 600)
+
+
 def test_a_launcher_meets_fewer_deaths_of_master_and_agent_than_it_gives_up_at():
     kinds = ("worker", "master", "agent", "launcher")
     count = most = 0

@@ -3,8 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trueline import events
@@ -28,7 +27,7 @@ from trueline.capture.proof.torchscript import DEPRECATED, climb_scripted
 from trueline.capture.rung import Rung, find_probe, make_rung, refuse, size_of, with_how, with_line
 from trueline.capture.subject import Subject
 from trueline.capture.time_limit import OutOfTime, TimeLimit
-from trueline.errors import BundleError, CaptureError, NotProven, UsageError, join_names
+from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
 from trueline.runtime import offload
 from trueline.runtime.open import open_session
 from trueline.runtime.session import Format, Session
@@ -42,6 +41,24 @@ EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
 }
 """All but torchscript, which needs the module and no exported program."""
 EXACT = "sigmoids by their formula, which is exact where they are small"
+
+
+@dataclass(frozen=True, slots=True)
+class FormatTrial:
+    """What a format is emitted from, compared with, and written to."""
+
+    format: Format
+    exported: Exported | CaptureError
+    observations: Sequence[Observation]
+    far: FarSizes
+    folder: Path
+    started: float
+    """The time of the attempt's start, less the seconds that all attempts share."""
+
+    def refuse(self, error: TruelineError, *, emitting: bool = False, emitted: bool = False) -> Rung:
+        """The rung of the format where it is not proven because of `error`."""
+        given = self.observations, self.folder, self.started
+        return refuse(self.format, error, *given, emitting=emitting, emitted=emitted)
 
 
 def climb(
@@ -76,14 +93,12 @@ def climb(
     shared_s = time.monotonic() - started
 
     def attempt(exported: Exported | CaptureError, format: Format, folder: Path, share: float) -> Rung:
-        started = time.monotonic() - shared_s
-        try_it = _try_torchscript if format == "torchscript" else partial(_try, format)
+        trial = FormatTrial(format, exported, observations, far, folder, time.monotonic() - shared_s)
+        try_it = _try_torchscript if format == "torchscript" else _try
         try:
-            return limit.run(
-                f"the {format} program", lambda: try_it(exported, observations, far, folder, started), share=share
-            )
+            return limit.run(f"the {format} program", lambda: try_it(trial), share=share)
         except OutOfTime as error:
-            return refuse(format, error, observations, folder, started)
+            return trial.refuse(error)
 
     def climb_all(exported: Exported | CaptureError, formats: Sequence[Format], number: int) -> list[Rung]:
         folders = [work / (f"{format}-{number}" if number else format) for format in formats]
@@ -208,20 +223,18 @@ def _narrow(
     return claims.narrower(exported)
 
 
-def _try_torchscript(
-    exported: Exported | CaptureError, observations: Sequence[Observation], far: FarSizes, folder: Path, started: float
-) -> Rung:
-    eager, guarded = far.eager, isinstance(exported, Exported) and not exported.unrolled
+def _try_torchscript(trial: FormatTrial) -> Rung:
+    exported, observations, folder, far = trial.exported, trial.observations, trial.folder, trial.far
+    guarded = isinstance(exported, Exported) and not exported.unrolled
     signature = exported.signature if isinstance(exported, Exported) else None
-    tried = climb_scripted(eager, signature, observations, folder)
+    tried = climb_scripted(far.eager, signature, observations, folder)
     if tried.path is None or tried.proof is None:
-        error = CaptureError(tried.why, hint=tried.line)
-        return refuse("torchscript", error, observations, folder, started, emitted=tried.proof is not None)
+        return trial.refuse(CaptureError(tried.why, hint=tried.line), emitted=tried.proof is not None)
     made = folder / tried.path.relative_to(folder).parts[0]
     proof = tried.proof
     if proof.proven and not guarded:
         proof, observations = _extend_scripted(far, tried.path, proof, observations, scripted=tried.way == "script")
-    rung = make_rung("torchscript", proof, observations, tried.path, made, started)
+    rung = make_rung("torchscript", proof, observations, tried.path, made, trial.started)
     return with_how(rung, tried.how, DEPRECATED)
 
 
@@ -241,35 +254,21 @@ def _extend_scripted(
     return replace(proof, signature=claim, evidence=evidence, max_abs_error=worst), (*observations, *seen)
 
 
-def _try(
-    format: Format,
-    exported: Exported | CaptureError,
-    observations: Sequence[Observation],
-    far: FarSizes,
-    folder: Path,
-    started: float,
-) -> Rung:
-    """`started`: the time of the attempt's start, less the seconds that all attempts share. What ONNX Runtime's own
-    sigmoid spoils is computed by its formula."""
-    rung = _try_once(format, exported, observations, far, folder, started)
-    if format not in ("onnx", "openvino") or rung.disagreeing is None or isinstance(exported, CaptureError):
+def _try(trial: FormatTrial) -> Rung:
+    """What ONNX Runtime's own sigmoid spoils is computed by its formula."""
+    rung, exported = _try_once(trial), trial.exported
+    if trial.format not in ("onnx", "openvino") or rung.disagreeing is None or isinstance(exported, CaptureError):
         return rung
     if not emit.may_be_exact(exported):
         return rung
     exact = replace(exported, exact_tails=True, how="; ".join(filter(None, (exported.how, EXACT))))
-    again = _try_once(format, exact, observations, far, folder.with_name(f"{folder.name}-exact"), started)
+    again = _try_once(replace(trial, exported=exact, folder=trial.folder.with_name(f"{trial.folder.name}-exact")))
     return again if again.attempt.verdict == "proven" else rung
 
 
-def _try_once(
-    format: Format,
-    exported: Exported | CaptureError,
-    observations: Sequence[Observation],
-    far: FarSizes,
-    folder: Path,
-    started: float,
-) -> Rung:
-    path, eager = None, far.eager
+def _try_once(trial: FormatTrial) -> Rung:
+    format, exported, eager, folder = trial.format, trial.exported, trial.far.eager, trial.folder
+    path, onnx = None, format in ("onnx", "openvino")
     try:
         if isinstance(exported, CaptureError):
             raise exported
@@ -277,16 +276,15 @@ def _try_once(
         began = time.monotonic()
         path = EMITTERS[format](exported, folder)
         events.emit("program.emitted", format=format, size_bytes=size_of(path), seconds=time.monotonic() - began)
-        proof, explanation = _prove(format, path, exported, observations, eager)
+        proof, explanation = _prove(format, path, exported, trial.observations, eager)
     except (CaptureError, BundleError, UsageError) as error:
         own = error is not exported
-        onnx = format in ("onnx", "openvino")
         if path is not None and isinstance(error, BundleError) and isinstance(exported, Exported) and onnx:
             error = _locate(error, path, exported)
-        return refuse(format, error, observations, folder, started, emitting=own, emitted=path is not None)
-    if proof.signature != exported.signature and format in ("onnx", "openvino"):
+        return trial.refuse(error, emitting=own, emitted=path is not None)
+    if proof.signature != exported.signature and onnx:
         emit.restate(path, proof.signature)
-    rung = make_rung(format, proof, observations, path, folder, started, explanation=explanation)
+    rung = make_rung(format, proof, trial.observations, path, folder, trial.started, explanation=explanation)
     return with_how(with_line(rung, eager), exported.how, str(offload.read(path)) if format == "offload" else "")
 
 

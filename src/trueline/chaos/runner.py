@@ -21,10 +21,13 @@ from trueline.train import api
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, parse_events
 
-STILL_S = 200.0
-"""Time without a step after which a job counts as hanging: longer than any lease, delay and start of a process."""
+STILL_S, STILL_STEPS = 200.0, 60
+"""A job hangs when it takes no step for this long, or for the time of 60 undisturbed ones if that is longer than any
+lease, delay and start of a process: a large model on a machine with other work takes seconds for a step."""
 POLL_S = 0.01
-LEASE_S = 1.5
+LEASE_S, LEASE_STEPS = 1.5, 3
+CALM_LEASE_S = 15.0
+"""Of the undisturbed run, which shows how long a step takes."""
 DISK = "disk"
 """Where a storm's own disk is mounted."""
 _AGENT = "trueline.engine.local.agent"
@@ -52,6 +55,8 @@ class StormPlan:
     kinds: tuple[str, ...]
     every: int = 0
     """Steps between strikes; 0: as many as take a third of a second."""
+    step_s: float = 0.0
+    """Of an undisturbed step; 0: it is not known yet."""
     points: tuple[job_settings.Phase, ...] = schedule.POINTS
     settings: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-6
@@ -65,6 +70,8 @@ class Victim:
         self.plan = sorted((strike for strike in plan if strike.fault is None), key=lambda strike: strike.step)
         self.faults = tuple(strike.fault for strike in plan if strike.fault is not None)
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self.lease_s = max(LEASE_S, LEASE_STEPS * options.step_s) if options.step_s else CALM_LEASE_S
+        self.still_s = max(STILL_S, STILL_STEPS * options.step_s)
         self.done: list[tuple[str, int]] = []
         """Kind and instant (monotonic, ns) of the strikes from outside."""
         self.troubles: list[str] = []
@@ -80,7 +87,7 @@ class Victim:
     def run(self) -> None:
         api.prepare(
             self.options.recipe, workers=self.options.workers, job_dir=self.job_dir, faults=self.faults,
-            **{"lease_s": LEASE_S, "max_failures": 1_000_000, **self.options.settings},
+            **{"lease_s": self.lease_s, "max_failures": 1_000_000, **self.options.settings},
         )  # fmt: skip
         self._launch()
         try:
@@ -106,9 +113,9 @@ class Victim:
     def _is_running(self) -> bool:
         """False when the job has ended, or hangs. A job that ended for lack of a state is resumed."""
         assert self.launcher is not None
-        if time.monotonic() - self.moved_at > STILL_S:
+        if time.monotonic() - self.moved_at > self.still_s:
             alive = ", ".join(map(str, find_marked(self.mark)))
-            self.troubles.append(f"no step for {STILL_S:g} s after step {self.step}; alive: {alive}")
+            self.troubles.append(f"no step for {self.still_s:g} s after step {self.step}; alive: {alive}")
             return False
         if self.launcher.poll() is None:
             return True
@@ -164,8 +171,15 @@ class Victim:
         elif name == "checkpoint.saved":
             self._saved = True
 
+    def _is_due(self) -> bool:
+        """By the steps alone. A strike waits for the job's first checkpoint, but only as many steps as lie between two
+        strikes: beside other work the thread that writes it may get no time for the whole job."""
+        if not self.plan:
+            return False
+        return self.step >= self.plan[0].step + (0 if self._saved else self.options.every)
+
     def _strike_if_due(self) -> None:
-        if not self.plan or self.step < self.plan[0].step or not self._saved:
+        if not self._is_due():
             return
         strike = self.plan.pop(0)
         time.sleep(strike.delay_s)  # reports come in bunches; the strike is at any instant
@@ -274,7 +288,7 @@ class Victim:
         pids = self._pick_workers(strike, 1)
         if not (pids and self._signal(self._child(_AGENT), signal.SIGKILL) and self._signal(pids[0], signal.SIGSTOP)):
             return False
-        time.sleep(LEASE_S + 0.5 + strike.pick)
+        time.sleep(self.lease_s + 0.5 + strike.pick)
         self._signal(pids[0], signal.SIGCONT)
         return True
 

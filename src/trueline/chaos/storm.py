@@ -84,7 +84,7 @@ def storms(
     with _disk(home, own="disk" in options.kinds) as ground:
         usual = calm(options, ground / "calm")
         about_three_a_second = max(2, round(0.35 / max(usual.step_s, 1e-6)))
-        options, done = replace(options, every=options.every or about_three_a_second), 0
+        options, done = replace(options, every=options.every or about_three_a_second, step_s=usual.step_s), 0
         tell(f"undisturbed: {usual.steps} steps, {usual.step_s * 1e3:.1f} ms each; a strike each {options.every} steps")
         while done < kills:
             result = storm(options, ground / f"storm-{seed}", seed, usual)

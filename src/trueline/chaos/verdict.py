@@ -27,8 +27,8 @@ SHAKEN_S = 3.0
 """How long a job may be recovering from these strikes or a stopped worker: a lease, or the start of a process."""
 UNDER_WAY_NS = 100_000_000
 """A step that was in progress when the strike came may still be applied."""
-SLOW_MS = 8000.0
-"""Longer than any regroup, and than a lease with the start of a replacement."""
+SLOW_MS, SLOW_STEPS = 8000.0, 8
+"""Longer than any regroup, and than a lease with the start of a replacement; or the time of 8 undisturbed steps."""
 AGENTLESS_NS = 30_000_000_000
 """How long a new agent may import torch on a busy machine; until then no worker is replaced."""
 SINGLE = 1e-6
@@ -94,8 +94,8 @@ def judge(job_dir: Path, usual: Calm, struck: Sequence[tuple[str, int]], *, tole
         wrong.append(f"the loss curve differs by {loss:.2e} (relative) from the undisturbed run's")
     if not difference <= tolerance:
         wrong.append(f"the weights differ by {difference:.2e} (relative) from the undisturbed run's")
-    felt = gaps(log, struck)
-    slow = [f"{gap:.0f} ms without a step after {kind}" for kind, some in felt.items() for gap in some if gap > SLOW_MS]
+    felt, slow_ms = gaps(log, struck), max(SLOW_MS, SLOW_STEPS * 1e3 * usual.step_s)
+    slow = [f"{gap:.0f} ms without a step after {kind}" for kind, some in felt.items() for gap in some if gap > slow_ms]
     return JobVerdict(
         violations=(*wrong, *slow), lost=lost, repeated=repeated, difference=difference, loss_difference=loss,
         rolled_back=rolled_back, gaps_ms=felt,
