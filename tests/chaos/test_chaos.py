@@ -14,7 +14,7 @@ import torch
 
 from trueline.chaos import runner, schedule, verdict
 from trueline.chaos import storm as chaos
-from trueline.chaos.leftovers import MARK, Remains
+from trueline.chaos.leftovers import MARK, Remains, find_marked
 from trueline.chaos.schedule import KINDS, plan
 from trueline.cli.jobs import chaos as verb
 from trueline.train import faults
@@ -23,6 +23,7 @@ from trueline.train.master.master import Master
 from trueline.train.master.server import SecretInterceptor
 from trueline.train.settings import Fault, JobSettings
 from worlds import TESTS
+from worlds.waiting import until
 
 RECIPES = TESTS / "train" / "recipes"
 BLIND = tuple(kind for kind in KINDS if kind not in schedule.ROOTS)
@@ -98,6 +99,28 @@ def test_strikes_come_by_steps_also_when_no_checkpoint_is_written(tmp_path):
         if step == 13:
             victim._handle("checkpoint.saved", {})
     assert due == [(12, 8), (15, 12)]
+
+
+STORM = """
+import sys
+from pathlib import Path
+from trueline.chaos import runner
+plan = runner.StormPlan(recipe=sys.argv[1], workers="1", kinds=("worker",), settings={"epochs": 4000})
+victim = runner.Victim(plan, Path(sys.argv[2]), [])
+print(victim.mark, flush=True)
+victim.run()
+"""
+
+
+@pytest.mark.jobs
+def test_a_storm_that_is_killed_leaves_no_process_of_its_job(tmp_path):
+    command = [sys.executable, "-c", STORM, str(RECIPES / "tiny.py"), str(tmp_path / "home")]
+    storm = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    mark = storm.stdout.readline().strip()
+    until(lambda: len(find_marked(mark)) >= 4, "launcher, agent, worker and master run")
+    storm.kill()
+    storm.communicate()
+    until(lambda: not find_marked(mark), lambda: [*map(str, find_marked(mark))])
 
 
 def test_the_clocks_of_a_storm_are_those_of_its_steps_where_these_are_long(tmp_path):

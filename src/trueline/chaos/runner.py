@@ -17,6 +17,7 @@ from trueline import errors
 from trueline.chaos import schedule
 from trueline.chaos.leftovers import MARK, find_marked
 from trueline.chaos.schedule import Strike
+from trueline.engine.local.process import LIFELINE, Lifeline
 from trueline.train import api
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, parse_events
@@ -83,6 +84,8 @@ class Victim:
         (home / "path").mkdir()
         (home / "path" / "sitecustomize.py").write_text(_CLOCK)
         self.launcher: subprocess.Popen[bytes] | None = None
+        self.lifeline = Lifeline()
+        """Of the launchers, which end with this process."""
 
     def run(self) -> None:
         api.prepare(
@@ -102,12 +105,13 @@ class Victim:
         path = os.pathsep.join([str(self.home / "path"), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**os.environ, MARK: self.mark, "TMPDIR": str(self.home / "tmp"), "PYTHONPATH": path,
                "TRUELINE_CHAOS_CLOCK": str(self.home / "clock"),
-               "TORCHINDUCTOR_CACHE_DIR": str(self.home / "cache")}  # fmt: skip
+               "TORCHINDUCTOR_CACHE_DIR": str(self.home / "cache"), LIFELINE: str(self.lifeline.reading)}  # fmt: skip
         with (self.home / "launcher.log").open("ab") as log:
             command = [sys.executable, "-m", "trueline.train.launch.launcher", str(self.job_dir)]
             self.launcher = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                pass_fds=(self.lifeline.reading,),
+            )  # fmt: skip
         self.moved_at = time.monotonic()
 
     def _is_running(self) -> bool:
@@ -147,6 +151,8 @@ class Victim:
             except subprocess.TimeoutExpired:
                 self.launcher.kill()
                 self.launcher.wait()
+        self.lifeline.end()
+        os.close(self.lifeline.reading)
 
     def _read_events(self) -> None:
         """Reads the new lines of events.jsonl."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +30,28 @@ def captured(model: nn.Module, example: Any, out: Path, **blanks: Any) -> Bundle
     return open_bundle(out)
 
 
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[nn.Module], tuple[int, ...]], Any]:
+    """A model of a kind, and its bundle, which is captured once for all tests."""
+
+    @functools.cache
+    def make(kind: type[nn.Module], shape: tuple[int, ...]) -> tuple[nn.Module, Bundle]:
+        torch.manual_seed(0)
+        model = kind().eval()
+        return model, captured(copy.deepcopy(model), torch.randn(shape), tmp_path_factory.mktemp("caches") / "b")
+
+    return make
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shape", "calls"),
     [(caches.Slices, (1, 5, 8), 12), (caches.Steps, (3, 8), 20), (caches.Copies, (1, 8), 16)],
 )
 def test_a_cache_that_is_written_at_a_position_is_a_graph_that_follows_the_model_to_its_end(
-    kind: type[nn.Module], shape: tuple[int, ...], calls: int, tmp_path: Path
+    kind: type[nn.Module], shape: tuple[int, ...], calls: int, cached: Callable[..., Any]
 ) -> None:
-    torch.manual_seed(0)
-    model = kind().eval()
-    bundle = captured(model, torch.randn(shape), tmp_path / "b")
+    model, bundle = cached(kind, shape)
     for format in GRAPHS:
         session, users = open_program(bundle, format), copy.deepcopy(model)
         state = {name: bundle.golden()[0].inputs[name] for name in bundle.signature.state}
@@ -52,8 +65,10 @@ def test_a_cache_that_is_written_at_a_position_is_a_graph_that_follows_the_model
 
 @pytest.mark.slow
 @pytest.mark.parametrize("position", [60, 70, -1])
-def test_a_slice_that_the_model_cannot_write_is_refused_by_the_program_too(position: int, tmp_path: Path) -> None:
-    bundle = captured(caches.Slices().eval(), torch.randn(1, 5, 8), tmp_path / "b")
+def test_a_slice_that_the_model_cannot_write_is_refused_by_the_program_too(
+    position: int, cached: Callable[..., Any]
+) -> None:
+    _, bundle = cached(caches.Slices, (1, 5, 8))
     inputs = {**bundle.golden()[0].inputs, "state.pos": np.array(position)}
     for format in GRAPHS:
         with pytest.raises(RequestError):

@@ -31,7 +31,7 @@ import msgspec
 
 from trueline import errors, events, files
 from trueline.engine.local.client import start_agent
-from trueline.engine.local.process import Lifeline
+from trueline.engine.local.process import LIFELINE, Lifeline, watch_lifeline
 from trueline.registry import event_file
 from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
@@ -272,7 +272,8 @@ def detach(job_dir: Path) -> int:
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
     command = [sys.executable, "-m", "trueline.train.launch.launcher", str(job_dir)]
-    pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=streams, setsid=True)
+    env = {name: value for name, value in os.environ.items() if name != LIFELINE}
+    pid = os.posix_spawn(sys.executable, command, env, file_actions=streams, setsid=True)
     while (launch := folder.read_launch()) is None or launch.pid != pid:
         if os.waitpid(pid, os.WNOHANG)[0]:
             raise errors.TrainError(f"the launcher of {job_dir} ended before it began", hint=f"see {log}")
@@ -283,6 +284,7 @@ def detach(job_dir: Path) -> int:
 def main() -> None:
     """`python -m trueline.train.launch.launcher JOB`: what `detach` starts. Its exit codes are those of the verbs."""
     job_dir = Path(sys.argv[1])
+    watch_lifeline()  # of a process that started this launcher and is to be outlived by nothing of it
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         with LocalJob(job_dir) as running:
