@@ -182,6 +182,7 @@ def test_the_masters_death_costs_no_step_and_no_worker(tmp_path, gate):
     assert seen_counts(result.checkpoint) == [12.0]
 
 
+@pytest.mark.jobs
 def test_a_worker_that_dies_while_the_master_is_dead_is_noticed_and_replaced(tmp_path, gate):
     heard = Heard().at("worker.joined", gate, lambda fields: fields["worker"] == "worker-1.1")
 
@@ -196,6 +197,7 @@ def test_a_worker_that_dies_while_the_master_is_dead_is_noticed_and_replaced(tmp
     assert seen_counts(result.checkpoint) == [12.0]
 
 
+@pytest.mark.jobs
 def test_the_agents_death_costs_no_step_and_a_replacement_can_still_start(tmp_path, gate):
     heard = Heard().at("agent.lost", gate)
 
@@ -214,6 +216,7 @@ def test_the_agents_death_costs_no_step_and_a_replacement_can_still_start(tmp_pa
     assert seen_counts(result.checkpoint) == [12.0]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("slot", [0, *(pytest.param(slot, marks=pytest.mark.long) for slot in (1, 2))])
 def test_the_last_checkpoint_is_of_the_last_step_whoever_dies_after_it(tmp_path, slot):
     faults = [Fault(step=STEPS, slot=other, phase="applied") for other in range(3) if other != slot]
@@ -222,6 +225,7 @@ def test_the_last_checkpoint_is_of_the_last_step_whoever_dies_after_it(tmp_path,
     assert seen_counts(result.checkpoint) == [6.0]
 
 
+@pytest.mark.jobs
 def test_a_preemption_notice_to_all_workers_at_once_loses_no_step(tmp_path, gate):
     heard = Heard().at("worker.joined", gate, lambda _: len(heard.of("worker.joined")) == 4)
 
@@ -236,6 +240,7 @@ def test_a_preemption_notice_to_all_workers_at_once_loses_no_step(tmp_path, gate
     assert seen_counts(result.checkpoint) == [16.0]
 
 
+@pytest.mark.jobs
 def test_a_planned_departure_fails_no_step(tmp_path, gate):
     heard = Heard().at("view.published", gate, lambda fields: "worker-0.0 leaves" in fields["why"])
 
