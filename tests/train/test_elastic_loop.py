@@ -168,7 +168,7 @@ def test_a_step_is_one_of_the_mean_loss_of_its_records_however_it_is_cut(monkeyp
         of_epoch = [record for step, records in given if step // STEPS == epoch for record in records]
         assert sorted(of_epoch) == list(range(RECORDS))
     whole = {"steps": STEPS, "records": RECORDS, "digest": books.digest_of_all(RECORDS), "tally_min": 1,
-             "tally_max": 1, "set_aside": [], "set_aside_of": []}  # fmt: skip
+             "tally_max": 1, "set_aside": [], "set_aside_of": [], "reduction": "mean"}  # fmt: skip
     assert job.certificates == [{"epoch": epoch, **whole} for epoch in range(2)]
     assert [one.step for one in line.steps] == list(range(2 * STEPS))
     assert [one.records for one in line.steps] == [4, 4, 2] * 2
