@@ -143,7 +143,7 @@ def test_a_death_in_every_phase_of_a_step_loses_no_record_and_repeats_none(tmp_p
 
 
 def test_survivors_keep_their_processes_when_a_worker_dies_and_summary_and_page_tell_of_it(tmp_path):
-    result, heard = run(tmp_path, workers=3, faults=[Fault(step=10, slot=1)])
+    result, heard = run(tmp_path, workers=3, faults=[Fault(step=10, slot=1)], profile="3:5")
     started = [fields["worker"] for fields in heard.of("worker.started")]
     assert started == ["worker-0.0", "worker-1.0", "worker-2.0", "worker-1.1"]
     (regroup, *_) = [r for r in result.summary.as_dict()["regroups"] if "is gone" in r["reason"]]
@@ -152,6 +152,7 @@ def test_survivors_keep_their_processes_when_a_worker_dies_and_summary_and_page_
     agrees_with_its_page(tmp_path / "job", result.summary.as_dict())
     for tag, values in curves(tmp_path / "job").items():
         assert [at for at, _ in values] == sorted(at for at, _ in values), tag
+    assert [path.name for path in (tmp_path / "job" / "traces").iterdir()] == ["steps-3-4.json"]
     assert [at for at, _ in curves(tmp_path / "job")["train/loss"]] == list(range(STEPS)), "for TensorBoard, by itself"
 
 
@@ -165,6 +166,9 @@ def agrees_with_its_page(job: Path, summary: dict) -> None:
     gaps = [one["generation"] for one in summary["regroups"] if one["gap_ms"]]
     assert [one["generation"] for one in state["regroups"] if one["gap_ms"]] == gaps
     assert state["lanes"][1]["spans"][0][4] == "died"
+    assert state["measured"][0][1:3] == [0, 0.1]
+    assert state["measured"][0][3] > 0, "the gradients' norm"
+    assert min(state["memory"].values()) > 50 * 2**20
     assert not (job / "page.token").exists()
 
 

@@ -65,6 +65,10 @@ def _collect(name: str, user: str, values: Mapping[str, Any], collected: dict[st
         )
     elif _is_plain(value):
         text = f"{name} = {value!r}"
+    elif text := _module_again(name, value, values):
+        for used in _globals_of(text):
+            if used in values:
+                _collect(used, f"'{name}'", values, collected)
     else:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise RecipeError(
@@ -86,6 +90,30 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(one) for pair in value.items() for one in pair)
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def _module_again(name: str, value: Any, values: Mapping[str, Any]) -> str:
+    """The statement of a cell that makes a torch module such as `loss = nn.CrossEntropyLoss()`, if it makes an equal
+    one again; empty for other values, and for a module that was trained or changed since."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.nn.Module):
+        return ""
+    for cell in reversed(getattr(sys.modules["__main__"], "In", [])):
+        for node in _statements(cell):
+            if isinstance(node, ast.Assign) and [ast.unparse(one) for one in node.targets] == [name]:
+                made = eval(compile(ast.Expression(node.value), "cell", "eval"), dict(values))
+                return ast.unparse(node) if _is_same(made, value) else ""
+    return ""
+
+
+def _is_same(made: Any, value: Any) -> bool:
+    """Whether two modules are of one type, with the same settings, parameters and buffers."""
+    if type(made) is not type(value) or repr(made) != repr(value):
+        return False
+    mine, other = made.state_dict(), value.state_dict()
+    plain = [{key: own for key, own in vars(one).items() if _is_plain(own)} for one in (made, value)]
+    equal = sys.modules["torch"].equal
+    return plain[0] == plain[1] and mine.keys() == other.keys() and all(equal(mine[key], other[key]) for key in mine)
 
 
 def _definition(name: str, value: Any) -> str:

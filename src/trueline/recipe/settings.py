@@ -129,6 +129,10 @@ class TrainingSettings(StepSettings, LoopSettings):
         0, "Stop after this many evaluations without a better one; 0: never.",
         section=_KEEPING, metavar="N", low=0, recipe=True,
     )  # fmt: skip
+    profile: str = setting(
+        "", "Trace these steps of one worker into JOB/traces, for Perfetto or chrome://tracing: 10, or 10:15 for five.",
+        section=_JOB, metavar="STEP[:STOP]",
+    )  # fmt: skip
     page_port: int = setting(
         0, "Port of the live page; any free one for 0, or if it is in use.",
         section=_JOB, metavar="PORT", low=0, high=65535,

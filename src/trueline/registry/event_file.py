@@ -45,7 +45,7 @@ def _checksum(data: bytes) -> bytes:
     """The masked CRC-32C of `data`.
 
     >>> _checksum(b"123456789").hex()
-    'dd7d8e15'
+    'e5b08ac7'
     """
     crc = 0xFFFFFFFF
     for byte in data:

@@ -31,6 +31,7 @@ from trueline.train import devices
 from trueline.train.faults import Faults
 from trueline.train.link.grpc_client import connect, is_replacement
 from trueline.train.loop_view import LoopView
+from trueline.train.profiler import StepProfiler
 from trueline.train.regroup.recovery import Recovery
 from trueline.train.step import model_traits, rehearsal
 from trueline.train.step.blame import Trials
@@ -105,7 +106,7 @@ class Elastic(LoopView):
         self._commit = Commit(plan=plan, replica=replica, group=group, evaluations=self._evaluations,
                               reporter=self._reporter, checkpointer=checkpointer, faults=self._faults)  # fmt: skip
         self._trials = Trials(link, plan, source, self._reader, replica)
-        self._host_waits = device.type == "cpu"  # a GPU computes on, and the hook runs outside of the main thread
+        self._profiler, self._host_waits = StepProfiler.of_job(), device.type == "cpu"
         self._batch: StepBatch | None = None
         self._failed, self._contribution, self._wishes = False, Contribution(), 0
 
@@ -133,7 +134,7 @@ class Elastic(LoopView):
                     break
             else:
                 yield from self._one_step()
-        for ended in (self._group.process_group, self._recovery, self._link, self._reader, store):
+        for ended in (self._profiler, self._group.process_group, self._recovery, self._link, self._reader, store):
             ended.close()
 
     def step(self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None) -> bool:
@@ -199,6 +200,7 @@ class Elastic(LoopView):
 
     def _one_step(self) -> Iterator[StepBatch]:
         step, holds, group = self._at, self._recovery.holds, self._group
+        self._profiler.begin(step, leads=self.leads)
         self._faults.at("before" if holds else "observing", step)
         self._link.report_phase("reading")
         self._timer.begin()
@@ -239,7 +241,8 @@ class Elastic(LoopView):
         return batch
 
     def _read_ahead(self) -> None:
-        """Reads the first batch of the next step while the sums of this one are on their way."""
+        """Reads the first batch of the next step while the sums of this one are on their way. Not where a GPU computes
+        on, and the hook runs outside of the main thread."""
         if self._group.view.careful or not self._recovery.holds or not self._host_waits:
             return
         self._link.report_phase("reading")

@@ -155,6 +155,22 @@ def parse_workers(text: str) -> tuple[int, int]:
     return numbers
 
 
+def parse_steps(text: str) -> range:
+    """The steps of `--profile`: none, one, or those before a stop. Raises UsageError.
+
+    >>> parse_steps(""), parse_steps("7"), parse_steps("10:15")
+    (range(0, 0), range(7, 8), range(10, 15))
+    """
+    first, colon, stop = text.partition(":")
+    if not text:
+        return range(0)
+    if first.isdecimal() and (stop.isdecimal() if colon else True):
+        steps = range(int(first), int(stop) if colon else int(first) + 1)
+        if steps:
+            return steps
+    raise UsageError(f"profile is '{text}', which names no steps", hint="write 10, or 10:15 for five steps")
+
+
 class Overrides(TypedDict, total=False):
     """Settings of `JobSettings` that a caller may give; None or left out: the recipe's, else the default."""
 
@@ -181,6 +197,7 @@ class Overrides(TypedDict, total=False):
     lease_s: float | None
     max_failures: int | None
     page_port: int | None
+    profile: str | None
     device: str | None
     backend: str | None
     find_unused_parameters: bool | None
@@ -207,6 +224,7 @@ def apply_overrides(
     check(job, unchecked=("epochs", "global_batch") if job.script else ())
     device_kind(job.device)
     check_backend(job.backend)
+    parse_steps(job.profile)
     known = ("loss", *(metrics or ()))
     if job.monitor and job.monitor.removeprefix("-") not in known:
         raise UsageError(

@@ -236,6 +236,8 @@ class Applied(_message.Message):
     WAIT_MS_FIELD_NUMBER: _builtins.int
     COMMIT_MS_FIELD_NUMBER: _builtins.int
     REDONE_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    GRADIENT_NORM_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """the step's index; after it, step + 1 steps are applied"""
     generation: _builtins.int
@@ -257,6 +259,10 @@ class Applied(_message.Message):
     """optimizer, ledger, copies for checkpoints"""
     redone: _builtins.int
     """times that this step was computed again because its gradients overflowed"""
+    learning_rate: _builtins.float
+    """of the optimizer's first group, and"""
+    gradient_norm: _builtins.float
+    """the norm of all gradients; 0 in steps in which they were not measured"""
     @_builtins.property
     def rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """by rank: records a second that each worker computed, smoothed; 0: took no part"""
@@ -283,10 +289,12 @@ class Applied(_message.Message):
         wait_ms: _builtins.float = ...,
         commit_ms: _builtins.float = ...,
         redone: _builtins.int = ...,
+        learning_rate: _builtins.float = ...,
+        gradient_norm: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_ns", b"at_ns", "commit_ms", b"commit_ms", "compute_ms", b"compute_ms", "data_ms", b"data_ms", "digest", b"digest", "gap_ms", b"gap_ms", "generation", b"generation", "loss", b"loss", "rates", b"rates", "records", b"records", "redone", b"redone", "shares", b"shares", "step", b"step", "wait_ms", b"wait_ms", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_ns", b"at_ns", "commit_ms", b"commit_ms", "compute_ms", b"compute_ms", "data_ms", b"data_ms", "digest", b"digest", "gap_ms", b"gap_ms", "generation", b"generation", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "rates", b"rates", "records", b"records", "redone", b"redone", "shares", b"shares", "step", b"step", "wait_ms", b"wait_ms", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,6 +373,7 @@ class Progress(_message.Message):
     MOVED_FIELD_NUMBER: _builtins.int
     TO_MOVE_FIELD_NUMBER: _builtins.int
     SENDING_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     generation: _builtins.int
     step: _builtins.int
@@ -377,6 +386,8 @@ class Progress(_message.Message):
     to_move: _builtins.int
     """and all of them; 0: no state is on its way"""
     sending: _builtins.bool
+    memory: _builtins.int
+    """bytes that the process has in memory"""
     @_builtins.property
     def applied(self) -> _containers.RepeatedCompositeFieldContainer[Global___Applied]: ...
     @_builtins.property
@@ -397,10 +408,11 @@ class Progress(_message.Message):
         moved: _builtins.int = ...,
         to_move: _builtins.int = ...,
         sending: _builtins.bool = ...,
+        memory: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "certificates", b"certificates", "evaluations", b"evaluations", "generation", b"generation", "moved", b"moved", "phase", b"phase", "phase_s", b"phase_s", "ref", b"ref", "sending", b"sending", "step", b"step", "to_move", b"to_move"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "certificates", b"certificates", "evaluations", b"evaluations", "generation", b"generation", "memory", b"memory", "moved", b"moved", "phase", b"phase", "phase_s", b"phase_s", "ref", b"ref", "sending", b"sending", "step", b"step", "to_move", b"to_move"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.train.monitor import prometheus
 from trueline.train.monitor.charts import MAX_SPANS, Lanes, Point, Recent, Series
-from trueline.train.monitor.job_view import MAX_EVENTS, JobView
+from trueline.train.monitor.job_view import MAX_EVENTS, MAX_MEASURED, JobView
 from worlds import job_events
 
 FACTS = {"name": "digits-1", "epochs": 10}
@@ -51,6 +51,23 @@ def test_a_step_that_comes_again_replaces_what_followed_it():
     assert (view.step, [point.step for point in view.series.points]) == (6, [0, 1, 2, 3, 4, 5])
     view.apply(*step(4, loss=40.0), 12)
     assert view.series.columns()["loss"] == [0.0, 1.0, 2.0, 3.0, 40.0]
+
+
+def test_learning_rate_and_gradient_norm_are_a_bounded_curve_that_goes_back_with_the_job():
+    many = [step(at, learning_rate=0.1, gradient_norm=2.0) if at % 2 == 0 else step(at) for at in range(4000)]
+    view = board_of([(*event, at) for at, event in enumerate(many)])
+    measured = view.state(4000.0)["measured"]
+    assert 256 <= len(measured) <= MAX_MEASURED
+    assert measured[0][1:] == (0, 0.1, 2.0)
+    view.apply(*step(100, learning_rate=0.2, gradient_norm=math.inf), 4001)
+    assert view.measured[-1][1:] == (100, 0.2, None)
+    assert max(one[1] for one in view.measured[:-1]) < 100
+
+
+def test_the_memory_of_the_workers_is_known_and_no_line_of_the_list():
+    view = board_of([("workers.measured", {"memory": '{"worker-0.0": 1048576}'}, 1.0)])
+    state = view.state(1.0)
+    assert (state["memory"], state["events"]) == ({"worker-0.0": 1 << 20}, [])
 
 
 def test_the_same_events_give_the_same_board_so_a_restarted_master_shows_the_whole_history():

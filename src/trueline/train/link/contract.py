@@ -33,6 +33,8 @@ class StepReport(NamedTuple):
     wait_ms: float
     commit_ms: float
     redone: int
+    learning_rate: float = 0.0
+    gradient_norm: float = 0.0
 
 
 class Membership(Protocol):

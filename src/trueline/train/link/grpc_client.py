@@ -37,6 +37,12 @@ RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_
 gRPC meanwhile (`wait_for_ready`); failing and repeating each took processor time from the steps."""
 
 
+def resident_bytes() -> int:
+    """What this process has in memory; source: proc(5)."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def gathering_s(age_s: float) -> float:
     """How many seconds a worker of age `age_s` gathers its reports.
 
@@ -178,6 +184,7 @@ class MasterLink:
             applied=[pb.Applied(**report._asdict()) for report in due],
             certificates=list(self._certificates), evaluations=list(self._evaluations),
             phase=self._phase, phase_s=time.monotonic() - self._since, moved=moved, to_move=to_move, sending=sending,
+            memory=resident_bytes(),
         )  # fmt: skip
 
     def _drop_reported(self, message: pb.Progress, committed: int) -> None:

@@ -30,6 +30,7 @@ from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 
 TICK_S = 0.25
+MEMORY_S = 10.0
 CAPACITY_S = 30.0  # how long the engine's capacity is cached
 ENTRIES = {h.WORKER: "trueline.train.worker.main:main"}  # what a process of each role runs
 _HINTS = {
@@ -79,6 +80,8 @@ class Master:
         self._scaling = Scaling()
         self._deaths: dict[str, h.Death] = {}
         self._receiving: set[str] = set()
+        self._memory: dict[str, int] = {}
+        self._memory_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
         self.save_from = 0  # as in `link.contract.ProgressReporter`
         self.halting = ""  # why the job ends once that checkpoint is recorded
@@ -332,6 +335,14 @@ class Master:
         elif ref in self._receiving:
             self._receiving.discard(ref)
             self.emit("worker.received", worker=ref)
+
+    def note_memory(self, ref: str, memory: int) -> None:
+        """Publishes what the members have in memory, every MEMORY_S."""
+        self._memory[ref] = memory
+        if self.now() >= self._memory_at + MEMORY_S:
+            self._memory_at = self.now()
+            self._memory = {ref: self._memory[ref] for ref in self.state.members if ref in self._memory}
+            self.emit("workers.measured", memory=json.dumps(self._memory))
 
     async def run_clock(self) -> None:
         while not self.stopped.is_set():

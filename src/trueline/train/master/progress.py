@@ -25,6 +25,7 @@ RATE_S = 10.0
 _COMMIT = ("step", "generation", "records", "digest", "loss", "workers", "gap_ms", "at_ns")
 _FORMED = ("generation", "step", "gap_ms", "workers")
 _TIMES = ("data_ms", "compute_ms", "wait_ms", "commit_ms", "redone")
+_MEASURED = ("learning_rate", "gradient_norm")
 _SIGNED = ("epoch", "steps", "records", "digest", "tally_min", "tally_max")
 _NAMED = ("set_aside", "set_aside_of")
 _STATED = ("reduction", "shard_records")
@@ -166,6 +167,7 @@ class JobProgress:
         self.reading_s += applied.data_ms / 1e3
         self.steps_s += (applied.data_ms + applied.compute_ms + applied.wait_ms + applied.commit_ms) / 1e3
         fields: dict[str, Field] = {"total": self.total_steps, **body, "rates": rates, **times}
+        fields |= {name: getattr(applied, name) for name in _MEASURED if getattr(applied, name)}
         if applied.shares:  # other ones than before
             fields["shares"] = "[" + ", ".join(map(str, applied.shares)) + "]"
         outcome.events.append(("step.applied", fields))

@@ -112,6 +112,7 @@ class MasterService(pb_grpc.MasterServicer):
         moves = request.moved, request.to_move, request.sending
         await self._handle(h.Heartbeat(request.ref, request.step, request.phase, request.phase_s, *moves), context)
         self.master.note_transfer(request.ref)
+        self.master.note_memory(request.ref, request.memory)
         committed = self.master.record_progress(request)
         halting = bool(self.master.halting)
         return pb.Ack(committed=committed, save_from=self.master.save_from, halting=halting)

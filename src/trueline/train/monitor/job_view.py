@@ -19,14 +19,14 @@ from trueline.train.monitor.charts import PHASES, CumulativeHistogram, Lanes, Po
 from trueline.train.reasons import group_by_reason
 
 Fields = Mapping[str, Field]
-MAX_EVENTS, MAX_REGROUPS, MAX_EVALUATIONS, MAX_KEPT = 80, 240, 400, 200
+MAX_EVENTS, MAX_REGROUPS, MAX_EVALUATIONS, MAX_KEPT, MAX_MEASURED = 80, 240, 400, 200, 512
 _STILL_S = 1.0
 _LOOK_BACK = 8
 """A line that one of the last eight repeats, apart from the worker's incarnation, is counted there."""
 _INCARNATION = re.compile(r"(?<=worker-)(\d+)\.\d+")
 _CLEAN_EXIT = "exit code 0"  # how a worker ends that has left as planned
 _SILENT = {"step.applied", "worker.running", "worker.receiving", "worker.received", "group.released",
-           "epoch.certified", "checkpoint.saved", "evaluation.done"}  # fmt: skip
+           "epoch.certified", "workers.measured", "checkpoint.saved", "evaluation.done"}  # fmt: skip
 """Frequent events, which the page shows elsewhere."""
 _BAD = {"worker.lost", "worker.killed", "worker.quarantined", "worker.fenced", "record.set_aside", "record.suspected",
         "job.failed", "disk.full", "log.truncated", "checkpoint.failed", "master.lost", "agent.lost"}  # fmt: skip
@@ -79,6 +79,8 @@ class JobView:
         self.loss: float | None = None
         self.not_finite: int | None = None  # the first step whose loss was NaN or infinite
         self.shares: list[int] = []
+        self.measured: list[tuple[float, int, float, float | None]] = []  # time, step, learning rate, gradient norm
+        self.memory: dict[str, int] = {}  # bytes, by worker
         self.redone = self.checkpoints = self.num_regroups = 0
         self.phase_ms = dict.fromkeys(PHASES, 0.0)
         self.gaps_s = CumulativeHistogram((0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0))
@@ -143,6 +145,11 @@ class JobView:
         for name, value in zip(PHASES, phases, strict=True):
             self.phase_ms[name] += value
         self.redone += int(_number(fields, "redone"))
+        if fields.get("learning_rate") or fields.get("gradient_norm"):
+            self.measured = [one for one in self.measured if one[1] < step]
+            rate, norm = _number(fields, "learning_rate"), finite(_number(fields, "gradient_norm"))
+            self.measured.append((round(when, 3), step, rate, norm))
+            self.measured = self.measured[::2] if len(self.measured) > MAX_MEASURED else self.measured
         if "shares" in fields:
             self.shares = [int(share) for share in json.loads(str(fields["shares"]))]
         self._close_gap(fields, when, seconds)
@@ -227,6 +234,9 @@ class JobView:
 
     _on_worker_received = _on_worker_receiving
 
+    def _on_workers_measured(self, fields: Fields, at: float) -> None:
+        self.memory = {str(ref): int(size) for ref, size in json.loads(str(fields["memory"])).items()}
+
     def _on_worker_quarantined(self, fields: Fields, at: float) -> None:
         slot = fields.get("slot")
         number = parse_ref(str(fields["worker"]))[1] if slot is None else int(slot)
@@ -307,6 +317,7 @@ class JobView:
             "not_finite": self.not_finite, "generation": self.generation, "workers": self.workers,
             "records_per_s": round(records_per_s, 2),
             "left_s": round(left / steps_per_s) if steps_per_s and left else None,
+            "measured": self.measured, "memory": dict(list(self.memory.items())[:MAX_KEPT]),
             "shares": self.shares[:64], "redone": self.redone,
             "series": {"width": self.series.width, **self.series.columns()},
             "lanes": self.lanes.rows(), "num_lanes": len(self.lanes.by_slot),

@@ -38,8 +38,10 @@ class StepReporter:
         """Marks the next step as the first of a generation: its report has the time since the step before."""
         self._regrouped, self._reported_weights = True, ()
 
-    def report(self, step: int, account: StepAccount, certificate: dict[str, Any] | None) -> None:
-        """Reports the applied step `step`; `certificate`: of the epoch that it ends."""
+    def report(
+        self, step: int, account: StepAccount, certificate: dict[str, Any] | None, measured: tuple[float, float]
+    ) -> None:
+        """Reports the applied step `step`; `certificate`: of the epoch that it ends; `measured`: by the optimizer."""
         self.timer.end_committing()
         now = time.monotonic_ns()
         gap_ms = (now - self._last_ns) / 1e6 if self._regrouped and self._last_ns else 0.0
@@ -47,7 +49,7 @@ class StepReporter:
         group, generation = self.group, self.group.generation
         report = StepReport(
             step, generation, account.count, account.digest, account.loss, group.size, gap_ms, now, group.rates,
-            self._new_shares(step), *self.timer.last_ms, self.redone,
+            self._new_shares(step), *self.timer.last_ms, self.redone, *measured,
         )  # fmt: skip
         self.redone = 0
         signed = None if certificate is None else pb.Certificate(**certificate)
@@ -98,7 +100,7 @@ class Commit:
             return False
         certificate = self.certificate()
         self.faults.at("applied", step)
-        self.reporter.report(step, account, certificate)
+        self.reporter.report(step, account, certificate, self.replica.optimizer_step.measured)
         self._after_step(ends_epoch=certificate is not None)
         return True
 

@@ -6,6 +6,8 @@ still count once.
 """
 
 import copy
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,8 @@ from trueline.errors import TrainError, UsageError
 from trueline.train.step.joint import check_closure
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.options import Options
+
+MEASURE_S = 1.0
 
 
 class OptimizerStep:
@@ -38,6 +42,9 @@ class OptimizerStep:
         device = self._parameters[0].device.type if self._parameters else "cpu"
         self.scaler = torch.amp.GradScaler(device, enabled=options.precision == "fp16")
         self.scale_loss(torch.zeros((), device=device))  # a member without records in its first step unscales too
+        self.measured: tuple[float, float] = (0.0, 0.0)
+        """Learning rate and gradient norm of the last step; zeros where they were not measured."""
+        self._measured_at = -math.inf
         self.before_change: Callable[[], None] = lambda: None
         """Called before parameters, optimizer state or averages change."""
         self._averages: dict[str, torch.Tensor] = {}
@@ -74,8 +81,8 @@ class OptimizerStep:
     def _apply(self, measured: float | None, steps: int) -> bool:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        if self.options.clip_norm:
-            self._clip()
+        norm = self._clip() if self.options.clip_norm else None
+        self._measure(norm)
         undo = self._step_plateau(measured)
         self.before_change()
         if not self.scaler.is_enabled():
@@ -107,13 +114,24 @@ class OptimizerStep:
         plateau.step(measured)
         return undo
 
-    def _clip(self) -> None:
+    def _measure(self, norm: torch.Tensor | None) -> None:
+        """Once in MEASURE_S: waiting for a norm, and computing it where nothing is clipped, takes time."""
+        self.measured = (0.0, 0.0)
+        if time.monotonic() < self._measured_at + MEASURE_S:
+            return
+        self._measured_at = time.monotonic()
+        if norm is None:
+            norm = torch.nn.utils.get_total_norm([one.grad for one in self._parameters if one.grad is not None])
+        self.measured = float(self.optimizer.param_groups[0].get("lr", 0.0)), float(norm)
+
+    def _clip(self) -> torch.Tensor:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip_norm)
         if not self.scaler.is_enabled() and not bool(torch.isfinite(norm)):
             raise TrainError(
                 "the norm of the gradients is not finite, though the loss is",
                 hint="look for square roots, logarithms and divisions near zero in the model and the loss",
             )
+        return norm
 
     def _step_scaled(self) -> bool:
         before = self.scaler.get_scale()
