@@ -104,3 +104,20 @@ def test_answers_are_by_record_and_name_classes() -> None:
     assert json.loads(column_records.encode(outputs, COLUMNS, read(ROW))) == one
     assert json.loads(column_records.encode(outputs, COLUMNS, read([ROW]))) == [one]
     assert json.loads(column_records.encode(outputs, COLUMNS, read({"inputs": [ROW]}))) == {"predictions": [one]}
+
+
+@pytest.mark.parametrize(
+    ("body", "line"), [(ROW, b""), ([ROW, {**ROW, "income": "low"}], b'trueline-ignored: "income"\r\n')]
+)
+def test_a_label_in_a_request_changes_nothing_and_is_named_in_a_header(body: Any, line: bytes) -> None:
+    found = read(body)
+    assert column_records.ignored_header(found) == line
+    assert found.inputs["numbers"].tolist() == [[1.0]] * (len(body) if isinstance(body, list) else 1)
+
+
+def test_a_label_with_a_hostile_name_makes_no_header_of_its_own() -> None:
+    label = FittedLabel(name="a\r\nset-cookie: é", type="text", declared=Label(), classes=("x", "y"))
+    columns = msgspec.structs.replace(COLUMNS, columns=(*COLUMNS.columns[:3], label))
+    text = json.dumps([{**ROW, label.name: "x"}]).encode()
+    found = column_records.decode(text, columns, UNBOUNDED, None, False)
+    assert column_records.ignored_header(found) == b'trueline-ignored: "a%0D%0Aset-cookie%3A%20%C3%A9"\r\n'

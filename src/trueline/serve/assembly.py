@@ -114,6 +114,7 @@ def _how(settings: ServeSettings) -> VersionOptions:
             max_size=settings.max_size,
             memory_bytes=settings.run_memory_bytes or host.run_memory_of(processes=1),
             most_threads=settings.most_threads,
+            hide_examples=settings.hide_examples,
             shared=None if settings.shared_weights is None else Path(settings.shared_weights),
         ),
         max_batch=settings.max_batch,

@@ -18,6 +18,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -38,11 +39,13 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ColumnRecords:
-    """One request, encoded. `single`: it was one record; `wrapped`: the answer is {"predictions": ...}."""
+    """One request, encoded. `single`: it was one record; `wrapped`: the answer is {"predictions": ...}; `labels`: that
+    the records have, and that nothing reads."""
 
     inputs: dict[str, Array]
     single: bool
     wrapped: bool
+    labels: tuple[str, ...] = ()
 
 
 def decode(body: Body, fitted: FittedColumns, bounds: RequestBounds, media: bytes | None, wraps: bool) -> ColumnRecords:
@@ -76,7 +79,8 @@ def _encode(rows: Any, fitted: FittedColumns, bounds: RequestBounds, single: boo
         raise RequestError("expected one record, an object of cells by column, or a list of them", hint=_hint(fitted))
     bounds.check_values(len(rows) * fitted.values_per_record)
     try:
-        return ColumnRecords(fitted.encode_rows(rows), single, wrapped)
+        labels = tuple(one.name for one in fitted.labels if any(one.name in row for row in rows))
+        return ColumnRecords(fitted.encode_rows(rows), single, wrapped, labels)
     except DataError as error:
         raise RequestError(error.message, hint=error.hint) from error
 
@@ -122,6 +126,13 @@ def _rows_of_csv(body: Body, fitted: FittedColumns) -> list[Row]:
         except DataError as error:
             raise RequestError(error.message, hint=error.hint) from error
     return rows
+
+
+def ignored_header(records: ColumnRecords) -> bytes:
+    """A header line that names the labels in the request; empty without any. Source of the form: RFC 8941, URL-encoded
+    names."""
+    names = ", ".join(f'"{quote(name)}"' for name in records.labels)
+    return f"trueline-ignored: {names}\r\n".encode() if names else b""
 
 
 def encode(outputs: Mapping[str, Array], fitted: FittedColumns, records: ColumnRecords) -> bytes:

@@ -129,6 +129,9 @@ class ServeSettings:
     metrics_port: int | None = _port("Port for /metrics only.", section=_NETWORK)
     state: str | None = _file("Keep what is served in FILE, and restore it at start.", section=_MODELS)
     processes: int = setting(1, "Server processes that share the ports.", low=1, high=64, section=_NETWORK)
+    hide_examples: bool = setting(
+        False, "Show no golden record in /openapi.json, /try and the curl line: for private data.", section=_NETWORK
+    )
     shared: bool = False  # several processes listen on the same ports
     joins: bool = False  # it listens only when it is ready, since other processes answer already
     most_threads: int = 0  # upper bound of threads of one run if `threads` is 0; 0: no bound
@@ -219,6 +222,7 @@ class ServeOptions(TypedDict, total=False):
     allow_code: bool
     handler_memory_bytes: int
     torchserve_strict: bool
+    hide_examples: bool
 
 
 def of(source: str | Path | None, port: int, options: ServeOptions, **internal: Any) -> ServeSettings:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from trueline.bundle.golden import Golden
+from trueline.bundle.read import open_bundle
 from trueline.serve.models.example import LONGEST, LONGEST_LINE, curl_line, write_request
+from trueline.serve.models.loader import RuntimeOptions, load
+from worlds import bundles
 
 
 def golden(**inputs: Any) -> Golden:
@@ -51,3 +55,10 @@ def test_the_line_names_the_token_and_the_certificate_where_the_server_needs_the
 def test_there_is_no_line_that_is_too_long_to_read() -> None:
     assert curl_line("u", "m", "") == ""
     assert curl_line("u", "m", "1" * (LONGEST_LINE + 1)) == ""
+
+
+def test_a_server_that_hides_examples_has_no_golden_record_to_show(tmp_path: Path) -> None:
+    opened = open_bundle(bundles.scaled(tmp_path / "double.bundle").path)
+    shown, hidden = (load(opened, RuntimeOptions(hide_examples=hide), max_batch=8) for hide in (False, True))
+    assert (bool(shown.example), bool(hidden.example), len(hidden.records)) == (True, False, 0)
+    assert hidden.golden_cases == shown.golden_cases, "they are replayed all the same"

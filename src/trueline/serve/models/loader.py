@@ -67,6 +67,8 @@ class RuntimeOptions:
     """Largest size of a free dimension of one request; 0: from what the bundle proves."""
     memory_bytes: int = 0
     """Bound of what the runs of all programs hold at once in ONNX Runtime; 0: no bound."""
+    hide_examples: bool = False
+    """Whether no client sees a golden record."""
     most_threads: int = 0
     """Upper bound where `threads` is 0, so that several processes share the cores; 0: no bound."""
 
@@ -236,7 +238,7 @@ def _load(bundle: Bundle, way: RuntimeOptions, max_batch: int) -> Loaded:
         golden_cases=len(replayed),
         plan=plan,
         columns=columns,
-        records=bundle.golden_records()[:EXAMPLE_RECORDS] if columns is not None else (),
+        records=bundle.golden_records()[:EXAMPLE_RECORDS] if columns is not None and not way.hide_examples else (),
         bounds=bounds.of_program(
             session.signature,
             _shapes_of_probes(bundle, way.program),
@@ -246,7 +248,7 @@ def _load(bundle: Bundle, way: RuntimeOptions, max_batch: int) -> Loaded:
             max_values=way.max_values,
             max_size=way.max_size,
         ),
-        example=_choose_example(bundle, session.signature),
+        example={} if way.hide_examples else _choose_example(bundle, session.signature),
     )
 
 

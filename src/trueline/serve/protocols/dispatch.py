@@ -195,7 +195,8 @@ class Dispatch:
         def ask(records: column_records.ColumnRecords) -> Answer:
             def encode(outputs: Outputs) -> Answer:
                 work = column_records.encode
-                return self.encode(request.path, outputs, partial(Response, 200), work, outputs, columns, records)
+                answer = partial(Response, 200, headers=column_records.ignored_header(records))
+                return self.encode(request.path, outputs, answer, work, outputs, columns, records)
 
             priority = request.headers.get(codec.PRIORITY_HEADER)
             return self.ask(request, version, records.inputs, None, encode, began, priority)
