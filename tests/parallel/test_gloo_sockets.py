@@ -194,6 +194,21 @@ def test_a_device_is_found_though_others_had_its_descriptors_before(monkeypatch)
     assert sums(formed(2)[0]) == [(3, 3)] * 2
 
 
+def test_a_device_is_found_though_another_epoll_set_has_its_number_for_another_socket(monkeypatch):
+    """As a set does that a fork shares with its parent, in which strangers have connected to the parent's listeners."""
+    monkeypatch.setattr(gloo_sockets, "_TRIES", 1)
+    others = [socket.socket() for _ in range(16)]
+    with select.epoll() as shared:
+        for other in others:
+            shared.register(other)
+        copies = [other.dup() for other in others]
+        for other in others:
+            other.close()
+        assert sums(formed(2)[0]) == [(3, 3)] * 2
+    for copy in copies:
+        copy.close()
+
+
 def test_a_gloo_that_announces_its_address_differently_is_refused_by_name():
     with pytest.raises(TrainError, match=r"gloo of torch .* cannot be given proven connections: its members"):
         gloo_sockets._OwnAddress(80).set("0/0", b"elsewhere")

@@ -46,7 +46,7 @@ _LOOK_S = 100e-6
 _ABOVE = b"\x7f\xff\xff\xff"
 """127.255.255.255: above every loopback address that gloo listens on. No packet is sent to it."""
 _CTL_ADD, _CTL_DEL = 1, 2
-_REGISTERED = re.compile(r"tfd:\s*(\d+) events:\s*([0-9a-f]+) data:\s*([0-9a-f]+)")
+_REGISTERED = re.compile(r"tfd:\s*(\d+) events:\s*([0-9a-f]+) data:\s*([0-9a-f]+) .*ino:\s*([0-9a-f]+)")
 _libc = ctypes.CDLL(None, use_errno=True)
 _creating = threading.Lock()
 """Held while a device is created, whose descriptors are those that are new afterwards."""
@@ -236,12 +236,28 @@ def _descriptors() -> dict[int, str]:
 
 
 def _read_poll_set(poll: int) -> dict[int, tuple[int, int]]:
-    """The descriptors in an epoll set, with their events and data (proc(5))."""
+    """The descriptors in an epoll set, with their events and data (proc(5)).
+
+    Left out are numbers of other files. An epoll set names a file by the number that it had when it was entered, maybe
+    in another process: a fork shares the sets of its parent, which goes on entering what it accepts.
+    """
     try:
         lines = Path(f"/proc/self/fdinfo/{poll}").read_text()
     except OSError:  # closed since it was listed
         return {}
-    return {int(number): (int(events, 16), int(data, 16)) for number, events, data in _REGISTERED.findall(lines)}
+    return {
+        int(number): (int(events, 16), int(data, 16))
+        for number, events, data, inode in _REGISTERED.findall(lines)
+        if _read_inode(int(number)) == int(inode, 16)
+    }
+
+
+def _read_inode(number: int) -> int:
+    """The inode of a descriptor; -1 for one that is not open."""
+    try:
+        return os.fstat(number).st_ino
+    except OSError:
+        return -1
 
 
 @contextlib.contextmanager
