@@ -239,7 +239,7 @@ def _read_poll_set(poll: int) -> dict[int, tuple[int, int]]:
     """The descriptors in an epoll set, with their events and data (proc(5)).
 
     Left out are numbers of other files. An epoll set names a file by the number that it had when it was entered, maybe
-    in another process: a fork shares the sets of its parent, which goes on entering what it accepts.
+    in another process: a fork shares the sets of its parent, which continues to enter what it accepts.
     """
     try:
         lines = Path(f"/proc/self/fdinfo/{poll}").read_text()
