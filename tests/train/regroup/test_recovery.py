@@ -50,9 +50,9 @@ class Replica:
 class Member:
     """One member of a group whose plan is given: what it takes, what it sends, what it offers and fetches."""
 
-    def __init__(self, monkeypatch, steps, rank, *, source=0, checkpoint="", rates=(), **kind):
+    def __init__(self, monkeypatch, steps, rank, *, source=0, checkpoint="", rates=(), at="there:1", **kind):
         self.replica, self.sent, self.offered, self.asked, self.rooms = Replica(**kind), [], [], [], []
-        plan = pb.Plan(source=source, steps=steps, checkpoint=checkpoint, state="there:1", rates=rates)
+        plan = pb.Plan(source=source, steps=steps, checkpoint=checkpoint, state=at, rates=rates)
         self.behind = None
         self.group = SimpleNamespace(link=SimpleNamespace(), plan=plan, rank=rank, size=len(steps), generation=3,
                                        process_group=None,
@@ -165,19 +165,21 @@ def test_a_large_state_is_broadcast_where_the_others_have_no_step_to_go_on_with(
 
 
 @pytest.mark.parametrize(
-    ("steps", "rates", "streamed"),
+    ("steps", "rates", "streamed", "at"),
     [
-        ([5, -1], [64.0, -50.0], False),  # a step of both takes half a second, the state a thirtieth of one
-        ([5, -1], [6400.0, -50.0], True),
-        ([5, -1], [0.0, 0.0], True),
-        ([5, -1, 5], [64.0, -50.0, 64.0], True),  # the others go on in the meantime
+        ([5, -1], [64.0, -50.0], False, "there:1"),  # a step alone takes a second, the state a thirtieth of one
+        ([5, -1], [3200.0, -50.0], True, "there:1"),
+        ([5, -1], [3200.0, -50.0], False, "127.0.0.1:1"),  # on one machine it is read faster than it is sent
+        ([5, -1], [6400.0, -50.0], True, "127.0.0.1:1"),
+        ([5, -1], [0.0, 0.0], True, "127.0.0.1:1"),
+        ([5, -1, 5], [64.0, -50.0, 64.0], True, "127.0.0.1:1"),  # the others continue in the meantime
     ],
 )
 def test_the_only_holder_of_a_large_state_sends_it_at_once_where_that_is_shorter_than_a_step(
-    monkeypatch, steps, rates, streamed
+    monkeypatch, steps, rates, streamed, at
 ):
     for rank in range(len(steps)):
-        member = Member(monkeypatch, steps, rank, large=True, rates=rates).heal()
+        member = Member(monkeypatch, steps, rank, large=True, rates=rates, at=at).heal()
         assert (len(member.offered) + len(member.asked) > 0, len(member.sent) == 0) == (streamed and rank < 2, streamed)
         assert member.recovery.holds == (not streamed or rank != 1)
 
