@@ -18,6 +18,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.proof import determinism
 from trueline.capture.proof import observe as observing
+from trueline.capture.proof.disagreement import shrink
 from trueline.capture.proof.observe import hidden_state, observe
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.prove import judge
@@ -112,6 +113,7 @@ def test_a_program_is_not_run_on_values_for_which_the_loop_of_the_model_does_not
     assert "a loop of the model does not end" in seen.error
     (evidence,) = judge(NeverAsked(eager), [seen]).evidence
     assert evidence.verdict == "disagrees"
+    assert shrink(NeverAsked(eager), eager, probe) is None
 
 
 class Recurrence(nn.Module):

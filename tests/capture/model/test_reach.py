@@ -92,3 +92,32 @@ def test_a_tuple_that_torch_export_copies_is_no_change() -> None:
     recall = Recall(model)
     torch.export.export(model, (torch.randn(2, 3, 8),))
     assert recall.find_changed() == ()
+
+
+class Collector(nn.Module):
+    """Registers a hook at its first call and notes that it did, as transformers' models do to collect hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.has_hooks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        self.into = found
+        if not self.has_hooks:
+            self.layer.register_forward_hook(lambda layer, args, output: self.into.append(output))
+            self.has_hooks = True
+        self.layer(x)
+        return torch.stack(found)
+
+
+def test_a_model_that_is_put_back_to_before_its_first_call_has_no_hooks_of_that_call() -> None:
+    model, x = Collector(), torch.ones(3, 2)
+    recall = Recall(model)
+    first = model(x)
+    with recall.as_before():
+        assert not model.layer._forward_hooks
+        assert torch.equal(model(x), first)
+    assert len(model.layer._forward_hooks) == 1
+    assert torch.equal(model(x), first)

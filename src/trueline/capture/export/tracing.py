@@ -27,7 +27,15 @@ from trueline.recipe.eager_mode import as_trained
 
 PATCH = Patch(issue="none found", versions="torch 2.13", cost="under 0.1 ms", helps=("all",))
 
-_LOGGERS = ("torch.onnx", "torch.export", "torch.fx", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir")
+_LOGGERS = (
+    "torch.onnx",
+    "torch.export",
+    "torch._export",
+    "torch.fx",
+    "torch.fx.experimental.symbolic_shapes",
+    "onnxscript",
+    "onnx_ir",
+)
 _WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     # torch.onnx deep-copies torch's own LeafSpec, whose class warns on every copy (torch 2.13)
     (r".*LeafSpec.*is deprecated", FutureWarning, ""),

@@ -153,6 +153,10 @@ class Memento:
         for kept in attributes(module):
             self.traces.setdefault(kept.path, trace(kept.value))
             self._keep(kept)
+        for part in module.modules():  # a flag that says that hooks are there is put back together with them
+            for name, held in vars(part).items():
+                if name.endswith("_hooks") and isinstance(held, dict):
+                    self._containers.setdefault(id(held), (held, dict(held)))
 
     def _keep(self, kept: KeptValue) -> None:
         if kept.kind in ("attribute", "cell", "context") or (kept.kind == "dict" and "__builtins__" in kept.holder):

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from trueline import events
 from trueline.bundle.signature import DATATYPES, Array
 from trueline.capture.export.exported import Exported
+from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import users_own
 from trueline.capture.onnx import emit
@@ -126,7 +127,7 @@ def shrink(program: Session, eager: Session, probe: Probe, *, questions: int = Q
             return ""
         try:
             program.signature.check(inputs)
-            with care(probe):
+            with code_paths.watch(ends=True), care(probe):
                 expected = eager.run(inputs)
         except (TruelineError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             return ""  # outside the claim, or the model itself cannot answer it
@@ -245,7 +246,8 @@ def record_calls(eager: EagerSession, inputs: Inputs) -> list[Call]:
 
     hooks = [part.register_forward_hook(note) for part in users.modules()]
     try:
-        eager.run(inputs)
+        with code_paths.watch(ends=True):
+            eager.run(inputs)
     finally:
         for hook in hooks:
             hook.remove()
