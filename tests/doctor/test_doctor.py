@@ -45,6 +45,19 @@ def whole(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Row:
     return examined(model, x, dynamic).rows["(model)"]
 
 
+class _Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sym_sqrt(x.shape[0])  # an operator that no bundle holds
+
+
+def test_a_program_that_no_bundle_holds_is_refused_by_the_doctor_as_by_capture() -> None:
+    row = whole(_Root(), torch.randn(3, 4))
+    assert row.status == "blocked"
+    assert row.cause is not None
+    assert row.cause.words.endswith("model.json calls 'torch._sym_sqrt'; a bundle holds aten operators only")
+    assert "/tmp" not in row.cause.words
+
+
 @pytest.mark.parametrize(
     ("model", "mark", "kind", "edit"),
     [

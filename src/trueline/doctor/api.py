@@ -49,7 +49,6 @@ def doctor(
     from trueline.doctor.examine import prove_onnx
     from trueline.doctor.survey import survey
     from trueline.recipe.contract import ONLY_CALLED
-    from trueline.recipe.eager_mode import as_trained
     from trueline.recipe.load import load_recipe
 
     recipe = load_recipe(recipe, needs=ONLY_CALLED)
@@ -60,8 +59,7 @@ def doctor(
     declared = {name: {axis: f"{name}.{axis}" for axis in axes} for name, axes in (dynamic or {}).items()}
     model = subject.prepare(recipe, checkpoint, dynamic_shapes=declared)
     base = recipe.path.parent if recipe.path is not None else Path.cwd()
-    with as_trained():
-        done = survey(model.module, calls_of(model.eager), onnx=prove_onnx if onnx else None, base=base)
+    done = survey(model.module, calls_of(model.eager), onnx=prove_onnx if onnx else None, base=base)
     diagnosis = Diagnosis(recipe=recipe.name, rows=tuple(done.rows.values()), before=read_progress(recipe))
     if keep:
         keep_progress(recipe, diagnosis)

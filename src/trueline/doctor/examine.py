@@ -7,7 +7,7 @@ module was called, so that a frozen state shows too.
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -155,7 +155,7 @@ def _compare(
     if not reason and kept:
         reason = f"it writes into its own buffers when it is called ({', '.join(oracle.written)})"
         return Finding(reason=reason, program=program)
-    return Finding(
+    finding = Finding(
         reason=reason,
         places=oracle.partings() if reason else (),
         program=program,
@@ -164,6 +164,10 @@ def _compare(
         memory=memory,
         divisors=divisors,
     )
+    refused, place = ("", None) if reason else export.find_refusal(program)
+    if not refused or prove_onnx(finding, oracle) == "proven":
+        return finding
+    return replace(finding, reason=refused, places=(place,) if place is not None else ())
 
 
 def find_rank_change(oracle: Oracle) -> Finding | None:

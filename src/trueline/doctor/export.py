@@ -12,19 +12,23 @@ import contextlib
 import copy
 import io
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from trueline.capture.export import operators, torch_export
 from trueline.capture.export.fallbacks import MAX_UNIT, largest_unit
 from trueline.capture.export.tracing import apply_patches, quiet
 from trueline.capture.model import explicit_state
 from trueline.capture.model.arguments import Arguments
+from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit
 from trueline.capture.patches import nonzero_loops, size_lengths
 from trueline.doctor.recorded_calls import RecordedCall, flat_answer
@@ -35,6 +39,7 @@ Axis = tuple[int, int]
 Divisors = Mapping[Axis, int]
 """The number of which the size of each of these dimensions is a multiple; all other sizes are free."""
 NO_DIVISORS: Divisors = MappingProxyType({})
+LARGE = 64 << 20
 LEAST_SIZES = 2
 """Different sizes of each dimension with a divisor that a proof needs."""
 CONSTANT = re.compile(r"to be a constant \((\d+)\)")
@@ -105,6 +110,20 @@ def without_ranges(program: torch.export.ExportedProgram) -> torch.export.Export
         symbol: ValueRanges(min(1, span.lower), span.upper) for symbol, span in program.range_constraints.items()
     }
     return free
+
+
+def find_refusal(program: torch.export.ExportedProgram) -> tuple[str, SourceLine | None]:
+    """Why a bundle cannot hold the program, and the user's line; empty where it can. Weights above LARGE bytes are not
+    written for it."""
+    weights = [*program.state_dict.values(), *program.constants.values()]
+    if sum(one.nbytes for one in weights if isinstance(one, torch.Tensor)) > LARGE:
+        return "", None
+    with tempfile.TemporaryDirectory(prefix="trueline-doctor-") as folder, silence_exporters():
+        try:
+            torch_export.save(program, Path(folder) / "model.pt2")
+        except CaptureError as error:
+            return error.message.replace(f"{folder}/", ""), operators.line_of(program, error.message)
+    return "", None
 
 
 def all_sizes(free: Sequence[set[int]]) -> tuple[dict[int, Any], ...]:

@@ -10,7 +10,7 @@ Depth first, with a budget. It returns a proven result or the reason why there i
 import ast
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -22,17 +22,20 @@ import torch
 from trueline.doctor.examine import Finding, Oracle, examine
 from trueline.doctor.export import copy_without_hooks, silence_exporters
 from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patch_module
-from trueline.doctor.recorded_calls import RecordedAnswer, RecordedCall, agree, answer_of
+from trueline.doctor.recorded_calls import agree, answer_of
 from trueline.doctor.rewrites import candidates
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.state import written_attribute
 from trueline.doctor.rewrites.tensors.numbers import FREED, fixes_size
+from trueline.recipe.eager_mode import as_called
 
 MAX_EXAMINED = 16
 """Exports that one class may cost."""
 FEW = 2
 """Exports that remain after an edit that is right for some sizes."""
 MAX_DEPTH = 6
+STRUCTURED = ("torch.cond(", "_higher_order_ops")
+"""What stands in code with structured control flow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +61,6 @@ class _Search:
     refusals: list[str] = field(default_factory=list)
     in_units: Healed | None = None
     """A result for sizes that are multiples, used when there is none for all sizes."""
-
-    def has_structure(self, text: str) -> bool:
-        """Whether a rewrite has put structured control flow into `text`, beside what the user's own file has."""
-        own = Path(self.file).read_text()
-        return any(text.count(word) > own.count(word) for word in ("torch.cond(", "_higher_order_ops"))
 
     def with_text(self, text: str) -> torch.nn.Module:
         return patch_module(self.module, {**self.texts, self.file: text})
@@ -108,19 +106,17 @@ def _try_candidates(
         except (SyntaxError, NameError) as error:
             search.refuse(candidate, error)
             continue
-        # torch compiles structured operators at each new shape, which takes seconds: of these only the exported
-        # program is compared, and the eager module at the end on two calls
-        cheap = candidate.cheap and not search.has_structure(candidate.text)
-        if cheap and not _agrees_in_order(search, module, candidate):
+        if not _agrees(search, module, candidate):
             continue
         search.left -= 1
         after = examine(module, search.oracle)
         done = (*steps, candidate.words)
         if not after.reason:
-            if candidate.cheap or _agrees_where_it_matters(search, module, candidate):
-                freed = candidate.frees or FREED in " ".join(done)
-                return Healed(text=candidate.text, steps=done, finding=after, frees=freed)
-            continue
+            structured = any(word in candidate.text for word in STRUCTURED)
+            if structured and not _agrees(search, module, candidate, compiled=True):
+                continue
+            freed = candidate.frees or FREED in " ".join(done)
+            return Healed(text=candidate.text, steps=done, finding=after, frees=freed)
         search.refuse(candidate, after.reason)
         if candidate.frees and search.in_units is None:
             finding = examine(search.with_text(candidate.text), search.oracle, in_units=True)
@@ -167,35 +163,23 @@ def _takes_both_ways(search: _Search, text: str, test: int, body: int) -> bool:
     return 0 < counts[body] < counts[test]
 
 
-Pairs = Sequence[tuple[RecordedCall, RecordedAnswer]]
-
-
-def _agrees(search: _Search, module: torch.nn.Module, candidate: Candidate, pairs: Pairs) -> bool:
-    for call, expected in pairs:
-        reason, _ = agree(expected, answer_of(module, call))
-        if reason:
-            search.refuse(candidate, reason)
-            return False
-    return True
-
-
-def _agrees_in_order(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
-    """Whether the eager rewrite answers as the original on every call."""
+def _agrees(search: _Search, module: torch.nn.Module, candidate: Candidate, *, compiled: bool = False) -> bool:
+    """Whether the eager rewrite answers as the original on every call. `compiled`: also as torch itself runs structured
+    control flow, which it checks for more at size 1, on the call that was exported and on the smallest."""
     # without a state, calls that the original does not answer are skipped: they may never end
-    pairs = search.oracle.answered_pairs if search.oracle.forgetful else [*search.oracle.pairs]
-    return _agrees(search, copy_without_hooks(module), candidate, pairs)  # a copy: its state stays as it is
-
-
-def _agrees_where_it_matters(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
-    """The eager rewrite on the call that was exported and on the smallest: torch checks more at size 1. A module that
-    remembers repeats all calls in their order."""
-    with silence_exporters():
-        if not search.oracle.forgetful:
-            return _agrees_in_order(search, module, candidate)
-        answered, base = search.oracle.answered_pairs, search.oracle.base
-        smallest, _ = min(answered, key=lambda pair: sum(tensor.numel() for tensor in pair[0].tensors))
-        pairs = [(call, answer) for call, answer in answered if call is base or call is smallest]
-        return _agrees(search, module, candidate, pairs)
+    oracle = search.oracle
+    pairs = oracle.answered_pairs if oracle.forgetful else [*oracle.pairs]
+    if compiled and oracle.forgetful:
+        smallest, _ = min(pairs, key=lambda pair: sum(tensor.numel() for tensor in pair[0].tensors))
+        pairs = [(call, answer) for call, answer in pairs if call is oracle.base or call is smallest]
+    twin = copy_without_hooks(module)  # a copy: its state stays as it is
+    with as_called() if compiled else contextlib.nullcontext(), silence_exporters():
+        for call, expected in pairs:
+            reason, _ = agree(expected, answer_of(twin, call))
+            if reason:
+                search.refuse(candidate, reason)
+                return False
+    return True
 
 
 def _propose(
@@ -261,10 +245,8 @@ def _scope_at(search: _Search, text: str, line: int, seen: Mapping[str, Any]) ->
     function = function_at(ast.parse(text), line)
     if function is None:
         return None
-    if not search.has_structure(text):
-        held = locals_of(search.with_text(text), search.oracle, name_of(search.file, text), function)
-        seen = {**seen, **held}
-    return Scope(text=text, function=function, seen=seen)
+    held = locals_of(search.with_text(text), search.oracle, name_of(search.file, text), function)
+    return Scope(text=text, function=function, seen={**seen, **held})
 
 
 def function_at(tree: ast.Module, line: int) -> ast.FunctionDef | None:

@@ -29,6 +29,7 @@ from trueline.doctor.rewrites.state import written_attribute
 from trueline.doctor.rewrites.tensors.numbers import free_size
 from trueline.doctor.search import Healed, function_at, heal, locals_of
 from trueline.errors import join_names
+from trueline.recipe.eager_mode import as_trained
 
 MAX_CALLS = 32
 """Calls that one submodule is compared on."""
@@ -75,6 +76,7 @@ class _Part:
         )
 
 
+@as_trained()
 def survey(model: torch.nn.Module, calls: Iterable[RecordedCall], *, onnx: OnnxCheck | None, base: Path) -> Survey:
     """Examines `model` (in evaluation mode) and its submodules on `calls` of the whole.
 

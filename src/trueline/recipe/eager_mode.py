@@ -41,6 +41,17 @@ def as_trained() -> Iterator[None]:
         utils._hop_compile_and_call = compiles
 
 
+@contextmanager
+def as_called() -> Iterator[None]:
+    """Within `as_trained`, structured control flow as torch runs it by itself: compiled."""
+    before = utils._hop_compile_and_call
+    utils._hop_compile_and_call = _compile
+    try:
+        yield
+    finally:
+        utils._hop_compile_and_call = before
+
+
 def _run(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
     """What torch compiles for one eager call of an operator, run as it is; compiled while a tracer follows it.
 

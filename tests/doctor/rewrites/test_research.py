@@ -17,9 +17,9 @@ from trueline.doctor.survey import survey
 
 pytestmark = pytest.mark.slow
 MODELS = {one.name: one for one in research.SHELF.found}
-READY = ("Rounded", "ScaleSizes", "Thirds")
+READY = ("ScaleSizes", "Thirds")
 """torch.export follows them as they stand."""
-BLOCKED = ("Halving", "PairProducts", "Viterbi")
+BLOCKED = ("Halving",)
 """No rewrite is known."""
 
 
@@ -67,6 +67,19 @@ def test_a_loop_over_the_places_of_a_mask_is_a_masked_assignment() -> None:
 @pytest.mark.long
 def test_a_loop_of_log2_steps_is_unrolled_up_to_a_size_that_the_model_checks() -> None:
     assert "torch._check(n <= 1024)" in healed("Doubling")
+
+
+def test_decimals_of_a_size_come_from_a_table_since_torch_rounds_them_otherwise() -> None:
+    assert "round(at * 0.137, 2) for at in range(1025)" in healed("Rounded")
+
+
+def test_the_root_of_a_size_is_one_that_bundles_hold() -> None:
+    assert "side = torch.sym_int(x.shape[1] ** 0.5)" in healed("Square")
+
+
+@pytest.mark.long
+def test_a_list_of_pairs_that_may_be_empty_is_a_tensor_that_may_be() -> None:
+    assert "if rows else" not in healed("PairProducts").split("+", 1)[1].replace("-", "")
 
 
 def test_a_cached_method_is_computed_at_every_call() -> None:

@@ -6,10 +6,11 @@ reversed, counted, indexed or iterated.
 
 import ast
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 from trueline.doctor.rewrites.scope import Scope, Spot, expression, statements, stored_names, walk
 
+_Node = TypeVar("_Node", ast.stmt, ast.expr)
 Swaps = dict[int, ast.expr | ast.stmt]
 """The id of a node -> what replaces it."""
 
@@ -78,6 +79,9 @@ def _tensor_use(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
     if isinstance(node, ast.Call) and _joins(node, name):
         return join(node, name)
     text = ast.unparse(node)
+    if isinstance(node, ast.IfExp) and ast.unparse(node.test) in (name, f"len({name})", f"len({name}) > 0"):
+        inner = {id(one): swap for one in ast.walk(node.body) if (swap := _tensor_use(one, name)) is not None}
+        return _swap_nodes(node.body, inner) if inner else None  # the proof compares where there are no steps
     if text in (f"reversed({name})", f"{name}[::-1]", f"list(reversed({name}))"):
         return expression(f"{name}.flip(0)")
     return expression(f"{name}.shape[0]") if text == f"len({name})" else None
@@ -126,7 +130,7 @@ def _without_names(statement: ast.stmt, names: list[str]) -> ast.stmt | None:
     return None
 
 
-def _swap_nodes(statement: ast.stmt, swaps: Swaps) -> ast.stmt:
+def _swap_nodes(statement: _Node, swaps: Swaps) -> _Node:
     """A copy of `statement` with the nodes of `swaps` replaced."""
     twin = copy.deepcopy(statement)
     pairs = zip(ast.walk(statement), ast.walk(twin), strict=True)

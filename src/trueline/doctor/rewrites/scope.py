@@ -33,9 +33,6 @@ class Candidate:
     """Lines (before the edit) of a condition and of its body: the edit is proven only if calls took both ways."""
     frees: bool = False
     """Whether it frees a size: other code may then accept only multiples."""
-    cheap: bool = True
-    """False where the eager rewrite is slow (torch compiles structured control flow): only the exported program is
-    compared then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -297,8 +297,7 @@ def _run_one_branch(scope: Scope, spot: Spot, statement: ast.If, ways: Ways) -> 
     call = f"torch.cond({ast.unparse(predicate(statement.test, scope))}, {then}, {otherwise}, ({tail}))"
     head = "return " if ends else f"{', '.join(names)} = "
     words = f"`if {ast.unparse(statement.test)}` runs one way with torch.cond"
-    edit = scope.candidate(spot.block[spot.index : end], [*functions, *statements(head + call)], words)
-    return None if edit is None else replace(edit, cheap=False)
+    return scope.candidate(spot.block[spot.index : end], [*functions, *statements(head + call)], words)
 
 
 def _way(name: str, operands: list[str], block: list[ast.stmt], names: list[str], ends: bool) -> ast.stmt:

@@ -212,7 +212,7 @@ def _while_loop(
     first = [copy.deepcopy(one) for one in (*before, *once)]
     text = scope.replace([spot.statement], [*first, *functions, *statements(call)])
     words = f"`{first_line(spot.statement)}` is a while_loop"
-    return Candidate(text=add_import(text, "while_loop"), words=words, cheap=False) if text else None
+    return Candidate(text=add_import(text, "while_loop"), words=words) if text else None
 
 
 def _start(scope: Scope, spot: Spot, name: str) -> str:

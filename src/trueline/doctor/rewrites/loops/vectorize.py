@@ -204,7 +204,7 @@ def _scan_steps(
     new += _places(scope, steps, all_rows=idle and steps.fills_only)
     text = without_list(scope, spot, [*firsts], new, swaps)
     words = f"`{first_line(loop)}` is a scan" + (" that may have no step" if idle else "")
-    return Candidate(text=add_import(text, "scan"), words=words, cheap=False) if text else None
+    return Candidate(text=add_import(text, "scan"), words=words) if text else None
 
 
 def _chooses(scope: Scope, node: ast.AST, index: str | None) -> bool:
@@ -283,7 +283,7 @@ def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Can
         new += statements(f"{marked} = {marked}.index_put(({order},), {marked}[{order}] | {left})")
     written = without_list(scope, spot, [kept] if kept is not None else [], new, swaps)
     words = f"`{first_line(loop)}` is a scan over what is left of `{order}`"
-    return Candidate(text=add_import(written, "scan"), words=words, cheap=False) if written else None
+    return Candidate(text=add_import(written, "scan"), words=words) if written else None
 
 
 def _mask(value: ast.expr, rest: str) -> ast.expr | None:

@@ -2,6 +2,7 @@
 takes a number out of a tensor.
 
 Condition: none for `len` and `.item()`; `int` of a size is removed, and of arithmetic that rounds it becomes torch's.
+Decimals of a size come from a table, whose end is the largest size.
 NumPy arrays become the tensors that they came from: the functions called need counterparts of the same meaning in
 torch; the proof compares values and dtypes.
 """
@@ -14,6 +15,8 @@ from dataclasses import replace
 from trueline.doctor.rewrites.predicate import without_numbers
 from trueline.doctor.rewrites.scope import Candidate, Compound, Scope, Spot, expression
 
+TABLE = 1024
+"""The largest size of a table."""
 FREED = "a size that stays free"
 """Part of the description of an edit that frees a size."""
 
@@ -57,12 +60,27 @@ def free_size(scope: Scope, node: ast.AST) -> ast.expr | None:
             rounds = any(isinstance(one, ast.Div | ast.Pow) for one in parts)
             rounds = rounds or any(isinstance(one, ast.Constant) and isinstance(one.value, float) for one in parts)
             return expression(f"torch.sym_int({ast.unparse(given)})") if rounds else given
-        case ast.Call(func=ast.Name(id="round"), args=[given, digits]) if scope.depends_on(given) == "size":
-            rounded = f"torch.full((), {ast.unparse(given)}, dtype=torch.float64), decimals={ast.unparse(digits)}"
-            return expression(f"torch.round({rounded})")
+        case ast.Call(func=ast.Name(id="round"), args=[given, _]) if scope.depends_on(given) == "size":
+            return _looked_up(scope, node, given)
         case ast.Call(func=ast.Attribute(attr="isqrt"), args=[given]) if scope.depends_on(given) == "size":
-            return expression(f"torch.sym_int(torch.sym_sqrt({ast.unparse(given)}))")
+            root = ast.BinOp(left=given, op=ast.Pow(), right=ast.Constant(value=0.5))  # exact up to 2**50
+            return expression(f"torch.sym_int({ast.unparse(root)})")
     return None
+
+
+def _looked_up(scope: Scope, node: ast.expr, given: ast.expr) -> ast.expr | None:
+    """`round(n * 0.137, 2)`, whose decimals torch rounds otherwise than Python, from a table over the one size."""
+    sizes = {
+        ast.unparse(one)
+        for one in ast.walk(given)
+        if isinstance(one, ast.Name | ast.Subscript | ast.Call) and scope.depends_on(one) == "size"
+    }
+    size = max(sizes, key=len, default="")
+    at = scope.fresh("at")
+    value = ast.unparse(node).replace(size, at) if size else ""
+    if not value or scope.depends_on(expression(value)) != "static":
+        return None
+    return expression(f"torch.tensor([{value} for {at} in range({TABLE + 1})], dtype=torch.float64)[{size}]")
 
 
 def fixes_size(statement: ast.stmt) -> bool:
