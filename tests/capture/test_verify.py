@@ -148,6 +148,17 @@ def test_the_probes_are_fresh_ones_unless_those_of_the_capture_are_asked_for(
     assert asked() == fresh
 
 
+def test_without_torch_the_golden_records_are_replayed_and_a_note_says_what_was_not(
+    verified: Callable[..., Verified], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = verified(Program("onnx"), Program("torch_export"))
+    (verdict,) = found.programs
+    assert (verdict.format, verdict.holds, verdict.golden, verdict.probes) == ("onnx", True, 3, 0)
+    assert "the torch_export program was not checked: it needs torch" in found.notes
+    assert any("pip install 'trueline[train]'" in note for note in found.notes)
+
+
 def test_machine_code_is_looked_at_only_with_native_and_a_note_says_that_it_was_not(
     verified: Callable[..., Verified],
 ) -> None:

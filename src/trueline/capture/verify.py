@@ -4,11 +4,13 @@
     probes (seeded) ──against──▶ the recipe's model, or, without one, every program against the one that is served
 
 Every program gets a verdict, also after one that fails. No code of the bundle runs; with a recipe, the recipe does.
+Without torch only golden records are replayed, and a note says so.
 Importing this imports no torch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +27,12 @@ from trueline.runtime.session import NATIVE, Session
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature
     from trueline.capture.proof.observe import Observation
+    from trueline.capture.proof.prove import Proof
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location
 
+TORCHLESS = ("onnx", "openvino")
+"""Formats whose programs run without torch."""
 FRESH_SEED = 1
 """Capture uses seed 0, whose probes were passed already."""
 
@@ -104,10 +109,17 @@ def verify(
             f"the {format} program of '{opened.name}' is machine code, and proving it runs it",
             hint="if you trust who made the bundle: --native (native=True)",
         )
+    runtime_only = against is None and importlib.util.find_spec("torch") is None
     oracle, example, notes = _oracle(opened, against, checkpoint)
     notes += [f"the {format} program was not checked: it is machine code, and --native runs it" for format in closed]
     wanted = [entry for entry in wanted if entry.format not in closed]
-    observations = _observe(oracle, opened, example, seed)
+    if runtime_only:
+        notes += [
+            f"the {one.format} program was not checked: it needs torch" for one in wanted if one.format not in TORCHLESS
+        ]
+        notes.append("new probes were not made, which needs torch: pip install 'trueline[train]'")
+        wanted = [entry for entry in wanted if entry.format in TORCHLESS]
+    observations = None if runtime_only else _observe(oracle, opened, example, seed)
     verdicts = []
     for entry in wanted:
         itself = against is None and entry.format == oracle.format
@@ -186,16 +198,10 @@ def _verdict(
     bundle: Bundle, format: str, observations: Sequence[Observation] | None, oracle: Session, *, native: bool
 ) -> ProgramVerdict:
     """`observations` is None for the program that is the oracle itself."""
-    from trueline.capture.model.eager import EagerSession
-    from trueline.capture.proof import stateful
-    from trueline.capture.proof.prove import judge
-
     try:
         session = open_program(bundle, format, native=native)
         replayed = replay(bundle, session)
-        proof = None if observations is None else judge(session, observations)
-        if proof is not None and isinstance(oracle, EagerSession):
-            proof = stateful.prove_sequences(proof, session, oracle)
+        proof = None if observations is None else _judge(session, observations, oracle)
     except TruelineError as error:
         return ProgramVerdict(format=format, holds=False, why=error.message)
     evidence = proof.evidence if proof else ()
@@ -208,3 +214,12 @@ def _verdict(
         max_abs_error=max([*(one.max_abs_error for one in replayed.values()), proof.max_abs_error if proof else 0.0]),
         evidence=evidence,
     )
+
+
+def _judge(session: Session, observations: Sequence[Observation], oracle: Session) -> Proof:
+    from trueline.capture.model.eager import EagerSession
+    from trueline.capture.proof import stateful
+    from trueline.capture.proof.prove import judge
+
+    proof = judge(session, observations)
+    return stateful.prove_sequences(proof, session, oracle) if isinstance(oracle, EagerSession) else proof

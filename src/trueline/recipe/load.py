@@ -18,6 +18,7 @@ from typing import Any
 
 from trueline import files
 from trueline.errors import RecipeError, UsageError, closest, join_names
+from trueline.extras import translate
 from trueline.recipe import blanks, cells
 from trueline.recipe.blanks import Definitions
 from trueline.recipe.contract import Recipe
@@ -136,7 +137,9 @@ def _load_error(error: BaseException, folder: Path, what: str) -> RecipeError:
     place = blanks.blame(error, folder)
     hint = f"see {place}" if place else ""
     if isinstance(error, ModuleNotFoundError) and error.name:
+        missing = translate(error)
         hint = f"install {error.name}, or put {error.name.split('.')[0]}.py beside the recipe"
+        hint = missing.hint if missing is not None else hint
     if isinstance(error, SyntaxError):
         return RecipeError(f"{what} is not valid Python, at {place}: {error.msg}", hint=hint)
     at = f", at {place}" if place else ""

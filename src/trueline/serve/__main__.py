@@ -4,16 +4,19 @@ It writes one JSON line to stdout, {"event": "server.ready", "url", "port", "mod
 {"event": "server.failed", "code", "message", "hint"}; everything else goes to stderr.
 """
 
-import json
-import logging
-import sys
-from typing import Any
+import gc
 
-import uvloop
+gc.disable()  # until the server is ready: imports and loads make many objects, and next to none of them is garbage
+import json  # noqa: E402
+import logging  # noqa: E402
+import sys  # noqa: E402
+from typing import Any  # noqa: E402
 
-from trueline.errors import TruelineError
-from trueline.serve import server
-from trueline.serve.settings import from_arguments
+import uvloop  # noqa: E402
+
+from trueline.errors import TruelineError  # noqa: E402
+from trueline.serve import server  # noqa: E402
+from trueline.serve.settings import from_arguments  # noqa: E402
 
 
 def _write(record: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ async def run(settings: ServeSettings, announce: Announce) -> None:
     if settings.processes > 1:
         from trueline.serve.process import multiprocess
 
+        gc.enable()
         await multiprocess.run(settings, announce)
         return
     host.take_short_turns()
@@ -149,8 +150,8 @@ async def _begin(parts: Parts) -> dict[str, Field]:
             model, _, version = name.partition("/")
             if own.get("defaultVersion") is True and models.get(model, version) is not None:
                 await _prefer(fleet, model, version)
-    gc.collect()
     gc.freeze()
+    gc.enable()  # `python -m trueline.serve` starts without
     return record | {"models": ",".join(models.names())}
 
 
