@@ -44,7 +44,7 @@ def test_an_example_with_a_loop_of_its_own_trains_alone(example, needs, argument
     command = [sys.executable, str(EXAMPLES / example / "train.py"), *arguments]
     said = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert said.returncode == 0, said.stderr
-    assert re.fullmatch(r"\d+ steps, (accuracy|mean r|0\.9|1\.0).*\n", said.stdout), said.stdout
+    assert re.search(r"steps, (accuracy|mean r|0\.9|1\.0)", said.stdout), said.stdout
 
 
 ODD = f"""

@@ -10,13 +10,13 @@ import base64
 import binascii
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trueline.errors import DataError
+from trueline.errors import DataError, closest, join_names
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -79,6 +79,17 @@ def describe(value: object) -> str:
 
 def wrong(column: str, row: int, kind: str, value: object) -> DataError:
     return DataError(f"column '{column}' of record {row}: expected {_EXPECTED.get(kind, kind)}, got {describe(value)}")
+
+
+def expect_columns(declared: Iterable[str], there: Sequence[str]) -> None:
+    """Raises DataError for a column that the records lack, with the nearest name that they have."""
+    for name in declared:
+        if name not in there:
+            near = closest(name, there)
+            raise DataError(
+                f"the recipe declares column '{name}', and the records have {join_names(there)}",
+                hint=f"did you mean '{near}'?" if near else "",
+            )
 
 
 def one_array(column: Any) -> Any:

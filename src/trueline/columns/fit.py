@@ -27,7 +27,7 @@ from trueline.columns.encoders import (
 )
 from trueline.columns.fitted import FittedColumns
 from trueline.columns.moments import ExactMoments, MedianSearch
-from trueline.errors import DataError, MissingValues, closest, join_names
+from trueline.errors import DataError, MissingValues, join_names
 
 MAX_CLASSES = 10_000
 """More different labels are taken for numbers that were declared as classes."""
@@ -55,13 +55,7 @@ def fit(
     Calls `report` with the number of records that were read. Raises DataError for columns that the records lack or that
     hold another type, MissingValues where the declaration says that a missing value is an error.
     """
-    for name in declared:
-        if name not in schema.names:
-            near = closest(name, schema.names)
-            raise DataError(
-                f"the recipe declares column '{name}', and the records have {join_names(schema.names)}",
-                hint=f"did you mean '{near}'?" if near else "",
-            )
+    cells.expect_columns(declared, schema.names)
     fits = {name: _begin(name, one, cells.kind_of(schema.field(name).type)) for name, one in declared.items()}
     missing, first, records = Counter[str](), dict.fromkeys(declared, -1), 0
     for table in tables(list(declared)):

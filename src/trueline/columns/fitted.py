@@ -92,18 +92,9 @@ class FittedColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raises DataError that names the column.
         """
-        for one in self.columns:
-            if one.name not in table.column_names and (labels or not isinstance(one, FittedLabel)):
-                near = closest(one.name, table.column_names)
-                raise DataError(
-                    f"the recipe declares column '{one.name}', and the records have {join_names(table.column_names)}",
-                    hint=f"did you mean '{near}'?" if near else "",
-                )
-        arrays = {
-            one.name: encode_array(one, cells.one_array(table.column(one.name)))
-            for one in self.columns
-            if labels or not isinstance(one, FittedLabel)
-        }
+        columns = [one for one in self.columns if labels or not isinstance(one, FittedLabel)]
+        cells.expect_columns([one.name for one in columns], table.column_names)
+        arrays = {one.name: encode_array(one, cells.one_array(table.column(one.name))) for one in columns}
         return self._join(arrays, labels=labels)
 
     def encode_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
