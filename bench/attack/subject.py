@@ -129,6 +129,7 @@ class Model:
         return self
 
 
+HALVES = (torch.float16, torch.bfloat16)
 POSITIONS = ("aten.grid_sampler", "aten.affine_grid", "aten.upsample_linear", "aten.upsample_bi", "aten.upsample_tri")
 """Operators that compute positions between numbers, whose rounding is inside of them and grows with the size."""
 
@@ -156,16 +157,37 @@ class _Rounded(TorchDispatchMode):
         schema = getattr(func, "_schema", None)
         if schema is None or schema.is_mutable or func.is_view:
             return found
+        if any(isinstance(leaf, torch.Tensor) and leaf.dtype in HALVES for leaf in pytree.tree_leaves(found)):
+            return self._round_halves(func, args, kwargs or {}, found)
         return pytree.tree_map(self._round, found)
 
-    def _round(self, value: Any) -> Any:
+    def _round_halves(self, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+        """A result of half precision is one of the two numbers around that of float64, in which a runtime may compute:
+        it leaves casts to a half and back out."""
+        wide = {name: torch.float64 if value in HALVES else value for name, value in kwargs.items()}
+        try:
+            exact = func(*pytree.tree_map(_widen_half, args), **pytree.tree_map(_widen_half, wide))
+        except RuntimeError:  # no kernel for float64
+            return found
+        return pytree.tree_map(lambda half, one: self._round(one, half.dtype) if _is_half(half) else half, found, exact)
+
+    def _round(self, value: Any, kind: torch.dtype = torch.float32) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float64 or not value.numel():
             return value
-        near = value.float()
-        other = torch.nextafter(near, torch.where(near.double() < value, math.inf, -math.inf).float())
+        near = value.to(kind)
+        other = torch.nextafter(near, torch.where(near.double() < value, math.inf, -math.inf).to(kind))
         other = torch.where((near.double() == value) | ~near.isfinite() | ~other.isfinite(), near, other)
         choice = torch.rand(value.shape, generator=self.random, dtype=torch.float32) < 0.5
-        return torch.where(choice, near, other).double()
+        rounded = torch.where(choice, near, other)
+        return rounded.double() if kind == torch.float32 else rounded
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in HALVES
+
+
+def _widen_half(value: Any) -> Any:
+    return value.double() if _is_half(value) else value
 
 
 class _as_float64:

@@ -8,9 +8,11 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from bench.attack import grammar
 from bench.attack.__main__ import attack
 from bench.attack.judge import Verdict, judge
@@ -168,6 +170,16 @@ def test_a_program_that_rounds_otherwise_than_the_model_is_right(name: str) -> N
 
     verdict = judge(subject, Planted(subject, fault), calls=5)
     assert verdict.wrong == []
+
+
+def test_a_program_that_leaves_out_a_cast_to_half_precision_and_back_is_right() -> None:
+    subject = subject_of("half_matmul")
+    network: Any = subject.model().network
+
+    def fault(arrays: Mapping[str, Array], right: list[Array]) -> Answer:
+        return [(torch.from_numpy(arrays["x"]) @ network.w0.detach()).numpy()]
+
+    assert judge(subject, Planted(subject, fault), calls=5).wrong == []
 
 
 def test_a_seed_names_its_models() -> None:

@@ -109,6 +109,20 @@ def test_a_program_of_onnx_runtime_names_the_input_and_not_its_node(tmp_path: Pa
     assert "node_embedding_1" not in refused.value.message
 
 
+@pytest.mark.parametrize("operator", ["Div", "Mod"])
+def test_a_division_by_zero_that_onnx_runtime_refuses_is_the_requests_fault(operator: str, tmp_path: Path) -> None:
+    from onnx import helper
+
+    ids, found = bundles.spec("ids", "batch", datatype="INT64"), bundles.spec("y", "batch", datatype="INT64")
+    node = helper.make_node(operator, ["n", "ids"], ["y"])
+    model = bundles.graph([node], [ids], [found], {"n": np.array([7])})
+    signature = Signature(inputs=(ids,), outputs=(found,), dims={"batch": Dim()})
+    golden = Golden(case="1", inputs={"ids": np.array([7])}, outputs={"y": np.array([operator == "Div"], np.int64)})
+    session = open_program(bundles.bundle(tmp_path / "b", model, signature, [golden]))
+    with pytest.raises(RequestError, match="by zero"):
+        session.run({"ids": np.array([2, 0])})
+
+
 def table(out: Path) -> bundles.Bundle:
     """Rows of three numbers by id, from 0 to 4."""
     from onnx import helper

@@ -16,7 +16,7 @@ from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import LIMIT, Probe, make_probes
-from trueline.capture.proof.sum_limits import bound_sums
+from trueline.capture.proof.sum_limits import bound_exported, bound_sums, find_limits
 from trueline.capture.proof.value_probes import make_value_probes
 from trueline.capture.subject import Subject
 from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit
@@ -46,10 +46,13 @@ def export_and_observe(
     def settle(signature: Signature) -> Signature:
         return limit.run("the model at the ends of its values", lambda: value_ranges.settle(eager, signature))
 
+    def limit_sums(signature: Signature) -> Signature:
+        return limit.run("the model at sums of sizes", lambda: bound_sums(signature, find_limits(eager, signature)))
+
     try:
         exported = limit.run("torch.export", lambda: _export(subject, far), share=EXPORT_SHARE)
     except CaptureError as error:
-        presumed = settle(eager.calling.presumed)
+        presumed = settle(limit_sums(eager.calling.presumed))
         eager.calling = replace(eager.calling, presumed=presumed)
         probes = make_probes(eager.example, signature=presumed, limit=most, covered=covered)
         return error, observe([*probes, *make_value_probes(eager.example, presumed)])
@@ -68,7 +71,7 @@ def _export(subject: Subject, far: FarSizes) -> Exported:
     for more. Raises CaptureError."""
     module, eager = subject.module, far.eager
     exported = size_limits.settle(
-        far, bound_sums(eager, _trace(eager, lambda: torch_export.export(module, eager.calling)))
+        far, bound_exported(eager, _trace(eager, lambda: torch_export.export(module, eager.calling)))
     )
     return size_limits.widen(
         far, exported, lambda sizes: _trace(eager, lambda: torch_export.export_at(module, eager.calling, sizes))

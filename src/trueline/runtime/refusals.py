@@ -34,9 +34,9 @@ _MEMORY = re.compile(
 _VALUES = re.compile(
     r"\bsingular\b|positive[- ]definite|failed to converge|is zero and using it|ZeroDivisionError"
     r"|not in the valid range|Class values must|non-negative integral|can not be negative"
-    r"|probability tensor contains|has to be greater than 0"
+    r"|probability tensor contains|has to be greater than 0|Integer (?:division|modulo) by zero"
 )
-"""What torch's operators raise for values that they have no answer to; the eager model raises it too."""
+"""What operators of torch and ONNX Runtime raise for values that they have no answer to; the eager model raises too."""
 _INNER = (
     re.compile(r"^\[\w+\] : \d+ : \w+ : "),
     re.compile(r"Non-zero status code returned while running (\w+) node\. ?Name: ?'[^']*' ?Status Message: ?"),

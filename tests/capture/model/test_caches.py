@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trueline.bundle import Bundle, open_bundle
 from trueline.capture.api import capture
@@ -95,6 +95,31 @@ def test_past_and_new_tokens_end_together_where_the_positions_end(tmp_path: Path
         for new in (2, 20, 62):
             with pytest.raises(RequestError, match=r"new \+ past is at most 64"):
                 session.run(inputs(new, 65 - new))
+
+
+class Either(nn.Module):
+    """Positions that end at 16, and a branch on values, which torch.export does not follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(16, 4)
+
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        start = past.shape[1]
+        y = torch.cat([past, x + self.positions(torch.arange(start, start + x.shape[1]))], 1)
+        return y * 2 if y.mean() > 0 else y
+
+
+@pytest.mark.slow
+def test_a_script_takes_past_and_new_tokens_up_to_where_the_positions_end_together(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    example = (torch.randn(2, 3, 4), torch.randn(2, 5, 4))
+    free = {"x": {1: "new"}, "past": {1: "past"}}
+    recipe = recipes.untrained(lambda: Either().eval(), examples=lambda: example, dynamic_shapes=lambda: free)
+    capture(recipe, None, tmp_path / "b")
+    bundle = open_bundle(tmp_path / "b")
+    assert [entry.format for entry in bundle.manifest.programs] == ["torchscript"]
+    assert [guard.text for guard in bundle.signature.guards] == ["new + past <= 16"]
 
 
 def test_a_state_that_is_none_before_the_first_call_is_refused_with_what_to_register() -> None:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import io
 import math
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper
 from torch import Tensor, nn
 from torch._export import utils as export_utils
 from torch.backends import opt_einsum
@@ -267,6 +271,20 @@ def makes_the_zeros_of_a_pad_part_of_the_window() -> bool:
     below = -torch.rand(1, 1, 5)
     module = Of(nn.Sequential(nn.ConstantPad1d(1, 0.0), nn.MaxPool1d(3, stride=2)))
     return not np.allclose(answers(export(module, below, free=()), below)[0], module(below))
+
+
+@shows("onnx/integer_division")
+def ends_the_process_where_the_smallest_number_is_divided_by_minus_one() -> bool:
+    """Without the patch: a model of one node, in a process of its own."""
+    one = helper.make_node("Div", ["a", "b"], ["c"])
+    values = [helper.make_tensor_value_info(name, TensorProto.INT64, [1]) for name in "abc"]
+    graph = helper.make_graph([one], "g", values[:2], values[2:])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    code = (
+        "import sys, numpy, onnxruntime as o; s = o.InferenceSession(sys.stdin.buffer.read()); "
+        "s.run(None, {'a': numpy.array([-(2**63)]), 'b': numpy.array([-1])})"
+    )
+    return subprocess.run([sys.executable, "-c", code], input=model.SerializeToString()).returncode == -signal.SIGFPE
 
 
 @shows("onnx/precision")

@@ -25,6 +25,7 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import (
+    integer_division,
     padded_pool,
     pass_workarounds,
     precision,
@@ -165,6 +166,7 @@ def translate(
     size_arithmetic.compute_in_double(found.model)
     padded_pool.separate_pads(found.model)
     precision.compute_exactly(found.model)
+    integer_division.avoid_overflow(found.model)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 

@@ -52,6 +52,11 @@ def compute_in_double(model: ir.Model) -> None:
         model.graph.initializers.pop(name)
 
 
+def computes_size(node: ir.Node) -> bool:
+    """Whether `node` is arithmetic of Python's own operators, on sizes."""
+    return _size_call(node) is not None
+
+
 def _size_call(node: ir.Node) -> re.Match[str] | None:
     return _CALL.search(node.metadata_props.get(_NODE, ""))
 

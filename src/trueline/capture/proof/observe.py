@@ -230,9 +230,9 @@ def care(probe: Probe) -> AbstractContextManager[object]:
 def hidden_state(observations: Sequence[Observation]) -> str:
     """How the eager model's answers to equal inputs differ; empty when no probe shows that they do."""
     answers: dict[str, Observation] = {}
-    for seen in observations:
+    for seen in observations if len(observations) > 1 else ():
         earlier = answers.setdefault(digest(seen.probe.inputs), seen)
-        if earlier.outputs is None or seen.outputs is None or seen.draws is not None:
+        if earlier is seen or earlier.outputs is None or seen.outputs is None or seen.draws is not None:
             continue
         comparison = compare.compare(earlier.outputs, seen.outputs)
         if not comparison.agrees:
@@ -322,14 +322,16 @@ def _spec(name: str, first: Array, shapes: Seen, dims: dict[str, Dim]) -> Tensor
 
 _LAPACK = ("linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "svd", "qr", "triangular_solve", "lstsq")
 _ENDLESS = ("mode.",)
+_TRUNCATED = ("div.Tensor_mode", "div.Scalar_mode", "div_.Tensor_mode", "div_.Scalar_mode")
+"""Of the smallest whole number by -1 they end the process with SIGFPE (torch 2.13), if they truncate."""
 
 
 class Unsafe(ValueError):
-    """Stops an operator that would crash, or never return, on a value that is not finite."""
+    """Stops an operator that would crash, or never return, on these values."""
 
 
 class Careful(OperatorMode):  # type: ignore[no-untyped-call]
-    """Raises Unsafe where an operator that would crash or never return gets a value that is not finite."""
+    """Raises Unsafe where an operator gets values on which it would crash or never return."""
 
     def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = str(func).removeprefix("aten.").lstrip("_")
@@ -338,4 +340,13 @@ class Careful(OperatorMode):  # type: ignore[no-untyped-call]
                 floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
                 if floats and not bool(value.isfinite().all()):
                     raise Unsafe(f"{func} would get a value that is no number")
+        if name.startswith(_TRUNCATED) and kwargs.get("rounding_mode") == "trunc" and _overflows(*args[:2]):
+            raise Unsafe(f"{func} would divide the smallest whole number by -1")
         return func(*args, **kwargs)
+
+
+def _overflows(dividend: torch.Tensor, divisor: Any) -> bool:
+    if dividend.is_floating_point() or dividend.is_complex():
+        return False
+    least = torch.iinfo(dividend.dtype if dividend.dtype != torch.bool else torch.uint8).min
+    return least < 0 and bool(((dividend == least) & torch.as_tensor(divisor == -1)).any())

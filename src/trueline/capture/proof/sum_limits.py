@@ -6,7 +6,7 @@ found on the eager model and becomes a guard of the signature.
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -21,24 +21,38 @@ from trueline.capture.proof.probes import fit, resize
 LARGEST = 4096
 """Sizes up to which a limit is looked for."""
 BUDGET_S = 2.0
-"""Seconds for it; a model that needs more is not asked at larger sizes."""
+"""Seconds of processor time for it; a model that needs more is not asked at larger sizes."""
 
 
-def bound_sums(eager: EagerSession, exported: Exported) -> Exported:
-    """`exported` with a guard on each two symbols whose sum the eager model limits."""
-    claim, deadline = exported.claims[0], time.monotonic() + BUDGET_S
-    for one, other in itertools.combinations([symbol for symbol in claim.symbols if symbol != BATCH], 2):
-        most = _find_sum(eager, claim, one, other, deadline)
-        if most is not None:
-            claims = tuple(_add_guard(signature, one, other, most) for signature in exported.claims)
-            at = exported.claims.index(exported.signature)
-            sizes = {
-                symbol: (*exported.boundaries.get(symbol, ()), most - claim.sizes(eager.example)[another])
-                for symbol, another in ((one, other), (other, one))
-            }
-            boundaries = {**exported.boundaries, **sizes}
-            exported = replace(exported, claims=claims, signature=claims[at], boundaries=boundaries)
-    return exported
+Limits = Mapping[tuple[str, str], int]
+"""Two symbols, and the largest sum of their sizes."""
+
+
+def find_limits(eager: EagerSession, claim: Signature) -> Limits:
+    """The limits of the eager model on each two symbols of `claim`."""
+    deadline = time.process_time() + BUDGET_S
+    pairs = itertools.combinations([symbol for symbol in claim.symbols if symbol != BATCH], 2)
+    found = {pair: _find_sum(eager, claim, *pair, deadline) for pair in pairs}
+    return {pair: most for pair, most in found.items() if most is not None}
+
+
+def bound_sums(claim: Signature, limits: Limits) -> Signature:
+    """`claim` with a guard for each of the limits."""
+    for (one, other), most in limits.items():
+        claim = _add_guard(claim, one, other, most)
+    return claim
+
+
+def bound_exported(eager: EagerSession, exported: Exported) -> Exported:
+    """`exported` with these guards, and sizes beside them to be probed."""
+    limits, base = find_limits(eager, exported.claims[0]), exported.claims[0].sizes(eager.example)
+    boundaries = dict(exported.boundaries)
+    for (one, other), most in limits.items():
+        for symbol, another in ((one, other), (other, one)):
+            boundaries[symbol] = (*boundaries.get(symbol, ()), most - base[another])
+    claims = tuple(bound_sums(claim, limits) for claim in exported.claims)
+    at = exported.claims.index(exported.signature)
+    return replace(exported, claims=claims, signature=claims[at], boundaries=boundaries)
 
 
 def _add_guard(claim: Signature, one: str, other: str, most: int) -> Signature:
@@ -58,7 +72,7 @@ def _find_sum(eager: EagerSession, claim: Signature, one: str, other: str, deadl
 
     def answers(first: int, second: int) -> bool:
         sizes = {**base, one: first, other: second}
-        if not claim.allows(sizes) or time.monotonic() > deadline:
+        if not claim.allows(sizes) or time.process_time() > deadline:
             return False
         try:
             eager.run(resize(eager.example, claim, sizes))
@@ -71,7 +85,7 @@ def _find_sum(eager: EagerSession, claim: Signature, one: str, other: str, deadl
         return None
     high = _largest(lambda size: answers(size, there), here)
     wide = _largest(lambda size: answers(here, size), there)
-    if high is None or wide is None or high + there != here + wide or time.monotonic() > deadline:
+    if high is None or wide is None or high + there != here + wide or time.process_time() > deadline:
         return None
     most = high + there
     middle = (here + high) // 2
