@@ -14,8 +14,8 @@ import grpc
 from trueline import clock
 from trueline.engine.hosts import relay as relays
 from trueline.engine.hosts.fleet import FleetEngine
-from trueline.engine.hosts.messages import Welcome
-from trueline.engine.hosts.service import PULSES, HostsService
+from trueline.engine.hosts.messages import PULSES, Welcome
+from trueline.engine.hosts.service import HostsService
 from trueline.engine.hosts.tls import make_certificates
 from trueline.engine.hosts.token import TokenFile, issue_token
 
@@ -58,7 +58,7 @@ class HostWorld:
         self.fleet.on_room = self.rooms.append
         self.engine = LoopEngine(self)
         greet = Welcome(job="job", secret="secret", lease_s=lease_s, preload=(), files=tuple(files), **welcome)
-        self.service = HostsService(self.fleet, greet, folder / "blobs", VERSIONS, self.write)
+        self.service = HostsService(self.fleet, greet, folder / "blobs", VERSIONS, self.write, bytes)
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.address = self.call(self._serve())

@@ -33,7 +33,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
     "The line": dict.fromkeys(
         ("try", "init", "train", "run", "evaluate", "predict", "doctor", "capture", "register", "serve", "ship"), "line"
     ),
-    "Jobs": dict.fromkeys(("jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
+    "Jobs": dict.fromkeys(("join", "jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
     "Bundles, records, TorchServe": dict.fromkeys(("bundle", "data", "torchserve"), ""),
     "This machine": {"env": "line"},
 }

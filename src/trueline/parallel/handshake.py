@@ -26,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+from trueline.engine.hosts.route import join_address, split_address
+
 PROOF_S = 10.0
 """How long a peer may take to prove itself; a starved machine needs seconds for what takes one millisecond."""
 MOST_UNPROVEN = 256
@@ -71,11 +73,11 @@ class PeerListener:
         """`accept` gets each proven connection, which it owns, in blocking mode; it must not wait."""
         host = os.environ.get("TRUELINE_HOST", "127.0.0.1")
         self._accept, self._secret = accept, _job_secret()
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET, backlog=4096)
+        self._listener = _listen(host, os.environ.get("TRUELINE_PORTS", ""))
         self._listener.setblocking(False)
         self._port: int = self._listener.getsockname()[1]
         self.ports.add(self._port)
-        self.address = f"{host}:{self._port}"
+        self.address = join_address(host, self._port)
         self._closed = threading.Event()
         self._unproven: dict[socket.socket, _Caller] = {}
         """In the order of their deadlines."""
@@ -141,6 +143,21 @@ class PeerListener:
             self._accept(hello, connection)
 
 
+def _listen(host: str, ports: str) -> socket.socket:
+    """A listener at `host`, on a free one of the `ports` FIRST-LAST if they are given. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    first, _, last = ports.partition("-")
+    choices = list(range(int(first), int(last or first) + 1)) if ports else [0]
+    secrets.SystemRandom().shuffle(choices)
+    for port in choices:
+        try:
+            return socket.create_server((host, port), family=family, backlog=4096)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"no port of {ports} is free at {host}")
+
+
 @dataclass(slots=True)
 class _Caller:
     """A connection whose caller has not proven itself yet."""
@@ -186,9 +203,14 @@ def connect(address: str, hello: Hello, timeout_s: float) -> socket.socket:
 
     Raises OSError when it is gone, does not answer in time, or does not have the job's secret.
     """
-    host, _, port = address.rpartition(":")
     until = time.monotonic() + timeout_s
-    connection = socket.create_connection((host, int(port)), timeout=timeout_s)
+    try:
+        connection = socket.create_connection(split_address(address), timeout=timeout_s)
+    except OSError as error:
+        why = "it does not answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise ConnectionError(
+            f"{os.environ.get('TRUELINE_HOST', 'this host')} cannot reach {address}: {why}"
+        ) from error
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         greeting = _MAGIC + _HELLO.pack(*hello) + secrets.token_bytes(_NONCE)

@@ -29,7 +29,10 @@ def meet(
         for other in range(rank):
             address = store.get(f"member-{other}").decode()
             hello = Hello(Purpose.LINK, generation, rank)
-            links[other] = handshake.connect(address, hello, max(1e-3, until - time.monotonic()))
+            try:
+                links[other] = handshake.connect(address, hello, max(1e-3, until - time.monotonic()))
+            except OSError as error:
+                raise ConnectionError(f"rank {other} is out of reach: {error}") from error
             opened(links[other])
         if arrivals is not None:
             for other in range(rank + 1, size):
@@ -71,7 +74,7 @@ class _Arrivals:
         """Returns the connection from `rank`. Raises TimeoutError."""
         with self._change:
             if not self._change.wait_for(lambda: rank in self._links, max(0.0, until - time.monotonic())):
-                raise TimeoutError(f"the member of rank {rank} did not connect in time")
+                raise TimeoutError(f"rank {rank} did not connect to {self.address} in time")
             return self._links.pop(rank)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ _RESULT = "What is computed (a resumed job keeps it)"
 _WORKERS = "The workers (a resumed job may have others)"
 _KEEPING = "Checkpoints and evaluation"
 _JOB = "The job"
+_HOSTS = "Other hosts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,4 +137,20 @@ class TrainingSettings(StepSettings, LoopSettings):
     page_port: int = setting(
         0, "Port of the live page; any free one for 0, or if it is in use.",
         section=_JOB, metavar="PORT", low=0, high=65535,
+    )  # fmt: skip
+    listen: str = setting(
+        "", "Where other hosts join with `trueline join`, e.g. host-a:7700 or 0.0.0.0:7700; over TLS and with a token.",
+        section=_HOSTS, metavar="HOST:PORT",
+    )  # fmt: skip
+    cores: int = setting(
+        -1, "With --listen, workers that this host takes; else one for each CPU.",
+        section=_HOSTS, metavar="N", low=-1,
+    )  # fmt: skip
+    interface: str = setting(
+        "", "Where workers of this host listen for others: its name or address, else that of --listen.",
+        section=_HOSTS, metavar="NAME|ADDRESS",
+    )  # fmt: skip
+    ports: str = setting(
+        "", "Ports for the workers of this host, e.g. 7800-7899, three for each; else any.",
+        section=_HOSTS, metavar="FIRST-LAST",
     )  # fmt: skip

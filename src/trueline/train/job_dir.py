@@ -9,6 +9,7 @@
     JOB/master.lock     held by the master           JOB/loss.json        how the loss reduces, as it was tried
     JOB/weights.safetensors   a copy of those that the training starts from
     JOB/columns.json    the recipe's fitted columns
+    JOB/hosts/          of a launch that other hosts may join: certificate and key, token, files that travel, hosts
     JOB/events.out.tfevents.0.trueline   the curves, for TensorBoard
 
 The lock is an open-file-description lock (fcntl(2)): the kernel releases it when the launcher ends, by whatever means,
@@ -67,6 +68,7 @@ class JobDir:
         self.loss = path / "loss.json"
         self.weights = path / "weights.safetensors"
         self.columns = path / "columns.json"
+        self.hosts = path / "hosts"
         self.page = path / "page.html"
         self.page_token = path / "page.token"
         self._lock = path / "lock"

@@ -50,7 +50,8 @@ def beyond(faults: Sequence[Fault], total_steps: int) -> list[Fault]:
 class JobSettings(TrainingSettings):
     name: str
     recipe: str
-    """Absolute path of the recipe, or `module:object`; empty for a job that runs `script`."""
+    """Absolute path of the recipe, or `module:object`; empty for a job that runs `script`. On a joined host the path is
+    relative to the job's folder."""
     recipe_digest: str
     script: tuple[str, ...] = ()
     """A Python file with a custom loop over `trueline.Elastic`, and its arguments."""
@@ -113,7 +114,9 @@ def load(job_dir: Path) -> JobSettings:
     """Raises UsageError if `job_dir` holds no job."""
     file = JobDir(job_dir).settings
     try:
-        return msgspec.json.decode(file.read_bytes(), type=JobSettings)
+        job = msgspec.json.decode(file.read_bytes(), type=JobSettings)
+        travelled = job.recipe and ":" not in job.recipe and not Path(job.recipe).is_absolute()
+        return replace(job, recipe=str(job_dir / job.recipe)) if travelled else job
     except FileNotFoundError as error:
         why = f"{job_dir} holds no job: it has no job.json"
         raise UsageError(why, hint="name the folder of an earlier job") from error
@@ -203,6 +206,10 @@ class Overrides(TypedDict, total=False):
     find_unused_parameters: bool | None
     weights: str | None
     new_layers: str | None
+    listen: str | None
+    cores: int | None
+    interface: str | None
+    ports: str | None
 
 
 def apply_overrides(

@@ -263,7 +263,7 @@ def test_deaths_that_the_engine_tells_of_in_one_go_cost_one_view(job, tmp_path):
                 master.handle(h.Ready(f"worker-{slot}.0", "x:1"))
             before = master.state.generation
             for slot in range(2):
-                master._note_death(h.Death(f"worker-{slot}.0", "killed by SIGKILL"))
+                master.note_death(h.Death(f"worker-{slot}.0", "killed by SIGKILL"))
             await asyncio.sleep(0)
             return before, master.state.generation
 

@@ -13,6 +13,7 @@ trueline status digits-1
 trueline status runs/digits-1 --json
     the same for a script
 """
+HOST_HEAD = ("HOST", "ADDRESS", "STATE", "CORES", "LOAD", "WORKERS")
 _EVALUATIONS = {"evaluation": "last evaluation", "best": "best evaluation"}
 
 
@@ -55,6 +56,8 @@ def format_status(facts: dict[str, Any], now: float) -> str:
     if members := live.get("members"):
         head = ("WORKER", "STEPS", "DOES", "FOR", "RECORDS/S")
         lines.append(format_table([head, *(_member(member) for member in members)]))
+    if len(hosts := live.get("hosts", ())) > 1:
+        lines.append(format_table([HOST_HEAD, *map(_host, hosts)]))
     if live.get("pending"):
         lines.append(f"starting: {', '.join(live['pending'])}")
     if facts["state"] in ("dead", "failed", "stopped"):
@@ -83,6 +86,12 @@ def _where(facts: dict[str, Any], live: dict[str, Any]) -> str:
 def _evaluation(label: str, evaluation: dict[str, Any]) -> str:
     metrics = [f"{name} {value:.4g}" for name, value in evaluation["metrics"].items()]
     return f"{label}: " + ", ".join([f"step {evaluation['step']}", f"loss {evaluation['loss']:.4g}", *metrics])
+
+
+def _host(host: dict[str, Any]) -> tuple[str, ...]:
+    state = f"away for {host['silent_s']:.1f} s" if host["state"] == "away" else host["state"]
+    numbers = str(host["cores"]), f"{host['load']:.1f}"
+    return (host["host"], host["address"] or "-", state, *numbers, ", ".join(host["workers"]) or "-")
 
 
 def _member(member: dict[str, Any]) -> tuple[str, ...]:

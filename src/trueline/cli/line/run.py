@@ -20,9 +20,9 @@ trueline run own_loop.py --workers 2:8 --detach -- --lr 0.1
 
 _OF_THE_SCRIPT = (
     *_launch.FIXED, "compile", "find_unused_parameters", "readers", "backend", "device",
-    "evaluate_every", "monitor", "patience",
+    "evaluate_every", "monitor", "patience", "listen", "cores", "interface", "ports",
 )  # fmt: skip
-"""What the script decides: its loop, options and evaluation."""
+"""What the script decides (its loop, options and evaluation), and what needs a recipe."""
 
 
 @verb("run", examples=_EXAMPLES, shows_progress=True)

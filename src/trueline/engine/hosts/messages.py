@@ -18,9 +18,17 @@ import msgspec
 from trueline.engine.contract import ProcessSpec, Seen
 
 SERVICE = "trueline.engine.v1.Hosts"
-JOIN, FETCH = f"/{SERVICE}/Join", f"/{SERVICE}/Fetch"
+JOIN, FETCH, SETTLE = (f"/{SERVICE}/{name}" for name in ("Join", "Fetch", "Settle"))
 PULSE_S = 0.5
 """Time between two pulses of a host; the master answers each."""
+PULSES = [
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+"""Both ends ask each other every two seconds, so that a link that was cut is noticed and a new connection is made."""
 CHUNK = 1 << 20
 """Bytes of a file in one message."""
 CERTIFICATE_NAME = "master.trueline"

@@ -29,6 +29,7 @@ from trueline.engine.hosts.messages import (
     FETCH,
     JOIN,
     PULSE_S,
+    PULSES,
     AddOrder,
     CoresOffer,
     Dismissal,
@@ -45,10 +46,9 @@ from trueline.engine.hosts.messages import (
     encode,
 )
 from trueline.engine.hosts.route import announce, split_address
-from trueline.engine.hosts.service import PULSES
 from trueline.engine.hosts.token import TokenFile
 from trueline.engine.local.client import LocalEngine, start_agent
-from trueline.errors import TrainError, UsageError
+from trueline.errors import TrainError, TruelineError, UsageError
 
 FENCE = 10
 """Leases without a master after which what runs here is ended: the longest lease that a master gives."""
@@ -101,13 +101,11 @@ class Relay:
         try:
             await check_port(self._request.address)
             while True:
-                with contextlib.suppress(_Away):
+                try:
                     return await self._connect()
-                if self._welcome is None:
-                    raise UsageError(
-                        f"what listens at {self._request.address} is not the start of the job that the token is of",
-                        hint="copy the token file again",
-                    )
+                except _Away as away:
+                    if self._welcome is None:
+                        raise self._describe_first(away) from away
                 await asyncio.sleep(RETRY_S)
                 silent_s = loop.time() - self._heard_at
                 if not self._fenced and silent_s > FENCE * self._welcome.lease_s:
@@ -117,13 +115,23 @@ class Relay:
         finally:
             self._end()
 
-    def withdraw(self) -> None:
-        """Takes the cores back: the workers leave between two steps. The second call ends them at once."""
+    def withdraw(self) -> bool:
+        """Takes the cores back: the workers leave between two steps. False: it has begun already."""
         if self._withdrawn:
-            raise KeyboardInterrupt
+            return False
         self._withdrawn = True
         events.emit("join.leaving", why="Ctrl-C")
         self._outgoing.put_nowait(Withdrawal())
+        return True
+
+    def _describe_first(self, away: "_Away") -> TruelineError:
+        """The error of a host that has not joined yet."""
+        if str(away):
+            return TrainError(f"the master at {self._request.address} broke off: {away}", hint="join again")
+        return UsageError(
+            f"what listens at {self._request.address} is not the start of the job that the token is of",
+            hint="copy the token file again",
+        )
 
     async def _fence(self, silent_s: float) -> None:
         self._fenced = True
@@ -159,7 +167,7 @@ class Relay:
                         f"{self._request.address} refuses this host: {error.details()}",
                         hint="the join line of the running job, and its token file, are in the job's folder",
                     ) from error
-                raise _Away from error
+                raise _Away(f"{error.details()}") from error
 
     async def _converse(self, channel: Any, call: Any, metadata: Any) -> str:
         request = self._request
@@ -193,7 +201,7 @@ class Relay:
             code = await call.code()
             if code in _END:
                 raise UsageError(f"{self._request.address} refuses this host: {await call.details()}")
-            raise _Away
+            raise _Away("the connection ended")
         self._heard_at = asyncio.get_running_loop().time()
         received: FromMaster = message
         return received

@@ -26,28 +26,20 @@ from trueline.engine.hosts.messages import (
     encode,
 )
 
-PULSES = [
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.keepalive_permit_without_calls", 1),
-]
-"""Both ends ask each other every two seconds, so that a link that was cut is noticed and a new connection is made."""
-
-
 PARTING_S = 2.0
 """A host that was sent away ends the call itself; for so long it is waited for."""
 
 
 class HostsService:
-    """`greet` is the Welcome of this launch; `blobs`: its files, named by digest; `write` takes output of a process."""
+    """`greet` is the Welcome of this launch; `blobs`: its files, named by digest; `write` takes output of a
+    process, `settle` what a worker found out for all."""
 
     def __init__(
         self, fleet: FleetEngine, greet: Welcome, blobs: Path, versions: dict[str, str],
-        write: Callable[[str, bytes], None],
+        write: Callable[[str, bytes], None], settle: Callable[[bytes], bytes],
     ) -> None:  # fmt: skip
         self._fleet, self._greet, self._blobs, self._versions, self._write = fleet, greet, blobs, versions, write
+        self._settle = settle
         self._files = {one.digest for one in greet.files}
 
     def make_handler(self) -> Any:
@@ -55,7 +47,8 @@ class HostsService:
             SERVICE,
             {
                 "Join": grpc.stream_stream_rpc_method_handler(self._join, decode_from_host, encode),
-                "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
+                "Settle": grpc.unary_unary_rpc_method_handler(self._answer_settle, bytes, bytes),
+                "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch, bytes, bytes),
             },
         )
 
@@ -66,6 +59,9 @@ class HostsService:
         with (self._blobs / name).open("rb") as file:
             while chunk := file.read(CHUNK):
                 yield chunk
+
+    async def _answer_settle(self, data: bytes, context: Any) -> bytes:
+        return self._settle(data)
 
     async def _join(self, messages: AsyncIterator[FromHost], context: Any) -> AsyncIterator[FromMaster]:
         greeting = await anext(messages, None)

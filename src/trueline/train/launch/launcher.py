@@ -36,7 +36,7 @@ from trueline.registry import event_file
 from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, LaunchRecord
-from trueline.train.launch import shutdown
+from trueline.train.launch import hosts, shutdown
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.train.master.failover import MasterProcess, reserve_port
 from trueline.train.reasons import LEFT_OUT_EXIT
@@ -87,6 +87,10 @@ class LocalJob:
             self._sweep()
             exits.callback(self._clean)
             self._reserved = exits.enter_context(reserve_port())
+            line = hosts.prepare(self.folder, self.settings, self._preload())
+            if line:
+                exits.enter_context(reserve_port(self.settings.listen))
+                self._emit("hosts.listening", line=line)
             exits.callback(self._end_processes)
             self.agent = self._start_agent()
             self._start_master()
@@ -156,9 +160,11 @@ class LocalJob:
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
         self.socket.unlink(missing_ok=True)
+        return start_agent(self.socket, preload=self._preload(), life=self.lifeline.reading, log=self.folder.log("agent"))
+
+    def _preload(self) -> tuple[str, ...]:
         users = self.settings.script[0] if self.settings.script else self.settings.recipe
-        preload = (*PRELOAD, *libraries_of(Path(users)))
-        return start_agent(self.socket, preload=preload, life=self.lifeline.reading, log=self.folder.log("agent"))
+        return (*PRELOAD, *libraries_of(Path(users)))
 
     def _start_master(self) -> None:
         if self.master is None:

@@ -9,11 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from trueline.engine.contract import parse_ref
+from trueline.engine.hosts.messages import CERTIFICATE_NAME, PULSES, SETTLE
 from trueline.errors import TrainError
 from trueline.train.link.contract import Link, StepReport
 from trueline.train.link.local_client import LocalLink
@@ -30,6 +32,7 @@ OVERDUE_NS = 3_000_000_000
 ONE_THREAD = ("SingleThreadedUnaryStream", 1)
 """The thread that waits for views polls itself: with one of gRPC's own, both woke up, ten and five times a second."""
 RETRY_S = 0.05
+SETTLE_S = 30.0
 RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
                 ("grpc.min_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0)]  # fmt: skip
 """How a channel looks for a master that is away: it retries after 50 to 300 ms, where gRPC would first wait a second.
@@ -52,6 +55,29 @@ def gathering_s(age_s: float) -> float:
     return REPORT_S + (LATE_REPORT_S - REPORT_S) * min(1.0, age_s / LATE_S)
 
 
+def open_channel(address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+    """A channel to the master: over TLS and to the holder of the launch's certificate alone, if TRUELINE_CA is set."""
+    ca = os.environ.get("TRUELINE_CA")
+    if not ca:
+        return grpc.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(root_certificates=Path(ca).read_bytes())
+    own = [("grpc.ssl_target_name_override", CERTIFICATE_NAME), *PULSES]
+    return grpc.secure_channel(address, credentials, options=[*(o for o in options if "keepalive" not in o[0]), *own])
+
+
+def settle_on_master(data: bytes) -> bytes:
+    """What the first worker of the job has settled about its loss, else `data`, which then stands for all. Empty `data`
+    settles nothing. For workers of joined hosts, which do not see the job's folder. Raises TrainError."""
+    metadata = (("authorization", f"Bearer {os.environ['TRUELINE_SECRET']}"),)
+    with open_channel(os.environ["TRUELINE_MASTER"], RECONNECTING) as channel:
+        try:
+            settle: Any = channel.unary_unary(SETTLE, request_serializer=bytes, response_deserializer=bytes)
+            settled: bytes = settle(data, metadata=metadata, wait_for_ready=True, timeout=SETTLE_S)
+        except grpc.RpcError as error:
+            raise TrainError(f"the master did not answer: {error}") from error
+    return settled
+
+
 class MasterLink:
     """The link over gRPC. `cut` is called in the watching thread with a generation below which groups are to be cut."""
 
@@ -61,7 +87,7 @@ class MasterLink:
         self._cut = cut
         self._metadata = (("authorization", f"Bearer {secret}"),)
         options = [("grpc.keepalive_time_ms", 20000), *RECONNECTING, ONE_THREAD]
-        self._channel = grpc.insecure_channel(address, options=options)
+        self._channel = open_channel(address, options)
         self._master = pb_grpc.MasterStub(self._channel)
         self._new_view = threading.Condition()
         self.view: pb.View | None = None

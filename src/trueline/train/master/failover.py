@@ -23,20 +23,29 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from trueline.engine.hosts.route import ANY, resolve, split_address
 from trueline.engine.local.process import LIFELINE, log_output, run_child, wake_at_end
+from trueline.errors import PortInUse
 
 START = b"start "
 
 
-def reserve_port() -> socket.socket:
-    """Binds a port of the loopback for the masters of a launch, without listening on it.
+def reserve_port(address: str = "127.0.0.1:0") -> socket.socket:
+    """Binds a port for the masters of a launch, without listening on it. Raises PortInUse, UsageError.
 
     Workers look for a dead master's successor there, and send it the job's secret. Linux lets only processes of one
     user share a port (SO_REUSEPORT, socket(7)), so as long as this socket exists no other user can listen on it.
     """
-    reserved = socket.socket()
+    host, port = split_address(address)
+    host = host if host in ANY else resolve(host)
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind(("127.0.0.1", 0))
+    try:
+        reserved.bind((host, port))
+    except OSError as error:
+        reserved.close()
+        hint = "choose another port, or an address of this machine"
+        raise PortInUse(f"cannot listen at {address}: {error.strerror}", hint=hint) from error
     return reserved
 
 

@@ -9,12 +9,12 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from trueline import clock, events, files
-from trueline.engine.contract import Engine, ProcessSpec
+from trueline.engine.contract import Engine, Kind, ProcessSpec
 from trueline.errors import DiskFull, StorageError
 from trueline.train.job_dir import JobDir
 from trueline.train.master.journal import Journal, Row, apply_row
@@ -75,6 +75,10 @@ class Master:
         self.view_changed = asyncio.Event()  # set by a new view; the next one gets another event
         self.publisher = EventPublisher(self.folder.events)
         self.room = DiskRoom(self.emit)
+        self.localize: Callable[[ProcessSpec], ProcessSpec] = lambda spec: spec
+        """Adds to a process what only this machine's have; a joined host does it for its own."""
+        self.hosts: Callable[[], Sequence[dict[str, Any]]] = tuple
+        """The hosts that lend their cores, for status; none for a job that no other host may join."""
         self._backlog: list[Row] = []  # for the journal, in their order
         self._waiting: list[h.Action] = []  # until those rows are in the journal
         self._scaling = Scaling()
@@ -149,10 +153,10 @@ class Master:
             "TRUELINE_JOB": str(self.job_dir), "TRUELINE_MASTER": self.address, "TRUELINE_SECRET": self.secret,
             "TRUELINE_REF": start.ref, "OMP_NUM_THREADS": str(self.job.threads),
         }  # fmt: skip
-        return ProcessSpec(
+        return self.localize(ProcessSpec(
             role=start.role, slot=start.slot, incarnation=start.incarnation, entry=ENTRIES[start.role],
             log=str(self.folder.log(start.ref)), env=env,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def _make_view(self, reason: str) -> pb.View:
         state = self.state
@@ -297,12 +301,15 @@ class Master:
             with contextlib.suppress(OSError):  # the launcher restarts a dead agent; until then leases find the dead
                 async for seen in self.engine.watch():
                     if seen.alive:
-                        self.emit("worker.running", worker=seen.ref, pid=seen.pid)
+                        where = {"host": seen.host} if seen.host else {}
+                        self.emit("worker.running", worker=seen.ref, pid=seen.pid, **where)
                     else:
-                        self._note_death(h.Death(seen.ref, seen.reason, clean=seen.code == 0, failed=seen.failed))
+                        lost = bool(seen.host) and seen.kind is Kind.LOST
+                        clean = seen.code == 0
+                        self.note_death(h.Death(seen.ref, seen.reason, clean, seen.failed, blameless=lost))
             await asyncio.sleep(TICK_S)
 
-    def _note_death(self, death: h.Death) -> None:
+    def note_death(self, death: h.Death) -> None:
         """Collects the deaths of one turn of the loop, so that they cost one view."""
         if death.ref not in self.state.members and death.ref not in self.state.pending:
             return

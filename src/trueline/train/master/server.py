@@ -23,11 +23,13 @@ import msgspec
 
 from trueline import clock, events
 from trueline.engine.contract import Engine
+from trueline.engine.hosts.messages import PULSES
 from trueline.engine.local.process import watch_lifeline
 from trueline.engine.open import open_engine
 from trueline.errors import DiskFull, StorageError
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
+from trueline.train.master.hosts import REFUSED, open_hosts
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import TICK_S, Master
 from trueline.train.membership import events as h
@@ -39,6 +41,8 @@ from trueline.wire import train_pb2_grpc as pb_grpc
 
 BURST = 100_000
 """Calls that may be pending: all workers reconnect at once after a master's death. gRPC's own limit is 1,000."""
+OPTIONS = [("grpc.so_reuseport", 1), ("grpc.server.max_pending_requests", BURST),
+           ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip
 PAGE_S, PAGE_SHARE = 1.0, 0.2
 """Delay of the page after a master's death, and the part of a processor that reading past events may take: the
 reconnections of that moment already take processor time from the steps of training."""
@@ -168,7 +172,8 @@ class MasterService(pb_grpc.MasterServicer):
     async def Status(self, request: pb.Cursor, context: Context) -> pb.JobStatus:
         master, now = self.master, self.master.now()
         facts = master.progress.describe(master.job, master.state, now=now, uptime_s=now - master.born)
-        return pb.JobStatus(json=json.dumps({**facts, "waiting": list(master.room.waiting.values())}))
+        more = {"waiting": list(master.room.waiting.values()), "hosts": list(master.hosts())}
+        return pb.JobStatus(json=json.dumps({**facts, **more}))
 
     async def Follow(self, request: pb.Cursor, context: Context) -> AsyncIterator[pb.Events]:
         async for event in self.master.publisher.follow(request.after):
@@ -196,24 +201,35 @@ class CachedSerializer:
 class SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses calls without the job's secret, and passes unexpected exceptions to `on_crash`."""
 
-    def __init__(self, secret: str, on_crash: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, secret: str, on_crash: Callable[[Exception], None], find_fault: Callable[[str, str], str] | None = None
+    ) -> None:
+        """`find_fault(method, given)`: why a call without the secret is refused; empty: it has another right."""
         self._expected = f"Bearer {secret}".encode()
         self._on_crash = on_crash
+        self._find_fault = find_fault or (lambda method, given: REFUSED)
         self._serializers: dict[str, CachedSerializer] = {}
-        self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
 
-    async def _refuse(self, request: object, context: Context) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's secret is missing or wrong")
+    @staticmethod
+    def _make_refusal(why: str) -> Any:
+        async def refuse(request: object, context: Context) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        given = dict(details.invocation_metadata).get("authorization", "")
-        if not hmac.compare_digest(str(given).encode(), self._expected):
-            return self._refusal
+        given = str(dict(details.invocation_metadata).get("authorization", ""))
+        if not hmac.compare_digest(given.encode(), self._expected) and (
+            fault := self._find_fault(str(details.method), given)
+        ):
+            return self._make_refusal(fault)
         handler: Any = await continuation(details)
         if handler is None:
             return None
+        if handler.request_streaming:
+            return handler._replace(stream_stream=self._guard_stream(handler.stream_stream))
         once = self._serializers.setdefault(details.method, CachedSerializer(handler.response_serializer))
         if handler.response_streaming:
             return handler._replace(unary_stream=self._guard_stream(handler.unary_stream), response_serializer=once)
@@ -252,21 +268,24 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     lock = folder.hold_master()
     secret = folder.read_secret()
     journal = await _when_there_is_room(lambda: Journal(folder.journal))
-    master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
+    hosts = open_hosts(job, folder, engine, secret)
+    master = Master(job, job_dir, journal, engine if hosts is None else hosts.fleet, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
     master.publisher.hook = live.add_event
     launch = folder.read_master() is None  # the launcher removes that of an earlier launch
-    options = [("grpc.so_reuseport", 1), ("grpc.server.max_pending_requests", BURST),
-               ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip
-    server = grpc.aio.server(interceptors=[SecretInterceptor(secret, master.fail_unexpectedly)], options=options)
+    interceptors = [SecretInterceptor(secret, master.fail_unexpectedly, hosts.find_fault if hosts else None)]
+    server = grpc.aio.server(interceptors=interceptors, options=OPTIONS if hosts is None else [*OPTIONS, *PULSES])
     pb_grpc.add_MasterServicer_to_server(MasterService(master), server)
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     master.address = f"127.0.0.1:{bound}"
+    if hosts is not None:
+        await hosts.attach(master, server)
     await server.start()
     where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
     await _when_there_is_room(lambda: folder.write_master(where))
     await master.adopt(launch=launch)
     background = [master.spawn(master.run_engine()), master.spawn(master.run_clock())]
+    background += [] if hosts is None else [master.spawn(hosts.fleet.run())]
     if job.autoscale:
         background.append(master.spawn(master.run_scaling()))
 
@@ -287,7 +306,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     for task in background:
         task.cancel()
     await live.close()
-    await server.stop(0.2)
+    await server.stop(0.2 if hosts is None else hosts.dismiss("the job is over"))
     journal.close()
     master.publisher.close()
     os.close(lock)

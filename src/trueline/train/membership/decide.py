@@ -32,6 +32,9 @@ def decide(state: State, event: h.Event, now: float, policy: MembershipPolicy) -
             return lose_workers(state, event.deaths, now, policy)
         case h.Scale():
             return _scale(state, event, now, policy)
+        case h.Room():
+            state.room = event.workers
+            return fill(state, now) if state.incarnations and not state.finishing else []
     member = state.members.get(event.ref)
     if member is not None:
         state.silence_s = max(state.silence_s, now - member.seen_at)
@@ -114,6 +117,8 @@ def _gather(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
     A slot that died and has to wait before it is filled again is not waited for; its worker joins later.
     """
     target = state.target_workers
+    if state.room is not None:  # hosts that join later bring their workers into a group that trains
+        target = min(target, max(state.room, policy.min_workers))
     waited = state.gathering_since is not None and now - state.gathering_since >= policy.gather_s
     if len(state.members) < target and state.pending and not waited:
         return []

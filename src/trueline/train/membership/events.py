@@ -31,6 +31,7 @@ class Death(Struct, frozen=True):
     why: str
     clean: bool = False  # it has ended by itself, with exit code 0
     failed: bool = False  # it has ended by itself, with another exit code or a crash; it was not killed
+    blameless: bool = False  # its host is gone, or takes its cores back: it says nothing about the slot
 
 
 class Deaths(Struct, frozen=True):
@@ -102,13 +103,19 @@ class Scale(Struct, frozen=True):
     why: str
 
 
+class Room(Struct, frozen=True):
+    """The engine has room for this number of workers, those that run included."""
+
+    workers: int
+
+
 class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
 WorkerEvent = Ready | Entered | Finished | Heartbeat | Leaving | GroupBroken | Saved | Suspect | Trial
 """What a worker reports itself: it has to be of this job."""
-Event = WorkerEvent | Begin | Death | Deaths | Scale | Tick
+Event = WorkerEvent | Begin | Death | Deaths | Scale | Room | Tick
 
 
 class Log(Struct, frozen=True):

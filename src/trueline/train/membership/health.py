@@ -49,6 +49,8 @@ def _blame(state: State, death: Death, member: Member | None, now: float, policy
         state.rotation += 1
         why = f"{death.why} while record {member.trying} was tried"
         return accuse(state, [member.trying], death.ref, why, policy, member.trying_where)
+    if death.blameless:
+        return []
     slot = parse_ref(death.ref)[1]
     if slot >= state.workers or (member is not None and (member.stepped or member.leaving)):
         state.failures.pop(slot, None)

@@ -104,6 +104,7 @@ class Failures:
 @dataclass(slots=True, kw_only=True)
 class State:
     workers: int  # slots to fill: 0 to workers - 1
+    room: int | None = None  # workers that the engine has room for, those that run included; None: it sets no limit
     phase: Phase = "gathering"
     generation: int = 0
     cut_below: int = 0
@@ -168,13 +169,14 @@ class State:
 
 
 def fill(state: State, now: float) -> list[Action]:
-    """Starts a worker in every slot that has none and does not have to wait."""
+    """Starts a worker in every slot that has none and does not have to wait, as far as the engine has room."""
+    room = state.workers if state.room is None else state.room - len(state.members) - len(state.pending)
     taken = {member.slot for member in state.members.values()} | {parse_ref(ref)[1] for ref in state.pending}
     taken |= {slot for slot, failures in state.failures.items() if failures.until > now}
     rows: list[Action] = []
     starts: list[Action] = []
     for slot in range(state.workers):
-        if slot in taken or slot in state.quarantined:
+        if slot in taken or slot in state.quarantined or len(starts) >= room:
             continue
         start = Start(slot, state.incarnations.get(slot, 0))
         rows.append(Log("START", {"ref": start.ref}))

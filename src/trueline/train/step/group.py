@@ -3,6 +3,7 @@
 docs/concepts/generation.md, "A regroup", shows the sequence.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,15 @@ from trueline.train.step import load_balance
 from trueline.wire import train_pb2 as pb
 
 PATIENCE_S = 1.0  # after a failed collective, how long to wait for a new view before requesting one
+
+
+def name_ranks(text: str, members: Sequence[str]) -> str:
+    """`text` with the workers in the place of their ranks: a reason for people.
+
+    >>> name_ranks("rank 1 did not connect to 10.0.0.1:7801 in time", ["worker-0.0", "worker-1.2"])
+    'worker-1.2 did not connect to 10.0.0.1:7801 in time'
+    """
+    return re.sub(r"\brank (\d+)\b", lambda m: members[int(m[1])] if int(m[1]) < len(members) else m[0], text)
 
 
 @dataclass(slots=True)
@@ -91,7 +101,7 @@ class WorkerGroup:
             if not is_collective(error):
                 raise
             self.view, self.plan, self.rank = before
-            self.failure = str(error).partition("\n")[0]
+            self.failure = name_ranks(str(error).partition("\n")[0], view.members)
             events.emit("group.failed", generation=view.generation, why=self.failure)
             return False
         self.link.leads = rank == 0

@@ -1,0 +1,74 @@
+"""`trueline join`."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trueline.cli.options import Output, verb
+from trueline.errors import UsageError
+
+if TYPE_CHECKING:
+    from trueline.engine.hosts.relay import Relay
+
+_EXAMPLES = """
+trueline join host-a:7700 --token-file token
+    lends this machine's cores to the job that listens there; Ctrl-C takes them back
+
+trueline join host-a:7700 --token-file token --cores 4 --interface eth1 --ports 7800-7899
+    room for four workers, which listen on these ports of eth1
+"""
+
+
+@verb("join", examples=_EXAMPLES, shows_progress=True)
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--token-file", required=True, metavar="FILE", help="A copy of JOB/hosts/token.")
+@click.option("--ca", default="", metavar="sha256:...", help="Fingerprint that the join line shows, to compare.")
+@click.option("--cores", type=click.IntRange(1), default=None, metavar="N", help="Workers; else one for each CPU.")
+@click.option("--name", default="", metavar="NAME", help="Of this host in status; else its host name.")
+@click.option("--interface", default="", metavar="NAME|ADDRESS", help="Where workers listen; else the route's.")
+@click.option("--ports", default="", metavar="FIRST-LAST", help="Ports for the workers, three for each; else any.")
+def command(address: str, token_file: str, ca: str, cores: int | None, name: str, interface: str, ports: str) -> Output:
+    """Lend this machine's cores to a training job on another host.
+
+    The job was started with --listen and shows the line to type. This host needs Python and Trueline with the versions
+    of the job's; the recipe's folder comes over the connection. Workers start here while the job has slots to fill.
+    They leave between two steps at Ctrl-C, and no step is lost.
+    """
+    from trueline.engine.hosts.relay import JoinRequest, Relay
+    from trueline.engine.hosts.tls import fingerprint
+    from trueline.engine.hosts.token import read_token
+    from trueline.train.launch.hosts import own_versions
+
+    token = read_token(Path(token_file))
+    if ca and fingerprint(token.ca) != ca:
+        raise UsageError(
+            f"the token file {token_file} has another certificate than the join line: {fingerprint(token.ca)}",
+            hint="copy the token file of this start of the job",
+        )
+    request = JoinRequest(
+        address=address, token=token, cores=cores or len(os.sched_getaffinity(0)), name=name or socket.gethostname(),
+        interface=interface, ports=ports, versions=own_versions(),
+    )  # fmt: skip
+    why = asyncio.run(_lend(Relay(request)))
+    return Output(f"left {token.job}: {why}", {"job": token.job, "why": why})
+
+
+async def _lend(relay: "Relay") -> str:
+    loop = asyncio.get_running_loop()
+    lending = asyncio.ensure_future(relay.run())
+
+    def stop() -> None:
+        if not relay.withdraw():
+            lending.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        return await lending
+    except asyncio.CancelledError:
+        return "its workers were ended at once"

@@ -1,0 +1,82 @@
+"""What a launch prepares for hosts that join it: certificates, a token, the files that travel, the join line."""
+
+import importlib.metadata
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from trueline.engine.hosts import folder as travel
+from trueline.engine.hosts import route, tls
+from trueline.engine.hosts.messages import TravelledFile
+from trueline.engine.hosts.token import TokenFile, issue_token, write_token
+from trueline.errors import UsageError
+from trueline.storage.location import parse_location
+from trueline.train.job_dir import JobDir
+from trueline.train.master.hosts import HostsFolder, HostsLaunch, mark_store
+from trueline.train.settings import JobSettings
+from trueline.version import __version__
+
+
+def own_versions() -> dict[str, str]:
+    """What has to be the same on all hosts."""
+    return {"trueline": __version__, "torch": importlib.metadata.version("torch")}
+
+
+def package_versions(modules: Sequence[str]) -> dict[str, str]:
+    """The installed distributions that have these modules, with their versions."""
+    owners = importlib.metadata.packages_distributions()
+    names = {name for module in modules for name in owners.get(module.partition(".")[0], ())}
+    return {name: importlib.metadata.version(name) for name in sorted(names)}
+
+
+def prepare(folder: JobDir, job: JobSettings, preload: Sequence[str]) -> str:
+    """Fills JOB/hosts for this launch; returns the line that other hosts type. Raises UsageError, StorageError."""
+    own = HostsFolder(folder)
+    shutil.rmtree(own.path, ignore_errors=True)
+    if not job.listen:
+        return ""
+    if job.script:
+        raise UsageError("--listen is for recipes: a script of its own is not sent to other hosts", hint="leave it out")
+    host, port = route.split_address(job.listen)
+    if host in route.ANY and not job.interface:
+        raise UsageError(
+            f"--listen {job.listen} does not say where the workers of this host listen",
+            hint="add --interface with the name or address of the network that the hosts share",
+        )
+    address = route.find_interface_address(job.interface or route.resolve(host))
+    own.path.mkdir(mode=0o700)
+    certificates = tls.make_certificates(job.name)
+    for path, content in ((own.certificate, certificates.master), (own.key, certificates.key)):
+        path.touch(mode=0o600)
+        path.write_bytes(content)
+    token = issue_token(folder.read_secret(), now=time.time())
+    write_token(own.token, TokenFile(job=job.name, token=token, ca=certificates.ca.decode()))
+    where = parse_location(job.checkpoints or folder.checkpoints)
+    store, probe = (str(where), mark_store(where)) if isinstance(where, Path) else ("", "")
+    own.write_launch(HostsLaunch(
+        listen=job.listen, address=address, ports=job.ports,
+        cores=len(os.sched_getaffinity(0)) if job.cores < 0 else job.cores, preload=tuple(preload),
+        files=_pack(folder, own, job, str(where)), packages=package_versions(preload), versions=own_versions(),
+        store=store, probe=probe,
+    ))  # fmt: skip
+    shown = route.join_address(address if host in route.ANY else host, port)
+    return f"trueline join {shown} --token-file {own.token} --ca {tls.fingerprint(certificates.ca.decode())}"
+
+
+def _pack(folder: JobDir, own: HostsFolder, job: JobSettings, store: str) -> tuple[TravelledFile, ...]:
+    """The files of the job as joined hosts get them; its settings there name the recipe that travelled."""
+    named = ":" in job.recipe
+    code = Path.cwd() if named else Path(job.recipe).parent
+    there = job.recipe if named else f"{travel.CODE}/{Path(job.recipe).name}"
+    settings = own.path / "job.json"
+    settings.write_bytes(msgspec.json.encode(replace(job, recipe=there, checkpoints=store)))
+    sources = {"job.json": settings, **travel.code_files(code)}
+    for path in (folder.columns, folder.weights):
+        if path.exists():
+            sources[path.name] = path
+    return travel.pack(sources, own.blobs)

@@ -1,0 +1,153 @@
+"""Other hosts, as the master has them: what the launcher prepared, and the fleet that its engine becomes."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from trueline import clock, files
+from trueline.engine.contract import Engine, ProcessSpec
+from trueline.engine.hosts.fleet import FleetEngine
+from trueline.engine.hosts.messages import SERVICE, TravelledFile, Welcome
+from trueline.engine.hosts.service import HostsService
+from trueline.engine.hosts.token import find_fault
+from trueline.train.job_dir import JobDir
+from trueline.train.master.master import Master
+from trueline.train.membership import events as h
+from trueline.train.settings import JobSettings
+
+PART_S = 1.0
+REFUSED = "the job's secret is missing or wrong"
+
+
+class HostsLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher prepared: JOB/hosts/launch.json."""
+
+    listen: str
+    address: str
+    """Where workers of this host listen."""
+    ports: str
+    cores: int
+    preload: tuple[str, ...]
+    files: tuple[TravelledFile, ...]
+    packages: dict[str, str]
+    versions: dict[str, str]
+    store: str
+    probe: str
+
+
+class HostsFolder:
+    """JOB/hosts: for this user alone, made again by each launch."""
+
+    def __init__(self, job: JobDir) -> None:
+        self.path = job.hosts
+        self.launch, self.known = self.path / "launch.json", self.path / "known.json"
+        self.certificate, self.key = self.path / "master.pem", self.path / "master.key"
+        self.token, self.blobs = self.path / "token", self.path / "files"
+
+    def write_launch(self, launch: HostsLaunch) -> None:
+        files.write_atomic(self.launch, msgspec.json.encode(launch), mode=0o600)
+
+    def read_launch(self) -> HostsLaunch | None:
+        """None for a launch that no other host may join."""
+        try:
+            return msgspec.json.decode(self.launch.read_bytes(), type=HostsLaunch)
+        except FileNotFoundError:
+            return None
+
+
+class JobHosts:
+    """The fleet of a job, and the service that its hosts call."""
+
+    def __init__(self, job: JobSettings, folder: JobDir, local: Engine, secret: str, launch: HostsLaunch) -> None:
+        self._folder, self._secret, self.launch = folder, secret, launch
+        self.own = HostsFolder(folder)
+        self.emit: Callable[..., None] = lambda name, **_: None
+        self.fleet = FleetEngine(
+            local, cores=launch.cores, file=self.own.known, lease_s=job.lease_s, now=clock.monotonic_s,
+            emit=lambda name, **fields: self.emit(name, **fields),
+        )  # fmt: skip
+        greet = Welcome(
+            job=job.name, secret=secret, lease_s=job.lease_s, preload=launch.preload, files=launch.files,
+            packages=launch.packages, store=launch.store, probe=launch.probe,
+        )  # fmt: skip
+        self._service = HostsService(
+            self.fleet, greet, self.own.blobs, launch.versions, self._write_output, self._settle
+        )
+
+    def _write_output(self, ref: str, data: bytes) -> None:
+        with self._folder.log(ref).open("ab") as log:
+            log.write(data)
+
+    def _settle(self, data: bytes) -> bytes:
+        path = self._folder.loss
+        if data:
+            files.write_atomic(path, data, replace=False)
+        return path.read_bytes() if path.exists() else b""
+
+    def serve(self, server: Any) -> None:
+        """Adds the port for other hosts, over TLS, and the service to `server`, which has not started."""
+        server.add_generic_rpc_handlers((self._service.make_handler(),))
+        pair = self.own.key.read_bytes(), self.own.certificate.read_bytes()
+        server.add_secure_port(self.launch.listen, grpc.ssl_server_credentials([pair]))
+
+    async def attach(self, master: Master, server: Any) -> None:
+        """Opens the port, and lets membership know what room the hosts bring and take."""
+        self._master, self.emit = master, master.emit
+        master.localize, master.hosts = self.localize, self.fleet.describe
+        self.fleet.on_room, self.fleet.on_leave = self.set_room, self.release_workers
+        self.serve(server)
+        self.set_room(await self.fleet.capacity())
+
+    def set_room(self, workers: int) -> None:
+        """The engine has room for this number of workers from now on."""
+        least = self._master.policy.min_workers
+        if workers < least:
+            self.emit("job.waiting", room=workers, why=f"it needs room for {least} workers")
+        self._master.handle(h.Room(workers))
+
+    def release_workers(self, refs: Sequence[str]) -> None:
+        """Lets workers leave between two steps: their host takes its cores back. Those that start are killed."""
+        master = self._master
+        for ref in refs:
+            if ref in master.state.members:
+                self.emit("worker.leaving", worker=ref)
+                master.handle(h.Leaving(ref))
+            else:
+                master.spawn(self.fleet.kill(ref))
+                master.note_death(h.Death(ref, "its host takes its cores back", blameless=True))
+
+    def dismiss(self, why: str) -> float:
+        """Sends the hosts away; returns how many seconds their calls may take to end."""
+        self.fleet.dismiss(why)
+        return PART_S if self.fleet.hosts else 0.2
+
+    def localize(self, spec: ProcessSpec) -> ProcessSpec:
+        """The process with the address where it listens if it runs on this host."""
+        own = {"TRUELINE_HOST": self.launch.address, "TRUELINE_PORTS": self.launch.ports}
+        return msgspec.structs.replace(spec, env=spec.env | own)
+
+    def find_fault(self, method: str, given: str) -> str:
+        """Why a call with `given` in place of the secret is refused; empty: it is of a host with a valid token."""
+        if not method.startswith(f"/{SERVICE}/") or not given.startswith("Bearer "):
+            return REFUSED
+        return find_fault(given.removeprefix("Bearer "), self._secret, now=time.time())
+
+
+def open_hosts(job: JobSettings, folder: JobDir, local: Engine, secret: str) -> JobHosts | None:
+    """None for a launch that no other host may join."""
+    launch = HostsFolder(folder).read_launch()
+    return None if launch is None else JobHosts(job, folder, local, secret, launch)
+
+
+def mark_store(where: Path) -> str:
+    """Writes a file into the folder of the checkpoints, by which a host knows that it sees it; returns its name."""
+    name = f".trueline-{time.time_ns():x}"
+    where.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in where.glob(".trueline-*"):
+        old.unlink(missing_ok=True)
+    files.write_atomic(where / name, b"hosts that see this file share the store\n")
+    return name

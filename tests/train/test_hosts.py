@@ -1,0 +1,194 @@
+"""A job on two machines: what dies there costs no record, and each change is told."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trueline.checkpoint import checkpoint
+from trueline.train.job_dir import JobDir, parse_events
+from worlds.jobs import TINY
+from worlds.networks import find_lack, two_machines
+from worlds.waiting import until
+
+pytestmark = pytest.mark.jobs
+TRUELINE = str(Path(sys.executable).with_name("trueline"))
+PORT, BATCH, RECORDS = 7700, 30, 240
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """Machine A with the job and the recipe, and machine B, which sees neither: only the store is shared."""
+    if lack := find_lack():
+        pytest.skip(f"two machines need network namespaces: {lack}")
+    (tmp_path / "a").mkdir()
+    with two_machines(hidden_from_second=(tmp_path / "a",)) as pair:
+        yield pair
+
+
+class TwoMachines:
+    def __init__(self, tmp_path: Path, machines) -> None:
+        self.path, (self.a, self.b) = tmp_path, machines
+        self.job, self.store = JobDir(tmp_path / "a" / "job"), tmp_path / "store"
+        project = tmp_path / "a" / "project"
+        project.mkdir()
+        shutil.copy(TINY, project / "recipe.py")
+        self.token = tmp_path / "token"
+        self.processes = []
+
+    def train(self, *options: str) -> None:
+        command = (
+            TRUELINE, "train", str(self.path / "a" / "project"), "--epochs", "1000000", "--job", str(self.job.path),
+            "--listen", f"{self.a.address}:{PORT}", "--checkpoints", str(self.store), "--checkpoint-every", "1000",
+            *options,
+        )  # fmt: skip
+        self.launcher = self.a.start(*command, log=self.path / "train.log")
+        self.processes.append(self.launcher)
+        self.wait("hosts.listening")
+        shutil.copy(self.job.hosts / "token", self.token)
+
+    def join(self, *options: str, cores: int = 1) -> subprocess.Popen[bytes]:
+        address = f"{self.a.address}:{PORT}"
+        command = (TRUELINE, "join", address, "--token-file", str(self.token), "--cores", str(cores), "--name", "b")
+        cache = str(self.path / "cache-b")
+        process = self.b.start(*command, *options, log=self.path / "join.log", XDG_CACHE_HOME=cache)
+        self.processes.append(process)
+        return process
+
+    def events(self):
+        return list(parse_events(self.job.events.read_bytes().splitlines())) if self.job.events.exists() else []
+
+    def wait(self, name: str, *, after: float = 0.0, **fields):
+        """The first such event after a time."""
+        found = []
+
+        def there() -> bool:
+            assert all(process.poll() is None for process in self.processes[:1]), self.logs()
+            found[:] = [
+                (event, at) for event_name, event, at in self.events()
+                if event_name == name and at > after and all(event.get(key) == value for key, value in fields.items())
+            ]  # fmt: skip
+            return bool(found)
+
+        until(there, lambda: f"{name} {fields}: {self.logs()}")
+        return found[0]
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in self.path.glob("*.log"))
+
+    def wait_workers(self, workers: int, *, after: float = 0.0) -> float:
+        """When this number of workers has first applied a step together."""
+        return self.wait("step.applied", after=after, workers=workers)[1]
+
+    def halt(self) -> None:
+        self.a.run(TRUELINE, "halt", str(self.job.path))
+        self.launcher.wait(100)
+
+    def count(self) -> tuple[int, int, int]:
+        """Steps, and how often records are missing or too many, as the model's own parameter counted them."""
+        newest = checkpoint.latest(self.store)
+        seen, steps = newest.state["model"]["seen"].round().long(), newest.step
+        whole, rest = divmod(steps, RECORDS // BATCH)
+        lost = int((whole - seen).clamp(min=0).sum())
+        repeated = max(0, int(seen.sum()) - steps * BATCH) + int((seen - whole - 1).clamp(min=0).sum())
+        assert int((seen == whole + 1).sum()) == rest * BATCH
+        return steps, lost, repeated
+
+    def gap_ms(self, after: float) -> float:
+        """The gap of the first step of a new group that was applied after a time."""
+        for name, event, at in self.events():
+            if name == "step.applied" and at > after and event["gap_ms"]:
+                return float(event["gap_ms"])
+        raise AssertionError("no step began a group")
+
+    def close(self) -> None:
+        for process in self.processes:
+            for child in [*_children(process.pid), process]:
+                try:
+                    os.kill(child.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            process.wait()
+
+
+def _children(pid: int):
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.fixture
+def world(tmp_path, machines):
+    made = TwoMachines(tmp_path, machines)
+    yield made
+    made.close()
+
+
+def test_workers_hosts_and_links_die_and_each_record_counts_once(world):
+    figures = {}
+    world.train("--workers", "1:3", "--cores", "1", "--lease", "3")
+    world.wait_workers(1)
+    joined = world.join(cores=2)
+    world.wait_workers(3)
+
+    pid = world.wait("worker.running", host="b")[0]["pid"]  # pids of one machine: namespaces share them here
+    at = time.time()
+    os.kill(pid, signal.SIGKILL)
+    world.wait("worker.lost", after=at)
+    back = world.wait_workers(3, after=world.wait_workers(2, after=at))
+    figures["kill_ms"], figures["kill_full_s"] = world.gap_ms(at), back - at
+
+    at = time.time()
+    for child in (joined, *_children(joined.pid)):
+        os.kill(child.pid, signal.SIGKILL)
+    lost, lost_at = world.wait("host.lost", after=at)
+    assert (lost["host"], lost["workers"]) == ("b", 2)
+    figures["host_kill_s"] = world.wait_workers(1, after=at) - at
+    joined = world.join(cores=2)
+    rejoined = world.wait("host.joined", after=lost_at)[1]
+    figures["back_s"] = world.wait_workers(3, after=rejoined) - rejoined
+
+    at = time.time()
+    world.b.cut()
+    world.wait("host.lost", after=at)
+    figures["cut_s"] = world.wait_workers(1, after=at) - at
+    healed = time.time()
+    world.b.heal()
+    assert world.wait("host.joined", after=healed)[0]["host"] == "b"
+    figures["heal_s"] = world.wait_workers(3, after=healed) - healed
+
+    at = time.time()
+    world.a.run(TRUELINE, "status", str(world.job.path))
+    os.kill(joined.pid, signal.SIGINT)
+    assert joined.wait(100) == 0, world.logs()
+    drained = world.wait_workers(1, after=at)
+    views = [event["why"] for name, event, when in world.events() if name == "view.published" and at < when <= drained]
+    assert views
+    assert all(why.endswith(("leaves", "leave")) for why in views)  # planned: no step failed
+    world.halt()
+    steps, lost, repeated = world.count()
+    print(json.dumps({"steps": steps, "lost": lost, "repeated": repeated, **figures}))
+    assert (lost, repeated) == (0, 0)
+
+
+def test_a_host_trains_with_the_recipes_folder_that_travelled_and_its_output_comes_back(world):
+    (world.path / "a" / "project" / "helper.py").write_text("FACTOR = 1.0\n")
+    recipe = world.path / "a" / "project" / "recipe.py"
+    recipe.write_text(f"import helper\n{recipe.read_text()}\nprint('helper is', helper.__file__)\n")
+    world.train("--workers", "1", "--cores", "0")
+    world.wait("job.waiting")
+    world.join()
+    world.wait_workers(1)
+    log = world.job.log("worker-0.0").read_text()
+    assert "helper is /tmp/" in log
+    assert str(world.path / "a") not in log
+    world.halt()
+    assert world.count()[1:] == (0, 0)
