@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+DEVICE = "wire0"
+
 
 def find_lack() -> str:
     """What this machine lacks for network namespaces; empty: nothing."""
@@ -44,7 +46,7 @@ class Machine:
     def cut(self) -> None:
         """Drops every packet from and to other machines."""
         for chain, way in (("INPUT", "-i"), ("OUTPUT", "-o")):
-            self.run("iptables", "-w", "-A", chain, way, "link", "-j", "DROP")
+            self.run("iptables", "-w", "-A", chain, way, DEVICE, "-j", "DROP")
 
     def heal(self) -> None:
         for chain in ("INPUT", "OUTPUT"):
@@ -63,24 +65,10 @@ def two_machines(hidden_from_second: tuple[Path, ...] = ()) -> Iterator[tuple[Ma
         for machine in (one, two):
             subprocess.run(["ip", "netns", "add", machine.name], check=True)
             exits.callback(subprocess.run, ["ip", "netns", "del", machine.name], check=False)
-        link = [
-            "ip",
-            "link",
-            "add",
-            "link",
-            "netns",
-            one.name,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "link",
-            "netns",
-            two.name,
-        ]
-        subprocess.run(link, check=True)
+        ends = ["name", DEVICE, "netns", one.name, "type", "veth", "peer", "name", DEVICE, "netns", two.name]
+        subprocess.run(["ip", "link", "add", *ends], check=True)
         for machine in (one, two):
-            machine.run("ip", "addr", "add", f"{machine.address}/24", "dev", "link")
-            for device in ("lo", "link"):
+            machine.run("ip", "addr", "add", f"{machine.address}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
                 machine.run("ip", "link", "set", device, "up")
         yield one, two

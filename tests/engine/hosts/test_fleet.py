@@ -111,6 +111,15 @@ def test_a_host_whose_connection_ended_is_given_up_sooner_and_one_that_comes_bac
     assert states(world.fleet)["worker-0.0"][0] is Kind.LOST
 
 
+def test_a_host_that_still_prepares_is_not_given_up(world):
+    host = world.fleet.connect(Greeting(id="b", name="host-b", address="10.0.0.2", versions={}))
+    world.pass_time(60.0)
+    assert world.fleet.hosts["b"] is host
+    world.fleet.disconnect(host, host.orders)
+    assert not world.fleet.hosts
+    assert not world.events
+
+
 def test_a_master_that_was_stopped_itself_gives_up_no_host(world):
     world.join()
     run(world.fleet.add(specs(0)))

@@ -215,6 +215,8 @@ class FleetEngine:
         self._ticked_at = now
         for host in tuple(self.hosts.values()):
             host.heard_at = min(now, host.heard_at + late) if late > TICK_S else host.heard_at
+            if not host.cores and host.orders is not None:
+                continue  # it imports what its workers need, and has nothing to lose yet
             limit = self._lease_s if host.orders is not None or not host.specs else min(AWAY_S, self._lease_s)
             if now - host.heard_at > limit:
                 self.lose(host, f"nothing came from it for {now - host.heard_at:.1f} s")
@@ -259,7 +261,8 @@ class FleetEngine:
         host.orders = None
         if not host.cores or (host.leaving and not host.alive):
             self.hosts.pop(host.id, None)
-            self._emit("host.left", host=host.name)
+            if host.cores:
+                self._emit("host.left", host=host.name)
             self._note_room()
         elif host.id in self.hosts:
             self._emit("host.away", host=host.name, workers=len(host.alive))

@@ -151,6 +151,7 @@ class LocalJob:
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._sweep()
         self.folder.remove_secret()
+        shutil.rmtree(self.folder.hosts, ignore_errors=True)  # keys and tokens of this launch
 
     def _record_end(self, launch: LaunchRecord, error: BaseException | None) -> None:
         outcome, why = shutdown.describe_end(error)
