@@ -159,7 +159,7 @@ class Relay:
                 join: Any = channel.stream_stream(JOIN, encode, decode_from_master)
                 call = join(metadata=metadata)
                 return await self._converse(channel, call, metadata)
-            except TimeoutError:
+            except (TimeoutError, asyncio.InvalidStateError):  # the latter: a write into a call that has ended
                 raise _Away from None
             except grpc.aio.AioRpcError as error:
                 if error.code() in _END:
