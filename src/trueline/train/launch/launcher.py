@@ -161,7 +161,8 @@ class LocalJob:
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
         self.socket.unlink(missing_ok=True)
-        return start_agent(self.socket, preload=self._preload(), life=self.lifeline.reading, log=self.folder.log("agent"))
+        log = self.folder.log("agent")
+        return start_agent(self.socket, preload=self._preload(), life=self.lifeline.reading, log=log)
 
     def _preload(self) -> tuple[str, ...]:
         users = self.settings.script[0] if self.settings.script else self.settings.recipe
