@@ -10,7 +10,7 @@ POLICY = MembershipPolicy(workers=4, min_workers=2)
 def start(room: int | None) -> State:
     state = State(workers=4)
     if room is not None:
-        decide(state, h.Room(room), 0.0, POLICY)
+        decide(state, h.EngineRoom(room), 0.0, POLICY)
     decide(state, h.Begin(), 0.0, POLICY)
     return state
 
@@ -32,13 +32,13 @@ def started(actions: list[h.Action]) -> list[str]:
 def test_no_worker_starts_without_room_and_each_gets_its_turn_with_the_hosts():
     state = start(1)
     assert list(state.pending) == ["worker-0.0"]
-    assert started(decide(state, h.Room(3), 1.0, POLICY)) == ["worker-1.0", "worker-2.0"]
-    assert started(decide(state, h.Room(9), 1.0, POLICY)) == ["worker-3.0"]
+    assert started(decide(state, h.EngineRoom(3), 1.0, POLICY)) == ["worker-1.0", "worker-2.0"]
+    assert started(decide(state, h.EngineRoom(9), 1.0, POLICY)) == ["worker-3.0"]
 
 
 def test_room_that_is_known_before_the_job_begins_starts_nothing():
     state = State(workers=4)
-    assert decide(state, h.Room(4), 0.0, POLICY) == []
+    assert decide(state, h.EngineRoom(4), 0.0, POLICY) == []
 
 
 def test_the_first_group_waits_for_as_many_as_there_is_room_for_and_never_for_fewer_than_the_minimum():
@@ -59,7 +59,7 @@ def test_workers_of_a_lost_host_are_replaced_as_far_as_there_is_room_and_their_s
     join(state, "worker-0.0", "worker-1.0", "worker-2.0", "worker-3.0")
     enter(state, steps=-1)
     enter(state, steps=5)
-    decide(state, h.Room(3), 2.0, POLICY)
+    decide(state, h.EngineRoom(3), 2.0, POLICY)
     lost = tuple(h.Death(f"worker-{slot}.0", "its host is lost", blameless=True) for slot in (2, 3))
     decide(state, h.Deaths(lost), 2.0, POLICY)
     assert not state.failures
@@ -82,7 +82,7 @@ def test_a_host_that_takes_its_cores_back_fails_no_step():
     enter(state, steps=-1)
     enter(state, steps=5)
     cut = state.cut_below
-    decide(state, h.Room(2), 2.0, POLICY)
+    decide(state, h.EngineRoom(2), 2.0, POLICY)
     actions = decide(state, h.Leaving("worker-3.0"), 2.0, POLICY)
     assert state.view == ("worker-0.0", "worker-1.0", "worker-2.0")
     assert state.cut_below == cut

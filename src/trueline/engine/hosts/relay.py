@@ -48,6 +48,7 @@ from trueline.engine.hosts.messages import (
 from trueline.engine.hosts.route import announce, split_address
 from trueline.engine.hosts.token import TokenFile
 from trueline.engine.local.client import LocalEngine, start_agent
+from trueline.engine.local.process import Lifeline
 from trueline.errors import TrainError, TruelineError, UsageError
 
 FENCE = 10
@@ -85,7 +86,7 @@ class Relay:
         self._engine: LocalEngine | None = None
         self._scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
         self._job = self._scratch / "job"
-        self._life, self._life_end = os.pipe()
+        self._lifeline = Lifeline()
         self._welcome: Welcome | None = None
         self._outgoing: asyncio.Queue[FromHost] = asyncio.Queue()
         self._offsets: dict[str, int] = {}
@@ -143,10 +144,10 @@ class Relay:
             await self._engine.kill(seen.ref)
 
     def _end(self) -> None:
-        os.close(self._life_end)  # ends the agent and its processes
+        self._lifeline.end()  # ends the agent and its processes
         if self._agent is not None:
             self._agent.wait()
-        os.close(self._life)
+        os.close(self._lifeline.reading)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def _connect(self) -> str:
@@ -223,7 +224,7 @@ class Relay:
             made.mkdir(parents=True, exist_ok=True)
         (self._job / "ca.pem").write_text(self._request.token.ca)
         path = self._scratch / "agent"
-        self._agent = start_agent(path, preload=welcome.preload, life=self._life, log=log, folder=code)
+        self._agent = start_agent(path, preload=welcome.preload, life=self._lifeline.reading, log=log, folder=code)
         self._engine = LocalEngine(str(path))
         await self._engine.list()
         self._welcome = welcome

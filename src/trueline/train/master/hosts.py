@@ -107,7 +107,7 @@ class JobHosts:
         least = self._master.policy.min_workers
         if workers < least:
             self.emit("job.waiting", room=workers, why=f"it needs room for {least} workers")
-        self._master.handle(h.Room(workers))
+        self._master.handle(h.EngineRoom(workers))
 
     def release_workers(self, refs: Sequence[str]) -> None:
         """Lets workers leave between two steps: their host takes its cores back. Those that start are killed."""

@@ -32,7 +32,7 @@ def decide(state: State, event: h.Event, now: float, policy: MembershipPolicy) -
             return lose_workers(state, event.deaths, now, policy)
         case h.Scale():
             return _scale(state, event, now, policy)
-        case h.Room():
+        case h.EngineRoom():
             state.room = event.workers
             return fill(state, now) if state.incarnations and not state.finishing else []
     member = state.members.get(event.ref)

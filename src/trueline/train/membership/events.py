@@ -103,7 +103,7 @@ class Scale(Struct, frozen=True):
     why: str
 
 
-class Room(Struct, frozen=True):
+class EngineRoom(Struct, frozen=True):
     """The engine has room for this number of workers, those that run included."""
 
     workers: int
@@ -115,7 +115,7 @@ class Tick(Struct, frozen=True):
 
 WorkerEvent = Ready | Entered | Finished | Heartbeat | Leaving | GroupBroken | Saved | Suspect | Trial
 """What a worker reports itself: it has to be of this job."""
-Event = WorkerEvent | Begin | Death | Deaths | Scale | Room | Tick
+Event = WorkerEvent | Begin | Death | Deaths | Scale | EngineRoom | Tick
 
 
 class Log(Struct, frozen=True):
