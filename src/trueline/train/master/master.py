@@ -76,9 +76,7 @@ class Master:
         self.publisher = EventPublisher(self.folder.events)
         self.room = DiskRoom(self.emit)
         self.localize: Callable[[ProcessSpec], ProcessSpec] = lambda spec: spec
-        """Adds to a process what only this machine's have; a joined host does it for its own."""
         self.hosts: Callable[[], Sequence[dict[str, Any]]] = tuple
-        """The hosts that lend their cores, for status; none for a job that no other host may join."""
         self._backlog: list[Row] = []  # for the journal, in their order
         self._waiting: list[h.Action] = []  # until those rows are in the journal
         self._scaling = Scaling()
@@ -305,8 +303,7 @@ class Master:
                         self.emit("worker.running", worker=seen.ref, pid=seen.pid, **where)
                     else:
                         lost = bool(seen.host) and seen.kind is Kind.LOST
-                        clean = seen.code == 0
-                        self.note_death(h.Death(seen.ref, seen.reason, clean, seen.failed, blameless=lost))
+                        self.note_death(h.Death(seen.ref, seen.reason, seen.code == 0, seen.failed, blameless=lost))
             await asyncio.sleep(TICK_S)
 
     def note_death(self, death: h.Death) -> None:
