@@ -1,6 +1,7 @@
 """`Elastic` without a master: a notebook or a plain script."""
 
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from trueline.parallel.exchange import Overtaken
 from trueline.train.step.model_traits import read_traits
 from trueline.wire import train_pb2 as pb
 from worlds.jobs import TINY
+from worlds.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -134,3 +136,23 @@ def test_a_step_that_a_newer_view_has_made_futile_is_given_up_at_once_and_its_re
     assert batches[3] == batches[4]
     assert backward == list(range(16)), "no backward of the step that was given up"
     assert job.certificates[1]["tally_max"] == job.certificates[1]["tally_min"] == 1
+
+
+def test_a_loop_that_has_ended_leaves_no_socket_pipe_or_thread_in_a_process_that_trains_again():
+    """A notebook trains many times; each time left gloo's listener, its epoll set, a pipe and three threads."""
+
+    def held() -> int:
+        return len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task"))
+
+    def train() -> None:
+        model = torch.nn.Linear(2, 1)
+        data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+        job = trueline.Elastic(model, torch.optim.SGD(model.parameters(), lr=0.1), data, global_batch=4)
+        for batch in job:
+            job.step((model(batch.inputs) - batch.labels).square().mean())
+
+    train()
+    before = held()
+    for _ in range(5):
+        train()
+    until(lambda: held() <= before + 5, lambda: f"{held() - before} more descriptors and threads after five loops")

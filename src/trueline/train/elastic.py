@@ -134,6 +134,7 @@ class Elastic(LoopView):
                     break
             else:
                 yield from self._one_step()
+        self._replica.detach()  # else the hooks on the parameters hold the group
         for ended in (self._profiler, self._group.process_group, self._recovery, self._link, self._reader, store):
             ended.close()
 
