@@ -136,7 +136,7 @@ class Checkpointer:
             with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         if snapshot.live_bytes and not len(self._shelf):
-            size = snapshot.live_bytes // (2 if snapshot.live_bytes > LEAST_SPILLED else 1)
+            size = snapshot.live_bytes // (4 if snapshot.live_bytes > LEAST_SPILLED else 1)
             self._shelf = torch.empty(size, dtype=torch.uint8).zero_()
         try:
             self._await_room(snapshot, ledger["steps"], link)
