@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from trueline.bundle.evaluation import EvaluationRecord
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.bundle.report import render
 from trueline.cli import app
@@ -40,6 +41,26 @@ def test_a_loss_curve_leaves_out_what_is_not_finite(bundle: Bundle) -> None:
     assert len(points.split()) == 2
     assert "step 0<" in page
     assert "step 2<" in page
+
+
+def test_a_classification_shows_which_class_was_taken_for_which_by_name(bundle: Bundle) -> None:
+    found = EvaluationRecord(
+        records=9, mode="evaluation", loss=0.5, metrics={"accuracy": 7 / 9}, checkpoint="step-4", checkpoint_digest="x",
+        classes=("yes", "<no>"), confusion=((4, 1), (1, 3)),
+    )  # fmt: skip
+    page = render(bundle, evaluation=found)
+    assert re.search(r"<th>yes</th><td[^>]*>4</td><td[^>]*>1</td><td>5</td><td>80.0 %</td>", page)
+    assert "<th>&lt;no&gt;</th>" in page
+    assert "accuracy 0.7778" in page
+    assert "captured from another checkpoint than the one that was evaluated, step-4" in page
+
+
+def test_a_regression_shows_its_residuals(bundle: Bundle) -> None:
+    pairs = ((0.0, 0.5), (1.0, 1.0), (2.0, 1.0))
+    page = render(bundle, evaluation=EvaluationRecord(records=3, mode="evaluation", loss=None, pairs=pairs))
+    assert "loss not finite" in page
+    assert page.count("<title>label ") == 3
+    assert "label 2, answer 1</title>" in page
 
 
 def test_the_command_writes_the_page_with_the_losses_of_a_job(bundle: Bundle, tmp_path: Path) -> None:

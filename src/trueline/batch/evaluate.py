@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_map
 
 from trueline import events, files
 from trueline.batch import job as parts
-from trueline.batch import pool
+from trueline.batch import outcomes, pool
 from trueline.batch.job import Answer, BatchJob, BatchOptions, compute_chunks
 from trueline.batch.pool import Compute, Work
-from trueline.checkpoint.checkpoint import bind_columns, load_model
+from trueline.bundle import evaluation as kept_evaluation
+from trueline.bundle.evaluation import EvaluationRecord
+from trueline.checkpoint.checkpoint import bind_columns, load_model, read_manifest
 from trueline.data.loading.seeding import seed_generators
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Recipe
@@ -27,6 +29,7 @@ from trueline.recipe.eager_mode import as_trained
 from trueline.recipe.load import load_recipe
 from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import devices
+from trueline.train.job_dir import JobDir
 from trueline.train.worker.measure import call_model, make_measure, sum_values
 
 if TYPE_CHECKING:
@@ -44,9 +47,11 @@ class Evaluation:
     metrics: dict[str, float]
     checkpoint: str
     """Name of the checkpoint; empty for the untrained model."""
+    outcomes: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """What `batch/outcomes.py` counted; empty with `out`."""
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"records": self.records, "loss": self.loss, "metrics": self.metrics, "checkpoint": self.checkpoint}
 
     def as_text(self) -> str:
         named = [("loss", self.loss), *self.metrics.items()]
@@ -75,6 +80,9 @@ def evaluate(
     call that was interrupted continues where it ended. A metric that returns the mean of a batch is then called for
     each record alone, and refused if the values do not add up to its value for the batch.
 
+    For a checkpoint in a job's folder, `evaluation.json` there keeps the result with a confusion matrix or labels
+    beside answers, which `trueline bundle report --job` shows (not with `out`).
+
     Raises RecipeError, CheckpointError, DataError, StorageError, UsageError.
     """
     source = "" if checkpoint is None else str(parse_location(checkpoint))
@@ -88,22 +96,49 @@ def evaluate(
         count = job.num_records()
         work = job.work("trueline.batch.evaluate:open_worker", num_records=count, chunk=job.batch)
         sums = pool.run(work, workers=job.workers, report=lambda done: events.emit(ADVANCED, done=done, total=count))
-    means = _mean(sums, max(count, 1))
+    totals = _add(sums)
+    means = {name: total / max(count, 1) for name, total in totals.items()}
     metrics = {name: means.get(f"metric {name}", 0.0) for name in (job.recipe.metrics() if job.recipe.metrics else {})}
-    return Evaluation(records=count, loss=means.get("loss", 0.0), metrics=metrics, checkpoint=_name_of(job))
+    evaluation = Evaluation(
+        records=count, loss=means.get("loss", 0.0), metrics=metrics, checkpoint=_name_of(job), outcomes=totals
+    )
+    _keep(job, evaluation)
+    return evaluation
+
+
+def _keep(job: BatchJob, evaluation: Evaluation) -> None:
+    """Writes evaluation.json to the folder of the job that made the checkpoint, if that is a local one."""
+    source = parse_location(job.source) if job.source else None
+    if not isinstance(source, Path) or not (folder := JobDir(source.absolute().parent.parent)).settings.is_file():
+        return
+    if source.absolute().parent != folder.checkpoints.absolute():
+        return
+    fitted = bind_columns(job.recipe, source).fitted
+    record = EvaluationRecord(
+        records=evaluation.records, mode=job.mode, loss=_finite(evaluation.loss),
+        metrics={name: _finite(value) for name, value in evaluation.metrics.items()},
+        checkpoint=evaluation.checkpoint, checkpoint_digest=str(read_manifest(source).get("digest", "")),
+        classes=fitted.classes if fitted is not None else (), confusion=outcomes.confusion(evaluation.outcomes),
+        pairs=tuple(pair for pair in outcomes.pairs(evaluation.outcomes) if all(map(math.isfinite, pair))),
+    )  # fmt: skip
+    kept_evaluation.write(folder.path, record)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _name_of(job: BatchJob) -> str:
     return split_location(job.source)[1] if job.source else ""
 
 
-def _mean(chunks: Sequence[Mapping[str, float]], count: int) -> dict[str, float]:
-    """Sums of chunks, added in the order of the chunks so that rounding is always the same, over `count`."""
+def _add(chunks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums of chunks, added in the order of the chunks so that rounding is always the same."""
     totals: dict[str, float] = defaultdict(float)
     for chunk in chunks:
         for name, value in chunk.items():
             totals[name] += value
-    return {name: total / count for name, total in totals.items()}
+    return dict(totals)
 
 
 def open_worker(work: Work) -> tuple[int, Compute]:
@@ -119,7 +154,8 @@ def _open_model(recipe: Recipe, on: BatchJob | Work) -> torch.nn.Module:
 def _open_measure(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Compute]:
     recipe = bind_columns(recipe, on.source or None)
     model, source = _open_model(recipe, on), recipe.source(on.mode)
-    return source.num_records, make_measure(recipe, model, source)
+    count = source.num_records
+    return count, make_measure(recipe, model, source, outcomes.make_outcomes(count))
 
 
 def _evaluate_each(job: BatchJob, out: str | Path) -> Evaluation:

@@ -1,4 +1,4 @@
-"""One HTML page about a bundle: signature, ranges in words, comparisons, golden records, lineage. Pure.
+"""One HTML page about a bundle: signature, ranges in words, comparisons, evaluation, golden records, lineage. Pure.
 
 The page holds no script and loads nothing, so it can be attached to a ticket or shown in a notebook. Plots are SVG.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trueline.bundle import describe
+from trueline.bundle.evaluation import EvaluationRecord
 from trueline.bundle.read import Bundle
 from trueline.bundle.schema import Evidence
 
@@ -29,14 +30,19 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 th { text-align: left; font-weight: 500; color: var(--dim); } th, td { padding: 3px 18px 3px 0; vertical-align: top; }
 td:last-child { overflow-wrap: anywhere; } svg { width: 100%; max-width: 620px; height: auto; display: block; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--dim); } details summary { cursor: pointer; }
+.matrix td, .matrix th { padding: 3px 8px; text-align: right; border: 1px solid var(--line); }
 code { font: 12px ui-monospace, monospace; overflow-wrap: anywhere; }
 """
 
 Row = Sequence[object]
 
 
-def render(bundle: Bundle, *, losses: Sequence[tuple[int, float]] = ()) -> str:
-    """The page. `losses`: step and training loss of the job that made the model, in order."""
+def render(
+    bundle: Bundle, *, losses: Sequence[tuple[int, float]] = (), evaluation: EvaluationRecord | None = None
+) -> str:
+    """The page. `losses`: step and training loss of the job that made the model, in order; `evaluation`: of one of its
+    checkpoints.
+    """
     manifest, evidence, lineage = bundle.manifest, list(bundle.evidence()), bundle.lineage()
     attempts = lineage.pop("attempts", None)
     signature = bundle.signature
@@ -64,6 +70,9 @@ def render(bundle: Bundle, *, losses: Sequence[tuple[int, float]] = ()) -> str:
     ]
     if losses:
         parts.append(_section("Training loss", _line_plot(losses)))
+    if evaluation is not None:
+        captured = (lineage.get("checkpoint") or {}).get("digest") == evaluation.checkpoint_digest
+        parts.append(_section("Evaluation", *_evaluation(evaluation, captured)))
     parts.append(_section("Lineage", _table(("", ""), describe.lineage_rows(lineage))))
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
@@ -131,6 +140,58 @@ def _line_plot(points: Sequence[tuple[int, float]]) -> str:
     )
     curve = f'<polyline points="{line}" fill="none" stroke="var(--a)" stroke-width="1.6"/>'
     return _svg("Training loss by step", ticks + curve + ends)
+
+
+def _evaluation(found: EvaluationRecord, captured: bool) -> Iterable[str]:
+    named = [("loss", found.loss), *found.metrics.items()]
+    means = ", ".join(f"{_text(name)} {'not finite' if value is None else f'{value:.4f}'}" for name, value in named)
+    yield f"<p>{found.records} records of <code>dataset({_text(repr(found.mode))})</code>: {means}</p>"
+    if not captured:
+        other = "The bundle was captured from another checkpoint than the one that was evaluated"
+        yield f"<p class=warn>{other}, {_text(found.checkpoint)}.</p>"
+    if found.confusion:
+        yield _confusion_matrix(found)
+    if found.pairs:
+        yield _pairs_plot(found.pairs)
+
+
+def _confusion_matrix(found: EvaluationRecord) -> str:
+    """Rows by label; a cell is shaded by its share of the row."""
+    names = [_text(found.class_name(at)) for at in range(len(found.confusion))]
+    rows = []
+    for at, row in enumerate(found.confusion):
+        total = sum(row)
+        cells = "".join(
+            f'<td style="background:color-mix(in srgb, var(--{"good" if at == to else "bad"}) '
+            f'{round(60 * count / max(total, 1))}%, transparent)">{count or ""}</td>'
+            for to, count in enumerate(row)
+        )
+        share = f"{100 * row[at] / total:.1f} %" if total else ""
+        rows.append(f"<tr><th>{names[at]}</th>{cells}<td>{total}</td><td>{share}</td></tr>")
+    head = "".join(f"<th>{name}</th>" for name in ["label \\ answer", *names, "records", "right"])
+    return f"<div class='scroll matrix'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
+
+
+def _pairs_plot(pairs: Sequence[tuple[float, float]]) -> str:
+    """Residuals over the labels: what a model misses shows as a slope or a cone."""
+    residuals = [answer - label for label, answer in pairs]
+    low, high = min(label for label, _ in pairs), max(label for label, _ in pairs)
+    reach = max(map(abs, residuals)) or 1.0
+    x = _scale(low, high if high > low else low + 1, _LEFT + 8, _WIDTH - 8)
+    y = _scale(-reach, reach, _HEIGHT - _BOTTOM, 10)
+    ticks = "".join(_rule(y(value), f"{value:.3g}") for value in (-reach, 0.0, reach))
+    dots = "".join(
+        f'<circle cx="{x(label):.1f}" cy="{y(off):.1f}" r="2.5" fill="var(--a)" fill-opacity="0.6">'
+        f"<title>label {label:.4g}, answer {answer:.4g}</title></circle>"
+        for (label, answer), off in zip(pairs, residuals, strict=True)
+    )
+    foot = _HEIGHT - 5
+    ends = (
+        f'<text x="{_LEFT}" y="{foot}">label {low:.3g}</text>'
+        f'<text x="{(_WIDTH + _LEFT) // 2}" y="{foot}" text-anchor="middle">answer less label</text>'
+        f'<text x="{_WIDTH - 8}" y="{foot}" text-anchor="end">label {high:.3g}</text>'
+    )
+    return _svg("Answer less label of some records, by label", ticks + dots + ends)
 
 
 def _scale(low: float, high: float, start: float, stop: float) -> Any:

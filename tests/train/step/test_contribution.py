@@ -185,12 +185,12 @@ def test_each_applied_step_is_reported_with_the_gap_after_a_regroup_and_shares_t
     certificate = {"epoch": 0, "steps": 3, "records": 10, "digest": 9, "tally_min": 1, "tally_max": 1}
     report.note_regroup()
     report.redone = 2
-    report.report(0, StepAccount(count=4, digest=7), None)
-    report.report(1, StepAccount(count=4, digest=8), certificate)
+    report.report(0, StepAccount(count=4, digest=7), None, (0.1, 2.5))
+    report.report(1, StepAccount(count=4, digest=8), certificate, (0.1, 2.0))
     report.note_regroup()
     group.generation = 4
-    report.report(2, StepAccount(count=2, digest=9), None)
-    report.report(3, StepAccount(count=2, digest=9), None)
+    report.report(2, StepAccount(count=2, digest=9), None, (0.05, 1.5))
+    report.report(3, StepAccount(count=2, digest=9), None, (0.05, 1.0))
     assert [(generation, steps) for generation, steps, *_ in said] == [(3, 1), (3, 2), (4, 3), (4, 4)]
     told = [one for _, _, one, _ in said]
     assert [(one.step, one.generation, one.records, one.digest) for one in told] == [
@@ -198,6 +198,12 @@ def test_each_applied_step_is_reported_with_the_gap_after_a_regroup_and_shares_t
     ]  # fmt: skip
     assert [one.gap_ms for one in told] == [0.0, 0.0, 4.0, 0.0], "nothing was before the first group"
     assert [one.redone for one in told] == [2, 0, 0, 0]
+    assert [(one.learning_rate, one.gradient_norm) for one in told] == [
+        (0.1, 2.5),
+        (0.1, 2.0),
+        (0.05, 1.5),
+        (0.05, 1.0),
+    ]
     assert [one.shares for one in told] == [(3, 1), (), (1, 1), ()]
     assert [None if signed is None else signed.epoch for *_, signed in said] == [None, 0, None, None]
 

@@ -159,9 +159,12 @@ def _all_are_vital(path: str) -> bool:
 
 
 def url_of(host: str, port: int, scheme: str = "http") -> str:
-    """The URL of a host and port.
+    """The URL of a host and port, as this machine reaches it: through the loopback where all addresses are listened on.
 
     >>> url_of("::1", 80)
     'http://[::1]:80'
+    >>> url_of("0.0.0.0", 80)
+    'http://127.0.0.1:80'
     """
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

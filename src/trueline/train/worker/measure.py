@@ -23,10 +23,16 @@ def call_model(model: torch.nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
-def make_measure(recipe: Recipe, model: torch.nn.Module, source: Source) -> Callable[[int, int], dict[str, float]]:
+def make_measure(
+    recipe: Recipe,
+    model: torch.nn.Module,
+    source: Source,
+    outcomes: Callable[[int, int, Any, Any], dict[str, float]] | None = None,
+) -> Callable[[int, int], dict[str, float]]:
     """A function of (start, stop): the sums over these records of `loss` and of each metric, as `metric NAME`.
 
-    Random numbers drawn while reading depend on `start` alone, so the same chunks give the same sums in every process.
+    `outcomes` gets (start, stop, outputs, labels) and returns further sums. Random numbers drawn while reading depend
+    on `start` alone, so the same chunks give the same sums in every process.
     """
     functions = {"loss": recipe.loss}
     functions |= {f"metric {name}": function for name, function in (recipe.metrics() if recipe.metrics else {}).items()}
@@ -35,10 +41,11 @@ def make_measure(recipe: Recipe, model: torch.nn.Module, source: Source) -> Call
         with torch.no_grad(), as_trained(), seed_generators(start):
             records = devices.place_batch(source.read(np.arange(start, stop, dtype=np.int64)), devices.of_model(model))
             outputs = call_model(model, records.inputs)
-            return {
+            sums = {
                 name: sum_values(name.removeprefix("metric "), function(outputs, records.labels), stop - start)
                 for name, function in functions.items()
             }
+            return sums if outcomes is None else sums | outcomes(start, stop, outputs, records.labels)
 
     return measure
 
