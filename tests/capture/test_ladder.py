@@ -38,8 +38,8 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(room, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(ladder, "export_and_observe", lambda *_, **__: (NOTHING, (seen(1), seen(1))))
 
-    def attempt(format: str, *_: Any) -> Any:
-        formats.append(format)
+    def attempt(trial: ladder.FormatTrial, *_: Any) -> Any:
+        formats.append(trial.format)
         return SimpleNamespace(attempt=SimpleNamespace(verdict="refused"), disagreeing=None)
 
     monkeypatch.setattr(ladder, "_try", attempt)

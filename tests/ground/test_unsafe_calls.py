@@ -30,6 +30,9 @@ KNOWN = {
     "cli/__init__.py": {"exec"},  # of an empty string
     "doctor/patch.py": {"eval", "exec", "compile"},  # the user's own class, rewritten
     "recipe/load.py": {"exec", "compile"},  # the user's recipe
+    "recipe/cells.py": {"eval", "compile"},  # a statement of the user's own cell
+    "recipe/template.py": {"pictures.extractall"},  # an archive of this package
+    "cli/line/ship.py": {"os.execv"},  # a list of words
     "storage/cache.py": {"np.load"},  # allow_pickle=False
     "batch/predict.py": {"np.load"},  # the same
     "checkpoint/weights_file.py": {"torch.load"},  # weights_only=True

@@ -101,6 +101,10 @@ class TwoMachines:
         assert int((seen == whole + 1).sum()) == rest * BATCH
         return steps, lost, repeated
 
+    def changes(self, after: float, until: float) -> list[str]:
+        """Why the group changed in that time."""
+        return [event["why"] for name, event, at in self.events() if name == "view.published" and after < at <= until]
+
     def gap_ms(self, after: float) -> float:
         """The gap of the first step of a new group that was applied after a time."""
         for name, event, at in self.events():
@@ -170,7 +174,7 @@ def test_workers_hosts_and_links_die_and_each_record_counts_once(world):
     os.kill(joined.pid, signal.SIGINT)
     assert joined.wait(100) == 0, world.logs()
     drained = world.wait_workers(1, after=at)
-    views = [event["why"] for name, event, when in world.events() if name == "view.published" and at < when <= drained]
+    views = world.changes(at, drained)
     assert views
     assert all(why.endswith(("leaves", "leave")) for why in views)  # planned: no step failed
     world.halt()

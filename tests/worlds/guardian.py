@@ -7,6 +7,7 @@ environment, and forks of pytest, which have none of their own there, by the num
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -56,8 +57,10 @@ def main() -> None:
     while left:  # until no new one appears: what is killed may have forked meanwhile
         for pid in left:
             with suppress(ProcessLookupError):
+                ends = os.pidfd_open(pid)
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+                select.select([ends], [], [])
+                os.close(ends)
         left = _find(sys.argv[1])
 
 

@@ -9,7 +9,7 @@ import os
 import textwrap
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 import click
 
@@ -171,10 +171,11 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a fil
 
 def batch_options(mode: str) -> Decorator[Any]:
     """Options of `evaluate` and `predict`; `mode` is the default."""
-    from trueline.recipe.contract import MODES
+    from trueline.data.source import Mode
 
+    modes = click.Choice(get_args(Mode))
     return combine(
-        click.option("--mode", type=click.Choice(MODES), default=mode, show_default=True, help="Which records."),
+        click.option("--mode", type=modes, default=mode, show_default=True, help="Which records."),
         click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Number of processes."),
         click.option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N; else the recipe's, else auto."),
         click.option("--format", type=click.Choice(["parquet", "jsonl"]), default="parquet", show_default=True,

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Event
 from trueline.runtime import compare
+from trueline.runtime.tensors import restored_vmap_levels
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -84,7 +85,7 @@ def answer_of(function: Callable[..., Any], call: RecordedCall, *, watch: bool =
     args, kwargs = call.arguments(tuple(tensor.clone() for tensor in call.tensors))
     way: Sequence[Event] = ()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), restored_vmap_levels():
             if watch:
                 with code_paths.watch(ends=True) as way:
                     answer = function(*args, **kwargs)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from trueline.columns.fitted import FittedColumns
     from trueline.data.source import Source
 
-MODES: tuple[Mode, ...] = ("training", "evaluation", "prediction")
-
 
 ONLY_CALLED = ("model",)
 """What a recipe needs whose model is called and not trained, beside examples or a data set."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,3 +69,19 @@ def autocast(settings: SessionSettings, where: torch.device) -> contextlib.Abstr
 def one_line(error: Exception) -> str:
     """The type of `error` and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
+
+
+@contextlib.contextmanager
+def restored_vmap_levels() -> Iterator[None]:
+    """Closes the levels of `torch.vmap` that the block has opened in this thread and left open.
+
+    An exported program enters and leaves them by calls of its graph. If a call between them raises, the level stays
+    open: every later draw of random numbers in the thread is refused, and what runs there may answer wrongly. Seen with
+    torch 2.13; torch._dynamo restores the levels around what it compiles (`eval_frame.py`), nothing else does.
+    """
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)

@@ -59,7 +59,7 @@ class ExportSession:
         """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
         self._check(inputs)
         try:
-            with torch.no_grad(), tensors.autocast(self._settings, self._device):
+            with torch.no_grad(), tensors.restored_vmap_levels(), tensors.autocast(self._settings, self._device):
                 found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))
         except Exception as error:
             raise refusal_of(error, inputs) from error

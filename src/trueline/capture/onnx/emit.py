@@ -38,6 +38,7 @@ from trueline.capture.onnx.opsets import FORMAT_VERSIONS
 from trueline.capture.onnx.translations import TRANSLATIONS
 from trueline.capture.patches import decomposition_cache, recurrent
 from trueline.errors import CaptureError
+from trueline.runtime.tensors import restored_vmap_levels
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array, Signature
@@ -181,6 +182,7 @@ def _export(
     # without no_grad torch would split a scan for its gradients, in a pass that runs the program once more
     with (
         torch.no_grad(),
+        restored_vmap_levels(),
         quiet(),
         recurrent.keep_layers_whole(),
         torchlib_cache.cache_torchlib(),

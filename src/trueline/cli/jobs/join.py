@@ -1,6 +1,5 @@
 """`trueline join`."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -39,6 +38,8 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
     of the job's; the recipe's folder comes over the connection. Workers start here while the job has slots to fill.
     They leave between two steps at Ctrl-C, and no step is lost.
     """
+    import asyncio
+
     from trueline.engine.hosts.relay import JoinRequest, Relay
     from trueline.engine.hosts.tls import fingerprint
     from trueline.engine.hosts.token import read_token
@@ -59,6 +60,8 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
 
 
 async def _lend(relay: "Relay") -> str:
+    import asyncio
+
     loop = asyncio.get_running_loop()
     lending = asyncio.ensure_future(relay.run())
 
