@@ -121,3 +121,16 @@ def test_a_model_that_is_put_back_to_before_its_first_call_has_no_hooks_of_that_
         assert torch.equal(model(x), first)
     assert len(model.layer._forward_hooks) == 1
     assert torch.equal(model(x), first)
+
+
+class Asserts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)  # pytest makes a call of its own functions of it
+        return x
+
+
+def test_an_assert_that_pytest_has_rewritten_does_not_reach_into_pytest() -> None:
+    assert "@pytest_ar" in Asserts.forward.__code__.co_names
+    paths = [kept.path for kept in attributes(Asserts())]
+    assert "Asserts.forward" in paths
+    assert not [path for path in paths if "pytest" in path]
