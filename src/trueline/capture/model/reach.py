@@ -214,7 +214,7 @@ def _globals_of(function: FunctionType) -> Iterator[KeptValue]:
     file = known.get("__name__", "")
     for name in names:
         value = known.get(name, MISSING)
-        if name.startswith("@"):  # no name that a user can write: pytest's own in an assert, which reaches all of pytest
+        if name.startswith("@"):  # which no user can write: of an assert, from where all of pytest is reached
             continue
         if isinstance(value, ModuleType):
             if code_paths.is_users(getattr(value, "__file__", None) or "<"):
