@@ -41,6 +41,20 @@ def test_room_that_is_known_before_the_job_begins_starts_nothing():
     assert decide(state, h.EngineRoom(4), 0.0, POLICY) == []
 
 
+def test_a_job_that_begins_without_room_starts_its_workers_when_the_first_host_joins():
+    state = start(0)
+    assert not state.pending
+    assert started(decide(state, h.EngineRoom(2), 1.0, POLICY)) == ["worker-0.0", "worker-1.0"]
+
+
+def test_a_next_master_that_knows_its_room_before_its_workers_starts_no_second_ones():
+    state = State(workers=4, incarnations={0: 1, 1: 1})
+    assert decide(state, h.EngineRoom(4), 0.0, POLICY) == []
+    alive = frozenset({"worker-0.0", "worker-1.0"})
+    began = decide(state, h.Begin(alive, launch=False), 0.0, POLICY)
+    assert started([*began, *decide(state, h.EngineRoom(4), 1.0, POLICY)]) == ["worker-2.0", "worker-3.0"]
+
+
 def test_the_first_group_waits_for_as_many_as_there_is_room_for_and_never_for_fewer_than_the_minimum():
     state = start(3)
     assert not [action for action in join(state, "worker-0.0", "worker-1.0") if isinstance(action, h.Publish)]

@@ -34,7 +34,7 @@ def decide(state: State, event: h.Event, now: float, policy: MembershipPolicy) -
             return _scale(state, event, now, policy)
         case h.EngineRoom():
             state.room = event.workers
-            return fill(state, now) if state.incarnations and not state.finishing else []
+            return fill(state, now) if state.begun and not state.finishing else []
     member = state.members.get(event.ref)
     if member is not None:
         state.silence_s = max(state.silence_s, now - member.seen_at)
@@ -88,6 +88,7 @@ def scale_fault(workers: int, policy: MembershipPolicy) -> str:
 
 def _begin(state: State, event: h.Begin, now: float, policy: MembershipPolicy) -> list[Action]:
     """Adopts the running workers; if none runs, fills all slots."""
+    state.begun = True
     if event.launch:
         state.workers = policy.workers
         state.lift_quarantines()

@@ -105,6 +105,7 @@ class Failures:
 class State:
     workers: int  # slots to fill: 0 to workers - 1
     room: int | None = None  # workers that the engine has room for, those that run included; None: it sets no limit
+    begun: bool = False  # this master knows which workers run
     phase: Phase = "gathering"
     generation: int = 0
     cut_below: int = 0
