@@ -77,16 +77,14 @@ def _spec_row(spec: TensorSpec) -> tuple[str, str, str]:
 
 
 def program_rows(bundle: Bundle) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("format", "file", "size", "probes", "relative error", "verdict", "sha256")]
-    evidence = tuple(bundle.evidence())
+    rows: list[tuple[str, ...]] = [("format", "file", "size", "probes", "max error", "verdict", "sha256")]
     for program in bundle.manifest.programs:
         entry = bundle.manifest.files[program.file]
         verdict = "proven" if program.proven else "not proven"
         served = ", served" if program.format == bundle.manifest.serve else ""
         stem = program.file.removesuffix(".json")  # with the weights in `model.onnx.data`, and the parts of a plan
         size = sum(entry.size for name, entry in bundle.manifest.files.items() if name.startswith(stem))
-        errors = [one.max_rel_error for one in evidence if one.format == program.format and one.verdict == "agrees"]
-        error, digest = f"{max((one for one in errors if one is not None), default=0.0):.2g}", entry.sha256[:12]
+        error, digest = f"{program.max_abs_error:.2g}", entry.sha256[:12]
         rows.append((program.format, program.file, f"{size} B", str(program.probes), error, verdict + served, digest))
     return rows
 

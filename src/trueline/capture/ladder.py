@@ -249,14 +249,9 @@ def _extend_scripted(
     if not seen:
         return replace(proof, signature=claim), observations
     more = judge(open_session("torchscript", path, claim), seen)
-    proof = replace(
-        proof,
-        signature=claim,
-        evidence=(*proof.evidence, *more.evidence),
-        max_abs_error=max(proof.max_abs_error, more.max_abs_error),
-        max_rel_error=max(proof.max_rel_error, more.max_rel_error),
-    )
-    return proof, (*observations, *seen)
+    worst = max(proof.max_abs_error, more.max_abs_error)
+    evidence = (*proof.evidence, *more.evidence)
+    return replace(proof, signature=claim, evidence=evidence, max_abs_error=worst), (*observations, *seen)
 
 
 def _try(trial: FormatTrial) -> Rung:

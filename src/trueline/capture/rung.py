@@ -85,7 +85,6 @@ def make_rung(
         size_bytes=size_of(path),
         probes=len(proof.evidence),
         max_abs_error=proof.max_abs_error,
-        max_rel_error=proof.max_rel_error,
         how=_statistics(observations, proof),
         submodule=f"{part}" if part else "",
         defined=part.place if part else "",

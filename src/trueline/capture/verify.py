@@ -50,8 +50,6 @@ class ProgramVerdict:
     probes: int = 0
     """Probes inside the proven range that agree; 0 for the program that is the oracle when there is no recipe."""
     max_abs_error: float = 0.0
-    max_rel_error: float = 0.0
-    """Relative to the largest value of its output."""
     evidence: tuple[Evidence, ...] = ()
 
 
@@ -73,7 +71,7 @@ class Verified:
         return bool(self.programs) and all(program.holds for program in self.programs)
 
     def as_dict(self) -> dict[str, Any]:
-        kept = ("format", "holds", "why", "golden", "probes", "max_abs_error", "max_rel_error")
+        kept = ("format", "holds", "why", "golden", "probes", "max_abs_error")
         return {
             "path": str(self.path),
             **{name: getattr(self, name) for name in ("digest", "against", "seed", "holds")},
@@ -214,7 +212,6 @@ def _verdict(
         golden=len(replayed),
         probes=sum(one.verdict == "agrees" for one in evidence),
         max_abs_error=max([*(one.max_abs_error for one in replayed.values()), proof.max_abs_error if proof else 0.0]),
-        max_rel_error=max([*(one.max_rel_error for one in replayed.values()), proof.max_rel_error if proof else 0.0]),
         evidence=evidence,
     )
 

@@ -399,7 +399,6 @@ def test_a_proof_is_the_whole_of_what_was_found() -> None:
                      tolerance=OF_FLOATS, versions=versions()),
         ),
         max_abs_error=STEP,
-        max_rel_error=STEP / 2,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from trueline.cli import app
 
 
 def found(**changes: Any) -> Verified:
-    good = ProgramVerdict(format="onnx", holds=True, why="", golden=3, probes=28, max_rel_error=1e-7, evidence=())
+    good = ProgramVerdict(format="onnx", holds=True, why="", golden=3, probes=28, max_abs_error=1e-7, evidence=())
     bad = ProgramVerdict(format="torch_export", holds=False, why="on probe 'p': differs", golden=3, probes=27,
                   max_abs_error=0.0, evidence=())  # fmt: skip
     given = {"programs": (good, bad), "notes": ("the recipe differs",)} | changes
@@ -28,7 +28,7 @@ def test_every_program_has_a_line_and_one_that_fails_makes_the_exit_code_1(
     monkeypatch.setattr(room, "verify", lambda path, **options: asked.append((path, options)) or found())
     assert app.run(["bundle", "verify", "b", "--against", "recipe.py", "--seed", "7"]) == 1
     said = capsys.readouterr().out
-    assert "onnx: holds (3 golden records, 28 probes, relative error 1e-07)" in said
+    assert "onnx: holds (3 golden records, 28 probes, max error 1e-07)" in said
     assert "torch_export: FAILS: on probe 'p': differs" in said
     assert "note: the recipe differs" in said
     assert asked == [

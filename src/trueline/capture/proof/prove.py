@@ -58,9 +58,7 @@ class Proof:
     """That probe's name."""
     evidence: tuple[Evidence, ...]
     max_abs_error: float
-    """Over the probes that agree: with inputs of up to 1e30 a large number says nothing."""
-    max_rel_error: float = 0.0
-    """Over the same, relative to the largest value of its output."""
+    """Over the probes that agree."""
 
 
 def prove(program: Session, eager: Session, probes: Iterable[Probe]) -> Proof:
@@ -123,7 +121,7 @@ def conclude(program: Session, observations: Sequence[Observation], evidence: Se
         reason, disagreeing = f"on probe '{worst.probe}': {worst.reason}", worst.probe
     if not reason and not any(one.verdict == "agrees" for one in evidence):
         reason = "no probe could be compared: each is outside the program's range, or the eager model raises"
-    agreeing = [one for one in evidence if one.verdict == "agrees"]
+    errors = [one.max_abs_error for one in evidence if one.verdict == "agrees" and one.max_abs_error is not None]
     return Proof(
         format=program.format,
         signature=program.signature,
@@ -131,8 +129,7 @@ def conclude(program: Session, observations: Sequence[Observation], evidence: Se
         reason=reason,
         disagreeing=disagreeing,
         evidence=tuple(evidence),
-        max_abs_error=max((one.max_abs_error or 0.0 for one in agreeing), default=0.0),
-        max_rel_error=max((one.max_rel_error or 0.0 for one in agreeing), default=0.0),
+        max_abs_error=max(errors, default=0.0),
     )
 
 

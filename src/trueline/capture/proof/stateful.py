@@ -56,7 +56,6 @@ def prove_sequences(proof: Proof, program: Session, eager: EagerSession) -> Proo
         reason=f"in {wrong.probe}: {wrong.reason}" if wrong else "",
         evidence=(*proof.evidence, *evidence),
         max_abs_error=max([proof.max_abs_error, *(one.max_abs_error or 0.0 for one in evidence)]),
-        max_rel_error=max([proof.max_rel_error, *(one.max_rel_error or 0.0 for one in evidence)]),
     )
 
 

@@ -36,8 +36,7 @@ def command(bundle: str, checkpoint: str | None, seed: int | None, **options: An
     source = checkpoint_path(checkpoint) if checkpoint else None
     verified = verify(Path(bundle), checkpoint=source, seed=FRESH_SEED if seed is None else seed, **options)
     lines = [
-        f"{one.format}: holds ({one.golden} golden records, {one.probes} probes, "
-        f"relative error {one.max_rel_error:.2g})"
+        f"{one.format}: holds ({one.golden} golden records, {one.probes} probes, max error {one.max_abs_error:.2g})"
         if one.holds
         else f"{one.format}: FAILS: {one.why}"
         for one in verified.programs
