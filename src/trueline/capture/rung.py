@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trueline.bundle.describe import range_text
+from trueline.bundle.describe import largest_given_error, range_text
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Dim, Signature
 from trueline.capture.model import code_paths, explicit_state
@@ -85,6 +85,7 @@ def make_rung(
         size_bytes=size_of(path),
         probes=len(proof.evidence),
         max_abs_error=proof.max_abs_error,
+        given_error=largest_given_error(proof.evidence),
         how=_statistics(observations, proof),
         submodule=f"{part}" if part else "",
         defined=part.place if part else "",

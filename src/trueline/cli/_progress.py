@@ -95,7 +95,7 @@ _WORDS = {
     "example.excluded": "  {format}: warning: its range, {range}, leaves out your {example}",
     "program.offloaded": "  offload: {parts} parts go to ONNX Runtime, {kept} of {operators} operators stay",
     "program.emitting": "  {format}: writing the program",
-    "program.proven": "  {format}: proven on {probes} probes, largest difference {max_abs_error:.1e}; {range}",
+    "program.proven": "  {format}: proven on {probes} probes, {given_error:.1e} off at most on given records; {range}",
     "program.refused": "  {format}: refused: {why} {line}",
     "program.untried": "  {format}: {why} {line}",
     "model.observed": "  the model answers {probes} probes",

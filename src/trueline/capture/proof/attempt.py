@@ -34,6 +34,8 @@ class Attempt:
     size_bytes: int = 0
     probes: int = 0
     max_abs_error: float = 0.0
+    given_error: float = 0.0
+    """The largest absolute error on records of the user."""
     how: str = ""
     """The way it was made, where a format has several."""
     submodule: str = ""
@@ -103,5 +105,8 @@ def emit_event(attempt: Attempt) -> None:
     if attempt.verdict != "proven":
         events.emit(f"program.{attempt.verdict}", format=attempt.format, why=attempt.reason, line=attempt.line)
         return
-    fields = {name: getattr(attempt, name) for name in ("format", "probes", "max_abs_error", "seconds", "range")}
+    fields = {
+        name: getattr(attempt, name)
+        for name in ("format", "probes", "max_abs_error", "given_error", "seconds", "range")
+    }
     events.emit("program.proven", **fields, bound_by=attempt.line or None)
