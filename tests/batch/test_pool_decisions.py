@@ -219,9 +219,9 @@ def test_a_careful_worker_says_which_record_it_tries_before_it_answers():
 # Sums of an evaluation. ----------------------------------------------------------------------------------------------
 
 
-def test_means_count_each_record_once_whatever_the_chunks_are():
-    chunks = [{"loss": 8.0, "metric a": 2.0}, {"loss": 1.0, "metric a": 3.0}]
-    assert evaluate._mean(chunks, 10) == {"loss": 0.9, "metric a": 0.5}
+def test_sums_count_each_record_once_whatever_the_chunks_are():
+    chunks = [{"loss": 8.0, "metric a": 2.0, "taken 0 1": 1.0}, {"loss": 1.0, "metric a": 3.0}]
+    assert evaluate._add(chunks) == {"loss": 9.0, "metric a": 5.0, "taken 0 1": 1.0}
 
 
 def test_a_recipe_that_no_other_process_could_load_is_not_shared_out():
