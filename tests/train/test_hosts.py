@@ -1,4 +1,4 @@
-"""A job on two machines: what dies there costs no record, and each change is told."""
+"""A job on two machines: a worker, a host or a link that fails costs no record, and each change is an event."""
 
 import json
 import os

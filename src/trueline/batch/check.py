@@ -47,7 +47,7 @@ Level = Literal["error", "warning", "note"]
 SAMPLED = 200_000
 """Training records in which duplicates and leaks are looked for."""
 _ROWS_EACH = 5
-"""A value that stands for a label in fewer records on average is chance."""
+"""Records per label: below it, a value that occurs with one label alone may do so by chance."""
 _CUT_SHARE, _UNKNOWN_SHARE = 0.05, 0.2
 
 

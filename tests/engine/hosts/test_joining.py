@@ -1,4 +1,4 @@
-"""Who may join, what a host that may not is told, and how a link that was lost comes back."""
+"""Which hosts may join, the errors of those that may not, and how a lost connection is made again."""
 
 import time
 

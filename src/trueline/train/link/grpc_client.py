@@ -66,8 +66,9 @@ def open_channel(address: str, options: Sequence[tuple[str, Any]]) -> grpc.Chann
 
 
 def settle_on_master(data: bytes) -> bytes:
-    """What the first worker of the job has settled about its loss, else `data`, which then stands for all. Empty `data`
-    settles nothing. For workers of joined hosts, which do not see the job's folder. Raises TrainError."""
+    """The reduction of the loss as the job's first worker reported it. If none has, the master keeps `data` for all
+    workers; empty `data` only reads. For workers of joined hosts, which do not see the job's folder. Raises TrainError.
+    """
     metadata = (("authorization", f"Bearer {os.environ['TRUELINE_SECRET']}"),)
     with open_channel(os.environ["TRUELINE_MASTER"], RECONNECTING) as channel:
         try:
