@@ -58,7 +58,7 @@ class TwoMachines:
         address = f"{self.a.address}:{PORT}"
         command = (TRUELINE, "join", address, "--token-file", str(self.token), "--cores", str(cores), "--name", "b")
         cache = str(self.path / "cache-b")
-        process = self.b.start(*command, *options, log=self.path / "join.log", XDG_CACHE_HOME=cache)
+        process = self.b.start(*command, *options, log=self.path / "join.log", folder=self.path, XDG_CACHE_HOME=cache)
         self.processes.append(process)
         return process
 
@@ -196,3 +196,26 @@ def test_a_host_trains_with_the_recipes_folder_that_travelled_and_its_output_com
     assert str(world.path / "a") not in log
     world.halt()
     assert world.count()[1:] == (0, 0)
+
+
+def test_the_masters_host_dies_and_a_joined_host_leads_the_job_on_without_a_lost_step(world):
+    world.train("--workers", "1:3", "--cores", "1", "--lease", "3")
+    world.wait_workers(1)
+    joined = world.join(cores=2)
+    world.wait_workers(3)
+    pids = [event["pid"] for name, event, _ in world.events() if name == "worker.running" and event.get("host") == "b"]
+    at = time.time()
+    for child in (world.launcher, *_children(world.launcher.pid)):
+        os.kill(child.pid, signal.SIGKILL)
+    world.processes = [joined]
+    before, world.job = world.job, JobDir(world.path / "runs" / "job")
+    adopted = world.wait_workers(2, after=at)
+    last = max(event["step"] for name, event, _ in parse_events(before.events.read_bytes().splitlines()) if name == "step.applied")
+    first = min(event["step"] for name, event, _ in world.events() if name == "step.applied")
+    assert first <= last + 2  # what the dead master had not written is one step
+    assert all(psutil.pid_exists(pid) for pid in pids)  # no worker was started again
+    os.kill(joined.pid, signal.SIGINT)
+    assert joined.wait(100) == 0, world.logs()
+    steps, lost, repeated = world.count()
+    print(json.dumps({"adopt_s": adopted - at, "steps": steps, "lost": lost, "repeated": repeated}))
+    assert (lost, repeated) == (0, 0)

@@ -33,14 +33,15 @@ class Machine:
     def run(self, *command: str) -> None:
         subprocess.run(["ip", "netns", "exec", self.name, *command], check=True, capture_output=True)
 
-    def start(self, *command: str, log: Path, **env: str) -> subprocess.Popen[bytes]:
-        """Starts a command there, in a session of its own."""
+    def start(self, *command: str, log: Path, folder: Path | None = None, **env: str) -> subprocess.Popen[bytes]:
+        """Starts a command there, in a session of its own; `folder`: where it runs, if not here."""
         mounts = "".join(f"mount -t tmpfs tmpfs '{folder}' && " for folder in self.hidden)
         shell = ["unshare", "-m", "sh", "-c", f'{mounts}exec "$@"', "sh"]
         with log.open("ab") as out:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *shell, *command],
                 env=os.environ | env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                cwd=folder,
             )  # fmt: skip
 
     def cut(self) -> None:

@@ -134,6 +134,12 @@ class JobDir:
         self._master.unlink(missing_ok=True)
         files.write_atomic(self._secret, secrets.token_urlsafe(32).encode(), mode=0o600)
 
+    def begin_succession(self, secret: str) -> None:
+        """As `begin_launch`, on a host whose master succeeds that of another: the job has begun, and has a secret."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(self._secret, secret.encode(), mode=0o600)
+        self.write_master(MasterRecord())
+
     def read_secret(self) -> str:
         """Raises OSError when the job does not run."""
         return self._secret.read_text()

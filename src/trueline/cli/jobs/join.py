@@ -44,6 +44,7 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
     from trueline.engine.hosts.tls import fingerprint
     from trueline.engine.hosts.token import read_token
     from trueline.train.launch.hosts import own_versions
+    from trueline.train.launch.standby import StandbyMaster
 
     token = read_token(Path(token_file))
     if ca and fingerprint(token.ca) != ca:
@@ -55,7 +56,7 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
         address=address, token=token, cores=cores or len(os.sched_getaffinity(0)), name=name or socket.gethostname(),
         interface=interface, ports=ports, versions=own_versions(),
     )  # fmt: skip
-    why = asyncio.run(_lend(Relay(request)))
+    why = asyncio.run(_lend(Relay(request, StandbyMaster(request))))
     return Output(f"left {token.job}: {why}", {"job": token.job, "why": why})
 
 

@@ -16,7 +16,17 @@ import msgspec
 
 from trueline import files
 from trueline.engine.contract import Engine, Kind, ProcessSpec, Seen
-from trueline.engine.hosts.messages import AddOrder, CoresOffer, Dismissal, FromMaster, Greeting, KillOrder
+from trueline.engine.hosts.messages import (
+    AddOrder,
+    CoresOffer,
+    Dismissal,
+    FromMaster,
+    Greeting,
+    JournalCopy,
+    KillOrder,
+    KnownHost,
+    Roster,
+)
 from trueline.errors import StorageError
 
 TICK_S = 0.25
@@ -44,6 +54,8 @@ class Host:
     """What has to end: ref -> grace in seconds."""
     leaving: bool = False
     load: float = 0.0
+    standby: str = ""
+    """Where a master on it would listen."""
 
     @property
     def alive(self) -> list[str]:
@@ -56,17 +68,6 @@ class Host:
     def send(self, order: FromMaster) -> None:
         if self.orders is not None:
             self.orders.put_nowait(order)
-
-
-class KnownHost(msgspec.Struct, frozen=True, kw_only=True):
-    """A host in the file of the next master."""
-
-    id: str
-    name: str
-    address: str
-    cores: int
-    leaving: bool
-    alive: list[str]
 
 
 class FleetEngine:
@@ -88,6 +89,8 @@ class FleetEngine:
         self.on_room: Callable[[int], None] = lambda _: None
         self.on_leave: Callable[[Sequence[str]], None] = lambda _: None
         """Gets the processes of a host that takes its cores back."""
+        self.journal: Callable[[], Iterator[JournalCopy]] = lambda: iter(())
+        """The whole journal in messages, for a host that could lead the job."""
         self._lost: dict[str, Seen] = {}
         self._waiting: dict[str, ProcessSpec] = {}
         """What no host has room for."""
@@ -101,17 +104,24 @@ class FleetEngine:
                 running = {ref: Seen(ref=ref, kind=Kind.STARTED, host=known.name) for ref in known.alive}
                 self.hosts[known.id] = Host(
                     id=known.id, name=known.name, address=known.address, cores=known.cores, heard_at=self._now(),
-                    processes=running, leaving=known.leaving,
+                    processes=running, leaving=known.leaving, standby=known.standby,
                 )  # fmt: skip
 
     def _keep(self) -> None:
-        known = [
+        known = tuple(
             KnownHost(id=host.id, name=host.name, address=host.address, cores=host.cores, leaving=host.leaving,
-                      alive=host.alive)
+                      alive=host.alive, standby=host.standby)
             for host in self.hosts.values() if host.cores
-        ]  # fmt: skip
+        )  # fmt: skip
+        self.copy(Roster(known))
         with contextlib.suppress(StorageError):  # a full disk: the next master finds these hosts when they reconnect
             files.write_atomic(self._file, msgspec.json.encode(known))
+
+    def copy(self, message: JournalCopy | Roster) -> None:
+        """Sends to all hosts that could lead the job what their master would have to know."""
+        for host in self.hosts.values():
+            if host.standby:
+                host.send(message)
 
     def _all(self) -> Iterator[Host]:
         yield self.here
@@ -269,7 +279,9 @@ class FleetEngine:
 
     def accept_offer(self, host: Host, offer: CoresOffer) -> None:
         """The host lends its cores: what it runs and should not is killed, and lost orders are repeated."""
-        joined, host.cores = not host.cores, offer.cores
+        joined, host.cores, host.standby = not host.cores, offer.cores, offer.standby
+        for copy in self.journal() if host.standby else ():
+            host.send(copy)
         running = {seen.ref: seen for seen in offer.running}
         for ref, seen in running.items():
             if seen.alive and (ref not in host.processes or not host.processes[ref].alive):

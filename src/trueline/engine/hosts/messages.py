@@ -6,7 +6,7 @@
       (fetches the files, starts its agent)
       CoresOffer ──▶                                  from here on it gets workers
       ProcessReport, ProcessOutput, Pulse ──▶
-                        ◀── AddOrder, KillOrder, Pulse
+                        ◀── AddOrder, KillOrder, Pulse, JournalCopy, Roster
       Withdrawal ──▶                                  its workers leave between two steps
                                          ◀── Dismissal
 
@@ -49,6 +49,8 @@ class CoresOffer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cores: int
     running: tuple[Seen, ...] = ()
     """Every process that it has started, also those that have ended."""
+    standby: str = ""
+    """HOST:PORT where a master on this host would listen, if that of the job's host died; empty: it takes no master."""
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -89,6 +91,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     store: str = ""
     """Where checkpoints are written, and every host has to see `probe`."""
     probe: str = ""
+    kit: bytes = b""
+    """What a successor of the master needs, beside the files and the journal; empty: there is to be none."""
 
 
 class AddOrder(msgspec.Struct, frozen=True, tag=True):
@@ -104,8 +108,33 @@ class Dismissal(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class JournalCopy(msgspec.Struct, frozen=True, tag=True):
+    """Rows of the master's journal, as (kind, body in JSON). `begins`: what was sent before is void."""
+
+    rows: tuple[tuple[str, bytes], ...]
+    begins: bool = False
+
+
+class KnownHost(msgspec.Struct, frozen=True, kw_only=True):
+    """A host as the next master has to know it."""
+
+    id: str
+    name: str
+    address: str
+    cores: int
+    leaving: bool
+    alive: list[str]
+    standby: str = ""
+
+
+class Roster(msgspec.Struct, frozen=True, tag=True):
+    """All joined hosts, in the order in which they joined: that of the master's successors."""
+
+    hosts: tuple[KnownHost, ...]
+
+
 FromHost = Greeting | CoresOffer | Pulse | ProcessReport | ProcessOutput | Withdrawal
-FromMaster = Welcome | AddOrder | KillOrder | Pulse | Dismissal
+FromMaster = Welcome | AddOrder | KillOrder | Pulse | Dismissal | JournalCopy | Roster
 
 encode = msgspec.msgpack.encode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import msgspec
@@ -24,6 +24,7 @@ import msgspec
 from trueline import events, files
 from trueline.engine.contract import Seen
 from trueline.engine.hosts import folder as job_folder
+from trueline.engine.hosts.forward import MasterDoor
 from trueline.engine.hosts.messages import (
     CERTIFICATE_NAME,
     FETCH,
@@ -36,10 +37,12 @@ from trueline.engine.hosts.messages import (
     FromHost,
     FromMaster,
     Greeting,
+    JournalCopy,
     KillOrder,
     ProcessOutput,
     ProcessReport,
     Pulse,
+    Roster,
     Welcome,
     Withdrawal,
     decode_from_master,
@@ -53,7 +56,8 @@ from trueline.errors import TrainError, TruelineError, UsageError
 
 FENCE = 10
 """Leases without a master after which what runs here is ended: the longest lease that a master gives."""
-CONNECT_S, RETRY_S = 5.0, 0.2
+CONNECT_S, AGAIN_S, RETRY_S = 5.0, 1.0, 0.2
+"""How long the first and each further connection may take, and what lies between them."""
 OUTPUT_S = 0.25
 MOST_OUTPUT = 64 << 10
 """Bytes of a process's output in one message."""
@@ -74,11 +78,52 @@ class JoinRequest:
     versions: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LentHost:
+    """What a standby gets of the host whose cores are lent: its agent, and the files of the job."""
+
+    agent: Any
+    socket: Path
+    lifeline: Lifeline
+    job: Path
+    request: JoinRequest
+
+
+class Standby(Protocol):
+    """Leads the job from this host, should the master's host die."""
+
+    address: str
+    """HOST:PORT where it would listen; empty: it cannot."""
+
+    def prepare(self, welcome: Welcome, job: Path) -> None:
+        """Enters what a master greets with; `job` is the folder of the job on this host."""
+        ...
+
+    def note(self, message: JournalCopy | Roster) -> None: ...
+
+    def others(self) -> list[str]:
+        """Where masters on other hosts would listen, the first to lead first."""
+        ...
+
+    def wait_s(self, host_id: str) -> float:
+        """After how many seconds without a master this host may lead; infinite: never."""
+        ...
+
+    async def lead(self, alive: list[str], host: LentHost, host_id: str) -> str | None:
+        """Leads the job to its end and returns how it ended; None if it did not begin, or another host leads."""
+        ...
+
+    def halt(self, why: str) -> bool:
+        """Ends the job that this host leads after a checkpoint; False: it leads none."""
+        ...
+
+
 class Relay:
     """Lends cores until the job ends or `withdraw` is called. Raises UsageError, TrainError."""
 
-    def __init__(self, request: JoinRequest) -> None:
-        self._request = request
+    def __init__(self, request: JoinRequest, standby: Standby) -> None:
+        self._request, self._standby = request, standby
+        self._door = MasterDoor(request.address)
         self._own_address = announce(request.interface, split_address(request.address)[0])
         self._id = secrets.token_hex(8)
         self._bearer = request.token.token
@@ -101,6 +146,7 @@ class Relay:
         self._heard_at = loop.time()
         try:
             await check_port(self._request.address)
+            await self._door.start()
             while True:
                 try:
                     return await self._connect()
@@ -109,6 +155,10 @@ class Relay:
                         raise self._describe_first(away) from away
                 await asyncio.sleep(RETRY_S)
                 silent_s = loop.time() - self._heard_at
+                if not self._withdrawn and not self._fenced and silent_s >= self._standby.wait_s(self._id):
+                    if (ended := await self._lead()) is not None:
+                        return ended
+                self._turn()
                 if not self._fenced and silent_s > FENCE * self._welcome.lease_s:
                     await self._fence(silent_s)
                 if self._withdrawn and silent_s > self._welcome.lease_s:
@@ -118,12 +168,31 @@ class Relay:
 
     def withdraw(self) -> bool:
         """Takes the cores back: the workers leave between two steps. False: it has begun already."""
+        if self._standby.halt("Ctrl-C"):
+            return True
         if self._withdrawn:
             return False
         self._withdrawn = True
         events.emit("join.leaving", why="Ctrl-C")
         self._outgoing.put_nowait(Withdrawal())
         return True
+
+    def _turn(self) -> None:
+        """Tries the next host that could lead the job."""
+        masters = [self._request.address, *self._standby.others()]
+        at = masters.index(self._door.target) + 1 if self._door.target in masters else 0
+        self._door.turn(masters[at % len(masters)])
+
+    async def _lead(self) -> str | None:
+        """Leads the job from here, if this host may; None: another one does."""
+        assert self._engine is not None
+        alive = [seen.ref for seen in await self._engine.list() if seen.alive]
+        host = LentHost(
+            agent=self._agent, socket=self._scratch / "agent", lifeline=self._lifeline, job=self._job,
+            request=self._request,
+        )  # fmt: skip
+        self._door.turn(self._standby.address)
+        return await self._standby.lead(alive, host, self._id)
 
     def _describe_first(self, away: "_Away") -> TruelineError:
         """The error of a host that has not joined yet."""
@@ -144,6 +213,7 @@ class Relay:
             await self._engine.kill(seen.ref)
 
     def _end(self) -> None:
+        self._door.close()
         self._lifeline.end()  # ends the agent and its processes
         if self._agent is not None:
             self._agent.wait()
@@ -154,9 +224,10 @@ class Relay:
         credentials = grpc.ssl_channel_credentials(root_certificates=self._request.token.ca.encode())
         options = [("grpc.ssl_target_name_override", CERTIFICATE_NAME), ("grpc.enable_http_proxy", 0), *PULSES]
         metadata = (("authorization", f"Bearer {self._bearer}"),)
-        async with grpc.aio.secure_channel(self._request.address, credentials, options=options) as channel:
+        patience_s = CONNECT_S if self._welcome is None else AGAIN_S
+        async with grpc.aio.secure_channel(self._door.target, credentials, options=options) as channel:
             try:
-                await asyncio.wait_for(channel.channel_ready(), CONNECT_S)
+                await asyncio.wait_for(channel.channel_ready(), patience_s)
                 join: Any = channel.stream_stream(JOIN, encode, decode_from_master)
                 call = join(metadata=metadata)
                 return await self._converse(channel, call, metadata)
@@ -165,7 +236,7 @@ class Relay:
             except grpc.aio.AioRpcError as error:
                 if error.code() in _END:
                     raise UsageError(
-                        f"{self._request.address} refuses this host: {error.details()}",
+                        f"{self._door.target} refuses this host: {error.details()}",
                         hint="the join line of the running job, and its token file, are in the job's folder",
                     ) from error
                 raise _Away(f"{error.details()}") from error
@@ -178,11 +249,12 @@ class Relay:
             raise _Away
         if self._welcome is None:
             await self._prepare(channel, welcome, metadata)
+        self._standby.prepare(welcome, self._job)
         self._bearer = welcome.secret
         assert self._engine is not None
         running = tuple(await self._engine.list())
         self._fenced = False
-        await call.write(CoresOffer(cores=request.cores, running=running))
+        await call.write(CoresOffer(cores=request.cores, running=running, standby=self._standby.address))
         events.emit("join.joined", job=welcome.job, cores=request.cores, address=self._own_address)
         work = (self._send(call), self._pulse(), self._watch(), self._forward_output())
         orders = asyncio.ensure_future(self._take_orders(call))
@@ -201,7 +273,7 @@ class Relay:
         if not isinstance(message, FromMaster):  # the end of the stream
             code = await call.code()
             if code in _END:
-                raise UsageError(f"{self._request.address} refuses this host: {await call.details()}")
+                raise UsageError(f"{self._door.target} refuses this host: {await call.details()}")
             raise _Away("the connection ended")
         self._heard_at = asyncio.get_running_loop().time()
         received: FromMaster = message
@@ -232,7 +304,7 @@ class Relay:
     def _localize(self, order: AddOrder) -> AddOrder:
         """The order with what differs on this host: the job's folder, the master's address, where workers listen."""
         own = {
-            "TRUELINE_JOB": str(self._job), "TRUELINE_MASTER": self._request.address,
+            "TRUELINE_JOB": str(self._job), "TRUELINE_MASTER": self._door.address,
             "TRUELINE_CA": str(self._job / "ca.pem"), "TRUELINE_HOST": self._own_address,
             "TRUELINE_PORTS": self._request.ports,
         }  # fmt: skip
@@ -250,6 +322,8 @@ class Relay:
                     await self._engine.kill(ref, grace_s=grace_s)
                 case Dismissal(why):
                     return why
+                case JournalCopy() | Roster() as copy:
+                    self._standby.note(copy)
                 case _:
                     continue
 

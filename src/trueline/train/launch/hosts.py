@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import os
+import secrets
 import shutil
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ from trueline.engine.hosts.token import TokenFile, issue_token, write_token
 from trueline.errors import UsageError
 from trueline.storage.location import parse_location
 from trueline.train.job_dir import JobDir
+from trueline.train.master.claims import Leader, sweep_claims
 from trueline.train.master.hosts import HostsFolder, HostsLaunch, mark_store
 from trueline.train.settings import JobSettings
 from trueline.version import __version__
@@ -58,14 +61,21 @@ def prepare(folder: JobDir, job: JobSettings, preload: Sequence[str]) -> str:
     write_token(own.token, TokenFile(job=job.name, token=token, ca=certificates.ca.decode()))
     where = parse_location(job.checkpoints or folder.checkpoints)
     store, probe = (str(where), mark_store(where)) if isinstance(where, Path) else ("", "")
+    sweep_claims(where)
+    shown = route.join_address(address if host in route.ANY else host, port)
     own.write_launch(HostsLaunch(
         listen=job.listen, address=address, ports=job.ports,
         cores=len(os.sched_getaffinity(0)) if job.cores < 0 else job.cores, preload=tuple(preload),
         files=_pack(folder, own, job, str(where)), packages=package_versions(preload), versions=own_versions(),
-        store=store, probe=probe,
+        store=store, probe=probe, id=secrets.token_hex(8),
+        leader=Leader(id=secrets.token_hex(8), host=socket.gethostname(), address=shown, token=str(own.token)),
     ))  # fmt: skip
-    shown = route.join_address(address if host in route.ANY else host, port)
-    return f"trueline join {shown} --token-file {own.token} --ca {tls.fingerprint(certificates.ca.decode())}"
+    return join_line(shown, own.token, certificates.ca.decode())
+
+
+def join_line(address: str, token: Path, ca: str) -> str:
+    """What is typed on another host."""
+    return f"trueline join {address} --token-file {token} --ca {tls.fingerprint(ca)}"
 
 
 def _pack(folder: JobDir, own: HostsFolder, job: JobSettings, store: str) -> tuple[TravelledFile, ...]:

@@ -179,7 +179,7 @@ def _master(folder: Path) -> Iterator[Callable[[str, Any], Any]]:
         master, secret = job_dir.read_master(), job_dir.read_secret()
     except OSError:
         master = None
-    if master is None:
+    if master is None or not master.address:
         raise TrainError(f"the job in {folder} has no master at the moment", hint="ask again in a second")
     metadata = (("authorization", f"Bearer {secret}"),)
     with grpc.insecure_channel(master.address, options=[("grpc.enable_http_proxy", 0)]) as channel:

@@ -38,6 +38,7 @@ from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import hosts, shutdown
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
+from trueline.train.master.claims import SUPERSEDED
 from trueline.train.master.failover import MasterProcess, reserve_port
 from trueline.train.reasons import LEFT_OUT_EXIT
 from trueline.train.settings import JobSettings
@@ -51,6 +52,10 @@ POLL_S = 0.25
 """How often the agent is checked; the end of the master's stream of events is handled at once."""
 EXIT_S = 0.1  # how long to wait for the master's exit code after its stream of events has ended
 MAX_RESTARTS = 10
+
+
+class Superseded(errors.JobStopped):
+    """The master of another host leads the job."""
 
 
 class LocalJob:
@@ -81,21 +86,25 @@ class LocalJob:
             exits.push(lambda kind, error, trace: self._record_end(launch, error))
             job = self.settings
             self._emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
-            self.folder.begin_launch()
-            self.socket = self.scratch / "agent"
-            self.lifeline = Lifeline()
-            self._sweep()
-            exits.callback(self._clean)
-            self._reserved = exits.enter_context(reserve_port())
-            line = hosts.prepare(self.folder, self.settings, self._preload())
-            if line:
-                exits.enter_context(reserve_port(self.settings.listen))
-                self._emit("hosts.listening", line=line)
-            exits.callback(self._end_processes)
-            self.agent = self._start_agent()
+            self._prepare(exits)
             self._start_master()
             self._exits = exits.pop_all()
         return self
+
+    def _prepare(self, exits: contextlib.ExitStack) -> None:
+        """Makes what a master needs: the job's secret, ports, and the agent."""
+        self.folder.begin_launch()
+        self.socket = self.scratch / "agent"
+        self.lifeline = self._master_life = Lifeline()
+        self._sweep()
+        exits.callback(self._clean)
+        self._reserved = exits.enter_context(reserve_port())
+        line = hosts.prepare(self.folder, self.settings, self._preload())
+        if line:
+            exits.enter_context(reserve_port(self.settings.listen))
+            self._emit("hosts.listening", line=line)
+        exits.callback(self._end_processes)
+        self.agent = self._start_agent()
 
     def _emit(self, name: str, /, **fields: events.Field) -> None:
         """Emits an event of the launcher, in this process and in the job's folder."""
@@ -140,7 +149,10 @@ class LocalJob:
             if self._master_channel is not None:
                 self._master_channel.close()  # ends the wait for another master
         finally:
-            self.lifeline.end()  # ends every process of the job
+            self._end_lifelines()
+
+    def _end_lifelines(self) -> None:
+        self.lifeline.end()  # ends every process of the job
         if self.master is not None:
             self.master.end()
         if self.agent is not None:
@@ -148,6 +160,9 @@ class LocalJob:
 
     def _clean(self) -> None:
         os.close(self.lifeline.reading)
+        self._clean_folder()
+
+    def _clean_folder(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._sweep()
         self.folder.remove_secret()
@@ -171,12 +186,12 @@ class LocalJob:
     def _start_master(self) -> None:
         if self.master is None:
             arguments = [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
-            self.master = MasterProcess(arguments, life=self.lifeline.reading, log=self.folder.log("master"))
+            self.master = MasterProcess(arguments, life=self._master_life.reading, log=self.folder.log("master"))
         self.master.start("--port", str(self._reserved.getsockname()[1]))
 
     def _address(self) -> str:
         """Waits until the master listens, and returns its address."""
-        while (master := self.folder.read_master()) is None:
+        while (master := self.folder.read_master()) is None or not master.address:
             if self.master is not None and (code := self.master.poll()) is not None:
                 raise errors.TrainError(
                     f"the master ended with exit code {code} before it listened",
@@ -226,6 +241,11 @@ class LocalJob:
             self._page = "" if master is None else master.page
             if self._page:  # not for JOB/events.jsonl: it holds a token, and that file is public
                 events.emit("page.opened", url=self._page)
+        if event.name == "job.superseded":
+            raise Superseded(
+                f"{fields['host']} leads the job now, which this host was cut off from",
+                hint=f"join it with {fields['host']}:{fields['token']}: `trueline join {fields['address']} --token-file`",
+            )
         if event.name == "job.stopping" and self._halting == "Ctrl-C":
             raise KeyboardInterrupt
         if event.name == "job.stopping":
@@ -253,6 +273,8 @@ class LocalJob:
         if agent is not None:
             self._count_restart("agent", agent)
             self.agent = self._start_agent()
+        if master == SUPERSEDED:  # and its last events are lost
+            raise Superseded("another host leads the job now, which this host was cut off from")
         if master == 0 and self._events.empty():  # it ended on request, and its last events are lost
             raise shutdown.make_stopped_error("its master ended on request", self.job_dir)
         if master:

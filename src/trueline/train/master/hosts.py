@@ -1,7 +1,8 @@
 """Other hosts, as the master has them: what the launcher prepared, and the fleet that its engine becomes."""
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ import msgspec
 from trueline import clock, files
 from trueline.engine.contract import Engine, ProcessSpec
 from trueline.engine.hosts.fleet import FleetEngine
-from trueline.engine.hosts.messages import SERVICE, TravelledFile, Welcome
+from trueline.engine.hosts.messages import SERVICE, JournalCopy, TravelledFile, Welcome
 from trueline.engine.hosts.service import HostsService
 from trueline.engine.hosts.token import find_fault
 from trueline.train.job_dir import JobDir
+from trueline.train.master.claims import Leader, ViewClaims
+from trueline.train.master.journal import Row
 from trueline.train.master.master import Master
 from trueline.train.membership import events as h
 from trueline.train.settings import JobSettings
 
 PART_S = 1.0
+ROWS = 500
+"""Of the journal, in one message."""
 REFUSED = "the job's secret is missing or wrong"
 
 
@@ -37,6 +42,17 @@ class HostsLaunch(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     store: str
     probe: str
+    id: str
+    """Names the launch in the store; a successor of the master has the same."""
+    leader: Leader
+
+
+class SuccessorKit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a joined host keeps to lead the job, should the master's host die. Whoever has it has the job's secret."""
+
+    launch: HostsLaunch
+    certificate: bytes
+    key: bytes
 
 
 class HostsFolder:
@@ -70,9 +86,12 @@ class JobHosts:
             local, cores=launch.cores, file=self.own.known, lease_s=job.lease_s, now=clock.monotonic_s,
             emit=lambda name, **fields: self.emit(name, **fields),
         )  # fmt: skip
+        kit = SuccessorKit(
+            launch=launch, certificate=self.own.certificate.read_bytes(), key=self.own.key.read_bytes()
+        )
         greet = Welcome(
             job=job.name, secret=secret, lease_s=job.lease_s, preload=launch.preload, files=launch.files,
-            packages=launch.packages, store=launch.store, probe=launch.probe,
+            packages=launch.packages, store=launch.store, probe=launch.probe, kit=msgspec.msgpack.encode(kit),
         )  # fmt: skip
         self._service = HostsService(
             self.fleet, greet, self.own.blobs, launch.versions, self._write_output, self._settle
@@ -98,9 +117,22 @@ class JobHosts:
         """Opens the port, and lets membership know what room the hosts bring and take."""
         self._master, self.emit = master, master.emit
         master.localize, master.hosts = self.localize, self.fleet.describe
+        where = self.launch.store or master.job.checkpoints
+        master.claims, master.leader = ViewClaims(where, self.launch.id), self.launch.leader
+        master.replicate, self.fleet.journal = self.replicate, lambda: self.copy_journal(master)
         self.fleet.on_room, self.fleet.on_leave = self.set_room, self.release_workers
         self.serve(server)
         self.set_room(await self.fleet.capacity())
+
+    def replicate(self, rows: Sequence[Row]) -> None:
+        """Sends rows of the journal to the hosts that could lead the job."""
+        self.fleet.copy(_encode(rows))
+
+    def copy_journal(self, master: Master) -> Iterator[JournalCopy]:
+        """The journal for a host that has just offered to lead."""
+        rows = list(master.journal.rows())
+        for at in range(0, max(1, len(rows)), ROWS):
+            yield _encode(rows[at : at + ROWS], begins=at == 0)
 
     def set_room(self, workers: int) -> None:
         """The engine has room for this number of workers from now on."""
@@ -135,6 +167,10 @@ class JobHosts:
         if not method.startswith(f"/{SERVICE}/") or not given.startswith("Bearer "):
             return REFUSED
         return find_fault(given.removeprefix("Bearer "), self._secret, now=time.time())
+
+
+def _encode(rows: Sequence[Row], *, begins: bool = False) -> JournalCopy:
+    return JournalCopy(tuple((kind, json.dumps(body).encode()) for kind, body in rows), begins)
 
 
 def open_hosts(job: JobSettings, folder: JobDir, local: Engine, secret: str) -> JobHosts | None:

@@ -15,8 +15,9 @@ from typing import Any
 
 from trueline import clock, events, files
 from trueline.engine.contract import Engine, Kind, ProcessSpec
-from trueline.errors import DiskFull, StorageError
+from trueline.errors import DiskFull, StorageError, TruelineError
 from trueline.train.job_dir import JobDir
+from trueline.train.master.claims import SUPERSEDED, Leader, ViewClaims
 from trueline.train.master.journal import Journal, Row, apply_row
 from trueline.train.master.progress import JobProgress
 from trueline.train.master.publisher import EventPublisher
@@ -77,6 +78,13 @@ class Master:
         self.room = DiskRoom(self.emit)
         self.localize: Callable[[ProcessSpec], ProcessSpec] = lambda spec: spec
         self.hosts: Callable[[], Sequence[dict[str, Any]]] = tuple
+        self.replicate: Callable[[Sequence[Row]], None] = lambda rows: None
+        self.claims: ViewClaims | None = None
+        """Of a job that other hosts could lead: each view is published there first."""
+        self.leader = Leader(id="", host="", address="", token="")
+        self.exit_code = 0
+        self._claimed = self.state.generation  # the newest generation that is published
+        self._claiming = False
         self._backlog: list[Row] = []  # for the journal, in their order
         self._waiting: list[h.Action] = []  # until those rows are in the journal
         self._scaling = Scaling()
@@ -221,8 +229,10 @@ class Master:
         if self.failed:
             return
         self.state.phase, self.failed = "failed", True
+        row = "FAIL", {"code": code, "why": why}
+        self.replicate([row])
         with contextlib.suppress(StorageError):  # the reason may be a full disk
-            self.journal.append(("FAIL", {"code": code, "why": why}))
+            self.journal.append(row)
         for ref in (*self.state.members, *self.state.pending):
             self.spawn(self.engine.kill(ref))
         self.emit("job.failed", code=code, why=why, hint=hint)
@@ -241,7 +251,15 @@ class Master:
             self._flush()
 
     def _flush(self) -> bool:
-        """Writes what waits for the journal; False while the disk is full, and when the job has failed."""
+        """Writes what waits for the journal; False while a view is being claimed or the disk is full, and when the job
+        has failed."""
+        if self._claiming or self.exit_code:
+            return False
+        views = [body for kind, body in self._backlog if kind == "VIEW" and body["generation"] > self._claimed]
+        if self.claims is not None and views:
+            self._claiming = True
+            self.spawn(self._claim(self.claims, views))
+            return False
         try:
             self.journal.append(*self._backlog)
         except DiskFull as error:
@@ -251,9 +269,45 @@ class Master:
         except StorageError as error:
             self.fail(error.code, error.message, "see to the disk, then continue with --resume")
             return False
+        self.replicate(self._backlog)
         self._backlog.clear()
         self.room.gain("journal")
         return not self.failed
+
+    async def _claim(self, claims: ViewClaims, views: Sequence[dict[str, Any]]) -> None:
+        """Publishes views in the store, then carries out what waits for them, unless another master was faster."""
+        for view in views:
+            leader = await self._publish_claim(claims, view)
+            if leader.id != self.leader.id:
+                self._give_way(leader)
+                return
+            self._claimed = view["generation"]
+        self._claiming = False
+        if self._flush():
+            self._act_waiting()
+
+    async def _publish_claim(self, claims: ViewClaims, view: dict[str, Any]) -> Leader:
+        """Who leads by this view; waits while the store is out of reach."""
+        away = False
+        while True:
+            try:
+                leader = await asyncio.to_thread(claims.claim, view, self.leader)
+            except (TruelineError, OSError) as error:
+                if not away:
+                    effect = "no group is formed until it answers"
+                    self.emit("store.away", where=self.job.checkpoints, why=str(error), effect=effect)
+                away = True
+                await asyncio.sleep(TICK_S)  # no system tells when a store is back
+                continue
+            if away:
+                self.emit("store.back", where=self.job.checkpoints)
+            return leader
+
+    def _give_way(self, leader: Leader) -> None:
+        """Ends this master, which was cut off for so long that another one leads the job."""
+        self.exit_code = SUPERSEDED
+        self.emit("job.superseded", host=leader.host, address=leader.address, token=leader.token)
+        self.stopped.set()
 
     def emit(self, name: str, **fields: events.Field) -> None:
         """Publishes an event: to the log, the job's folder, followers and the page."""

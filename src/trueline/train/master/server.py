@@ -306,11 +306,11 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     for task in background:
         task.cancel()
     await live.close()
-    await server.stop(0.2 if hosts is None else hosts.dismiss("the job is over"))
+    await server.stop(0.2 if hosts is None or master.exit_code else hosts.dismiss("the job is over"))
     journal.close()
     master.publisher.close()
     os.close(lock)
-    return 0
+    return master.exit_code
 
 
 async def _when_there_is_room(write: Callable[[], Written]) -> Written:
