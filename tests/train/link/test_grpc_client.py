@@ -433,3 +433,30 @@ def test_a_heartbeat_says_for_how_long_a_worker_has_been_at_what_it_does(alone, 
     alone.report_phase("waiting")
     alone._send()
     assert [(sent.phase, sent.phase_s) for sent in master.sent] == [("computing", 3.0), ("waiting", 0.0)]
+
+
+def test_steps_that_are_applied_while_a_report_is_gathered_go_with_the_next_one(make_link):
+    link = make_link()
+
+    class Step(StepReport):
+        def _asdict(self):
+            if self.step == 0:  # training goes on in another thread
+                link.report_step(1, 2, stepped(2), None)
+            return super()._asdict()
+
+    link.report_step(1, 0, Step(*stepped(0)), None)
+    link.report_step(1, 1, stepped(1), None)
+    first = link._gather_report(everything=True)
+    link._drop_reported(first, 0)
+    assert [step.step for step in first.applied] == [0, 1]
+    assert [step.step for step in link._gather_report(everything=True).applied] == [2]
+
+
+def test_a_worker_whose_reports_break_ends_instead_of_training_unheard(line, monkeypatch, capfd):
+    ended = queue.SimpleQueue()
+    monkeypatch.setattr(grpc_client.os, "_exit", ended.put)
+    link, _ = line()
+    monkeypatch.setattr(link, "_gather_report", lambda **_: 1 / 0)
+    link.report_step(1, 1, stepped(0), None)
+    assert ended.get(timeout=WAIT_S) == grpc_client.BROKEN_EXIT
+    assert "reports: Traceback" in capfd.readouterr().err

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from trueline.train.link.local_client import LocalLink
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
-FENCED_EXIT = 76
+FENCED_EXIT, BROKEN_EXIT = 76, 70
 HEARTBEAT_S = 0.5
 REPORT_S, LATE_REPORT_S, LATE_S = 0.1, 0.75, 15.0
 """How long a new worker gathers reports, and one that is LATE_S old; the log lags by as much. Each report costs
@@ -112,9 +113,13 @@ class MasterLink:
     def _until_closed(self, work: Callable[..., None], *given: Any) -> None:
         try:
             work(*given)
-        except ValueError:  # the channel was closed meanwhile
-            if not self._closed:
-                raise
+        except Exception as error:
+            if self._closed and isinstance(error, ValueError):  # the channel was closed meanwhile
+                return
+            # A worker that trains and says nothing would keep its place for good.
+            sys.stderr.write(f"{threading.current_thread().name}: {traceback.format_exc()}")
+            sys.stderr.flush()
+            os._exit(BROKEN_EXIT)
 
     def _watch(self, hello: pb.Hello) -> None:
         was_away = False
@@ -204,7 +209,7 @@ class MasterLink:
 
     def _gather_report(self, *, everything: bool) -> pb.Progress:
         overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
-        due = self._applied if everything or self.leads or overdue else ()
+        due = tuple(self._applied) if everything or self.leads or overdue else ()  # training appends meanwhile
         moved, to_move, sending = self.transfer()
         return pb.Progress(
             ref=self.ref, generation=self._generation, step=self._step,
