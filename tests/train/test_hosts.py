@@ -14,8 +14,10 @@ import pytest
 
 from trueline.checkpoint import checkpoint
 from trueline.train.job_dir import JobDir, parse_events
+from trueline.train.master.claims import Leader, ViewClaims
+from trueline.train.master.hosts import HostsFolder
 from worlds.jobs import TINY
-from worlds.networks import find_lack, two_machines
+from worlds.networks import find_lack, open_machines
 from worlds.waiting import until
 
 pytestmark = pytest.mark.jobs
@@ -25,40 +27,43 @@ PORT, BATCH, RECORDS = 7700, 30, 240
 
 @pytest.fixture
 def machines(tmp_path):
-    """Machine A with the job and the recipe, and machine B, which sees neither: only the store is shared."""
+    """Machine A with the job and the recipe, and machines B and C, which see neither: only the store is shared."""
     if lack := find_lack():
         pytest.skip(f"two machines need network namespaces: {lack}")
     (tmp_path / "a").mkdir()
-    with two_machines(hidden_from_second=(tmp_path / "a",)) as pair:
-        yield pair
+    with open_machines(3, hidden_from_others=(tmp_path / "a",)) as opened:
+        yield opened
 
 
-class TwoMachines:
+class Machines:
     def __init__(self, tmp_path: Path, machines) -> None:
-        self.path, (self.a, self.b) = tmp_path, machines
+        self.path, self.machines = tmp_path, dict(zip("abc", machines, strict=True))
+        self.leader = self.machines["a"]
         self.job, self.store = JobDir(tmp_path / "a" / "job"), tmp_path / "store"
         project = tmp_path / "a" / "project"
         project.mkdir()
         shutil.copy(TINY, project / "recipe.py")
-        self.token = tmp_path / "token"
         self.processes = []
 
     def train(self, *options: str) -> None:
         command = (
             TRUELINE, "train", str(self.path / "a" / "project"), "--epochs", "1000000", "--job", str(self.job.path),
-            "--listen", f"{self.a.address}:{PORT}", "--checkpoints", str(self.store), "--checkpoint-every", "1000",
+            "--listen", f"{self.leader.address}:{PORT}", "--checkpoints", str(self.store), "--checkpoint-every", "1000",
             *options,
         )  # fmt: skip
-        self.launcher = self.a.start(*command, log=self.path / "train.log")
+        self.launcher = self.leader.start(*command, log=self.path / "train.log")
         self.processes.append(self.launcher)
         self.wait("hosts.listening")
-        shutil.copy(self.job.hosts / "token", self.token)
 
-    def join(self, *options: str, cores: int = 1) -> subprocess.Popen[bytes]:
-        address = f"{self.a.address}:{PORT}"
-        command = (TRUELINE, "join", address, "--token-file", str(self.token), "--cores", str(cores), "--name", "b")
-        cache = str(self.path / "cache-b")
-        process = self.b.start(*command, *options, log=self.path / "join.log", folder=self.path, XDG_CACHE_HOME=cache)
+    def join(self, *options: str, cores: int = 1, name: str = "b") -> subprocess.Popen[bytes]:
+        address, token = HostsFolder(self.job).read_launch().leader.address, self.path / f"token-{name}"
+        shutil.copy(self.job.hosts / "token", token)
+        command = (TRUELINE, "join", address, "--token-file", str(token), "--cores", str(cores), "--name", name)
+        folder = self.path / name
+        folder.mkdir(exist_ok=True)
+        process = self.machines[name].start(
+            *command, *options, log=self.path / f"join-{name}.log", folder=folder, XDG_CACHE_HOME=str(folder / "cache")
+        )
         self.processes.append(process)
         return process
 
@@ -88,7 +93,7 @@ class TwoMachines:
         return self.wait("step.applied", after=after, workers=workers)[1]
 
     def halt(self) -> None:
-        self.a.run(TRUELINE, "halt", str(self.job.path))
+        self.leader.run(TRUELINE, "halt", str(self.job.path))
         self.launcher.wait(100)
 
     def count(self) -> tuple[int, int, int]:
@@ -112,6 +117,20 @@ class TwoMachines:
                 return float(event["gap_ms"])
         raise AssertionError("no step began a group")
 
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Ends a process and all that it has started, at once."""
+        for child in (process, *_children(process.pid)):
+            os.kill(child.pid, signal.SIGKILL)
+
+    def steps(self) -> list[int]:
+        return [event["step"] for name, event, _ in self.events() if name == "step.applied"]
+
+    def move_to(self, name: str, launcher: subprocess.Popen[bytes]) -> None:
+        """The host of this name leads the job from now on; its launcher is `launcher`."""
+        self.leader, self.launcher = self.machines[name], launcher
+        self.job = JobDir(self.path / name / "runs" / "job")
+        self.processes.sort(key=lambda process: process is not launcher)
+
     def close(self) -> None:
         for process in self.processes:
             for child in [*_children(process.pid), process]:
@@ -131,7 +150,7 @@ def _children(pid: int):
 
 @pytest.fixture
 def world(tmp_path, machines):
-    made = TwoMachines(tmp_path, machines)
+    made = Machines(tmp_path, machines)
     yield made
     made.close()
 
@@ -161,16 +180,17 @@ def test_workers_hosts_and_links_die_and_each_record_counts_once(world):
     figures["back_s"] = world.wait_workers(3, after=rejoined) - rejoined
 
     at = time.time()
-    world.b.cut()
+    world.machines["b"].cut()
     world.wait("host.lost", after=at)
     figures["cut_s"] = world.wait_workers(1, after=at) - at
+    assert "leads" not in (world.path / "join-b.log").read_text()  # the master's side trains, and no other
     healed = time.time()
-    world.b.heal()
+    world.machines["b"].heal()
     assert world.wait("host.joined", after=healed)[0]["host"] == "b"
     figures["heal_s"] = world.wait_workers(3, after=healed) - healed
 
     at = time.time()
-    world.a.run(TRUELINE, "status", str(world.job.path))
+    world.leader.run(TRUELINE, "status", str(world.job.path))
     os.kill(joined.pid, signal.SIGINT)
     assert joined.wait(100) == 0, world.logs()
     drained = world.wait_workers(1, after=at)
@@ -199,23 +219,58 @@ def test_a_host_trains_with_the_recipes_folder_that_travelled_and_its_output_com
 
 
 def test_the_masters_host_dies_and_a_joined_host_leads_the_job_on_without_a_lost_step(world):
-    world.train("--workers", "1:3", "--cores", "1", "--lease", "3")
+    world.train("--workers", "1:4", "--cores", "1", "--lease", "3")
     world.wait_workers(1)
     joined = world.join(cores=2)
     world.wait_workers(3)
-    pids = [event["pid"] for name, event, _ in world.events() if name == "worker.running" and event.get("host") == "b"]
+    world.join(name="c")
+    world.wait_workers(4)
+    pids = [event["pid"] for name, event, _ in world.events() if name == "worker.running" and "host" in event]
     at = time.time()
-    for child in (world.launcher, *_children(world.launcher.pid)):
-        os.kill(child.pid, signal.SIGKILL)
-    world.processes = [joined]
-    before, world.job = world.job, JobDir(world.path / "runs" / "job")
-    adopted = world.wait_workers(2, after=at)
-    last = max(event["step"] for name, event, _ in parse_events(before.events.read_bytes().splitlines()) if name == "step.applied")
-    first = min(event["step"] for name, event, _ in world.events() if name == "step.applied")
-    assert first <= last + 2  # what the dead master had not written is one step
-    assert all(psutil.pid_exists(pid) for pid in pids)  # no worker was started again
+    world.kill(world.launcher)
+    before = world.steps()
+    world.move_to("b", joined)
+    adopted = world.wait_workers(3, after=at)
+    assert min(world.steps()) <= max(before) + 2  # the dead master may have failed to write the step under way
+    assert [psutil.pid_exists(pid) for pid in pids] == [True] * 3  # no worker was started again
+    world.join(name="a")
+    grown = world.wait_workers(4, after=adopted)
     os.kill(joined.pid, signal.SIGINT)
     assert joined.wait(100) == 0, world.logs()
     steps, lost, repeated = world.count()
-    print(json.dumps({"adopt_s": adopted - at, "steps": steps, "lost": lost, "repeated": repeated}))
+    figures = {"adopt_s": adopted - at, "grown_s": grown - adopted, "steps": steps, "lost": lost, "repeated": repeated}
+    print(json.dumps(figures))
     assert (lost, repeated) == (0, 0)
+
+
+def test_a_master_that_was_away_for_long_gives_way_to_the_host_that_leads_now(world):
+    world.train("--workers", "1:2", "--cores", "1", "--lease", "3")
+    world.wait_workers(1)
+    joined = world.join()
+    world.wait_workers(2)
+    processes, at = [*_children(world.launcher.pid), world.launcher], time.time()
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    launcher = world.launcher
+    world.move_to("b", joined)
+    world.wait_workers(1, after=at)
+    for process in processes:
+        os.kill(process.pid, signal.SIGCONT)
+    assert launcher.wait(100) != 0
+    assert "b leads the job now" in (world.path / "train.log").read_text()
+    world.halt()
+    assert world.count()[1:] == (0, 0)
+
+
+def test_of_two_masters_one_publishes_a_view(tmp_path):
+    one, two = (Leader(id=name, host=name, address="", token="") for name in ("one", "two"))
+    ours, theirs = ViewClaims(tmp_path, "launch"), ViewClaims(tmp_path, "launch")
+    assert ours.newest() is None
+    assert ours.claim({"generation": 1, "members": ["worker-0.0"]}, one) == one
+    assert theirs.claim({"generation": 1, "members": ["worker-1.0"]}, two) == one
+    assert theirs.claim({"generation": 2, "members": ["worker-1.0"]}, two) == two
+    assert ours.claim({"generation": 2, "members": ["worker-0.0"]}, one) == two
+    newest = ours.newest()
+    assert newest.leader == two
+    assert newest.view["members"] == ["worker-1.0"]
+    assert ViewClaims(tmp_path, "another launch").newest() is None

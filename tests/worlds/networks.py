@@ -59,17 +59,24 @@ class Machine:
 
 
 @contextlib.contextmanager
-def two_machines(hidden_from_second: tuple[Path, ...] = ()) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines at 10.77.0.1 and 10.77.0.2."""
-    one, two = Machine(f"tl{os.getpid()}a", "10.77.0.1"), Machine(f"tl{os.getpid()}b", "10.77.0.2", hidden_from_second)
+def open_machines(count: int, hidden_from_others: tuple[Path, ...] = ()) -> Iterator[list[Machine]]:
+    """Machines at 10.77.0.1, 10.77.0.2 and so on, on one switch; `hidden_from_others`: folders of the first alone."""
+    switch = Machine(f"tl{os.getpid()}s", "")
+    machines = [
+        Machine(f"tl{os.getpid()}{'abcdef'[number]}", f"10.77.0.{number + 1}", hidden_from_others if number else ())
+        for number in range(count)
+    ]
     with contextlib.ExitStack() as exits:
-        for machine in (one, two):
+        for machine in (switch, *machines):
             subprocess.run(["ip", "netns", "add", machine.name], check=True)
             exits.callback(subprocess.run, ["ip", "netns", "del", machine.name], check=False)
-        ends = ["name", DEVICE, "netns", one.name, "type", "veth", "peer", "name", DEVICE, "netns", two.name]
-        subprocess.run(["ip", "link", "add", *ends], check=True)
-        for machine in (one, two):
+        switch.run("ip", "link", "add", "switch", "type", "bridge")
+        switch.run("ip", "link", "set", "switch", "up")
+        for number, machine in enumerate(machines):
+            ends = ["name", DEVICE, "netns", machine.name, "type", "veth", "peer", "name", f"p{number}"]
+            subprocess.run(["ip", "link", "add", *ends, "netns", switch.name], check=True)
+            switch.run("ip", "link", "set", f"p{number}", "master", "switch", "up")
             machine.run("ip", "addr", "add", f"{machine.address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
                 machine.run("ip", "link", "set", device, "up")
-        yield one, two
+        yield machines

@@ -13,6 +13,7 @@ import pytest
 from trueline.errors import DiskFull, StorageError
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
+from trueline.train.master.scaling import run_scaling
 from trueline.train.membership import events as h
 from trueline.train.membership.state import Member
 from trueline.train.settings import Fault
@@ -293,7 +294,7 @@ def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_en
                 master.progress.records_applied += records
                 await asyncio.sleep(0)
 
-            scaling = master.spawn(master.run_scaling())
+            scaling = master.spawn(run_scaling(master))
             for slot in range(2):
                 ref = f"worker-{slot}.0"
                 while ref not in master.state.pending:  # until the scaling has asked for it
@@ -342,16 +343,16 @@ def asked_to_scale(monkeypatch, tmp_path, prepare, *, wants=3):
         asked.append((workers, records, bounds.low, bounds.high, bounds.capacity))
         return wants, "more pays"
 
-    monkeypatch.setattr("trueline.train.master.master.TICK_S", 0.0)
-    monkeypatch.setattr("trueline.train.master.master.CAPACITY_S", -1.0)
-    monkeypatch.setattr("trueline.train.master.master.decide", decide)
+    monkeypatch.setattr("trueline.train.master.scaling.TICK_S", 0.0)
+    monkeypatch.setattr("trueline.train.master.scaling.CAPACITY_S", -1.0)
+    monkeypatch.setattr("trueline.train.master.scaling.decide", decide)
 
     async def scenario():
         master = master_of(tmp_path, dataclasses.replace(JOB, min_workers=2), engine=Room())
         at_work(master, steps=1)
         master.job = dataclasses.replace(master.job, workers=6)
         prepare(master)
-        scaling = master.spawn(master.run_scaling())
+        scaling = master.spawn(run_scaling(master))
         await until_async(lambda: len(looks) >= 4, "four looks")
         scaling.cancel()
         return master

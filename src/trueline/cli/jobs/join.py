@@ -40,7 +40,8 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
     """
     import asyncio
 
-    from trueline.engine.hosts.relay import JoinRequest, Relay
+    from trueline.engine.hosts.relay import Relay
+    from trueline.engine.hosts.standby import JoinRequest
     from trueline.engine.hosts.tls import fingerprint
     from trueline.engine.hosts.token import read_token
     from trueline.train.launch.hosts import own_versions

@@ -22,10 +22,10 @@ from trueline.engine.hosts.messages import (
     Dismissal,
     FromMaster,
     Greeting,
+    HostList,
     JournalCopy,
     KillOrder,
     KnownHost,
-    Roster,
 )
 from trueline.errors import StorageError
 
@@ -113,11 +113,11 @@ class FleetEngine:
                       alive=host.alive, standby=host.standby)
             for host in self.hosts.values() if host.cores
         )  # fmt: skip
-        self.copy(Roster(known))
+        self.copy(HostList(known))
         with contextlib.suppress(StorageError):  # a full disk: the next master finds these hosts when they reconnect
             files.write_atomic(self._file, msgspec.json.encode(known))
 
-    def copy(self, message: JournalCopy | Roster) -> None:
+    def copy(self, message: JournalCopy | HostList) -> None:
         """Sends to all hosts that could lead the job what their master would have to know."""
         for host in self.hosts.values():
             if host.standby:

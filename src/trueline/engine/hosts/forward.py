@@ -24,7 +24,7 @@ class MasterDoor:
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = "127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def turn(self, target: str) -> None:
         """Leads to `target` from now on. Connections to the master of before end, and those who dialled dial again."""

@@ -6,7 +6,7 @@
       (fetches the files, starts its agent)
       CoresOffer ──▶                                  from here on it gets workers
       ProcessReport, ProcessOutput, Pulse ──▶
-                        ◀── AddOrder, KillOrder, Pulse, JournalCopy, Roster
+                        ◀── AddOrder, KillOrder, Pulse, JournalCopy, HostList
       Withdrawal ──▶                                  its workers leave between two steps
                                          ◀── Dismissal
 
@@ -127,14 +127,14 @@ class KnownHost(msgspec.Struct, frozen=True, kw_only=True):
     standby: str = ""
 
 
-class Roster(msgspec.Struct, frozen=True, tag=True):
+class HostList(msgspec.Struct, frozen=True, tag=True):
     """All joined hosts, in the order in which they joined: that of the master's successors."""
 
     hosts: tuple[KnownHost, ...]
 
 
 FromHost = Greeting | CoresOffer | Pulse | ProcessReport | ProcessOutput | Withdrawal
-FromMaster = Welcome | AddOrder | KillOrder | Pulse | Dismissal | JournalCopy | Roster
+FromMaster = Welcome | AddOrder | KillOrder | Pulse | Dismissal | JournalCopy | HostList
 
 encode = msgspec.msgpack.encode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode

@@ -14,9 +14,8 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import msgspec
@@ -37,19 +36,19 @@ from trueline.engine.hosts.messages import (
     FromHost,
     FromMaster,
     Greeting,
+    HostList,
     JournalCopy,
     KillOrder,
     ProcessOutput,
     ProcessReport,
     Pulse,
-    Roster,
     Welcome,
     Withdrawal,
     decode_from_master,
     encode,
 )
 from trueline.engine.hosts.route import announce, split_address
-from trueline.engine.hosts.token import TokenFile
+from trueline.engine.hosts.standby import JoinRequest, LentHost, Standby
 from trueline.engine.local.client import LocalEngine, start_agent
 from trueline.engine.local.process import Lifeline
 from trueline.errors import TrainError, TruelineError, UsageError
@@ -63,59 +62,6 @@ MOST_OUTPUT = 64 << 10
 """Bytes of a process's output in one message."""
 _END = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT}
 """The master has refused this host: another attempt would be too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JoinRequest:
-    """What the user of this machine wants. `versions`: of trueline, Python and torch here."""
-
-    address: str
-    token: TokenFile
-    cores: int
-    name: str
-    interface: str = ""
-    ports: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LentHost:
-    """What a standby gets of the host whose cores are lent: its agent, and the files of the job."""
-
-    agent: Any
-    socket: Path
-    lifeline: Lifeline
-    job: Path
-    request: JoinRequest
-
-
-class Standby(Protocol):
-    """Leads the job from this host, should the master's host die."""
-
-    address: str
-    """HOST:PORT where it would listen; empty: it cannot."""
-
-    def prepare(self, welcome: Welcome, job: Path) -> None:
-        """Enters what a master greets with; `job` is the folder of the job on this host."""
-        ...
-
-    def note(self, message: JournalCopy | Roster) -> None: ...
-
-    def others(self) -> list[str]:
-        """Where masters on other hosts would listen, the first to lead first."""
-        ...
-
-    def wait_s(self, host_id: str) -> float:
-        """After how many seconds without a master this host may lead; infinite: never."""
-        ...
-
-    async def lead(self, alive: list[str], host: LentHost, host_id: str) -> str | None:
-        """Leads the job to its end and returns how it ended; None if it did not begin, or another host leads."""
-        ...
-
-    def halt(self, why: str) -> bool:
-        """Ends the job that this host leads after a checkpoint; False: it leads none."""
-        ...
 
 
 class Relay:
@@ -155,9 +101,9 @@ class Relay:
                         raise self._describe_first(away) from away
                 await asyncio.sleep(RETRY_S)
                 silent_s = loop.time() - self._heard_at
-                if not self._withdrawn and not self._fenced and silent_s >= self._standby.wait_s(self._id):
-                    if (ended := await self._lead()) is not None:
-                        return ended
+                due = silent_s >= self._standby.wait_s(self._id) and not self._withdrawn and not self._fenced
+                if due and (ended := await self._lead()) is not None:
+                    return ended
                 self._turn()
                 if not self._fenced and silent_s > FENCE * self._welcome.lease_s:
                     await self._fence(silent_s)
@@ -179,7 +125,7 @@ class Relay:
 
     def _turn(self) -> None:
         """Tries the next host that could lead the job."""
-        masters = [self._request.address, *self._standby.others()]
+        masters = [self._request.address, *self._standby.others]
         at = masters.index(self._door.target) + 1 if self._door.target in masters else 0
         self._door.turn(masters[at % len(masters)])
 
@@ -249,7 +195,7 @@ class Relay:
             raise _Away
         if self._welcome is None:
             await self._prepare(channel, welcome, metadata)
-        self._standby.prepare(welcome, self._job)
+        self._standby.note(welcome, self._job)
         self._bearer = welcome.secret
         assert self._engine is not None
         running = tuple(await self._engine.list())
@@ -322,8 +268,8 @@ class Relay:
                     await self._engine.kill(ref, grace_s=grace_s)
                 case Dismissal(why):
                     return why
-                case JournalCopy() | Roster() as copy:
-                    self._standby.note(copy)
+                case JournalCopy() | HostList() as copy:
+                    self._standby.note(copy, self._job)
                 case _:
                     continue
 

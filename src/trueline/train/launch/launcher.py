@@ -244,7 +244,8 @@ class LocalJob:
         if event.name == "job.superseded":
             raise Superseded(
                 f"{fields['host']} leads the job now, which this host was cut off from",
-                hint=f"join it with {fields['host']}:{fields['token']}: `trueline join {fields['address']} --token-file`",
+                hint=f"lend it this host's cores: trueline join {fields['address']} --token-file "
+                f"with a copy of its {fields['token']}",
             )
         if event.name == "job.stopping" and self._halting == "Ctrl-C":
             raise KeyboardInterrupt

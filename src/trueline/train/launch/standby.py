@@ -1,9 +1,9 @@
 """A joined host as the master's standby: it leads the job when the master's host dies.
 
 The master sends each joined host its journal as it grows, the list of hosts, and the certificate of the launch. A host
-that hears no master for longer than a lease looks at the newest view in the job's store. If one of its own workers is in
-that view, no other part of the group can apply a step without it, so it starts a master from the journal, which adopts
-the running workers. The first view that this master publishes decides whether it leads (`master/claims.py`).
+that hears no master for longer than a lease looks at the newest view in the job's store. If one of its own workers is
+in that view, no other part of the group can apply a step without it, so the host starts a master from the journal, and
+that adopts the running workers. The first view that it publishes decides whether it leads (`master/claims.py`).
 """
 
 import asyncio
@@ -22,12 +22,11 @@ import msgspec
 
 from trueline import events, files
 from trueline.engine.hosts import route
-from trueline.engine.hosts.messages import JournalCopy, KnownHost, Roster, Welcome
-from trueline.engine.hosts.relay import JoinRequest, LentHost
+from trueline.engine.hosts.messages import HostList, JournalCopy, KnownHost, Welcome
+from trueline.engine.hosts.standby import JoinRequest, LentHost
 from trueline.engine.hosts.token import TokenFile, issue_token, write_token
 from trueline.engine.local.process import Lifeline
 from trueline.errors import DataError, PortInUse, StorageError
-from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir
 from trueline.train.launch.hosts import join_line
@@ -52,6 +51,7 @@ class StandbyMaster:
         self.address = ""
         if self._reserved is not None:
             self.address = route.join_address(self._own_address, self._reserved.getsockname()[1])
+        self.others: list[str] = []
         self._welcome: Welcome | None = None
         self._kit: SuccessorKit | None = None
         self._journal: Journal | None = None
@@ -61,15 +61,18 @@ class StandbyMaster:
         self._refused = 0
         self._job: SuccessorJob | None = None
 
-    def prepare(self, welcome: Welcome, job: Path) -> None:
-        """Enters what a master greets with; the journal is kept in the folder `job`."""
-        self._welcome, self._path, self._refused = welcome, job / "standby.sqlite", 0
-        self._kit = msgspec.msgpack.decode(welcome.kit, type=SuccessorKit) if welcome.kit else None
+    def note(self, message: Welcome | JournalCopy | HostList, job: Path) -> None:
+        match message:
+            case Welcome():
+                self._welcome, self._path, self._refused = message, job / "standby.sqlite", 0
+                self._kit = msgspec.msgpack.decode(message.kit, type=SuccessorKit) if message.kit else None
+            case HostList():
+                self._hosts = message.hosts
+                self.others = [host.standby for host in self._hosts if host.standby not in ("", self.address)]
+            case JournalCopy():
+                self._copy_journal(message)
 
-    def note(self, message: JournalCopy | Roster) -> None:
-        if isinstance(message, Roster):
-            self._hosts = message.hosts
-            return
+    def _copy_journal(self, message: JournalCopy) -> None:
         try:
             if message.begins:
                 self._begin_journal()
@@ -91,9 +94,6 @@ class StandbyMaster:
     def _forget(self, why: str) -> None:
         self._journal = None
         events.emit("standby.ended", why=why)
-
-    def others(self) -> list[str]:
-        return [host.standby for host in self._hosts if host.standby and host.standby != self.address]
 
     def wait_s(self, host_id: str) -> float:
         line = [host.id for host in self._hosts if host.standby]
@@ -131,7 +131,7 @@ class StandbyMaster:
             with self._job as job:
                 job.run()
         except Superseded:
-            shutil.rmtree(folder, ignore_errors=True)  # of a job that goes on elsewhere
+            shutil.rmtree(folder, ignore_errors=True)  # another host has the job
             return None
         except KeyboardInterrupt:
             return f"the job was stopped; it is in {folder}"
@@ -172,13 +172,11 @@ class StandbyMaster:
         files.write_atomic(own.known, msgspec.json.encode(rest), mode=0o600)
         token = issue_token(secret, now=time.time())
         write_token(own.token, TokenFile(job=job.name, token=token, ca=request.token.ca))
-        leader = Leader(id=secrets.token_hex(8), host=request.name, address=self.address, token=str(own.token.absolute()))
-        own.write_launch(
-            msgspec.structs.replace(
-                launch, listen=self.address, address=self._own_address, ports=request.ports, cores=request.cores,
-                leader=leader,
-            )  # fmt: skip
+        leader = Leader(
+            id=secrets.token_hex(8), host=request.name, address=self.address, token=str(own.token.absolute())
         )
+        own_way = {"listen": self.address, "address": self._own_address, "ports": request.ports, "leader": leader}
+        own.write_launch(msgspec.structs.replace(launch, **own_way, cores=request.cores))
         return path, join_line(self.address, own.token, request.token.ca)
 
 

@@ -113,7 +113,7 @@ class MasterLink:
     def _until_closed(self, work: Callable[..., None], *given: Any) -> None:
         try:
             work(*given)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  it ends the process
             if self._closed and isinstance(error, ValueError):  # the channel was closed meanwhile
                 return
             # A worker that trains and says nothing would keep its place for good.

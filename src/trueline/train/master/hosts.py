@@ -16,7 +16,7 @@ from trueline.engine.hosts.messages import SERVICE, JournalCopy, TravelledFile, 
 from trueline.engine.hosts.service import HostsService
 from trueline.engine.hosts.token import find_fault
 from trueline.train.job_dir import JobDir
-from trueline.train.master.claims import Leader, ViewClaims
+from trueline.train.master.claims import Leader, Leadership, ViewClaims
 from trueline.train.master.journal import Row
 from trueline.train.master.master import Master
 from trueline.train.membership import events as h
@@ -48,7 +48,7 @@ class HostsLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuccessorKit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a joined host keeps to lead the job, should the master's host die. Whoever has it has the job's secret."""
+    """What a joined host keeps to lead the job, should the master's host die. It holds the job's secret."""
 
     launch: HostsLaunch
     certificate: bytes
@@ -86,9 +86,7 @@ class JobHosts:
             local, cores=launch.cores, file=self.own.known, lease_s=job.lease_s, now=clock.monotonic_s,
             emit=lambda name, **fields: self.emit(name, **fields),
         )  # fmt: skip
-        kit = SuccessorKit(
-            launch=launch, certificate=self.own.certificate.read_bytes(), key=self.own.key.read_bytes()
-        )
+        kit = SuccessorKit(launch=launch, certificate=self.own.certificate.read_bytes(), key=self.own.key.read_bytes())
         greet = Welcome(
             job=job.name, secret=secret, lease_s=job.lease_s, preload=launch.preload, files=launch.files,
             packages=launch.packages, store=launch.store, probe=launch.probe, kit=msgspec.msgpack.encode(kit),
@@ -118,7 +116,8 @@ class JobHosts:
         self._master, self.emit = master, master.emit
         master.localize, master.hosts = self.localize, self.fleet.describe
         where = self.launch.store or master.job.checkpoints
-        master.claims, master.leader = ViewClaims(where, self.launch.id), self.launch.leader
+        claims, leader = ViewClaims(where, self.launch.id), self.launch.leader
+        master.leadership = Leadership(claims, leader, master.state.generation, master.emit)
         master.replicate, self.fleet.journal = self.replicate, lambda: self.copy_journal(master)
         self.fleet.on_room, self.fleet.on_leave = self.set_room, self.release_workers
         self.serve(server)

@@ -15,16 +15,15 @@ from typing import Any
 
 from trueline import clock, events, files
 from trueline.engine.contract import Engine, Kind, ProcessSpec
-from trueline.errors import DiskFull, StorageError, TruelineError
+from trueline.errors import DiskFull, StorageError
 from trueline.train.job_dir import JobDir
-from trueline.train.master.claims import SUPERSEDED, Leader, ViewClaims
+from trueline.train.master.claims import SUPERSEDED, Leadership
 from trueline.train.master.journal import Journal, Row, apply_row
 from trueline.train.master.progress import JobProgress
 from trueline.train.master.publisher import EventPublisher
 from trueline.train.master.room import DiskRoom
 from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
-from trueline.train.membership.autoscale import Bounds, Scaling, decide
 from trueline.train.membership.health import describe_transfer
 from trueline.train.membership.state import MembershipPolicy, State
 from trueline.train.settings import JobSettings
@@ -32,7 +31,6 @@ from trueline.wire import train_pb2 as pb
 
 TICK_S = 0.25
 MEMORY_S = 10.0
-CAPACITY_S = 30.0  # how long the engine's capacity is cached
 ENTRIES = {h.WORKER: "trueline.train.worker.main:main"}  # what a process of each role runs
 _HINTS = {
     "train": "the workers' logs in the job's folder say more",
@@ -79,15 +77,10 @@ class Master:
         self.localize: Callable[[ProcessSpec], ProcessSpec] = lambda spec: spec
         self.hosts: Callable[[], Sequence[dict[str, Any]]] = tuple
         self.replicate: Callable[[Sequence[Row]], None] = lambda rows: None
-        self.claims: ViewClaims | None = None
-        """Of a job that other hosts could lead: each view is published there first."""
-        self.leader = Leader(id="", host="", address="", token="")
+        self.leadership: Leadership | None = None  # of a job that other hosts could lead
         self.exit_code = 0
-        self._claimed = self.state.generation  # the newest generation that is published
-        self._claiming = False
         self._backlog: list[Row] = []  # for the journal, in their order
         self._waiting: list[h.Action] = []  # until those rows are in the journal
-        self._scaling = Scaling()
         self._deaths: dict[str, h.Death] = {}
         self._receiving: set[str] = set()
         self._memory: dict[str, int] = {}
@@ -251,14 +244,11 @@ class Master:
             self._flush()
 
     def _flush(self) -> bool:
-        """Writes what waits for the journal; False while a view is being claimed or the disk is full, and when the job
-        has failed."""
-        if self._claiming or self.exit_code:
+        """Writes what waits for the journal; False while a view is published or the disk is full, and after the end."""
+        if (lead := self.leadership) is not None and (lead.busy or lead.lost):
             return False
-        views = [body for kind, body in self._backlog if kind == "VIEW" and body["generation"] > self._claimed]
-        if self.claims is not None and views:
-            self._claiming = True
-            self.spawn(self._claim(self.claims, views))
+        if lead is not None and (views := lead.begin(self._backlog)):
+            self.spawn(self._publish(lead, views))
             return False
         try:
             self.journal.append(*self._backlog)
@@ -274,40 +264,13 @@ class Master:
         self.room.gain("journal")
         return not self.failed
 
-    async def _claim(self, claims: ViewClaims, views: Sequence[dict[str, Any]]) -> None:
-        """Publishes views in the store, then carries out what waits for them, unless another master was faster."""
-        for view in views:
-            leader = await self._publish_claim(claims, view)
-            if leader.id != self.leader.id:
-                self._give_way(leader)
-                return
-            self._claimed = view["generation"]
-        self._claiming = False
-        if self._flush():
+    async def _publish(self, lead: Leadership, views: list[dict[str, Any]]) -> None:
+        """Publishes views, then carries out what waits for them, unless another master leads."""
+        if not await lead.publish(views):
+            self.exit_code = SUPERSEDED
+            self.stopped.set()
+        elif self._flush():
             self._act_waiting()
-
-    async def _publish_claim(self, claims: ViewClaims, view: dict[str, Any]) -> Leader:
-        """Who leads by this view; waits while the store is out of reach."""
-        away = False
-        while True:
-            try:
-                leader = await asyncio.to_thread(claims.claim, view, self.leader)
-            except (TruelineError, OSError) as error:
-                if not away:
-                    effect = "no group is formed until it answers"
-                    self.emit("store.away", where=self.job.checkpoints, why=str(error), effect=effect)
-                away = True
-                await asyncio.sleep(TICK_S)  # no system tells when a store is back
-                continue
-            if away:
-                self.emit("store.back", where=self.job.checkpoints)
-            return leader
-
-    def _give_way(self, leader: Leader) -> None:
-        """Ends this master, which was cut off for so long that another one leads the job."""
-        self.exit_code = SUPERSEDED
-        self.emit("job.superseded", host=leader.host, address=leader.address, token=leader.token)
-        self.stopped.set()
 
     def emit(self, name: str, **fields: events.Field) -> None:
         """Publishes an event: to the log, the job's folder, followers and the page."""
@@ -410,22 +373,6 @@ class Master:
                 self._act_waiting()
             if not self._waiting:  # else no time passes for the members, who wait for what was decided
                 self.handle(h.Tick())
-
-    async def run_scaling(self) -> None:
-        """Autoscales while exactly the target number of workers is at work."""
-        state, capacity, asked_at = self.state, None, -math.inf
-        while not self.stopped.is_set():
-            await asyncio.sleep(4 * TICK_S)
-            if self.now() - asked_at > CAPACITY_S:
-                with contextlib.suppress(OSError):  # while the engine is away, its last capacity counts
-                    capacity, asked_at = await self.engine.capacity(), self.now()
-            at_work = state.phase == "running" and state.released and not state.finishing
-            if not at_work or len(state.view) != state.target_workers:
-                continue
-            bounds = Bounds(low=self.job.min_workers, high=self.job.workers, capacity=capacity)
-            target, why = decide(self._scaling, len(state.view), self.progress.records_applied, self.now(), bounds)
-            if why:
-                self.handle(h.Scale(target + state.workers - state.target_workers, why))
 
     def halt(self, why: str) -> bool:
         """Ends the job at a step whose checkpoint is written; False if there is no group that could apply a step."""

@@ -32,6 +32,7 @@ from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.hosts import REFUSED, open_hosts
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import TICK_S, Master
+from trueline.train.master.scaling import run_scaling
 from trueline.train.membership import events as h
 from trueline.train.membership.decide import scale_fault
 from trueline.train.monitor import server as page
@@ -287,7 +288,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     background = [master.spawn(master.run_engine()), master.spawn(master.run_clock())]
     background += [] if hosts is None else [master.spawn(hosts.fleet.run())]
     if job.autoscale:
-        background.append(master.spawn(master.run_scaling()))
+        background.append(master.spawn(run_scaling(master)))
 
     async def show() -> None:
         shown = msgspec.structs.replace(where, page=await live.open(page_port, master.emit))

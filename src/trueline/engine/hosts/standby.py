@@ -1,0 +1,59 @@
+"""What `trueline join` needs of the part that leads a job from this host, should the master's host die."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from trueline.engine.hosts.messages import HostList, JournalCopy, Welcome
+from trueline.engine.hosts.token import TokenFile
+from trueline.engine.local.process import Lifeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinRequest:
+    """What the user of this machine wants. `versions`: of trueline, Python and torch here."""
+
+    address: str
+    token: TokenFile
+    cores: int
+    name: str
+    interface: str = ""
+    ports: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LentHost:
+    """What a standby gets of the host whose cores are lent: its agent, and the files of the job."""
+
+    agent: Any
+    socket: Path
+    lifeline: Lifeline
+    job: Path
+    request: JoinRequest
+
+
+class Standby(Protocol):
+    """Leads the job from this host, should the master's host die."""
+
+    address: str
+    """HOST:PORT where it would listen; empty: it cannot."""
+
+    others: list[str]
+    """Where masters on other hosts would listen, the first to lead first."""
+
+    def note(self, message: Welcome | JournalCopy | HostList, job: Path) -> None:
+        """Enters what the master sends; `job` is the folder of the job on this host."""
+        ...
+
+    def wait_s(self, host_id: str) -> float:
+        """After how many seconds without a master this host may lead; infinite: never."""
+        ...
+
+    async def lead(self, alive: list[str], host: LentHost, host_id: str) -> str | None:
+        """Leads the job to its end and returns how it ended; None if it did not begin, or another host leads."""
+        ...
+
+    def halt(self, why: str) -> bool:
+        """Ends the job that this host leads after a checkpoint; False: it leads none."""
+        ...
