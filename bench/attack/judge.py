@@ -171,9 +171,11 @@ class _Judge:
         self.fast_path(arrays, expected, answer, where)
 
     def never(self, arrays: Mapping[str, Array]) -> bool:
-        """Whether the model answers nothing of these sizes: other values would be refused too."""
-        sizes = self._symbols(arrays)
-        return all(isinstance(self.subject.fresh(self.make(sizes, how)), str) for how in ("usual", "positive"))
+        """Whether the model answers nothing of these sizes: other values, and the example repeated, are refused too."""
+        made = [self.make(self._symbols(arrays), how) for how in ("usual", "positive")]
+        example = self.examples[0]
+        made.append({name: _repeat(example[name], array.shape) for name, array in arrays.items()})
+        return all(isinstance(self.subject.fresh(one), str) for one in made)
 
     def compare(self, arrays: Mapping[str, Array], expected: list[Array], answer: list[Array]) -> str:
         """Why `answer` is wrong by the model's own error; empty when it is right."""
@@ -292,6 +294,13 @@ class _Judge:
                 self.found.wrong_nonfinite.append(what)
         elif kind not in self.found.kinds:
             self.found.wrong.append(f"{kind}: {what}")
+
+
+def _repeat(array: Array, shape: Sequence[int]) -> Array:
+    """`array` at another shape: its elements again and again along each axis."""
+    for axis, size in enumerate(shape):
+        array = np.take(array, np.arange(size) % max(array.shape[axis], 1), axis)
+    return array
 
 
 def differ(expected: Sequence[Array], answer: Sequence[Array], own: Sequence[Array] | None = None) -> str:

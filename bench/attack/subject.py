@@ -191,14 +191,16 @@ def _widen_half(value: Any) -> Any:
 
 
 class _as_float64:
-    """What a model makes of Python numbers is float64 too."""
+    """What a model makes of Python numbers is float64 too, and so is what it makes of whole numbers by `float()`."""
 
     def __enter__(self) -> None:
-        self.before = torch.get_default_dtype()
+        self.before, self.float = torch.get_default_dtype(), torch.Tensor.float
         torch.set_default_dtype(torch.float64)
+        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
         torch.set_default_dtype(self.before)
+        torch.Tensor.float = self.float  # type: ignore[method-assign]
 
 
 def as_array(leaf: torch.Tensor) -> Array:

@@ -97,6 +97,29 @@ def test_values_that_torch_has_no_answer_to_are_the_requests_fault(call: Callabl
     assert isinstance(refusal_of(raised.value, IDS), RequestError)
 
 
+class Refusing(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.min() < -5:
+            raise ValueError("values below -5 are not measured")
+        assert x.max() < 5, "values above 5 are not measured either"
+        return x.view(3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("value", "words"), [(-9.0, "below -5 are not measured"), (9.0, "above 5 are not measured")])
+def test_what_the_models_own_code_raises_is_the_requests_fault_in_its_words(value: float, words: str) -> None:
+    scripted = torch.jit.script(Refusing())
+    with pytest.raises(torch.jit.Error) as raised:
+        scripted(torch.full((3,), value))
+    found = refusal_of(raised.value, {"x": np.zeros(3, np.float32)})
+    assert isinstance(found, RequestError)
+    assert found.message.startswith("the model refuses these values (input 'x' FP32 [3]): values ")
+    assert words in found.message
+    with pytest.raises(RuntimeError) as raised_inside:
+        scripted(torch.zeros(2))
+    assert type(refusal_of(raised_inside.value, IDS)) is TruelineError
+
+
 def test_what_is_nobodys_fault_stays_the_programs() -> None:
     found = refusal_of(RuntimeError("matmul dimension mismatch"), IDS)
     assert type(found) is TruelineError

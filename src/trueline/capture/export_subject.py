@@ -18,6 +18,7 @@ from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import LIMIT, Probe, make_probes
 from trueline.capture.proof.sum_limits import bound_exported, bound_sums, find_limits
 from trueline.capture.proof.value_probes import make_value_probes
+from trueline.capture.proof.value_sweep import make_sweep
 from trueline.capture.subject import Subject
 from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit
 from trueline.errors import CaptureError
@@ -55,14 +56,18 @@ def export_and_observe(
         presumed = settle(limit_sums(eager.calling.presumed))
         eager.calling = replace(eager.calling, presumed=presumed)
         probes = make_probes(eager.example, signature=presumed, limit=most, covered=covered)
-        return error, observe([*probes, *make_value_probes(eager.example, presumed)])
+        sweep = () if random else make_sweep(eager, presumed)
+        return error, observe([*probes, *make_value_probes(eager.example, presumed), *sweep])
+    if size_limits.find_excluded(exported.signature, eager.calling):  # a script may take all, of which no trace tells
+        eager.calling = replace(eager.calling, presumed=limit_sums(eager.calling.presumed))
     values = settle(exported.signature).values
     ranged = tuple(claim.with_values(values) for claim in exported.claims)
     exported = replace(exported, claims=ranged, signature=ranged[0])
     probes = make_probes(
         eager.example, signature=exported.signature, sizes=exported.boundaries, limit=most, covered=covered
     )
-    observations = observe([*probes, *make_value_probes(eager.example, exported.signature)])
+    sweep = () if random else make_sweep(eager, exported.signature)
+    observations = observe([*probes, *make_value_probes(eager.example, exported.signature), *sweep])
     return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations
 
 

@@ -37,6 +37,8 @@ _VALUES = re.compile(
     r"|probability tensor contains|has to be greater than 0|Integer (?:division|modulo) by zero"
 )
 """What operators of torch and ONNX Runtime raise for values that they have no answer to; the eager model raises too."""
+_RAISED = re.compile(r"\n(?:builtins\.|RuntimeError: )?\w+: (.+)\n*\Z")
+"""The last line of what a `raise` or `assert` in a TorchScript program leads to."""
 _INNER = (
     re.compile(r"^\[\w+\] : \d+ : \w+ : "),
     re.compile(r"Non-zero status code returned while running (\w+) node\. ?Name: ?'[^']*' ?Status Message: ?"),
@@ -63,6 +65,9 @@ def refusal_of(error: Exception, inputs: Mapping[str, Array], *, blame: bool = F
         )
     if isinstance(error, IndexError) or _OUTSIDE.search(text):
         return RequestError(f"the program refuses these values: {_outside(text, inputs)}")
+    raised = _RAISED.search(text) if str(type(error)) == "<class 'torch.jit.Error'>" else None
+    if raised:  # other errors in such a program are of other types
+        return RequestError(f"the model refuses these values ({describe(inputs)}): {without_names(raised[1])}")
     if not blame and not _VALUES.search(text):
         return TruelineError(f"the program failed on a request that it accepted: {first_line(error)}")
     return RequestError(f"the program refuses these values ({describe(inputs)}): {without_names(text)}")

@@ -96,7 +96,7 @@ def test_deviations_and_magnitudes_of_tiny_numbers_are_not_lost() -> None:
 
 
 def gates(x: Tensor) -> Sequence[Tensor]:
-    return torch.sigmoid(x), F.glu(x, -1), F.silu(x)[:, :1] * 2
+    return torch.sigmoid(x), F.glu(x, -1), F.silu(x)[:, :1] * 2, torch.sigmoid(x) + (x > 0).all()
 
 
 def test_a_sigmoid_that_is_an_answer_keeps_its_small_numbers() -> None:

@@ -8,8 +8,8 @@ Fourier transforms
 Magnitudes of complex numbers
     A square of 1e-30 is 0 in single precision.
 Sigmoids
-    ONNX Runtime's is a polynomial: off by 2 % at -12, and 0 below -18. Where it reaches an output by products and
-    moves alone, its tail is in the answer, and the formula takes its place. Elsewhere it is added to larger numbers.
+    ONNX Runtime's is a polynomial: off by 2 % at -12, and 0 below -18. The formula takes its place, but before a layer
+    whose sums hide its tail. A single addition hides nothing: a condition that is cast to a number may add zero.
 
 Each is computed in double, or by its formula; sums along fixed axes stay, since probes see their error as it is.
 """
@@ -30,14 +30,12 @@ PATCH = Patch(
 
 _SUMS = ("ReduceSum", "ReduceMean", "ReduceL1", "CumSum")
 _FX_NODE = "pkg.torch.onnx.fx_node"
-_MOVES = (
-    *("Cast", "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad", "Reshape"),
-    *("ScatterElements", "ScatterND", "Slice", "Split", "Squeeze", "Tile", "TopK", "Transpose", "Unsqueeze", "Where"),
-    *("Div", "Log", "Mul", "Neg", "Pow", "Reciprocal", "Sqrt", "Max", "Min"),
-    *("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"),
-    *("Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
-)
-"""Operators whose result is as exact, relative to itself, as what they take; sums of numbers of one sign too."""
+_MIXES = frozenset((
+    *("Conv", "ConvTranspose", "Einsum", "Gemm", "GRU", "LSTM", "MatMul", "RNN"),
+    *("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"),
+    *("Acos", "Cos", "Cosh", "Exp", "HardSigmoid", "LogSoftmax", "Sigmoid", "Softmax", "Softplus"),
+))  # fmt: skip
+"""Operators that add a small number to larger ones, or take one for zero."""
 
 
 def compute_exactly(model: ir.Model) -> None:
@@ -121,6 +119,6 @@ def _reaches_output(node: ir.Node) -> bool:
 
 def _new_users(value: ir.Value, seen: set[int]) -> Iterator[ir.Node]:
     for user, _ in value.uses():
-        if user.op_type in _MOVES and id(user) not in seen:
+        if user.op_type not in _MIXES and id(user) not in seen:
             seen.add(id(user))
             yield user

@@ -1,0 +1,72 @@
+"""Probes of random values at many scales, for a model whose calls cost little.
+
+A runtime's sigmoid may be exact but for its tail, and its rounding harmless but where a number lies between two whole
+ones. What shows that is few records of large values, whose columns hold nothing but the tail, and many records of all
+scales, of which some lie on an edge. Source: what `bench/attack` found among 2,200 models (docs/concepts/proof.md).
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from trueline.bundle.signature import Array, Signature
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof.probes import BATCH, Probe, fit, resize
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+CHEAP_S = 0.02
+"""Processor time of a call on the example, above which no sweep is made."""
+FEW = ((1, 30.0), (2, 30.0), (2, 10.0), (3, 100.0), (2, 3.0))
+"""Records, and the factor of their values."""
+MANY = 256
+SCALES = (0.01, 0.1, 1.0, 3.0, 10.0, 30.0, 1000.0)
+ROUNDED = "whole numbers of all scales"
+"""Equal scores, of which each runtime takes another one first."""
+MOST_VALUES = 1 << 20
+
+
+def make_sweep(eager: EagerSession, signature: Signature, *, seed: int = 0) -> tuple[Probe, ...]:
+    """Probes inside `signature`; none for a model whose call takes longer than CHEAP_S or that takes no floats."""
+    floats = [name for name, array in eager.example.items() if array.dtype.kind == "f" and array.size]
+    if not floats or BATCH not in signature.symbols:
+        return ()
+    started = time.process_time()
+    eager.run(eager.example)
+    if time.process_time() - started > CHEAP_S:
+        return ()
+    random = np.random.default_rng([seed, len(floats)])
+    return tuple(_sweep(eager.example, signature, floats, random))
+
+
+def _sweep(
+    example: Mapping[str, Array], signature: Signature, floats: list[str], random: np.random.Generator
+) -> Iterator[Probe]:
+    base = signature.sizes(example)
+    spreads = {name: float(np.std(example[name].astype(np.float64))) or 1.0 for name in floats}
+    axes = {spec.name: spec.shape.index(BATCH) for spec in signature.inputs if BATCH in spec.shape}
+    mixed: Floats = random.choice(SCALES, MANY)
+    one_large = np.where(np.arange(MANY // 4) == 5, 1000.0, 1.0)
+    factors: list[tuple[str, Floats]] = [(f"times {factor:g}", np.full(count, factor)) for count, factor in FEW]
+    factors += [("one large record", one_large), ("all scales", mixed), (ROUNDED, mixed)]
+    for what, scales in factors:
+        sizes = fit(signature, base, {BATCH: len(scales)})
+        if sizes is None or not signature.allows(sizes):
+            continue
+        inputs = resize(example, signature, sizes)
+        if sum(array.size for array in inputs.values()) > MOST_VALUES:
+            continue
+        for name in floats:
+            drawn = _draw(inputs[name], spreads[name], scales, axes.get(name), random)
+            inputs[name] = np.rint(drawn) if what == ROUNDED else drawn
+        named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+        yield Probe(name=f"{named}, sweep, {what}", origin="made", num_records=len(scales), inputs=inputs)
+
+
+def _draw(array: Array, spread: float, scales: Floats, axis: int | None, random: np.random.Generator) -> Array:
+    """Random values like those of `array`, record by record at another of the `scales`."""
+    drawn = random.standard_normal(array.shape) * spread
+    if axis is not None:
+        drawn = np.moveaxis(np.moveaxis(drawn, axis, -1) * scales, -1, axis)
+    most = float(np.finfo(array.dtype.name).max) if array.dtype.kind == "f" else np.inf
+    return np.asarray(np.clip(drawn, -most, most)).astype(array.dtype)
