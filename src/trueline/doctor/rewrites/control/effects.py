@@ -2,7 +2,8 @@
 what it computed, and skips, or drops (`if not mask.any(): mask = None`), what would change nothing.
 
 A program does none of it, and where values or sizes decide about it, it blocks the exporter. Condition: the answers of
-all calls stay the same; where a check raises there is no answer, so removing it changes none. Of a `try`, what raises
+all calls stay the same; where a check raises there is no answer, and a lookup that fails takes its place, or nothing
+where no tensor that is used later is checked. Of a `try`, what raises
 becomes the condition of an `if`, which other rewrites then handle; nothing else in its block may raise:
 
     try:                                             spread = x.std()
@@ -44,6 +45,10 @@ def leave_out(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     if _only_reports(statement):
         yield scope.candidate([statement], left_out, f"{head}` only reports: it is left out")
     elif _checks(statement) and not _is_caught(scope.text, scope.function, statement):
+        refusing = _refuse_instead(scope, spot)
+        if refusing is not None:
+            words = f"the check {head}` looks up an entry that does not exist, where it raised: a program refuses that"
+            yield scope.candidate([statement], [refusing], words)
         words = f"the check {head}` is left out: a program raises nothing, check requests before it"
         yield scope.candidate([statement], left_out, words)
     elif isinstance(statement, ast.If):
@@ -81,6 +86,38 @@ def _checks(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], ast.Raise):
         return all(_only_reports(one) for one in statement.body[:-1])
     return isinstance(statement, ast.Assert)
+
+
+def _refuse_instead(scope: Scope, spot: Spot) -> ast.stmt | None:
+    """A tensor that is used later, times 1, which is looked up in a table of one entry; at the second one where the
+    check raises. Programs of all formats refuse such an index. None where no test of tensors decides."""
+    match spot.statement:
+        case ast.If(test=test):
+            bad = _as_tensor_test(test)
+        case ast.Assert(test=test):
+            bad = f"~({_as_tensor_test(test)})"
+        case _:
+            return None
+    if scope.depends_on(test) != "tensor":
+        return None
+    later = set(loaded_names(spot.rest))
+    names = [name for name in loaded_names(test) if name in later]
+    held = [name for name in names if scope.depends_on(ast.Name(id=name, ctx=ast.Load())) == "tensor"]
+    if not held:
+        return None
+    table = f"torch.ones(1, dtype={held[0]}.dtype, device={held[0]}.device)"
+    factor = f"{table}.index_select(0, torch.as_tensor({bad}).long().reshape(1))[0]"
+    return statements(f"{held[0]} = {held[0]} * {factor}")[0]
+
+
+def _as_tensor_test(test: ast.expr) -> str:
+    """A test of Python with the operators of tensors, which ask for no number."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return f"~({_as_tensor_test(operand)})"
+        case ast.BoolOp(op=op, values=values):
+            return (" & " if isinstance(op, ast.And) else " | ").join(f"({_as_tensor_test(one)})" for one in values)
+    return ast.unparse(test)
 
 
 def _selects_nothing(test: ast.expr) -> bool:
