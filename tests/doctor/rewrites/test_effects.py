@@ -31,6 +31,15 @@ class Checks(nn.Module):
         return x * 2
 
 
+class ChecksOnce(nn.Module):
+    """What it checks is in no answer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = x.softmax(-1)
+        assert torch.isfinite(weights).all(), "no numbers"
+        return x * 2
+
+
 class KeepsPositions(nn.Module):
     """One table for each length."""
 
@@ -96,7 +105,7 @@ def examined(model: nn.Module, x: Tensor) -> Survey:
     ("model", "gone"),
     [
         (Talks, ("warnings.warn",)),
-        (Checks, ("assert", "raise")),
+        (ChecksOnce, ("assert",)),
         (KeepsPositions, ("not in self.kept",)),
         (KeepsMaybe, ("self.kept.get(n)", "is None")),
         (KeepsOrRaises, ("try:", "except KeyError")),
@@ -113,6 +122,22 @@ def test_what_changes_no_answer_is_left_out_and_the_rest_is_proven(
     removed = [line for line in row.rewrite.diff.splitlines() if line.startswith("-")]
     assert all(any(word in line for line in removed) for word in gone)
     assert all("left out" in step for step in row.rewrite.steps)
+
+
+def test_a_check_becomes_a_lookup_that_fails_where_it_raised() -> None:
+    row = examined(Checks(), torch.randn(3, 6, 4)).rows["(model)"]
+    assert row.status == "rewritten"
+    assert row.rewrite is not None
+    assert all("looks up an entry that does not exist" in step for step in row.rewrite.steps)
+    added = [line[1:].strip() for line in row.rewrite.diff.splitlines() if line.startswith("+") and "x = " in line]
+    assert len(added) == 2
+    for bad in (torch.tensor([1.0, torch.nan]), torch.tensor([1e31, 1.0])):
+        with pytest.raises(IndexError):
+            exec("\n".join(added), {"torch": torch, "x": bad})
+    fine = {"torch": torch, "x": torch.tensor([-0.0, 2.0])}
+    exec("\n".join(added), fine)
+    assert torch.equal(fine["x"], torch.tensor([-0.0, 2.0]))
+    assert torch.signbit(fine["x"])[0]
 
 
 def test_what_is_kept_and_decides_an_answer_is_not_computed_anew() -> None:
