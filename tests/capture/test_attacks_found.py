@@ -23,17 +23,43 @@ FOUND = {
 }
 """Class -> the idioms that were sealed and wrong, or narrow, in e036b43."""
 
+TOGETHER = {
+    "a tail that a condition does not hide": ("glu", "all_equal"),
+    "a rounding that a remainder shows": ("glu", "remainder"),
+    "a saturated gate": ("lengths_packed",),
+    "a one that is not quite one": ("prod", "long_cast"),
+    "sizes that end together, in a script": ("cache_positions", "attention_causal", "early_break"),
+    "a check of values, in a script": ("mean_of_equal", "refused_values"),
+}
+"""The same of idioms that were wrong together, in 7408b311."""
+
+
+def source_of(*names: str) -> str:
+    chosen = tuple(IDIOMS[name] for name in names)
+    return grammar.source(grammar.Sketch(grammar.SHAPES[chosen[0].start] or "D", chosen, sizes=1))
+
+
+@pytest.mark.parametrize("why", TOGETHER)
+def test_what_was_wrong_together_is_right(why: str) -> None:
+    record = attempt(source_of(*TOGETHER[why]))
+    assert kinds(record) == set(), record
+    assert record["formats"], record
+
+
+def test_a_check_of_values_holds_in_what_the_doctor_writes() -> None:
+    record = attempt(source_of("glu", "refused_values"), rewrite=True)
+    assert kinds(record) == set(), record
+    assert "onnx" in record["formats"], record
+
 
 @pytest.mark.parametrize(
     ("why", "name"), [pytest.param(why, name, id=name) for why, names in FOUND.items() for name in names]
 )
 def test_what_the_generator_found_is_right_or_refused(why: str, name: str) -> None:
-    idiom = IDIOMS[name]
-    sketch = grammar.Sketch(grammar.SHAPES[idiom.start] or "D", (idiom,), sizes=1)
-    record = attempt(grammar.source(sketch))
+    record = attempt(source_of(name))
     assert kinds(record) == set(), (why, record)
     assert "crash" not in record, record
-    if "impure" in idiom.tags:
+    if "impure" in IDIOMS[name].tags:
         assert record["refusal"].startswith("NotProven"), record
     else:
         assert record["formats"], record

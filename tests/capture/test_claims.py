@@ -125,6 +125,7 @@ def test_lengths_are_free_when_the_examples_that_are_yielded_differ_in_them(tmp_
     probed = {one.shapes["x"][1] for one in bundle.evidence()}
     assert {1, 2, 6, 10} <= probed
     usual = [one for one in bundle.evidence() if max(one.shapes["x"]) < 64 and "x: " not in one.probe]
+    usual = [one for one in usual if "sweep" not in one.probe]
     assert len(usual) <= 30
 
 

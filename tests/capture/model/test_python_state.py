@@ -23,6 +23,7 @@ from trueline.capture.proof import stateful
 from trueline.capture.proof.probes import LIMIT, make_probes
 from trueline.capture.proof.prove import prove
 from trueline.capture.proof.value_probes import make_value_probes
+from trueline.capture.proof.value_sweep import FEW
 from trueline.errors import CaptureError, NotProven, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.runtime.open import open_program, replay
@@ -157,7 +158,8 @@ def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_mode
     assert {one.verdict for one in captured.programs} == {"proven"}
     bundle = open_bundle(tmp_path / "b")
     values = make_value_probes(bundle.golden()[0].inputs, bundle.signature)
-    assert max(one.probes for one in captured.programs) <= LIMIT + len(values) + 4  # far sizes and ends of values too
+    more = len(values) + len(FEW) + 3 + 4  # scales of values, far sizes and ends of values too
+    assert max(one.probes for one in captured.programs) <= LIMIT + more
     assert bundle.signature.state == {"state.total": "next.total", "state.count": "next.count"}
     assert [spec.role for spec in bundle.signature.inputs] == ["data", "state", "state"]
     random = np.random.default_rng(1)

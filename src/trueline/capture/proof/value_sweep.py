@@ -58,7 +58,7 @@ def _sweep(
             continue
         for name in floats:
             drawn = _draw(inputs[name], spreads[name], scales, axes.get(name), random)
-            inputs[name] = np.rint(drawn) if what == ROUNDED else drawn
+            inputs[name] = np.asarray(np.rint(drawn)) if what == ROUNDED else drawn
         named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
         yield Probe(name=f"{named}, sweep, {what}", origin="made", num_records=len(scales), inputs=inputs)
 
