@@ -233,6 +233,8 @@ def test_the_masters_host_dies_and_a_joined_host_leads_the_job_on_without_a_lost
     adopted = world.wait_workers(3, after=at)
     assert min(world.steps()) <= max(before) + 2  # the dead master may have failed to write the step under way
     assert [psutil.pid_exists(pid) for pid in pids] == [True] * 3  # no worker was started again
+    with pytest.raises(subprocess.CalledProcessError):
+        world.machines["a"].run(TRUELINE, "resume", str(world.path / "a" / "job"))
     world.join(name="a")
     grown = world.wait_workers(4, after=adopted)
     os.kill(joined.pid, signal.SIGINT)
@@ -258,6 +260,15 @@ def test_a_master_that_was_away_for_long_gives_way_to_the_host_that_leads_now(wo
         os.kill(process.pid, signal.SIGCONT)
     assert launcher.wait(100) != 0
     assert "b leads the job now" in (world.path / "train.log").read_text()
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        world.machines["a"].run(TRUELINE, "resume", str(world.path / "a" / "job"))
+    assert "b has led this job since" in refused.value.stderr.decode()
+    world.halt()
+    assert world.count()[1:] == (0, 0)
+    again = world.leader.start(TRUELINE, "resume", str(world.job.path), log=world.path / "resumed.log")
+    world.processes.append(again)
+    world.move_to("b", again)
+    world.wait("step.applied", after=time.time())
     world.halt()
     assert world.count()[1:] == (0, 0)
 

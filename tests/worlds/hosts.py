@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from trueline.engine.hosts import relay as relays
 from trueline.engine.hosts.fleet import FleetEngine
 from trueline.engine.hosts.messages import PULSES, Welcome
 from trueline.engine.hosts.service import HostsService
+from trueline.engine.hosts.standby import JoinRequest
 from trueline.engine.hosts.tls import make_certificates
 from trueline.engine.hosts.token import TokenFile, issue_token
 
@@ -82,10 +84,8 @@ class HostWorld:
     def join(self, *, cores: int = 4, name: str = "host-b", versions=VERSIONS, address: str = ""):
         """Begins to lend cores; returns the relay and its future."""
         token = TokenFile(job="job", token=issue_token("secret", now=time.time()), ca=self.certificates.ca.decode())
-        request = relays.JoinRequest(
-            address=address or self.address, token=token, cores=cores, name=name, versions=versions
-        )
-        relay = relays.Relay(request)
+        request = JoinRequest(address=address or self.address, token=token, cores=cores, name=name, versions=versions)
+        relay = relays.Relay(request, NoStandby())
         return relay, asyncio.run_coroutine_threadsafe(relay.run(), self.loop)
 
     def wait(self, name: str):
@@ -105,6 +105,25 @@ class HostWorld:
             self.running.cancel()
 
         self.call(stop())
+
+
+class NoStandby:
+    """Of a host that takes no master."""
+
+    address = ""
+    others = ()
+
+    def note(self, message, job):
+        return None
+
+    def wait_s(self, host_id):
+        return math.inf
+
+    async def lead(self, alive, host, host_id):
+        raise AssertionError("a host that takes no master was asked to lead")
+
+    def halt(self, why):
+        return False
 
 
 class LoopEngine:

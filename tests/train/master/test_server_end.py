@@ -340,11 +340,14 @@ def test_a_group_is_let_go_with_the_state_that_counts_and_the_log_follows_it(tmp
     assert master.progress.logged == 4, "its last steps are nobody's to report"
 
 
-def test_a_job_whose_state_died_goes_back_to_its_checkpoint_and_so_does_its_log(tmp_path):
+def restored(tmp_path, checkpoint):
+    """A master whose group has applied two steps and died, and the plan of the next group, which begins with the
+    checkpoint of this step."""
+
     async def scenario():
         master = master_of(tmp_path)
         at_work(master, steps=2)
-        master.handle(h.Saved(A, 1, "/job/step-1"))
+        master.handle(h.Saved(A, checkpoint, f"/job/step-{checkpoint}"))
         again = ("worker-0.1", "worker-1.1")
         master.handle(h.Deaths((h.Death(A, "killed"), h.Death(B, "killed"))))
         master.handle(h.Tick())
@@ -357,11 +360,24 @@ def test_a_job_whose_state_died_goes_back_to_its_checkpoint_and_so_does_its_log(
         await asyncio.gather(*master._tasks)
         return master, futures[again[1]].result()
 
-    master, plan = asyncio.run(scenario())
+    return asyncio.run(scenario())
+
+
+def test_a_job_whose_state_died_goes_back_to_its_checkpoint_and_so_does_its_log(tmp_path):
+    master, plan = restored(tmp_path, 1)
     assert (plan.checkpoint, list(plan.steps), plan.source) == ("/job/step-1", [-1, -1], 0)
     assert master.progress.logged == 1
     assert [body for kind, body in rows(master) if kind == "TRUNCATE"] == [{"steps": 1}]
     assert [name for name, _ in said(master)][-3:] == ["log.truncated", "job.restored", "group.released"]
+
+
+def test_a_job_that_begins_with_a_checkpoint_beyond_the_last_report_is_heard_again(tmp_path):
+    master, plan = restored(tmp_path, 4)
+    assert plan.checkpoint == "/job/step-4"
+    applied = [pb.Applied(step=4, generation=2, records=4, digest=4, workers=2)]
+    master.record_progress(pb.Progress(ref="worker-0.1", generation=2, step=5, applied=applied))
+    assert master.progress.logged == 5
+    assert [body["step"] for kind, body in rows(master) if kind == "COMMIT"] == [0, 1, 4]
 
 
 def test_the_rules_of_membership_are_those_of_the_settings(tmp_path):

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import msgspec
 
+from trueline import events
 from trueline.engine.hosts import folder as travel
 from trueline.engine.hosts import route, tls
 from trueline.engine.hosts.messages import TravelledFile
 from trueline.engine.hosts.token import TokenFile, issue_token, write_token
-from trueline.errors import UsageError
+from trueline.errors import DataError, StorageError, UsageError
 from trueline.storage.location import parse_location
 from trueline.train.job_dir import JobDir
-from trueline.train.master.claims import Leader, sweep_claims
+from trueline.train.master.claims import Leader, ViewClaims, sweep_claims
 from trueline.train.master.hosts import HostsFolder, HostsLaunch, mark_store
 from trueline.train.settings import JobSettings
 from trueline.version import __version__
@@ -73,9 +74,40 @@ def prepare(folder: JobDir, job: JobSettings, preload: Sequence[str]) -> str:
     return join_line(shown, own.token, certificates.ca.decode())
 
 
+def expect_leader(folder: JobDir, job: JobSettings) -> None:
+    """Raises UsageError if a joined host has led the job since its launch here: two masters would train it twice."""
+    own = HostsFolder(folder)
+    launch = own.read_launch()
+    if launch is None:  # it ended in order, or no other host could join
+        return
+    try:
+        newest = ViewClaims(launch.store or job.checkpoints, launch.id).newest()
+    except (StorageError, DataError, OSError) as error:
+        events.emit("store.away", where=launch.store or job.checkpoints, why=str(error), effect="the job starts here")
+        return
+    if newest is not None and newest.leader.id != launch.leader.id:
+        leader = newest.leader
+        raise UsageError(
+            f"{leader.host} has led this job since: its folder is {Path(leader.token).parents[1]} there",
+            hint="continue there, with `trueline status` or `trueline resume`; "
+            f"if that host is lost, remove {own.path}: "
+            "the job continues from its newest checkpoint",
+        )
+
+
 def join_line(address: str, token: Path, ca: str) -> str:
     """What is typed on another host."""
     return f"trueline join {address} --token-file {token} --ca {tls.fingerprint(ca)}"
+
+
+def clean(folder: JobDir, *, keep_launch: bool) -> None:
+    """Removes keys and tokens of a launch that has ended; `keep_launch`: not what `expect_leader` reads."""
+    own = HostsFolder(folder)
+    launch = own.read_launch() if keep_launch else None
+    shutil.rmtree(own.path, ignore_errors=True)
+    if launch is not None:
+        own.path.mkdir(mode=0o700)
+        own.write_launch(launch)
 
 
 def _pack(folder: JobDir, own: HostsFolder, job: JobSettings, store: str) -> tuple[TravelledFile, ...]:

@@ -73,6 +73,7 @@ class LocalJob:
         self._master_channel: grpc.Channel | None = None  # all masters of a launch have one port
         self._closing = False
         self._page = self._halting = ""
+        self._superseded = False
 
     def __enter__(self) -> LocalJob:
         with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
@@ -93,6 +94,7 @@ class LocalJob:
 
     def _prepare(self, exits: contextlib.ExitStack) -> None:
         """Makes what a master needs: the job's secret, ports, and the agent."""
+        hosts.expect_leader(self.folder, self.settings)
         self.folder.begin_launch()
         self.socket = self.scratch / "agent"
         self.lifeline = self._master_life = Lifeline()
@@ -166,7 +168,7 @@ class LocalJob:
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._sweep()
         self.folder.remove_secret()
-        shutil.rmtree(self.folder.hosts, ignore_errors=True)  # keys and tokens of this launch
+        hosts.clean(self.folder, keep_launch=self._superseded)
 
     def _record_end(self, launch: LaunchRecord, error: BaseException | None) -> None:
         outcome, why = shutdown.describe_end(error)
@@ -242,6 +244,7 @@ class LocalJob:
             if self._page:  # not for JOB/events.jsonl: it holds a token, and that file is public
                 events.emit("page.opened", url=self._page)
         if event.name == "job.superseded":
+            self._superseded = True
             raise Superseded(
                 f"{fields['host']} leads the job now, which this host was cut off from",
                 hint=f"lend it this host's cores: trueline join {fields['address']} --token-file "
@@ -275,6 +278,7 @@ class LocalJob:
             self._count_restart("agent", agent)
             self.agent = self._start_agent()
         if master == SUPERSEDED:  # and its last events are lost
+            self._superseded = True
             raise Superseded("another host leads the job now, which this host was cut off from")
         if master == 0 and self._events.empty():  # it ended on request, and its last events are lost
             raise shutdown.make_stopped_error("its master ended on request", self.job_dir)

@@ -175,7 +175,7 @@ class Master:
 
     def _release(self, release: h.Release) -> None:
         most = max(release.steps)
-        self.progress.reconstruct(max(most, 0))
+        self.progress.reconstruct(self.state.committed)  # also of a checkpoint beyond the last report
         plan = pb.Plan(
             source=release.source, steps=release.steps, store=release.store, checkpoint=release.checkpoint,
             rates=release.rates, state=release.state,
