@@ -30,6 +30,7 @@ TOGETHER = {
     "a one that is not quite one": ("prod", "long_cast"),
     "sizes that end together, in a script": ("cache_positions", "attention_causal", "early_break"),
     "a check of values, in a script": ("mean_of_equal", "refused_values"),
+    "the shorter of two sides ends, in a script": ("square_only", "grid", "rows_of_image"),
 }
 """The same of idioms that were wrong together, in 7408b311."""
 
@@ -44,6 +45,11 @@ def test_what_was_wrong_together_is_right(why: str) -> None:
     record = attempt(source_of(*TOGETHER[why]))
     assert kinds(record) == set(), record
     assert record["formats"], record
+
+
+def test_an_error_of_torch_that_a_model_catches_ends_no_process() -> None:
+    record = attempt(source_of("exception"))
+    assert record["refusal"].startswith("NotProven"), record
 
 
 def test_a_check_of_values_holds_in_what_the_doctor_writes() -> None:

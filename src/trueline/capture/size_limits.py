@@ -297,8 +297,8 @@ def cut_to_compared(
 
 def _cut_together(far: FarSizes, program: Session, claim: Signature) -> Signature:
     """`claim`, each of whose sizes was compared alone, cut to where all of them are far and the program agrees: a loop
-    that was unrolled may hide `len(x) * len(x[0]) < 2000`."""
-    if len(claim.symbols) < 2 or far.unrolled.isdisjoint(claim.symbols):
+    that was unrolled may hide `len(x) * len(x[0]) < 2000`, and the shorter side of an image may have a limit."""
+    if len(claim.symbols) < 2:
         return claim
     base = claim.sizes(far.example)
     walk = _Walk(far=far, program=program, symbol=TOGETHER, known=set())

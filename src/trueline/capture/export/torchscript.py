@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from trueline import files
@@ -30,7 +31,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
-from trueline.errors import BundleError, CaptureError
+from trueline.errors import BundleError, CaptureError, first_line
 from trueline.runtime import torchscript_archive
 from trueline.runtime.torchscript import FILE, first, ignore_deprecation
 
@@ -82,13 +83,31 @@ def _note_frozen(places: list[SourceLine]) -> Iterator[None]:
     )
 
 
+class _NoteRaised(TorchFunctionMode):
+    """Notes the first error that an operator raises, whether the model catches it or not."""
+
+    why = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.why = self.why or first_line(error)
+            raise
+
+
 def _make(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str]:
     if way == "trace":
         example = tuple(
             resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in _batch_axes(spec)})
             for spec, tensor in zip(calling.signature.inputs, calling.example, strict=True)
         )
-        traced = torch.jit.trace(TensorModule(module, calling).eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+        whole = TensorModule(module, calling).eval()
+        with _NoteRaised() as raised, torch.no_grad():
+            whole(*example)
+        if raised.why:  # torch.jit.trace ends the process
+            raise CaptureError(f"the model catches an error of torch, which a trace does not survive: {raised.why}")
+        traced = torch.jit.trace(whole, example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         return torch.jit.freeze(traced), "by trace"
     if way == "script":
         return _flatten(torch.jit.script(module), module, calling), "by script"

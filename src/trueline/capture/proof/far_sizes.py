@@ -87,7 +87,8 @@ class FarSizes:
         return self._budget(symbol) - self._spent.get(symbol, 0.0)
 
     def _budget(self, symbol: str) -> float:
-        return UNROLLED_S if symbol in self.unrolled or symbol == TOGETHER else FREE_S
+        unrolled = bool(self.unrolled) if symbol == TOGETHER else symbol in self.unrolled
+        return UNROLLED_S if unrolled else FREE_S
 
     def ask(
         self, claim: Signature, symbol: str, sizes: Mapping[str, int], *, mixed: bool = False, share: float = 1.0
