@@ -26,7 +26,7 @@ from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
-from trueline.capture.patches import rounding, size_keys, size_lengths
+from trueline.capture.patches import rounding, size_keys, size_lengths, whole_division
 from trueline.errors import BundleError, CaptureError, join_names
 from trueline.runtime import torch_export_archive
 from trueline.runtime.tensors import one_line, to_arrays, to_tensors
@@ -324,7 +324,7 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=path.parent) as raw:
             spool = _Spool(raw.fileno(), "w", closefd=False)
-            with rounding.round_by_trunc(program):
+            with rounding.round_by_trunc(program), whole_division.avoid_overflow(program):
                 torch.export.save(program, spool)
             if spool.error is not None:
                 raise spool.error
