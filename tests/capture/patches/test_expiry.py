@@ -287,6 +287,12 @@ def ends_the_process_where_the_smallest_number_is_divided_by_minus_one() -> bool
     return subprocess.run([sys.executable, "-c", code], input=model.SerializeToString()).returncode == -signal.SIGFPE
 
 
+@shows("patches/whole_division")
+def ends_the_process_where_the_smallest_number_is_divided_by_minus_one_and_truncated() -> bool:
+    code = "import torch; torch.div(torch.tensor([-(2**63)]), torch.tensor([-1]), rounding_mode='trunc')"
+    return subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGFPE
+
+
 @shows("onnx/precision")
 def adds_one_after_the_other_in_single_precision() -> bool:
     equal = torch.full((1, 4096), 0.0129871)
