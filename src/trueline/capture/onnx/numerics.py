@@ -200,17 +200,6 @@ def _silu(self: Any) -> Any:
     return _quotient(self, self)
 
 
-def _softplus(self: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    """The logarithm of 1 + exp(x), also of an exponential that is lost in that sum."""
-    scaled = op.Mul(self, _like(beta, self))
-    small = op.Add(op.Max(scaled, _like(0.0, self)), _log1p(op.Exp(op.Neg(op.Abs(scaled)))))
-    return op.Where(op.Greater(scaled, _like(threshold, self)), self, op.Div(small, _like(beta, self)))
-
-
-def _mish(self: Any) -> Any:
-    return op.Mul(self, op.Tanh(_softplus(self)))
-
-
 def _deviation(root: bool) -> Callable[..., Any]:
     def translate(self: Any, dim: Sequence[int] | None = None, *, correction: Any = None, keepdim: bool = False) -> Any:
         """In double, as torch's own: the square of 1e-30 is 0 in single precision, and that of 1e30 is out of range."""
@@ -336,8 +325,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.elu.default: _elu,
     _ATEN.celu.default: _celu,
     _ATEN.selu.default: _selu,
-    _ATEN.softplus.default: _softplus,
-    _ATEN.mish.default: _mish,
     _ATEN.var.correction: _deviation(root=False),
     _ATEN.std.correction: _deviation(root=True),
     _ATEN.roll.default: _roll,
