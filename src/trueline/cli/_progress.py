@@ -56,6 +56,8 @@ _WORDS = {
     "config.ignored": "  {key} is not read: {why}",
     "job.restarted": "  {why}",
     "hosts.listening": "  other hosts join with: {line}",
+    "ssh.lost": "  the ssh connection to {host} ended: {why}; again in {again_s:.0f} s",
+    "ssh.refused": "  {host} does not take part: {why}",
     "host.joined": "  {host} joins with room for {cores} workers ({address})",
     "host.returned": "  {host} is back ({address})",
     "host.away": "  the connection to {host} is lost; it has {workers} workers",

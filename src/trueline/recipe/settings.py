@@ -138,12 +138,20 @@ class TrainingSettings(StepSettings, LoopSettings):
         0, "Port of the live page; any free one for 0, or if it is in use.",
         section=_JOB, metavar="PORT", low=0, high=65535,
     )  # fmt: skip
+    hosts: str = setting(
+        "", "Other hosts, on which Trueline is started over ssh, e.g. a,b:2; b:2 takes at most two workers.",
+        section=_HOSTS, metavar="HOST[:N],...",
+    )  # fmt: skip
+    remote_trueline: str = setting(
+        "", "The trueline command on these hosts; else the path of this one, or trueline in PATH.",
+        section=_HOSTS, metavar="PATH",
+    )  # fmt: skip
     listen: str = setting(
         "", "Where other hosts join with `trueline join`, e.g. host-a:7700 or 0.0.0.0:7700; over TLS and with a token.",
         section=_HOSTS, metavar="HOST:PORT",
     )  # fmt: skip
     cores: int = setting(
-        -1, "With --listen, workers that this host takes; else one for each CPU.",
+        -1, "With --listen or --hosts, workers that this host takes; else one for each CPU.",
         section=_HOSTS, metavar="N", low=-1,
     )  # fmt: skip
     interface: str = setting(
@@ -151,6 +159,6 @@ class TrainingSettings(StepSettings, LoopSettings):
         section=_HOSTS, metavar="NAME|ADDRESS",
     )  # fmt: skip
     ports: str = setting(
-        "", "Ports for the workers of this host, e.g. 7800-7899, three for each; else any.",
+        "", "Ports for the workers of this host and of --hosts, e.g. 7800-7899, three for each; else any.",
         section=_HOSTS, metavar="FIRST-LAST",
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from trueline import files
+from trueline.engine.hosts.ssh import parse_hosts
 from trueline.errors import UsageError, closest
 from trueline.recipe.settings import LossReduction, Precision, Shuffle, TrainingSettings
 from trueline.settings import check, declared_settings
@@ -206,6 +207,8 @@ class Overrides(TypedDict, total=False):
     find_unused_parameters: bool | None
     weights: str | None
     new_layers: str | None
+    hosts: str | None
+    remote_trueline: str | None
     listen: str | None
     cores: int | None
     interface: str | None
@@ -232,6 +235,7 @@ def apply_overrides(
     device_kind(job.device)
     check_backend(job.backend)
     parse_steps(job.profile)
+    parse_hosts(job.hosts)
     known = ("loss", *(metrics or ()))
     if job.monitor and job.monitor.removeprefix("-") not in known:
         raise UsageError(

@@ -25,7 +25,9 @@ trueline join host-a:7700 --token-file token --cores 4 --interface eth1 --ports 
 
 @verb("join", examples=_EXAMPLES, shows_progress=True)
 @click.argument("address", metavar="HOST:PORT")
-@click.option("--token-file", required=True, metavar="FILE", help="A copy of JOB/hosts/token.")
+@click.option(
+    "--token-file", required=True, metavar="FILE", help="A copy of JOB/hosts/token; -: stdin, whose end ends this."
+)
 @click.option("--ca", default="", metavar="sha256:...", help="Fingerprint that the join line shows, to compare.")
 @click.option("--cores", type=click.IntRange(1), default=None, metavar="N", help="Workers; else one for each CPU.")
 @click.option("--name", default="", metavar="NAME", help="Of this host in status; else its host name.")
@@ -39,15 +41,21 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
     They leave between two steps at Ctrl-C, and no step is lost.
     """
     import asyncio
+    import json
 
+    from trueline import files
     from trueline.engine.hosts.relay import Relay
-    from trueline.engine.hosts.standby import JoinRequest
+    from trueline.engine.hosts.standby import JoinRequest, replace_earlier
     from trueline.engine.hosts.tls import fingerprint
     from trueline.engine.hosts.token import read_token
     from trueline.train.launch.hosts import own_versions
     from trueline.train.launch.standby import StandbyMaster
 
+    versions, piped = own_versions(), token_file == "-"
+    if piped:
+        click.echo(json.dumps(versions))  # for the host that starts this one over ssh
     token = read_token(Path(token_file))
+    lock = replace_earlier(files.user_cache() / "joined", f"{fingerprint(token.ca)[7:23]}-{name}") if piped else None
     if ca and fingerprint(token.ca) != ca:
         raise UsageError(
             f"the token file {token_file} has another certificate than the join line: {fingerprint(token.ca)}",
@@ -55,13 +63,17 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
         )
     request = JoinRequest(
         address=address, token=token, cores=cores or len(os.sched_getaffinity(0)), name=name or socket.gethostname(),
-        interface=interface, ports=ports, versions=own_versions(),
+        interface=interface, ports=ports, versions=versions,
     )  # fmt: skip
-    why = asyncio.run(_lend(Relay(request, StandbyMaster(request))))
+    try:
+        why = asyncio.run(_lend(Relay(request, StandbyMaster(request)), piped=piped))
+    finally:
+        if lock is not None:
+            os.close(lock)
     return Output(f"left {token.job}: {why}", {"job": token.job, "why": why})
 
 
-async def _lend(relay: "Relay") -> str:
+async def _lend(relay: "Relay", *, piped: bool) -> str:
     import asyncio
 
     loop = asyncio.get_running_loop()
@@ -71,6 +83,14 @@ async def _lend(relay: "Relay") -> str:
         if not relay.withdraw():
             lending.cancel()
 
+    def read_end() -> None:
+        if not os.read(0, 1 << 10):
+            loop.remove_reader(0)
+            if relay.is_led_from_start:  # else the host that began the job is dead, and another one leads
+                lending.cancel()
+
+    if piped:
+        loop.add_reader(0, read_end)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:

@@ -20,7 +20,7 @@ trueline run own_loop.py --workers 2:8 --detach -- --lr 0.1
 
 _OF_THE_SCRIPT = (
     *_launch.FIXED, "compile", "find_unused_parameters", "readers", "backend", "device",
-    "evaluate_every", "monitor", "patience", "listen", "cores", "interface", "ports",
+    "evaluate_every", "monitor", "patience", "hosts", "remote_trueline", "listen", "cores", "interface", "ports",
 )  # fmt: skip
 """What the script decides (its loop, options and evaluation), and what needs a recipe."""
 

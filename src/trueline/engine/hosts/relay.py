@@ -123,6 +123,11 @@ class Relay:
         self._outgoing.put_nowait(Withdrawal())
         return True
 
+    @property
+    def is_led_from_start(self) -> bool:
+        """Whether its master is the one that it joined, and no successor on another host."""
+        return self._door.target == self._request.address
+
     def _turn(self) -> None:
         """Tries the next host that could lead the job."""
         masters = [self._request.address, *self._standby.others]

@@ -1,5 +1,9 @@
 """What `trueline join` needs of the part that leads a job from this host, should the master's host die."""
 
+import fcntl
+import os
+import signal
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +35,21 @@ class LentHost:
     lifeline: Lifeline
     job: Path
     request: JoinRequest
+
+
+def replace_earlier(folder: Path, name: str) -> int:
+    """Ends an earlier `trueline join` of this host for the same launch, whose ssh connection may be half open. Returns
+    a descriptor whose lock marks this one."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(folder / f"{socket.gethostname()}-{name}.pid", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.kill(int(os.read(lock, 32)), signal.SIGKILL)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}".encode(), 0)
+    return lock
 
 
 class Standby(Protocol):

@@ -5,6 +5,7 @@ The file holds the certificate too: a host trusts no other, whatever name or add
 """
 
 import hmac
+import sys
 import time
 from pathlib import Path
 
@@ -49,9 +50,10 @@ def write_token(path: Path, content: TokenFile) -> None:
 
 
 def read_token(path: Path) -> TokenFile:
-    """Raises UsageError."""
+    """`-`: one line of stdin. Raises UsageError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=TokenFile)
+        content = sys.stdin.buffer.readline() if str(path) == "-" else path.read_bytes()
+        return msgspec.json.decode(content, type=TokenFile)
     except OSError as error:
         raise UsageError(
             f"cannot read the token file {path}: {error.strerror}", hint="copy it from the host that trains"

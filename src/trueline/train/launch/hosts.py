@@ -5,8 +5,9 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from trueline import events
 from trueline.engine.hosts import folder as travel
 from trueline.engine.hosts import route, tls
 from trueline.engine.hosts.messages import TravelledFile
-from trueline.engine.hosts.token import TokenFile, issue_token, write_token
+from trueline.engine.hosts.ssh import SshJoins, find_listen_address, parse_hosts
+from trueline.engine.hosts.token import TokenFile, issue_token, read_token, write_token
 from trueline.errors import DataError, StorageError, UsageError
 from trueline.storage.location import parse_location
 from trueline.train.job_dir import JobDir
 from trueline.train.master.claims import Leader, ViewClaims, sweep_claims
+from trueline.train.master.failover import reserve_port
 from trueline.train.master.hosts import HostsFolder, HostsLaunch, mark_store
 from trueline.train.settings import JobSettings
 from trueline.version import __version__
@@ -28,7 +31,8 @@ from trueline.version import __version__
 
 def own_versions() -> dict[str, str]:
     """What has to be the same on all hosts."""
-    return {"trueline": __version__, "torch": importlib.metadata.version("torch")}
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return {"trueline": __version__, "python": python, "torch": importlib.metadata.version("torch")}
 
 
 def package_versions(modules: Sequence[str]) -> dict[str, str]:
@@ -93,6 +97,38 @@ def expect_leader(folder: JobDir, job: JobSettings) -> None:
             f"if that host is lost, remove {own.path}: "
             "the job continues from its newest checkpoint",
         )
+
+
+def reserve_listen(job: JobSettings) -> tuple[JobSettings, socket.socket | None]:
+    """Reserves the port for other hosts; for --hosts alone any one on the way to them. Raises PortInUse, UsageError."""
+    if not job.listen and not job.hosts:
+        return job, None
+    if job.listen:
+        return job, reserve_port(job.listen)
+    address = route.announce(job.interface, "") if job.interface else find_listen_address(parse_hosts(job.hosts))
+    reserved = reserve_port(route.join_address(address, 0))
+    return replace(job, listen=route.join_address(address, reserved.getsockname()[1])), reserved
+
+
+def connect_ssh(folder: JobDir, job: JobSettings, emit: Callable[..., None]) -> SshJoins:
+    """Connects to the hosts of --hosts, which then wait for their tokens. Raises TrainError."""
+    launch = HostsFolder(folder).read_launch()
+    assert launch is not None
+    joins = SshJoins(
+        parse_hosts(job.hosts), command=job.remote_trueline, log=lambda name: folder.log(f"ssh-{name}"), emit=emit
+    )
+    try:
+        joins.open(launch.leader.address, job.ports, launch.versions)
+    except BaseException:
+        joins.close()
+        raise
+    return joins
+
+
+def make_token(folder: JobDir) -> bytes:
+    """The token file of this launch with a new token."""
+    token = issue_token(folder.read_secret(), now=time.time())
+    return msgspec.json.encode(msgspec.structs.replace(read_token(HostsFolder(folder).token), token=token))
 
 
 def join_line(address: str, token: Path, ca: str) -> str:

@@ -30,6 +30,7 @@ import grpc
 import msgspec
 
 from trueline import errors, events, files
+from trueline.engine.hosts.ssh import SshJoins
 from trueline.engine.local.client import start_agent
 from trueline.engine.local.process import LIFELINE, Lifeline, watch_lifeline
 from trueline.registry import event_file
@@ -74,6 +75,7 @@ class LocalJob:
         self._closing = False
         self._page = self._halting = ""
         self._superseded = False
+        self._ssh: SshJoins | None = None
 
     def __enter__(self) -> LocalJob:
         with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
@@ -89,6 +91,9 @@ class LocalJob:
             self._emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
             self._prepare(exits)
             self._start_master()
+            if self._ssh is not None:
+                self._address()  # it listens
+                self._ssh.join(lambda: hosts.make_token(self.folder))
             self._exits = exits.pop_all()
         return self
 
@@ -101,10 +106,15 @@ class LocalJob:
         self._sweep()
         exits.callback(self._clean)
         self._reserved = exits.enter_context(reserve_port())
+        self.settings, listening = hosts.reserve_listen(self.settings)
+        if listening is not None:
+            exits.enter_context(listening)
         line = hosts.prepare(self.folder, self.settings, self._preload())
         if line:
-            exits.enter_context(reserve_port(self.settings.listen))
             self._emit("hosts.listening", line=line)
+        if self.settings.hosts:
+            self._ssh = hosts.connect_ssh(self.folder, self.settings, self._emit)
+            exits.callback(self._ssh.close)
         exits.callback(self._end_processes)
         self.agent = self._start_agent()
 
