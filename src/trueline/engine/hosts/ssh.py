@@ -89,7 +89,7 @@ def find_listen_address(hosts: Sequence[SshHost]) -> str:
 
 
 class SshJoins:
-    """`log` names the file for the output of a host; `command`: Trueline there, empty: the path of this one, else PATH."""
+    """`log` names the file of a host's output; `command`: Trueline there, else the path of this one, else PATH."""
 
     def __init__(
         self, hosts: Sequence[SshHost], *, command: str, log: Callable[[str], Path], emit: Callable[..., None]
