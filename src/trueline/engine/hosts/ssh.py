@@ -9,6 +9,7 @@ often. Runs in the launcher; no gRPC, no torch.
 """
 
 import contextlib
+import re
 import selectors
 import shlex
 import subprocess
@@ -41,8 +42,12 @@ _FIND = (
 )
 
 
+_NAME = r"[^@:\[\]\s-][^@:\[\]\s]*"
+_HOST = re.compile(rf"(?P<user>{_NAME}@)?(?:\[(?P<address>[^\]]+)\]|(?P<name>{_NAME}))(?::(?P<count>[1-9]\d*))?")
+
+
 class SshHost(NamedTuple):
-    """`target`: as ssh takes it. `workers`: at most so many; 0: one for each CPU."""
+    """`target`: as ssh takes it. `workers`: at most that many; 0: one for each CPU."""
 
     target: str
     workers: int = 0
@@ -60,18 +65,11 @@ def parse_hosts(text: str) -> tuple[SshHost, ...]:
     """
     hosts = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        target, colon, count = part.rpartition(":")
-        if not colon or part.endswith("]"):
-            target, count = part, "0"
-        target = target.replace("[", "").replace("]", "")
-        if (
-            not target
-            or target.startswith("-")
-            or not count.isdecimal()
-            or (colon and count == "0" and ":" in part[-2:])
-        ):
+        match = _HOST.fullmatch(part)
+        if match is None:
             raise UsageError(f"'{part}' in --hosts is not HOST or HOST:N", hint="for example a,b:2 or [fd00::1]:2")
-        hosts.append(SshHost(target, int(count)))
+        target = f"{match['user'] or ''}{match['address'] or match['name']}"
+        hosts.append(SshHost(target, int(match["count"] or 0)))
     if len({host.name for host in hosts}) < len(hosts):
         raise UsageError(f"--hosts {text} names a host twice", hint="name it once, as HOST:N with all of its workers")
     return tuple(hosts)

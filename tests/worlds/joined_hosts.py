@@ -1,0 +1,132 @@
+"""A job on machine A, and machines B and C that join it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from trueline.checkpoint import checkpoint
+from trueline.train.job_dir import JobDir, parse_events
+from trueline.train.master.hosts import HostsFolder
+from worlds.jobs import TINY
+from worlds.waiting import until
+
+TRUELINE = str(Path(sys.executable).with_name("trueline"))
+PORT, BATCH, RECORDS = 7700, 30, 240
+
+
+class Machines:
+    def __init__(self, tmp_path: Path, machines) -> None:
+        self.path, self.machines = tmp_path, dict(zip("abc", machines, strict=True))
+        self.leader = self.machines["a"]
+        self.job, self.store = JobDir(tmp_path / "a" / "job"), tmp_path / "store"
+        project = tmp_path / "a" / "project"
+        project.mkdir()
+        shutil.copy(TINY, project / "recipe.py")
+        self.processes = []
+
+    def train(self, *options: str) -> None:
+        command = (
+            TRUELINE, "train", str(self.path / "a" / "project"), "--epochs", "1000000", "--job", str(self.job.path),
+            "--listen", f"{self.leader.address}:{PORT}", "--checkpoints", str(self.store), "--checkpoint-every", "1000",
+            *options,
+        )  # fmt: skip
+        self.launcher = self.leader.start(*command, log=self.path / "train.log")
+        self.processes.append(self.launcher)
+        self.wait("hosts.listening")
+
+    def join(self, *options: str, cores: int = 1, name: str = "b") -> subprocess.Popen[bytes]:
+        address, token = HostsFolder(self.job).read_launch().leader.address, self.path / f"token-{name}"
+        shutil.copy(self.job.hosts / "token", token)
+        command = (TRUELINE, "join", address, "--token-file", str(token), "--cores", str(cores), "--name", name)
+        folder = self.path / name
+        folder.mkdir(exist_ok=True)
+        process = self.machines[name].start(
+            *command, *options, log=self.path / f"join-{name}.log", folder=folder, XDG_CACHE_HOME=str(folder / "cache")
+        )
+        self.processes.append(process)
+        return process
+
+    def events(self):
+        return list(parse_events(self.job.events.read_bytes().splitlines())) if self.job.events.exists() else []
+
+    def wait(self, name: str, *, after: float = 0.0, **fields):
+        """The first such event after a time."""
+        found = []
+
+        def there() -> bool:
+            assert all(process.poll() is None for process in self.processes[:1]), self.logs()
+            found[:] = [
+                (event, at) for event_name, event, at in self.events()
+                if event_name == name and at > after and all(event.get(key) == value for key, value in fields.items())
+            ]  # fmt: skip
+            return bool(found)
+
+        until(there, lambda: f"{name} {fields}: {self.logs()}")
+        return found[0]
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in self.path.glob("*.log"))
+
+    def wait_workers(self, workers: int, *, after: float = 0.0) -> float:
+        """When this number of workers has first applied a step together."""
+        return self.wait("step.applied", after=after, workers=workers)[1]
+
+    def halt(self) -> None:
+        self.leader.run(TRUELINE, "halt", str(self.job.path))
+        self.launcher.wait(100)
+
+    def count(self) -> tuple[int, int, int]:
+        """Steps, and how often records are missing or too many, as the model's own parameter counted them."""
+        newest = checkpoint.latest(self.store)
+        seen, steps = newest.state["model"]["seen"].round().long(), newest.step
+        whole, rest = divmod(steps, RECORDS // BATCH)
+        lost = int((whole - seen).clamp(min=0).sum())
+        repeated = max(0, int(seen.sum()) - steps * BATCH) + int((seen - whole - 1).clamp(min=0).sum())
+        assert int((seen == whole + 1).sum()) == rest * BATCH
+        return steps, lost, repeated
+
+    def changes(self, after: float, until: float) -> list[str]:
+        """Why the group changed in that time."""
+        return [event["why"] for name, event, at in self.events() if name == "view.published" and after < at <= until]
+
+    def gap_ms(self, after: float) -> float:
+        """The gap of the first step of a new group that was applied after a time."""
+        for name, event, at in self.events():
+            if name == "step.applied" and at > after and event["gap_ms"]:
+                return float(event["gap_ms"])
+        raise AssertionError("no step began a group")
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Ends a process and all that it has started, at once."""
+        for child in (process, *children(process.pid)):
+            os.kill(child.pid, signal.SIGKILL)
+
+    def steps(self) -> list[int]:
+        return [event["step"] for name, event, _ in self.events() if name == "step.applied"]
+
+    def move_to(self, name: str, launcher: subprocess.Popen[bytes]) -> None:
+        """The host of this name leads the job from now on; its launcher is `launcher`."""
+        self.leader, self.launcher = self.machines[name], launcher
+        self.job = JobDir(self.path / name / "runs" / "job")
+        self.processes.sort(key=lambda process: process is not launcher)
+
+    def close(self) -> None:
+        for process in self.processes:
+            for child in [*children(process.pid), process]:
+                try:
+                    os.kill(child.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            process.wait()
+
+
+def children(pid: int):
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
