@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from trueline import events
 from trueline.errors import TrainError, TruelineError
-from trueline.parallel import gloo_sockets, mesh
+from trueline.parallel import by_host, gloo_sockets, mesh
 from trueline.parallel.backend import Connect, Plane, Sum
 from trueline.parallel.exchange import Overtaken
 from trueline.parallel.group_sockets import GroupSockets
@@ -73,6 +73,8 @@ class GlooGroup:
         self._works: list[Any] = []  # operations that may be pending
         self._gloo: ProcessGroupGloo | None = None
         """The backend of torch's default group: called directly, it begins an operation in half the time."""
+        self._host_sums: by_host.HostSums | None = None
+        """Of a group whose members are on several hosts."""
 
     def can_sum(self, value: torch.Tensor) -> bool:
         """Whether `value` can be summed without a copy to host memory."""
@@ -80,6 +82,8 @@ class GlooGroup:
 
     def sum_bucket(self, value: torch.Tensor) -> Any:
         """Begins the sum of `value`, for which `can_sum` is true, over the members; returns it for `wait_bucket`."""
+        if self._plane is None and self._host_sums is not None:
+            return self._track(self._host_sums.sum(value))
         if self._plane is None:
             return self.sum_on_host(value)
         self._sums.append(self._plane.sum(value))
@@ -180,10 +184,12 @@ class GlooGroup:
             with self._lock:
                 late = not self.open or self._broken or self.generation != generation
                 if not late:
-                    self._plane = formed[2]
+                    self._plane, self._host_sums = formed[2:]
                     outcomes.put(formed)
-            if late and formed[2] is not None:
-                formed[2].abort()
+            if late:
+                for ended in (formed[2].abort if formed[2] else None, formed[3].close if formed[3] else None):
+                    if ended is not None:
+                        ended()
 
         threading.Thread(target=connect, name="form", daemon=True).start()
         outcome = outcomes.get()
@@ -193,7 +199,7 @@ class GlooGroup:
             raise outcome
         if isinstance(outcome, Exception):
             raise RuntimeError(f"gloo: generation {generation} was not formed: {outcome}") from outcome
-        _formed[_BACKEND], named, _ = outcome
+        _formed[_BACKEND], named, *_ = outcome
         run_timeout = timedelta(seconds=RUN_TIMEOUT_S)
         dist.init_process_group(_BACKEND, store=named, rank=rank, world_size=size, timeout=run_timeout)
         self._gloo, self._misses, self._plane_misses = outcome[0], 0, 0
@@ -223,7 +229,9 @@ class GlooGroup:
             self._broken = True
             shut = self._sockets.cut()
             self._outcomes.put(RuntimeError("it was cut"))
-            plane = self._plane
+            plane, host_sums = self._plane, self._host_sums
+        if host_sums is not None:
+            host_sums.close()
         if plane is not None:
             plane.abort()  # after `_broken` is set
         return shut
@@ -242,7 +250,7 @@ class GlooGroup:
                 self._left_plane, self._plane = self._plane or self._left_plane, None
         self.cut()
         with self._lock:
-            self.open, self._plane = False, None
+            self.open, self._plane, self._host_sums = False, None, None
         if dist.is_initialized():
             left, self._gloo = [dist.group.WORLD, self._gloo], None
             with contextlib.suppress(RuntimeError, ValueError):  # a half-formed group; it is dropped as well
@@ -258,7 +266,7 @@ class GlooGroup:
         distributed_c10d._world.group_count = 0
 
 
-_Formed = tuple[ProcessGroupGloo, PrefixStore, Plane | None]
+_Formed = tuple[ProcessGroupGloo, PrefixStore, Plane | None, by_host.HostSums | None]
 _Outcome = _Formed | Exception
 
 
@@ -289,11 +297,11 @@ def _connect_members(
             group = gloo_sockets.form(links, rank, size, patience)
         group._set_default_timeout(timedelta(seconds=RUN_TIMEOUT_S))
         if connect is None:
-            return group, named, None
+            return group, named, None, by_host.open_sums(group, rank, size)
         try:  # if a peer dies meanwhile, a cut ends the wait for this
             with sockets.watch():
                 plane = connect(PrefixStore("plane", peers), rank, size, timedelta(seconds=START_TIMEOUT_S))
-            return group, named, plane
+            return group, named, plane, None
         except TruelineError:
             raise
         except Exception as error:

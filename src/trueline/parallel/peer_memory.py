@@ -45,12 +45,15 @@ class PeerMemory(NamedTuple):
 
     def reads(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Fills contiguous host `tensors` from that process; False, with some of them filled, if that fails."""
-        mark = torch.zeros(16, dtype=torch.uint8)
-        if not self._read(self.mark_at, mark) or bytes(mark.numpy()).hex() != self.mark:
-            return False
-        return all(self._read(at, tensor) for at, tensor in zip(self.at, tensors, strict=True))
+        return self.is_marked() and all(self.fill(at, tensor) for at, tensor in zip(self.at, tensors, strict=True))
 
-    def _read(self, at: int, tensor: torch.Tensor) -> bool:
+    def is_marked(self) -> bool:
+        """Whether it is that process, and it has not changed its mark."""
+        mark = torch.zeros(16, dtype=torch.uint8)
+        return self.fill(self.mark_at, mark) and bytes(mark.numpy()).hex() == self.mark
+
+    def fill(self, at: int, tensor: torch.Tensor) -> bool:
+        """Fills a contiguous host tensor from address `at`, whatever lies there; False if that fails."""
         into = tensor.data_ptr()
         for start in range(0, tensor.nbytes, PIECE_BYTES):
             size = min(PIECE_BYTES, tensor.nbytes - start)

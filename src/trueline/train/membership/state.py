@@ -83,6 +83,11 @@ class Member:
     trying_where: str = ""
 
     @property
+    def host(self) -> str:
+        """The address where it listens, without the port."""
+        return self.store.rpartition(":")[0]
+
+    @property
     def left(self) -> bool:
         return self.joined and self.rank < 0
 
@@ -198,6 +203,8 @@ def form(state: State, reason: str, *, forced: bool, keep: Member | None = None)
     if not any(member.steps >= 0 for member in staying):
         staying = here if keep is None else [*staying, keep]
     staying = sorted((m for m in staying if m.rank >= 0), key=lambda m: m.rank) + [m for m in staying if m.rank < 0]
+    hosts = list(dict.fromkeys(member.host for member in staying))
+    staying.sort(key=lambda member: hosts.index(member.host))  # ranks of one host lie together
     for member in state.members.values():
         member.entered, member.rank, member.trying = None, -1, -1
     for rank, member in enumerate(staying):

@@ -1,0 +1,184 @@
+"""Sums over members on several hosts: inside each host first, then once between the hosts.
+
+    members of a host ──read, add──▶ shard i at member i ──link, i to i──▶ shard i of all ──read──▶ members
+
+Between two hosts one gradient passes in each direction, where a ring over all members passes nearly two. Members of a
+host read each other's buckets where they lie (`peer_memory.py`); all messages go over the group's own connections, so
+that a cut ends every wait. Before a member's bucket may change, it takes back its mark: a peer that reads the mark
+after the bucket knows that what it has read was whole.
+"""
+
+import concurrent.futures
+import itertools
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+
+from trueline.parallel.peer_memory import PeerMemory
+
+ONE_HOST = "127.0.0.1"
+CHUNK = 1 << 20
+"""Numbers of a bucket that are summed as one; several are under way at once, so that the link is busy."""
+SMALL = 8 << 10
+"""Fewer numbers are not worth a shard for each member."""
+LANES = 3
+_PIECE = 32 << 10
+"""Numbers that are read and added at once: they stay in the cache."""
+_ROW = 255
+_MARK = torch.zeros(16, dtype=torch.uint8)
+"""Of the group that this process is in; zeros: nothing here may be read."""
+_TAGS = 1 << 28
+
+
+def own_host() -> str:
+    return os.environ.get("TRUELINE_HOST", ONE_HOST)
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a member is, as it tells the others."""
+
+    host: str
+    pid: int
+    mark: bytes
+    mark_at: int
+
+    def read(self, at: int, into: torch.Tensor) -> None:
+        """Raises RuntimeError when that process has left the group."""
+        memory = PeerMemory(self.pid, self.mark.hex(), self.mark_at, [at])
+        if not (memory.fill(at, into) and memory.is_marked()):
+            raise RuntimeError("gloo: a member on this host has left the group")
+
+
+class HostSum:
+    """A pending sum, with the two methods of torch's Work that a `GlooGroup` uses."""
+
+    def __init__(self, parts: list["concurrent.futures.Future[None]"]) -> None:
+        self._parts = parts
+
+    def is_completed(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Raises RuntimeError when the sum failed, or is not over in time."""
+        if concurrent.futures.wait(self._parts, None if timeout is None else timeout.total_seconds()).not_done:
+            raise RuntimeError("gloo: the sum is not over")
+        for part in self._parts:
+            if part.cancelled():
+                raise RuntimeError("gloo: the group was left")
+            part.result()
+
+
+class HostSums:
+    """Sums of one group. `hosts`: the ranks on each, in the same order in all members."""
+
+    def __init__(self, group: Any, rank: int, places: Sequence[Place], hosts: list[list[int]]) -> None:
+        self._group, self._rank, self._places, self._hosts = group, rank, places, hosts
+        self._own = next(host for host in hosts if rank in host)
+        self._mine = self._own.index(rank)
+        self._others = [other for other in self._own if other != rank]
+        self._shards = min(map(len, hosts))
+        self._numbers = itertools.count()
+        self._lanes = concurrent.futures.ThreadPoolExecutor(LANES, "by-host")
+        self._closing = threading.Lock()
+
+    def sum(self, value: torch.Tensor) -> HostSum:
+        """Begins the sum of `value` [any shape, contiguous, in host memory] in place.
+
+        All members call it in one order.
+        """
+        flat = value.view(-1)
+        parts = [(flat[at : at + CHUNK], next(self._numbers)) for at in range(0, max(1, len(flat)), CHUNK)]
+        return HostSum([self._lanes.submit(self._run, part, number) for part, number in parts])
+
+    def close(self) -> None:
+        """Takes the mark back: nothing of this process is read for this group from now on."""
+        with self._closing:
+            if bytes(_MARK.numpy()) == self._places[self._rank].mark:
+                _MARK.zero_()
+        self._lanes.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, flat: torch.Tensor, number: int) -> None:
+        try:
+            self._sum(flat, 4 * number % _TAGS)
+        except BaseException:
+            self.close()  # before anyone may change `flat`
+            raise
+
+    def _sum(self, flat: torch.Tensor, tag: int) -> None:
+        shards = self._shards if len(flat) >= SMALL else 1
+        bounds = [len(flat) * shard // shards for shard in range(shards + 1)]
+        at = self._tell(self._others, self._others, tag, flat.data_ptr())
+        owners = self._own[:shards]
+        if self._mine < shards:
+            own = flat[bounds[self._mine] : bounds[self._mine + 1]]
+            for other in self._others:
+                self._add(own, self._places[other], at[other] + bounds[self._mine] * flat.element_size())
+            self._sum_between(own, [host[self._mine] for host in self._hosts], tag + 1)
+        others = [other for other in owners if other != self._rank]
+        self._tell(self._others if self._mine < shards else [], others, tag + 2)
+        for shard, owner in enumerate(owners):
+            if owner != self._rank:
+                from_owner = at[owner] + bounds[shard] * flat.element_size()
+                self._places[owner].read(from_owner, flat[bounds[shard] : bounds[shard + 1]])
+        self._tell(others, self._others if self._mine < shards else [], tag + 3)
+
+    def _add(self, own: torch.Tensor, place: Place, at: int) -> None:
+        scratch = torch.empty(min(_PIECE, len(own)), dtype=own.dtype)
+        for start in range(0, len(own), _PIECE):
+            part = own[start : start + _PIECE]
+            place.read(at + start * own.element_size(), scratch[: len(part)])
+            part += scratch[: len(part)]
+
+    def _sum_between(self, own: torch.Tensor, members: list[int], tag: int) -> None:
+        """Sums `own` over `members`, one on each host: each adds its piece in the order of the hosts."""
+        here, others = members.index(self._rank), [member for member in members if member != self._rank]
+        pieces = torch.tensor_split(own, len(members))
+        parts = {member: torch.empty_like(pieces[here]) for member in others}
+        self._exchange({member: pieces[members.index(member)] for member in others}, parts, tag)
+        for member in others:
+            pieces[here].add_(parts[member])
+        sums = {member: pieces[members.index(member)] for member in others}
+        # A tag of its own: the peer may be one exchange ahead.
+        self._exchange(dict.fromkeys(others, pieces[here]), sums, tag + _TAGS)
+
+    def _tell(self, to: Sequence[int], by: Sequence[int], tag: int, word: int = 0) -> dict[int, int]:
+        """Sends a number to members of this host, and receives theirs."""
+        words = {member: torch.zeros(1, dtype=torch.int64) for member in by}
+        self._exchange(dict.fromkeys(to, torch.tensor([word])), words, tag)
+        return {member: int(received) for member, received in words.items()}
+
+    def _exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor], tag: int) -> None:
+        works = [self._group.recv([tensor], member, tag) for member, tensor in received.items() if len(tensor)]
+        works += [self._group.send([tensor], member, tag) for member, tensor in sent.items() if len(tensor)]
+        for work in works:
+            work.wait()
+
+
+def open_sums(group: Any, rank: int, size: int) -> HostSums | None:
+    """None where a sum over all at once is as good: on one host, with one member on each, or where the kernel refuses
+    to read a peer's memory. All members of `group` call it, and get None or not alike. Raises RuntimeError."""
+    if own_host() == ONE_HOST:
+        return None
+    mark = secrets.token_bytes(16)
+    _MARK.copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+    place = msgspec.msgpack.encode(Place(own_host(), os.getpid(), mark, _MARK.data_ptr()))
+    row = torch.frombuffer(bytearray(bytes([len(place)]) + place.ljust(_ROW, b"\0")), dtype=torch.uint8)
+    rows = [torch.empty_like(row) for _ in range(size)]
+    group.allgather([rows], [row]).wait()
+    places = [msgspec.msgpack.decode(bytes(other[1 : 1 + int(other[0])].numpy()), type=Place) for other in rows]
+    by_host: dict[str, list[int]] = {}
+    for other, there in enumerate(places):
+        by_host.setdefault(there.host, []).append(other)
+    if len(by_host) < 2 or max(map(len, by_host.values())) < 2:
+        return None
+    here = [places[other] for other in by_host[own_host()]]
+    marked = (PeerMemory(there.pid, there.mark.hex(), there.mark_at, []).is_marked() for there in here)
+    unread = torch.tensor([0.0 if all(marked) else 1.0])
+    group.allreduce([unread]).wait()
+    return None if unread.item() else HostSums(group, rank, places, list(by_host.values()))
