@@ -16,6 +16,9 @@ from trueline.bundle import Bundle, open_bundle
 from trueline.bundle.describe import range_text
 from trueline.bundle.signature import Dim
 from trueline.capture.api import capture
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof import far_sizes
+from trueline.capture.proof.far_sizes import FarSizes
 from trueline.errors import RequestError
 from trueline.runtime.open import open_program
 from worlds import recipes
@@ -252,3 +255,12 @@ def test_a_rounded_share_of_a_size_is_proven_in_both_formats_without_a_bound(tmp
     bundle = captured(Half, tmp_path / "b", lengths=True)
     assert bundle.signature.dims["length"] == Dim()
     assert [program.format for program in bundle.manifest.programs] == ["onnx", "torch_export"]
+
+
+def test_far_sizes_of_several_dimensions_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,048 records of 2,048 by 2,048 are 64 GiB, which no machine is asked for."""
+    eager = EagerSession(nn.Identity(), torch.randn(2, 2, 4, 5), dynamic_shapes={"x": {2: "height", 3: "width"}})
+    claim = eager.calling.presumed
+    monkeypatch.setattr(far_sizes, "resize", lambda *_: pytest.fail("the inputs were made"))
+    sizes = dict.fromkeys(claim.symbols, 2048)
+    assert FarSizes(eager).ask(claim, far_sizes.TOGETHER, sizes) is None

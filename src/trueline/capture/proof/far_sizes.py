@@ -100,10 +100,9 @@ class FarSizes:
         if key not in self._answers:
             left = self.time_left(symbol) - (1 - share) * self._budget(symbol)
             seconds, largest = self._predict(symbol, _far_size(symbol, sizes))
-            inputs = resize(self.example, claim, sizes)
-            total = sum(array.size for array in inputs.values())
-            if seconds > left or largest > MAX_BYTES or total > MAX_VALUES:
+            if seconds > left or largest > MAX_BYTES or self._count_values(claim, sizes) > MAX_VALUES:
                 return None
+            inputs = resize(self.example, claim, sizes)
             started = time.process_time()
             answer = self._call(claim, sizes, _mix(inputs, claim) if mixed else inputs, left, mixed=mixed)
             self.spend(symbol, time.process_time() - started)
@@ -111,6 +110,14 @@ class FarSizes:
                 return None
             self._answers[key] = answer
         return self._answers[key]
+
+    def _count_values(self, claim: Signature, sizes: Mapping[str, int]) -> int:
+        """Of all inputs at `sizes`, before they are made: four far sizes of one input are 64 GiB."""
+        total = 0
+        for spec in claim.inputs:
+            axes = zip(spec.shape, self.example[spec.name].shape, strict=True)
+            total += math.prod(sizes.get(name, size) if isinstance(name, str) else size for name, size in axes)
+        return total
 
     def _call(
         self, claim: Signature, sizes: Mapping[str, int], inputs: dict[str, Array], left: float, *, mixed: bool

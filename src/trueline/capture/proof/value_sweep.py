@@ -53,9 +53,9 @@ def _sweep(
         sizes = fit(signature, base, {BATCH: len(scales)})
         if sizes is None or not signature.allows(sizes):
             continue
-        inputs = resize(example, signature, sizes)
-        if sum(array.size for array in inputs.values()) > MOST_VALUES:
+        if sum(array.size for array in example.values()) * len(scales) > MOST_VALUES * base[BATCH]:
             continue
+        inputs = resize(example, signature, sizes)
         for name in floats:
             drawn = _draw(inputs[name], spreads[name], scales, axes.get(name), random)
             inputs[name] = np.asarray(np.rint(drawn)) if what == ROUNDED else drawn
