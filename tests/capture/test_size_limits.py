@@ -259,7 +259,7 @@ def test_a_rounded_share_of_a_size_is_proven_in_both_formats_without_a_bound(tmp
 
 def test_far_sizes_of_several_dimensions_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,048 records of 2,048 by 2,048 are 64 GiB, which no machine is asked for."""
-    eager = EagerSession(nn.Identity(), torch.randn(2, 2, 4, 5), dynamic_shapes={"x": {2: "height", 3: "width"}})
+    eager = EagerSession(nn.Identity(), torch.randn(2, 2, 4, 5), dynamic_shapes={"input": {2: "height", 3: "width"}})
     claim = eager.calling.presumed
     monkeypatch.setattr(far_sizes, "resize", lambda *_: pytest.fail("the inputs were made"))
     sizes = dict.fromkeys(claim.symbols, 2048)
