@@ -83,7 +83,7 @@ class Line(LocalLink):
 def connected(store: str, generation: int, rank: int, size: int, *_: Any) -> Any:
     """A group of one, which needs no network to meet in."""
     named = dist.PrefixStore(f"generation-{generation}", dist.HashStore())
-    return ProcessGroupGloo(named, rank, size, timeout=timedelta(seconds=60)), named, None
+    return ProcessGroupGloo(named, rank, size, timeout=timedelta(seconds=60)), named, None, None
 
 
 class Checkpointer:

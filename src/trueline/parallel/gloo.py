@@ -178,18 +178,18 @@ class GlooGroup:
         def connect() -> None:
             try:
                 formed = _connect_members(store, generation, rank, size, patience, self._connect, sockets)
-            except Exception as error:  # noqa: BLE001  `form` raises it
+                _, _, plane, host_sums = formed
+                with self._lock:
+                    late = not self.open or self._broken or self.generation != generation
+                    if not late:
+                        self._plane, self._host_sums = plane, host_sums
+                        outcomes.put(formed)
+                if late:
+                    for ended in (plane.abort if plane else None, host_sums.close if host_sums else None):
+                        if ended is not None:
+                            ended()
+            except Exception as error:  # noqa: BLE001  `form` raises it; without an outcome it would wait forever
                 outcomes.put(error)
-                return
-            with self._lock:
-                late = not self.open or self._broken or self.generation != generation
-                if not late:
-                    self._plane, self._host_sums = formed[2:]
-                    outcomes.put(formed)
-            if late:
-                for ended in (formed[2].abort if formed[2] else None, formed[3].close if formed[3] else None):
-                    if ended is not None:
-                        ended()
 
         threading.Thread(target=connect, name="form", daemon=True).start()
         outcome = outcomes.get()
