@@ -258,6 +258,14 @@ def test_a_death_while_a_group_forms_holds_nobody_up(monkeypatch):
     forming.close()
 
 
+def test_whatever_breaks_while_a_group_forms_is_raised_where_its_member_waits(monkeypatch):
+    monkeypatch.setattr(group, "_connect_members", lambda *_: "no group")
+    forming = GlooGroup()
+    with pytest.raises(RuntimeError, match="generation 4 was not formed"):
+        forming.form(4, rank=0, size=1, store="here:1")
+    forming.close()
+
+
 def test_nothing_waits_for_gloo_itself(monkeypatch):
     """A large operation that a peer left in the middle would wait for its timeout, whatever is cut."""
     sources = [path for path in Path(trueline.__file__).parent.rglob("*.py") if "dist." in path.read_text()]

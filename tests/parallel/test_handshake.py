@@ -212,7 +212,7 @@ def test_strangers_that_hold_connections_open_keep_no_worker_out(world, monkeypa
     threads = threading.active_count()
     held = [world.call() for _ in range(20)]
     assert world.still_serves()
-    assert threading.active_count() == threads, "strangers cost no threads"
+    assert threading.active_count() <= threads, "strangers cost no threads"
     assert all(world.refuses(stranger) for stranger in held[:12]), "the oldest were closed"
     for stranger in held:
         stranger.close()
