@@ -246,6 +246,29 @@ def test_sizes_that_are_large_together_are_compared_too(tmp_path: Path) -> None:
     assert not bundle.signature.allows({"batch": 200, "length": 200})
 
 
+class At(nn.Module):
+    """Another way at two sizes together; the trace leaves a guard on one of them, at which alone nothing changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if (x.shape[0], x.shape[1]) == (93, 1871) else x
+
+
+class Between(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 31 and 300 < x.shape[1] < 450:
+            return x * 2
+        return x
+
+
+@pytest.mark.parametrize(("model", "batch", "length"), [(At, 93, 1871), (Between, 31, 400)])
+def test_two_sizes_that_agree_alone_are_compared_together(
+    tmp_path: Path, model: type[nn.Module], batch: int, length: int
+) -> None:
+    bundle = captured(model, tmp_path / "b", lengths=True)
+    assert not bundle.signature.allows({"batch": batch, "length": length})
+    assert bundle.signature.allows({"batch": batch, "length": 200})
+
+
 class Half(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[:, : round(x.shape[1] * 0.5)].sum(1)

@@ -5,6 +5,7 @@ it, and the user's code takes no other way at the far sizes that were tried. Eve
 at which model and program were compared; where they part, the border is found by halving.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,16 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model.code_paths import Edge, edges_of
 from trueline.capture.model.signature import BATCH, Calling
-from trueline.capture.proof.far_sizes import FIRST, LARGEST, TOGETHER, FarAnswer, FarSizes, far_sizes, numbers_of
+from trueline.capture.proof.far_sizes import (
+    FIRST,
+    LARGEST,
+    PAIRED,
+    TOGETHER,
+    FarAnswer,
+    FarSizes,
+    far_sizes,
+    numbers_of,
+)
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import fit
 from trueline.capture.proof.prove import agrees_on_given, judge
@@ -292,7 +302,7 @@ def cut_to_compared(
             signature = _cut(signature, symbol, reached.low, most, probed=True)
         elif reached.low > dim.min:
             signature = _cut(signature, symbol, reached.low, dim.max)
-    return _cut_together(far, program, signature), tuple(probes)
+    return _cut_at_pairs(far, program, _cut_together(far, program, signature), numbers), tuple(probes)
 
 
 def _cut_together(far: FarSizes, program: Session, claim: Signature) -> Signature:
@@ -317,6 +327,23 @@ def _cut_together(far: FarSizes, program: Session, claim: Signature) -> Signatur
                     claim = _cut(claim, symbol, 1, max(_at_most(most, dim), base[symbol]), probed=True)
             return claim
         good = size if found else good
+    return claim
+
+
+def _cut_at_pairs(far: FarSizes, program: Session, claim: Signature, numbers: Sequence[int]) -> Signature:
+    """`claim` cut below two sizes of which each agrees alone, while the model goes another way at both:
+    `if x.shape[:2] == (93, 1871)`. Tried are the numbers of the user's code and those beside them, numbers that stand
+    together first."""
+    base = claim.sizes(far.example)
+    both = [(a, b) for a, b in itertools.permutations(claim.symbols, 2) if a in base and b in base]
+    places = sorted(itertools.product(range(len(numbers)), repeat=2), key=lambda pair: abs(pair[1] - pair[0]))
+    beside = itertools.product((0, -1, 1), repeat=2)
+    walk = _Walk(far=far, program=program, symbol=PAIRED, known=set())
+    for tried, (steps, (i, j), pair) in enumerate(itertools.product(beside, places, both)):
+        sizes = base | {pair[0]: numbers[i] + steps[0], pair[1]: numbers[j] + steps[1]}
+        if claim.allows(sizes) and walk.agrees(-1 - tried, sizes=sizes) is False:
+            symbol = max(pair, key=sizes.__getitem__)
+            claim = _cut(claim, symbol, 1, max(sizes[symbol] - 1, base[symbol]), probed=True)
     return claim
 
 

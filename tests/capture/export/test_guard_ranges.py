@@ -46,6 +46,21 @@ def test_a_single_size_that_is_left_out_stays_a_guard_of_the_stricter_claims() -
     assert 7 in borders((wide, strict))["length"]
 
 
+def test_a_hole_between_sizes_that_no_probe_meets_is_claimed_by_none() -> None:
+    codes = ("6*{0}*{1} != 11964", "{0} + 3*{1} != 9007", "{0}*{1} % 99991 != 0")
+    far = claimed(*(code.format(A, L) for code in codes))[0]
+    assert {guard.text for guard in far.guards} == {
+        code.format("batch", "length").replace("*", " * ") for code in codes
+    }
+    assert not far.allows({"batch": 2, "length": 997, "other": 1})
+
+
+def test_a_hole_between_sizes_that_probes_meet_is_left_to_the_values() -> None:
+    wide, *_, strict = claimed(f"{A}*{L} != 48")
+    assert wide.allows({"batch": 2, "length": 24, "other": 1})
+    assert not strict.allows({"batch": 2, "length": 24, "other": 1})
+
+
 def test_relations_between_symbols_stay_in_words_and_those_that_follow_are_left_out() -> None:
     wide = claimed(f"{L} == ((1 + {M}) // 2)", f"{L} + {M} < 3*{M}", f"{A} == {B}")[0]
     assert [guard.text for guard in wide.guards] == ["length == (1 + other) // 2"]

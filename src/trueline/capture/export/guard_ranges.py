@@ -62,7 +62,9 @@ def claims(found: ExportedGuards, *, batch: str) -> tuple[Claim, ...]:
     """What may be claimed, from the widest to the strictest."""
     read = [(guard, assumed) for code in found.codes for guard, assumed in _read(code, found)]
     guards, firm = [guard for guard, _ in read], [guard for guard, assumed in read if not assumed]
-    without_holes = [guard for guard in firm if not isinstance(_comparison(guard), ast.NotEq)]
+    without_holes = [
+        guard for guard in firm if not isinstance(_comparison(guard), ast.NotEq) or _is_far(guard, found.spans)
+    ]
     wide = {symbol: _widen(symbol, dim, guards, firm) for symbol, dim in found.spans.items()}
     from_one = {symbol: Dim(min=1 if dim.min <= 2 else dim.min, max=dim.max) for symbol, dim in found.spans.items()}
     from_two = {symbol: from_one[symbol] if symbol == batch else dim for symbol, dim in found.spans.items()}
@@ -170,7 +172,10 @@ def _comparison(guard: Guard) -> ast.cmpop | None:
 
 
 def _assumes(tree: ast.expr) -> bool:
-    """`expression != 0`, `!= 1`, `> 1`, `>= 2`: the exporter treats 0 and 1 as special everywhere."""
+    """`expression != 0`, `!= 1`, `> 1`, `>= 2`: the exporter treats 0 and 1 as special everywhere. What a remainder is
+    compared with stands in the model."""
+    if any(isinstance(node, ast.Mod) for node in ast.walk(tree)):
+        return False
     match tree:
         case ast.Compare(ops=[ast.NotEq() | ast.Gt()], comparators=[ast.Constant(value=0 | 1)]):
             return True
@@ -204,9 +209,18 @@ def _reduce(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
         cut = ~_holding(guard, sizes)
         for other in involved:
             cut = cut & _holding(other, sizes) if cut.any() else cut
-        if cut.any():
+        if cut.any() or _is_far(guard, dims):
             kept.append(guard)
     return Claim(dims=dims, guards=tuple(kept))
+
+
+def _is_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:
+    """Whether `batch * length != 6000` excludes only combinations that neither the sizes tried here nor a probe meets:
+    nothing would show that it is dropped wrongly."""
+    if len(guard.symbols) < 2 or not isinstance(_comparison(guard), ast.NotEq):
+        return False
+    tree = ast.parse(guard.rule, mode="eval").body
+    return not _assumes(tree) and bool(_holding(guard, _combinations(guard.symbols, dims)).all())
 
 
 def _reduce_one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, list[Guard]]:

@@ -29,8 +29,8 @@ from trueline.capture.proof.probes import Probe, resize
 
 FIRST, LARGEST = 64, 4096
 """The first size that is far, and the last: larger ones take minutes."""
-TOGETHER = "together"
-"""In place of a symbol, where several are far."""
+TOGETHER, PAIRED = "together", "paired"
+"""In place of a symbol, where several are far: all, or two."""
 FREE_S, UNROLLED_S = 0.5, 4.0
 """Seconds of processor time for the sizes of one symbol; where code was unrolled over it, the claim ends with them."""
 MAX_VALUES = 1 << 24
@@ -87,7 +87,7 @@ class FarSizes:
         return self._budget(symbol) - self._spent.get(symbol, 0.0)
 
     def _budget(self, symbol: str) -> float:
-        unrolled = bool(self.unrolled) if symbol == TOGETHER else symbol in self.unrolled
+        unrolled = bool(self.unrolled) if symbol in (TOGETHER, PAIRED) else symbol in self.unrolled
         return UNROLLED_S if unrolled else FREE_S
 
     def ask(
@@ -95,7 +95,7 @@ class FarSizes:
     ) -> FarAnswer | None:
         """The answer at `sizes`, which cost time of `symbol`; None where there is too little time or memory for it.
         With `mixed` the records and steps of the example are in a random order. `share`: of the time. Where several
-        symbols are far, `symbol` is TOGETHER, and the largest of their sizes counts."""
+        symbols are far, `symbol` is TOGETHER or PAIRED, and the largest of their sizes counts."""
         key = (symbol, tuple(sizes.items()), mixed)
         if key not in self._answers:
             left = self.time_left(symbol) - (1 - share) * self._budget(symbol)
@@ -158,7 +158,7 @@ class FarSizes:
 
 
 def _far_size(symbol: str, sizes: Mapping[str, int]) -> int:
-    return max(sizes.values()) if symbol == TOGETHER else sizes[symbol]
+    return max(sizes.values()) if symbol in (TOGETHER, PAIRED) else sizes[symbol]
 
 
 def _extrapolate(before: tuple[int, float], last: tuple[int, float], size: int) -> float:
