@@ -336,7 +336,9 @@ def _cut_at_pairs(far: FarSizes, program: Session, claim: Signature, numbers: Se
     together first."""
     base = claim.sizes(far.example)
     both = [(a, b) for a, b in itertools.permutations(claim.symbols, 2) if a in base and b in base]
-    places = sorted(itertools.product(range(len(numbers)), repeat=2), key=lambda pair: abs(pair[1] - pair[0]))
+    places = sorted(
+        itertools.product(range(len(numbers)), repeat=2), key=lambda at: (at[0] == at[1], abs(at[1] - at[0]))
+    )
     beside = itertools.product((0, -1, 1), repeat=2)
     walk = _Walk(far=far, program=program, symbol=PAIRED, known=set())
     for tried, (steps, (i, j), pair) in enumerate(itertools.product(beside, places, both)):
