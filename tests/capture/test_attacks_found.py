@@ -30,6 +30,7 @@ TOGETHER = {
     "a one that is not quite one": ("prod", "long_cast"),
     "sizes that end together, in a script": ("cache_positions", "attention_causal", "early_break"),
     "a check of values, in a script": ("mean_of_equal", "refused_values"),
+    "a largest length that a trace takes for a constant": ("encoder_layer_padding", "lstm", "lengths_cut"),
     "the shorter of two sides ends, in a script": ("square_only", "grid", "rows_of_image"),
 }
 """The same of idioms that were wrong together, in 7408b311."""

@@ -15,7 +15,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation
-from trueline.capture.proof.probes import LIMIT, Probe, make_probes
+from trueline.capture.proof.probes import LIMIT, Probe, make_given_probes, make_probes
 from trueline.capture.proof.sum_limits import bound_exported, bound_sums, find_limits
 from trueline.capture.proof.value_probes import make_value_probes
 from trueline.capture.proof.value_sweep import make_sweep
@@ -44,6 +44,9 @@ def export_and_observe(
         events.emit("model.observed", probes=len(probes))
         return limit.run(f"the model on {len(probes)} probes", lambda: subject.observe(probes, num_draws=num_draws))
 
+    def given(signature: Signature) -> tuple[Probe, ...]:
+        return () if random or eager.signature.state else make_given_probes(eager.example, eager.examples, signature)
+
     def settle(signature: Signature) -> Signature:
         return limit.run("the model at the ends of its values", lambda: value_ranges.settle(eager, signature))
 
@@ -57,7 +60,7 @@ def export_and_observe(
         eager.calling = replace(eager.calling, presumed=presumed)
         probes = make_probes(eager.example, signature=presumed, limit=most, covered=covered)
         sweep = () if random else make_sweep(eager, presumed)
-        return error, observe([*probes, *make_value_probes(eager.example, presumed), *sweep])
+        return error, observe([*probes, *given(presumed), *make_value_probes(eager.example, presumed), *sweep])
     if size_limits.find_excluded(exported.signature, eager.calling):  # a script may take all, of which no trace tells
         eager.calling = replace(eager.calling, presumed=limit_sums(eager.calling.presumed))
     values = settle(exported.signature).values
@@ -67,7 +70,8 @@ def export_and_observe(
         eager.example, signature=exported.signature, sizes=exported.boundaries, limit=most, covered=covered
     )
     sweep = () if random else make_sweep(eager, exported.signature)
-    observations = observe([*probes, *make_value_probes(eager.example, exported.signature), *sweep])
+    more = [*given(exported.signature), *make_value_probes(eager.example, exported.signature)]
+    observations = observe([*probes, *more, *sweep])
     return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations
 
 

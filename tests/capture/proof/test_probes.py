@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trueline.capture.proof.probes import make_probes
+from trueline.bundle.signature import Dim, Signature, TensorSpec
+from trueline.capture.proof.probes import make_given_probes, make_probes
 
 EXAMPLE = {
     "x": np.array([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]], np.float32),
@@ -61,3 +62,15 @@ def test_names_of_probes_are_unique() -> None:
 
 def test_one_record_of_bare_numbers_is_enough() -> None:
     assert {probe.num_records for probe in make_probes({"x": np.array([1.5])})} >= {1, 2, 17}
+
+
+def test_other_examples_are_asked_and_lengths_beyond_those_of_the_first() -> None:
+    specs = [("x", "FP32", ("batch", "length")), ("lengths", "INT64", ("batch",))]
+    inputs = tuple(TensorSpec(name=name, datatype=kind, shape=shape) for name, kind, shape in specs)
+    signature = Signature(inputs=inputs, outputs=(), dims={"batch": Dim(), "length": Dim()})
+    first, other = ({"x": np.ones((2, size), np.float32), "lengths": np.array([size, 1], np.int64)} for size in (5, 9))
+    given, longer = make_given_probes(first, [first, other], signature)
+    assert given.inputs["lengths"].tolist() == [9, 1]
+    assert (given.origin, given.name) == ("given", "batch 2, length 9, another example")
+    assert longer.inputs["x"].shape == (2, 10)
+    assert longer.inputs["lengths"].tolist() == [10, 1]

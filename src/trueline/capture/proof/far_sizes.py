@@ -25,7 +25,7 @@ from trueline.capture.model.code_paths import Edge, Event
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.observe import Observation, observe_one
-from trueline.capture.proof.probes import Probe, resize
+from trueline.capture.proof.probes import Probe, counting, resize
 
 FIRST, LARGEST = 64, 4096
 """The first size that is far, and the last: larger ones take minutes."""
@@ -102,7 +102,7 @@ class FarSizes:
             seconds, largest = self._predict(symbol, _far_size(symbol, sizes))
             if seconds > left or largest > MAX_BYTES or self._count_values(claim, sizes) > MAX_VALUES:
                 return None
-            inputs = resize(self.example, claim, sizes)
+            inputs = self._lengthen(resize(self.example, claim, sizes), sizes)
             started = time.process_time()
             answer = self._call(claim, sizes, _mix(inputs, claim) if mixed else inputs, left, mixed=mixed)
             self.spend(symbol, time.process_time() - started)
@@ -110,6 +110,32 @@ class FarSizes:
                 return None
             self._answers[key] = answer
         return self._answers[key]
+
+    @cached_property
+    def _lengths(self) -> dict[str, str]:
+        """Inputs of one whole number for each record, whose largest is the size of a symbol in every example; of these
+        the symbol. One example may be an accident."""
+        presumed, examples = self.eager.calling.presumed, self.eager.examples
+        all_sizes = [presumed.sizes(one) for one in examples]
+        if not all_sizes[0]:
+            return {}
+        found = {}
+        for spec in presumed.inputs:
+            if spec.shape == (counting(all_sizes[0]),) and self.example[spec.name].dtype.kind in "iu":
+                most = [int(one[spec.name].max(initial=0)) for one in examples]
+                ends = (symbol for symbol in all_sizes[0] if most == [sizes[symbol] for sizes in all_sizes])
+                symbol = next(ends, None) if len(set(most)) > 1 else None
+                if symbol is not None:
+                    found[spec.name] = symbol
+        return found
+
+    def _lengthen(self, inputs: dict[str, Array], sizes: Mapping[str, int]) -> dict[str, Array]:
+        """`inputs` with the largest length at its size, as in the examples."""
+        for name, symbol in self._lengths.items():
+            if symbol in sizes:
+                numbers = inputs[name]
+                inputs[name] = np.where(numbers == numbers.max(initial=0), sizes[symbol], numbers).astype(numbers.dtype)
+        return inputs
 
     def _count_values(self, claim: Signature, sizes: Mapping[str, int]) -> int:
         """Of all inputs at `sizes`, before they are made: four far sizes of one input are 64 GiB."""

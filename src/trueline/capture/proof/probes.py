@@ -16,6 +16,8 @@ from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSp
 
 BATCH = "batch"
 LIMIT = 30
+OTHERS = 4
+"""The user's examples that are compared beside the first."""
 INTEGERS = ("smallest integers", "largest integers", "random integers")
 LARGER = (17, 32, 8)
 """Batch sizes that are tried last, if there is room."""
@@ -69,6 +71,32 @@ def make_probes(
     sized = list(maker.resize({symbol: tuple(borders) for symbol, borders in wanted.items()}, max(room, 6)))
     probes = [given, *sized, *more, *valued]
     return (*probes[: limit - len(last)], *last)
+
+
+def make_given_probes(
+    example: Mapping[str, Array], examples: Iterable[Mapping[str, Array]], signature: Signature
+) -> tuple[Probe, ...]:
+    """The user's other `examples`, at most `OTHERS` of them; and `example` at twice its sizes with the largest lengths
+    and indices that these allow: a maximum of lengths that a trace took for a constant shows at no smaller one."""
+    first = [array.tobytes() for array in example.values()]
+    others = [one for one in examples if [array.tobytes() for array in one.values()] != first]
+    made = [_as_given(inputs, signature, "another example", "given") for inputs in others[:OTHERS]]
+    base = signature.sizes(example)
+    for name, (symbol, short) in _measures(example, signature).items():
+        larger = fit(signature, base, {symbol: 2 * base[symbol]})
+        if larger is not None:
+            inputs = resize(example, signature, larger)
+            full = np.where(inputs[name] == example[name].max(), larger[symbol] - short, inputs[name])
+            inputs[name] = np.asarray(full, example[name].dtype)
+            made.append(_as_given(inputs, signature, f"{name}: as large as {symbol}", "made"))
+    return tuple(made)
+
+
+def _as_given(inputs: Mapping[str, Array], signature: Signature, what: str, origin: Literal["given", "made"]) -> Probe:
+    sizes = signature.sizes(inputs)
+    named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+    records = sizes[counting(sizes)] if sizes else 1
+    return Probe(name=f"{named}, {what}", origin=origin, num_records=records, inputs=dict(inputs))
 
 
 def _distinct(probes: Iterable[Probe]) -> list[Probe]:
