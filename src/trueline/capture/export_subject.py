@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 
 from trueline import events
 from trueline.bundle.signature import Signature
-from trueline.capture import claims, size_limits
+from trueline.capture import claims, larger_trace, size_limits
 from trueline.capture.export import torch_export
 from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
@@ -44,7 +44,7 @@ def export_and_observe(
         events.emit("model.observed", probes=len(probes))
         return limit.run(f"the model on {len(probes)} probes", lambda: subject.observe(probes, num_draws=num_draws))
 
-    def given(signature: Signature) -> tuple[Probe, ...]:
+    def make_given(signature: Signature) -> tuple[Probe, ...]:
         return () if random or eager.signature.state else make_given_probes(eager.example, eager.examples, signature)
 
     def settle(signature: Signature) -> Signature:
@@ -60,7 +60,7 @@ def export_and_observe(
         eager.calling = replace(eager.calling, presumed=presumed)
         probes = make_probes(eager.example, signature=presumed, limit=most, covered=covered)
         sweep = () if random else make_sweep(eager, presumed)
-        return error, observe([*probes, *given(presumed), *make_value_probes(eager.example, presumed), *sweep])
+        return error, observe([*probes, *make_given(presumed), *make_value_probes(eager.example, presumed), *sweep])
     if size_limits.find_excluded(exported.signature, eager.calling):  # a script may take all, of which no trace tells
         eager.calling = replace(eager.calling, presumed=limit_sums(eager.calling.presumed))
     values = settle(exported.signature).values
@@ -70,7 +70,7 @@ def export_and_observe(
         eager.example, signature=exported.signature, sizes=exported.boundaries, limit=most, covered=covered
     )
     sweep = () if random else make_sweep(eager, exported.signature)
-    more = [*given(exported.signature), *make_value_probes(eager.example, exported.signature)]
+    more = [*make_given(exported.signature), *make_value_probes(eager.example, exported.signature)]
     observations = observe([*probes, *more, *sweep])
     return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations
 
@@ -82,7 +82,7 @@ def _export(subject: Subject, far: FarSizes) -> Exported:
     exported = size_limits.settle(
         far, bound_exported(eager, _trace(eager, lambda: torch_export.export(module, eager.calling)))
     )
-    return size_limits.widen(
+    return larger_trace.widen(
         far, exported, lambda sizes: _trace(eager, lambda: torch_export.export_at(module, eager.calling, sizes))
     )
 

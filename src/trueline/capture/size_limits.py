@@ -7,14 +7,13 @@ at which model and program were compared; where they part, the border is found b
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from trueline.bundle.signature import Dim, Signature
 from trueline.capture.export.exported import Exported
-from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model.code_paths import Edge, edges_of
 from trueline.capture.model.signature import BATCH, Calling
 from trueline.capture.proof.far_sizes import (
@@ -30,15 +29,10 @@ from trueline.capture.proof.far_sizes import (
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import fit
 from trueline.capture.proof.prove import agrees_on_given, judge
-from trueline.errors import CaptureError
 from trueline.runtime.session import Session
 
 QUICK_S = 0.25
 """A free size whose call takes longer is not compared again on each format."""
-TRIED = (1, 2, 3, 6, 7, 11, 64)
-"""Sizes at which the programs of two traces are compared."""
-LARGER = (16, 2)
-"""Times the size of the example."""
 CODE_SHARE, DENSE_SHARE = 0.5, 0.25
 """Of a symbol's time, what the sizes around numbers of the code may take, and the DENSE ones."""
 DENSE = 130
@@ -109,66 +103,6 @@ def _cut(claim: Signature, symbol: str, low: int, high: int | None, *, probed: b
     probed = (probed and most != dim.max) or (dim.probed and most == dim.max)
     cut = msgspec.structs.replace(dim, min=max(dim.min, low), max=most, probed=probed)
     return msgspec.structs.replace(claim, dims={**claim.dims, symbol: cut})
-
-
-# ---- a trace at larger sizes
-
-
-def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, int]], Exported]) -> Exported:
-    """`exported`, or the program of a trace at larger sizes where that holds for more: what is 0 or 1 at the example's
-    sizes (`int(0.15 * length)`) torch takes for a constant."""
-    claim = exported.signature
-    base = claim.sizes(far.example)
-    missed = {symbol: sizes for symbol in base if (sizes := _find_missed(far, claim, symbol))}
-    if not missed:
-        return exported
-    for factor in LARGER:
-        larger = {symbol: size for symbol in missed if (size := _enlarge(far, claim, symbol, factor))}
-        try:
-            other = settle(far, export_at({**base, **larger}))
-        except CaptureError:
-            continue
-        claims = tuple(one for one in other.claims if one.allows(base))
-        if claims and claims[0].symbols == claim.symbols:
-            other = replace(other, claims=claims, signature=claims[0])
-            if _holds_for_more(far, other, claim, missed):
-                return other
-    return exported
-
-
-def _holds_for_more(far: FarSizes, other: Exported, claim: Signature, missed: Mapping[str, Sequence[int]]) -> bool:
-    """Whether `other` holds for more sizes than `claim`, and agrees with the model at all that are tried."""
-    base, program, gained = claim.sizes(far.example), LoadedProgram(other), 0
-    for symbol in base:
-        for size in {*TRIED, *missed.get(symbol, ()), base[symbol], *far.sizes_of_examples(claim, symbol)}:
-            sizes = {**base, symbol: size}
-            answer = far.ask(claim, symbol, sizes) if other.signature.allows(sizes) else None
-            if answer is not None and answer.answered and not judge(program, [answer.seen]).proven:
-                return False
-            gained += int(answer is not None and answer.answered) - int(claim.allows(sizes))
-    return gained > 0
-
-
-def _find_missed(far: FarSizes, claim: Signature, symbol: str) -> list[int]:
-    """Sizes near the example's and of the other examples that `claim` leaves out, and that the eager model answers."""
-    base = claim.sizes(far.example)
-    step = claim.dims[symbol].multiple_of
-    near = {step, base[symbol] + step, 2 * base[symbol], *far.sizes_of_examples(claim, symbol)}
-    left_out: list[dict[str, int]] = [{**base, symbol: size} for size in sorted(near)]
-    left_out = [sizes for sizes in left_out if not claim.allows(sizes)]
-    answers = [(sizes[symbol], far.ask(claim, symbol, sizes)) for sizes in left_out]
-    return [size for size, answer in answers if answer is not None and answer.answered]
-
-
-def _enlarge(far: FarSizes, claim: Signature, symbol: str, factor: int) -> int:
-    """`factor` times the example's size, or as much of it as the eager model answers; 0 where that is none."""
-    base = claim.sizes(far.example)
-    while factor > 1:
-        answer = far.ask(claim, symbol, {**base, symbol: factor * base[symbol]})
-        if answer is not None and answer.answered:
-            return factor * base[symbol]
-        factor //= 2
-    return 0
 
 
 def find_excluded(claim: Signature, calling: Calling) -> str:

@@ -1,0 +1,74 @@
+"""A trace at larger sizes, where that of the example leaves out sizes that the eager model answers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from trueline.bundle.signature import Signature
+from trueline.capture.export.exported import Exported
+from trueline.capture.export.torch_export import LoadedProgram
+from trueline.capture.proof.far_sizes import FarSizes
+from trueline.capture.proof.prove import judge
+from trueline.capture.size_limits import settle
+from trueline.errors import CaptureError
+
+TRIED = (1, 2, 3, 6, 7, 11, 64)
+"""Sizes at which the programs of two traces are compared."""
+LARGER = (16, 2)
+"""Times the size of the example."""
+
+
+def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, int]], Exported]) -> Exported:
+    """`exported`, or the program of a trace at larger sizes where that holds for more: what is 0 or 1 at the example's
+    sizes (`int(0.15 * length)`) torch takes for a constant."""
+    claim = exported.signature
+    base = claim.sizes(far.example)
+    missed = {symbol: sizes for symbol in base if (sizes := _find_missed(far, claim, symbol))}
+    if not missed:
+        return exported
+    for factor in LARGER:
+        larger = {symbol: size for symbol in missed if (size := _enlarge(far, claim, symbol, factor))}
+        try:
+            other = settle(far, export_at({**base, **larger}))
+        except CaptureError:
+            continue
+        claims = tuple(one for one in other.claims if one.allows(base))
+        if claims and claims[0].symbols == claim.symbols:
+            other = replace(other, claims=claims, signature=claims[0])
+            if _holds_for_more(far, other, claim, missed):
+                return other
+    return exported
+
+
+def _holds_for_more(far: FarSizes, other: Exported, claim: Signature, missed: Mapping[str, Sequence[int]]) -> bool:
+    """Whether `other` holds for more sizes than `claim`, and agrees with the model at all that are tried."""
+    base, program, gained = claim.sizes(far.example), LoadedProgram(other), 0
+    for symbol in base:
+        for size in {*TRIED, *missed.get(symbol, ()), base[symbol], *far.sizes_of_examples(claim, symbol)}:
+            sizes = {**base, symbol: size}
+            answer = far.ask(claim, symbol, sizes) if other.signature.allows(sizes) else None
+            if answer is not None and answer.answered and not judge(program, [answer.seen]).proven:
+                return False
+            gained += int(answer is not None and answer.answered) - int(claim.allows(sizes))
+    return gained > 0
+
+
+def _find_missed(far: FarSizes, claim: Signature, symbol: str) -> list[int]:
+    """Sizes near the example's and of the other examples that `claim` leaves out, and that the eager model answers."""
+    base = claim.sizes(far.example)
+    step = claim.dims[symbol].multiple_of
+    near = {step, base[symbol] + step, 2 * base[symbol], *far.sizes_of_examples(claim, symbol)}
+    left_out: list[dict[str, int]] = [{**base, symbol: size} for size in sorted(near)]
+    left_out = [sizes for sizes in left_out if not claim.allows(sizes)]
+    answers = [(sizes[symbol], far.ask(claim, symbol, sizes)) for sizes in left_out]
+    return [size for size, answer in answers if answer is not None and answer.answered]
+
+
+def _enlarge(far: FarSizes, claim: Signature, symbol: str, factor: int) -> int:
+    """`factor` times the example's size, or as much of it as the eager model answers; 0 where that is none."""
+    base = claim.sizes(far.example)
+    while factor > 1:
+        answer = far.ask(claim, symbol, {**base, symbol: factor * base[symbol]})
+        if answer is not None and answer.answered:
+            return factor * base[symbol]
+        factor //= 2
+    return 0
