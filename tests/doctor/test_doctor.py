@@ -16,6 +16,7 @@ from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.patches import size_lengths
+from trueline.capture.time_limit import TimeLimit
 from trueline.cli.app import run
 from trueline.doctor.api import calls_of, doctor, read_progress
 from trueline.doctor.examine import ask_original, examine
@@ -43,6 +44,30 @@ def examined(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Surv
 
 def whole(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Row:
     return examined(model, x, dynamic).rows["(model)"]
+
+
+class _Endless(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        while torch.jit.is_tracing():
+            pass
+        return x * 2
+
+
+def test_a_whole_that_is_torchs_own_container_is_a_row_as_any_other() -> None:
+    model = nn.Sequential(_Root()).eval()  # annotations of its file name what the file never imports
+    rows = survey(model, calls_of(EagerSession(model, torch.randn(3, 4))), onnx=None, base=TESTS).rows
+    assert rows["(model)"].status == "blocked"
+
+
+def test_a_submodule_whose_examination_does_not_end_is_listed_with_its_line_and_the_others_are_examined() -> None:
+    model = nn.Sequential(_Root(), _Endless()).eval()
+    limit = TimeLimit(minutes=0.1)
+    rows = survey(model, calls_of(EagerSession(model, torch.ones(3, 4))), onnx=None, base=TESTS, limit=limit).rows
+    assert rows["1"].status == "blocked"
+    assert "not tried for want of time: submodule 1 did not end" in rows["1"].why_not
+    assert "while torch.jit.is_tracing()" in rows["1"].why_not or "pass" in rows["1"].why_not
+    assert "want of time" not in rows["0"].why_not
+    assert set(rows) == {"(model)", "0", "1"}
 
 
 class _Root(nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,30 +37,37 @@ def doctor(
     html: str | Path | None = None,
     keep: bool = True,
     onnx: bool = True,
+    minutes: float | None = None,
 ) -> Diagnosis:
     """Examines every submodule of the recipe's model and looks for proven rewrites of those that cannot be captured.
 
     `dynamic` names dimensions that vary, e.g. `{"x": [1]}`, in addition to the batch, those that the recipe declares
     and those in which its examples differ. `apply` is a folder for a copy of the recipe with the rewrites, `html` a
     file for the report. `keep` saves the progress beside the recipe (`NAME.doctor.json`), which the next run compares
-    with. `onnx` proves each rewrite in ONNX Runtime too. Raises RecipeError, CaptureError, CheckpointError, DataError,
-    UsageError, StorageError.
+    with. `onnx` proves each rewrite in ONNX Runtime too. After `minutes` (30, and one for each 50 MB of weights, when
+    left out) what was not examined is listed as not tried for want of time. Raises RecipeError, CaptureError (OutOfTime
+    where the model itself takes too long), CheckpointError, DataError, UsageError, StorageError.
     """
     from trueline.capture import subject
+    from trueline.capture.time_limit import TimeLimit
     from trueline.doctor.examine import prove_onnx
     from trueline.doctor.survey import survey
     from trueline.recipe.contract import ONLY_CALLED
     from trueline.recipe.load import load_recipe
 
+    limit = TimeLimit(minutes)
     recipe = load_recipe(recipe, needs=ONLY_CALLED)
     if apply is not None and (recipe.path is None or Path(apply).exists()):
         why = f"{apply} exists already" if recipe.path is not None else "the recipe has no file"
         raise UsageError(f"the rewrites cannot be applied: {why}", hint="name a folder that does not exist yet")
     events.emit("doctor.started", recipe=recipe.name)
     declared = {name: {axis: f"{name}.{axis}" for axis in axes} for name, axes in (dynamic or {}).items()}
-    model = subject.prepare(recipe, checkpoint, dynamic_shapes=declared)
+    prepare = partial(subject.prepare, recipe, checkpoint, dynamic_shapes=declared)
+    model = limit.run("the model with its example", prepare)
+    limit.allow_weights(model.num_bytes)
     base = recipe.path.parent if recipe.path is not None else Path.cwd()
-    done = survey(model.module, calls_of(model.eager), onnx=prove_onnx if onnx else None, base=base)
+    check = prove_onnx if onnx else None
+    done = survey(model.module, calls_of(model.eager), onnx=check, base=base, limit=limit)
     diagnosis = Diagnosis(recipe=recipe.name, rows=tuple(done.rows.values()), before=read_progress(recipe))
     if keep:
         keep_progress(recipe, diagnosis)

@@ -4,6 +4,8 @@ Only the functions of the edited file are compiled; its top level is not run a s
 identity, instances their parameters. A method with decorators is compiled, with them, where the edit affects it.
 """
 
+import __future__
+
 import ast
 import hashlib
 import inspect
@@ -115,9 +117,16 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
     result = ast.parse("{" + ", ".join(f"{m.name!r}: {m.name}" for m in methods) + "}", mode="eval").body
     maker.body = [*methods, ast.Return(value=result)]
     code = ast.Module(body=[maker], type_ignores=[])
-    exec(compile(ast.fix_missing_locations(code), name, "exec"), scope)
+    exec(compile(ast.fix_missing_locations(code), name, "exec", _flags(tree), True), scope)
     made: dict[str, Any] = scope["__make"](owner, *free.values())
     return made
+
+
+def _flags(tree: ast.Module) -> int:
+    """As the file was compiled: names in its annotations may exist for type checkers alone."""
+    imported = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    postponed = any(alias.name == "annotations" for node in imported for alias in node.names)
+    return __future__.annotations.compiler_flag if postponed else 0
 
 
 def _closure_values(owner: type) -> dict[str, Any]:
@@ -142,7 +151,7 @@ def _run_changed(tree: ast.Module, file: str, name: str, scope: dict[str, Any]) 
     while more := {node.name for node in functions if node.name not in names and names & set(loaded_names(node))}:
         names |= more
     run = [*imports, *(node for node in functions if node.name in names)]
-    exec(compile(ast.Module(body=run, type_ignores=[]), name, "exec"), scope)
+    exec(compile(ast.Module(body=run, type_ignores=[]), name, "exec", _flags(tree), True), scope)
     return names
 
 

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from trueline import events
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
+from trueline.capture.time_limit import OutOfTime, TimeLimit
 from trueline.doctor.examine import Finding, Oracle, ask_original, examine, find_rank_change, scripts, traces
 from trueline.doctor.export import copy_without_hooks
 from trueline.doctor.patch import class_node, file_of, owner_of, patch_module
@@ -34,6 +36,8 @@ from trueline.recipe.eager_mode import as_trained
 MAX_CALLS = 32
 """Calls that one submodule is compared on."""
 WHOLE = "(model)"
+SHARE = 0.5
+"""Of the time that is left, for one submodule: the others and the whole are examined in the rest."""
 
 OnnxCheck = Callable[[Finding, Oracle], str]
 
@@ -77,23 +81,37 @@ class _Part:
 
 
 @as_trained()
-def survey(model: torch.nn.Module, calls: Iterable[RecordedCall], *, onnx: OnnxCheck | None, base: Path) -> Survey:
+def survey(
+    model: torch.nn.Module,
+    calls: Iterable[RecordedCall],
+    *,
+    onnx: OnnxCheck | None,
+    base: Path,
+    limit: TimeLimit | None = None,
+) -> Survey:
     """Examines `model` (in evaluation mode) and its submodules on `calls` of the whole.
 
-    `onnx` decides whether a rewrite's program is right as ONNX too; paths in diffs are relative to `base`.
+    `onnx` decides whether a rewrite's program is right as ONNX too; paths in diffs are relative to `base`. A submodule
+    that does not end within its share of `limit` is blocked for want of time. Raises OutOfTime where the model itself
+    does not answer its probes within it.
     """
+    limit = limit or TimeLimit()
     watched = copy_without_hooks(model)
     modules = {path or WHOLE: part for path, part in watched.named_modules() if is_own(part)}
     modules.setdefault(WHOLE, watched)
     with recording(modules) as recorded:
-        for call in calls:
-            answer_of(watched, call, watch=True)
+        limit.run("the model on its probes", lambda: [answer_of(watched, call, watch=True) for call in calls])
     originals = dict(model.named_modules())
     done = Survey(onnx=onnx, base=base)
     for path in sorted(modules, key=lambda path: -1 if path == WHOLE else path.count("."), reverse=True):
         events.emit("doctor.examining", submodule=path)
         part = originals["" if path == WHOLE else path]
-        done.rows[path] = _row(path, part, _spread(alike(recorded[path])), done)
+        stage = partial(_row, path, part, _spread(alike(recorded[path])), done)
+        try:
+            done.rows[path] = limit.run(f"submodule {path}", stage, share=1.0 if path == WHOLE else SHARE)
+        except OutOfTime as error:
+            why = error.with_line().message
+            done.rows[path] = Row(path=path, class_name=type(part).__name__, status="blocked", why_not=why)
     done.rows = {path: done.rows[path] for path in modules}
     return done
 

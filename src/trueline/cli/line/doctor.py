@@ -24,6 +24,12 @@ trueline doctor recipe.py --apply healed --html doctor.html
 @click.option("--dynamic", multiple=True, metavar="INPUT:DIM", help="A dimension that varies, e.g. x:1; repeatable.")
 @click.option("--apply", metavar="DIR", help="Write a copy of the recipe with the rewrites into DIR.")
 @click.option("--html", metavar="FILE", help="Write the report as a page.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="N",
+    help="List what was not examined after this time; 30, and more for large models, when left out.",
+)
 @click.option("--no-onnx", is_flag=True, help="Do not try the rewrites in ONNX Runtime.")
 @click.option("--no-diffs", is_flag=True, help="Leave the diffs out of the text.")
 def command(recipe: str, checkpoint: str | None, dynamic: tuple[str, ...], **given: Any) -> Output:
@@ -42,7 +48,8 @@ def command(recipe: str, checkpoint: str | None, dynamic: tuple[str, ...], **giv
 
     source = checkpoint_path(checkpoint) if checkpoint else None
     varying, onnx = _parse_dims(dynamic), not given["no_onnx"]
-    findings = doctor(recipe, source, dynamic=varying, apply=given["apply"], html=given["html"], onnx=onnx)
+    where, minutes = {name: given[name] for name in ("apply", "html")}, given["minutes"]
+    findings = doctor(recipe, source, dynamic=varying, onnx=onnx, minutes=minutes, **where)
     return Output(report.text(findings, diffs=not given["no_diffs"]), findings.facts())
 
 
