@@ -287,3 +287,24 @@ def test_far_sizes_of_several_dimensions_are_counted_before_they_are_made(monkey
     monkeypatch.setattr(far_sizes, "resize", lambda *_: pytest.fail("the inputs were made"))
     sizes = dict.fromkeys(claim.symbols, 2048)
     assert FarSizes(eager).ask(claim, far_sizes.TOGETHER, sizes) is None
+
+
+class Cut(nn.Module):
+    """Its table of 40 positions ends where the longest record does, not where the padding does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        most = int(lengths.max())
+        return x[:, :most] + self.table(torch.arange(most))
+
+
+def test_lengths_grow_with_their_size_at_far_sizes() -> None:
+    first, other = ((torch.randn(2, size, 4), torch.tensor([size, 1])) for size in (5, 9))
+    eager = EagerSession(Cut().eval(), first, others=[other])
+    claim = eager.calling.presumed
+    base = claim.sizes(eager.example)
+    answers = [FarSizes(eager).ask(claim, "length", {**base, "length": size}) for size in (40, 64)]
+    assert [answer is not None and answer.answered for answer in answers] == [True, False]
