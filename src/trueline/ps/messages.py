@@ -1,0 +1,112 @@
+"""What master, servers and workers of a parameter-server job tell each other, as plain values. No torch.
+
+A **minibatch** is numbered in its epoch; (epoch, minibatch) is the identity under which every server applies its gradient
+once, whoever computed it and however often it is sent. A **step** of the optimizer has one minibatch, or `parts` of them in
+synchronous training.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+BUCKETS = 1024
+"""Parts of each table's ids; a bucket is what moves from server to server."""
+SPLIT_BYTES = 4 << 20
+"""A dense parameter that is larger is spread over the servers."""
+
+Kind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]
+Runs = tuple[tuple[int, int], ...]
+"""Sorted ranges [start, stop) that neither overlap nor touch."""
+
+
+class OptimizerSpec(Struct, frozen=True, kw_only=True):
+    """One of torch.optim's optimizers with the settings of a parameter group; the learning rate comes with each push."""
+
+    kind: Kind
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)
+    lr_decay: float = 0.0
+    initial_accumulator: float = 0.0
+    maximize: bool = False
+
+
+class TableSpec(Struct, frozen=True, kw_only=True):
+    """An embedding table: rows of `dim` float32 numbers, by int64 id."""
+
+    name: str
+    dim: int
+    group: int  # index in ModelSpec.groups
+    init: Literal["normal", "uniform", "zeros"] = "normal"
+    scale: float = 1.0
+    """Standard deviation of a normal initial value; bound of a uniform one."""
+    admit_after: int = 0  # a row is created when its id is pushed for the next time after this number of pushes
+    max_rows: int = 0  # in the whole job; 0: no bound
+    evict: Literal["", "lru", "lfu"] = ""  # which row makes room when there are `max_rows`; empty: none, new ids get no row
+
+
+class DenseSpec(Struct, frozen=True, kw_only=True):
+    """A dense float32 parameter, or a buffer of the model (`group` is -1), of which the last pushed value counts."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    seed: int
+    groups: tuple[OptimizerSpec, ...]
+    tables: tuple[TableSpec, ...] = ()
+    dense: tuple[DenseSpec, ...] = ()
+
+
+class DensePart(Struct, frozen=True):
+    """Elements [start, stop) of the flattened parameter or buffer `name`, at the server with index `server`."""
+
+    name: str
+    start: int
+    stop: int
+    server: int
+
+
+class Routing(Struct, frozen=True, kw_only=True):
+    """Which server has what. It changes only in a cut, in which all servers have applied the same minibatches."""
+
+    version: int
+    servers: tuple[str, ...]
+    """Refs, such as `server-0`; the index is the server's number. A server keeps its ref over its incarnations."""
+    owners: bytes
+    """BUCKETS uint16 in little-endian order: the index of the server that has the bucket."""
+    dense: tuple[DensePart, ...] = ()
+
+
+class TableStats(Struct, frozen=True, kw_only=True):
+    name: str
+    rows: int
+    bytes: int
+    lookups: int = 0
+    evicted: int = 0
+    refused: int = 0  # gradients of ids that got no row: not yet admitted, or the table was full
+
+
+class ServerStats(Struct, frozen=True, kw_only=True):
+    """What a server says of itself. `applied`: by epoch, the minibatches that it has applied."""
+
+    ref: str
+    pid: int
+    routing: int  # -1: not configured
+    initialized: bool
+    steps: int
+    applied: dict[int, Runs] = {}
+    tables: tuple[TableStats, ...] = ()
+    pulls: int = 0
+    pushes: int = 0
+    duplicates: int = 0
+    staleness: tuple[int, ...] = ()
+    """Count of pushes by staleness: steps applied between their pull and their push; the last entry has all larger ones."""
+    memory: int = 0  # bytes that the process has in memory
+    queued: int = 0  # pushes that wait for the end of a cut
+    lacking: str = ""  # what it waits for, such as room on a disk
