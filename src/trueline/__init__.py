@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from trueline.capture.api import capture as capture
     from trueline.capture.verify import verify as verify
     from trueline.doctor.api import doctor as doctor
+    from trueline.ps.embedding import Embedding as Embedding
+    from trueline.ps.embedding import EmbeddingBag as EmbeddingBag
+    from trueline.ps.strategy import RowwiseAdagrad as RowwiseAdagrad
     from trueline.recipe.load import load_recipe as load_recipe
     from trueline.registry import register as register
     from trueline.serve.api import serve as serve
@@ -35,8 +38,11 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Elastic": "trueline.train.elastic:Elastic",
+    "Embedding": "trueline.ps.embedding:Embedding",
+    "EmbeddingBag": "trueline.ps.embedding:EmbeddingBag",
     "JointOptimizer": "trueline.train.step.joint:JointOptimizer",
     "Options": "trueline.train.step.options:Options",
+    "RowwiseAdagrad": "trueline.ps.strategy:RowwiseAdagrad",
     "Rule": "trueline.train.step.validation:Rule",
     "Validation": "trueline.train.step.validation:Validation",
     "capture": "trueline.capture",
