@@ -58,6 +58,7 @@ def seal(
         "parent": None,
         **({"eager_mode": mode} if mode else {}),
         **({"columns": subject.columns.digest} if subject.columns else {}),
+        **({"tables": tables} if (tables := _describe_tables(subject)) else {}),
     }
     digest, step = manifest.get("digest"), manifest.get("step")
     contents = Contents(
@@ -73,6 +74,12 @@ def seal(
         records=subject.rows,
     )
     return seal_bundle(out, contents, overwrite=overwrite)
+
+
+def _describe_tables(subject: Subject) -> list[dict[str, Any]]:
+    """What embedding tables without a vocabulary (`ps/embedding.py`) tell of themselves."""
+    modules = subject.module.named_modules()
+    return [{"name": name, **part.describe_table()} for name, part in modules if hasattr(part, "describe_table")]
 
 
 def _accepts_padding(claim: Signature, padded: Signature, subject: Subject) -> bool:

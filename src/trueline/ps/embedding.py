@@ -134,6 +134,12 @@ class TableModule(nn.Module):
             if f"{prefix}{name}" not in state_dict and strict:
                 missing.append(f"{prefix}{name}")
 
+    def describe_table(self) -> dict[str, int | float]:
+        """Its size, and the mean and the largest of the rows' lengths (L2): for the lineage of a bundle."""
+        norms = self.rows.float().norm(dim=1) if len(self.rows) else torch.zeros(1)
+        sizes = {"rows": len(self.ids), "dim": self.settings.dim}
+        return {**sizes, "mean_norm": round(float(norms.mean()), 6), "largest_norm": round(float(norms.max()), 6)}
+
     def extra_repr(self) -> str:
         name = f", name={self.settings.name!r}" if self.settings.name else ""
         return f"{self.settings.dim}{name}, rows={len(self.ids)}"

@@ -197,6 +197,8 @@ def _convert(blank: Blank, spelling: str, value: Any) -> Any:
     """`value` in the form in which Trueline calls it: ElasticDL passes the labels first, Trueline last."""
     if blank.name == "loss" and _labels_first(value):
         return functools.partial(_call_swapped, value)
+    if blank.name == "optimizer" and elasticdl.takes_rate(value):
+        return elasticdl.RatedOptimizer(value)
     if blank.name == "metrics" and callable(value):
         return functools.partial(_convert_metrics, value, spelling != blank.name)
     return value

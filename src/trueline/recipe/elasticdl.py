@@ -12,9 +12,15 @@ Source: ElasticDL's design document "ElasticDL Work Together with PyTorch", whos
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +39,57 @@ PLACES: dict[str, tuple[str, ...]] = {
     "prediction": ("prediction_data",),
 }
 """Mode -> the names of the value with the URI of its records."""
+
+_MODULES = {
+    head + tail for head in ("elasticdl", "elasticdl.python.elasticdl") for tail in ("", ".layers", ".layers.embedding")
+} | {"elasticdl.python"}
+_LAYERS = "trueline.ps.elasticdl"
+"""Where the layer is; by name, since that room stands above this one."""
+
+
+class LayerFinder(MetaPathFinder, Loader):
+    """Finds ElasticDL's modules with `Embedding` where ElasticDL, which needs TensorFlow, is not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name in _MODULES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.Embedding = importlib.import_module(_LAYERS).make_layer  # type: ignore[attr-defined]
+
+
+@contextmanager
+def provide_layers() -> Iterator[None]:
+    """Within the context a recipe that imports ElasticDL's `Embedding` gets Trueline's."""
+    finder = LayerFinder()
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@dataclass(frozen=True, slots=True)
+class RatedOptimizer:
+    """An `optimizer(params)` of ElasticDL's `optimizer(lr=...)`, which returns what is called with the parameters."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, params: Any) -> Any:
+        made = self.function()
+        if not callable(made):
+            raise RecipeError(
+                f"optimizer(lr) returned {type(made).__name__}, expected what takes the model's parameters",
+                hint="write `def optimizer(params, lr=0.1): return torch.optim.SGD(params, lr)`, or return "
+                "`lambda params: torch.optim.SGD(params, lr)`",
+            )
+        return made(params)
+
+
+def takes_rate(function: object) -> bool:
+    """Whether `function` has the form `optimizer(lr=...)`: its first parameter is a learning rate."""
+    signature = signature_of(function) if callable(function) else None
+    first = next(iter(signature.parameters.values()), None) if signature is not None else None
+    return first is not None and first.name in ("lr", "learning_rate") and first.default is not first.empty
 
 
 def takes_records(function: object) -> bool:

@@ -22,6 +22,7 @@ from trueline.extras import translate
 from trueline.recipe import blanks, cells
 from trueline.recipe.blanks import Definitions
 from trueline.recipe.contract import Recipe
+from trueline.recipe.elasticdl import provide_layers
 
 _FILE = "recipe.py"
 CELLS = "recipes"
@@ -96,7 +97,7 @@ def _run(path: Path, content: bytes, shown: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _importable(path.parent):
+        with _importable(path.parent), provide_layers():
             exec(compile(content, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
@@ -150,7 +151,7 @@ def _import_object(text: str) -> object:
     module_name, _, attribute = text.partition(":")
     folder = Path.cwd()
     try:
-        with _importable(folder):
+        with _importable(folder), provide_layers():
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError | ValueError):
