@@ -50,11 +50,12 @@ class Call(IntEnum):
     STATS = 6  # reply: ServerStats
     BEGIN_CUT = 7  # BeginCut; the reply comes when the server has applied all that the cut names
     END_CUT = 8  # EndCut
-    SAVE = 9  # SaveRequest; the reply comes when the file is on the disk
-    EXPORT = 10  # ExportRequest. Reply: Moved, arrays
-    TAKE = 11  # Moved, arrays
-    ROUTE = 12  # Routing
-    STOP = 13
+    SAVE = 9  # SaveRequest; the reply comes at once, the file has the state of this moment
+    SAVED = 10  # SaveRequest; the reply comes when the file is on the disk
+    EXPORT = 11  # ExportRequest. Reply: Moved, arrays
+    TAKE = 12  # Moved, arrays
+    ROUTE = 13  # Routing
+    STOP = 14
 
 
 class Configure(msgspec.Struct, frozen=True, array_like=True):
@@ -114,8 +115,7 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Codes: `routing` another version, ask for it; `unconfigured` try again; `gradient`, `memory`, `spec`, and those of
-    trueline.errors."""
+    """Codes: `routing` another version, ask for it; `unconfigured` try again later; `gradient`; those of errors."""
 
     code: str
     message: str
@@ -162,7 +162,9 @@ _dtypes = {np.dtype(code).str: np.dtype(code) for code in ("f2", "f4", "f8", "i4
 def encode(kind: Call, number: int, body: object = None, arrays: Sequence[Array] = ()) -> list[Buffer]:
     """The frame as pieces to send in order. Arrays that are contiguous are not copied. Raises ValueError for others'
     dtypes."""
-    specs, pieces, size = [], [], 0
+    specs: list[tuple[str, tuple[int, ...]]] = []
+    pieces: list[Buffer] = []
+    size = 0
     for one in arrays:
         if one.dtype.str not in _dtypes:
             raise ValueError(f"a frame carries no {one.dtype}, expected one of {', '.join(sorted(_dtypes))}")

@@ -1,0 +1,145 @@
+"""What a server holds and every message that changes it, live and when the log is read again: the same frames in the
+same order give the same state."""
+
+from pathlib import Path
+
+import msgspec
+
+from trueline.errors import TrainError
+from trueline.ps import snapshot
+from trueline.ps.held import Held, Push
+from trueline.ps.messages import ModelSpec, Routing
+from trueline.ps.split import widen
+from trueline.ps.wire import Array, Call, Configure, FrameError, Initialize, Moved, PushRequest, ReceivedFrame
+
+
+class NotConfigured(TrainError):
+    """The server has not been told its part yet."""
+
+    code = "unconfigured"
+
+
+class OtherRouting(TrainError):
+    """The caller's routing is not the server's; nothing was changed."""
+
+    code = "routing"
+
+
+class SpecChanged(TrainError):
+    """A model that differs from what the server holds."""
+
+    code = "spec"
+
+
+class Holding:
+    """`name`: the server's ref without its incarnation, by which a routing gives it its number."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.spec: ModelSpec | None = None
+        self.routing: Routing | None = None
+        self._held: Held | None = None
+
+    @property
+    def held(self) -> Held:
+        """Raises NotConfigured."""
+        if self._held is None:
+            raise NotConfigured(f"{self.name} is not configured yet", hint="try again in a moment")
+        return self._held
+
+    @property
+    def is_configured(self) -> bool:
+        return self._held is not None
+
+    def check_routing(self, version: int) -> None:
+        if self.routing is None or version != self.routing.version:
+            own = -1 if self.routing is None else self.routing.version
+            raise OtherRouting(f"{self.name} has routing {own}, not {version}", hint="ask the master for the routing")
+
+    def read_push(self, request: PushRequest, arrays: list[Array]) -> Push:
+        """The push of a frame, of the same memory. Raises FrameError when arrays are missing."""
+        tables = len(request.tables)
+        if len(arrays) < 2 * tables:
+            raise FrameError(f"a push of {tables} tables has {len(arrays)} arrays, expected ids and rows of each")
+        return Push(
+            epoch=request.epoch, minibatch=request.minibatch, part=request.part, parts=request.parts,
+            weight=request.weight, lrs=request.lrs,
+            tables=[
+                (name, arrays[2 * at], widen(arrays[2 * at + 1])) for at, name in enumerate(request.tables)
+            ],
+            dense=list(arrays[2 * tables :]),
+        )  # fmt: skip
+
+    def check_configure(self, body: Configure) -> bool:
+        """Whether it is news. Raises SpecChanged when the server holds another model."""
+        if self._held is None:
+            self._index_in(body.routing)
+            return True
+        if body.spec != self.spec:
+            raise SpecChanged(
+                f"{self.name} holds another model: {describe_change(self.spec, body.spec)}",
+                hint="start a new job for the changed model, or restore the recipe",
+            )
+        return False
+
+    def _index_in(self, routing: Routing) -> int:
+        if self.name not in routing.servers:
+            raise OtherRouting(f"{self.name} is none of the routing's servers: {', '.join(routing.servers)}")
+        return routing.servers.index(self.name)
+
+    def apply(self, frame: ReceivedFrame) -> None:
+        """Carries out a checked frame. What it keeps, it copies."""
+        if frame.kind is Call.PUSH:
+            self.held.push(self.read_push(frame.read(PushRequest), frame.arrays))
+        elif frame.kind is Call.INITIALIZE:
+            names = frame.read(Initialize).names
+            self.held.initialize({name: one.copy() for name, one in zip(names, frame.arrays, strict=True)})
+        elif frame.kind is Call.CONFIGURE:
+            body = frame.read(Configure)
+            self.configure(body.spec, body.routing)
+        elif frame.kind is Call.TAKE:
+            self.held.take(msgspec.msgpack.decode(frame.read(Moved).header), [one.copy() for one in frame.arrays])
+        elif frame.kind is Call.ROUTE:
+            self.routing = frame.read(Routing)
+            self.held.reroute(self.routing)
+        else:
+            raise FrameError(f"a log has a frame of kind {frame.kind.name}, which changes nothing")
+
+    def configure(self, spec: ModelSpec, routing: Routing) -> None:
+        self.spec, self.routing = spec, routing
+        self._held = Held(spec, routing, self._index_in(routing))
+
+    def restore(self, body: Configure) -> None:
+        """Takes what the routing gives this server from the files of a checkpoint. Raises StorageError."""
+        self.configure(body.spec, body.routing)
+        for path in body.restore:
+            header, arrays = snapshot.read(Path(path))
+            self.held.take(header["held"], arrays)
+
+    def dump(self) -> tuple[snapshot.Header, list[Array]]:
+        header, arrays = self.held.dump()
+        own = {"spec": self.spec, "routing": self.routing}
+        return {"held": header, "own": msgspec.msgpack.encode(own)}, arrays
+
+    def load(self, header: snapshot.Header, arrays: list[Array]) -> None:
+        own = msgspec.msgpack.decode(header["own"], type=_Own)
+        self.spec, self.routing = own.spec, own.routing
+        self._held = Held.load(header["held"], arrays)
+
+
+class _Own(msgspec.Struct):
+    spec: ModelSpec
+    routing: Routing
+
+
+def describe_change(old: ModelSpec | None, new: ModelSpec) -> str:
+    """The first difference, for a message."""
+    if old is None:
+        return "nothing"
+    for kind in ("tables", "dense", "groups"):
+        for before, after in zip(getattr(old, kind), getattr(new, kind), strict=False):
+            if before != after:
+                return f"{before} became {after}"
+        if len(getattr(old, kind)) != len(getattr(new, kind)):
+            return f"{len(getattr(old, kind))} {kind} became {len(getattr(new, kind))}"
+    return f"seed {old.seed} became {new.seed}"

@@ -1,0 +1,197 @@
+"""What a server was told since its last snapshot, in the order in which it took effect: `log-N` beside `snapshot-N`.
+
+A frame is appended by one write before it is applied and acknowledged, so SIGKILL loses nothing that was acknowledged:
+the kernel has it. Recovery reads the newest snapshot and the logs from its number on. A write that SIGKILL or a full
+disk cut short is at the end of the last log, and was not acknowledged; what is torn elsewhere is a named error.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from trueline import files
+from trueline.errors import StorageError
+from trueline.ps import snapshot
+from trueline.ps.wire import Array, FrameError, ReceivedFrame, decode
+
+ENTRY = struct.Struct("<QQI4x")  # bytes of the frame, its checksum, CRC-32 of both
+LEAST_BYTES = 256 << 20
+"""A log of fewer bytes is not worth a snapshot."""
+_HINT = "move the server's folder away: the job goes on from its last checkpoint for this server"
+
+
+class PushLog:
+    """The folder of one server. Raises StorageError; after DiskFull the same call may be repeated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files.sweep(folder)
+        self.number = max((*self._numbers("log"), *self._numbers("snapshot")), default=0)
+        self._handle = -1
+        self.size = 0
+        """Bytes since the last snapshot."""
+        self._end = self._covered = 0
+        self._due = LEAST_BYTES
+        self._writing: snapshot.ForkedWrite | None = None
+
+    def _numbers(self, kind: str) -> list[int]:
+        names = (path.name.partition("-")[2] for path in self.folder.glob(f"{kind}-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def recover(
+        self, load: Callable[[snapshot.Header, list[Array]], None], apply: Callable[[ReceivedFrame], None]
+    ) -> None:
+        """Gives the newest snapshot to `load`, and each frame after it to `apply`; then frames can be appended."""
+        first = max(self._numbers("snapshot"), default=None)
+        if first is not None:
+            load(*snapshot.read(self.folder / f"snapshot-{first}"))
+        logs = [number for number in self._numbers("log") if number >= (first or 0)]
+        if logs and logs != list(range(first or 0, logs[-1] + 1)):
+            raise StorageError(f"{self.folder} lacks a log between {first or 0} and {logs[-1]}", hint=_HINT)
+        for number in logs:
+            path = self.folder / f"log-{number}"
+            end = 0
+            for frame, after in read_log(path, last=number == logs[-1]):
+                apply(frame)
+                end = after
+            self.size += end
+            if number == logs[-1] and end < path.stat().st_size:
+                os.truncate(path, end)
+        self._open()
+
+    def _open(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+        path = self.folder / f"log-{self.number}"
+        try:
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise files.storage_error(error, path) from error
+        self._end = os.fstat(self._handle).st_size
+
+    def append(self, data: memoryview) -> None:
+        """Has the kernel keep the frame, whole or not at all."""
+        start = struct.pack("<QQ", len(data), snapshot.sum_words(data))
+        pieces = [memoryview(start + struct.pack("<I4x", zlib.crc32(start))), data]
+        try:
+            while pieces:
+                count = os.writev(self._handle, pieces)
+                while pieces and count >= len(pieces[0]):
+                    count -= len(pieces.pop(0))
+                if pieces:
+                    pieces[0] = pieces[0][count:]
+        except OSError as error:
+            os.ftruncate(self._handle, self._end)
+            raise files.storage_error(error, self.folder / f"log-{self.number}") from error
+        self._end += ENTRY.size + len(data)
+        self.size += ENTRY.size + len(data)
+
+    def take_back(self, size: int) -> None:
+        """Removes the last frame, of `size` bytes, which could not be applied."""
+        self._end -= ENTRY.size + size
+        self.size -= ENTRY.size + size
+        os.ftruncate(self._handle, self._end)
+
+    def is_long(self, state: Callable[[], int]) -> bool:
+        """Whether a snapshot of a state of that many bytes is due."""
+        return self.size > self._due and self._writing is None and self.size > state()
+
+    def begin_snapshot(self, dump: Callable[[], tuple[snapshot.Header, list[Array]]]) -> snapshot.ForkedWrite:
+        """Starts the next log, and a child that writes the state up to it. Call `end_snapshot` when it has ended."""
+        before = self._handle, self._end, self.number
+        self._handle, self.number = -1, self.number + 1
+        try:
+            self._open()
+            self._writing = snapshot.ForkedWrite(self.folder / f"snapshot-{self.number}", dump, durable=False)
+        except (StorageError, OSError) as error:
+            if self._handle >= 0:
+                os.close(self._handle)
+            self._handle, self._end, self.number = before
+            path = self.folder / f"log-{before[2] + 1}"
+            path.unlink(missing_ok=True)
+            self._due = self.size + LEAST_BYTES // 2
+            raise error if isinstance(error, StorageError) else files.storage_error(error, path) from error
+        os.close(before[0])
+        self._covered = self.size
+        return self._writing
+
+    def end_snapshot(self) -> None:
+        """Removes what the new snapshot makes superfluous. Raises TruelineError when there is none; the logs stay."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        error = writing.finish()
+        if error is not None:
+            self._due = self.size + LEAST_BYTES // 2
+            raise error
+        self.size -= self._covered
+        self._due = LEAST_BYTES
+        for kind in ("log", "snapshot"):
+            for number in self._numbers(kind):
+                if number < self.number:
+                    (self.folder / f"{kind}-{number}").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._writing is not None:
+            self._writing.end()
+            self._writing = None
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def clear(self) -> None:
+        """Removes everything."""
+        self.close()
+        for path in (*self.folder.glob("log-*"), *self.folder.glob("snapshot-*")):
+            path.unlink(missing_ok=True)
+
+
+def read_log(path: Path, *, last: bool) -> Iterator[tuple[ReceivedFrame, int]]:
+    """Each frame and where it ends. A torn end of the `last` log is left out."""
+    if not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    at = 0
+    while at < len(data):
+        found = _read_entry(data, at)
+        if found is None:
+            if last and _is_tail(data, at):
+                return
+            raise StorageError(f"{path} is torn at byte {at} of {len(data)}", hint=_HINT)
+        at += ENTRY.size + len(found.data)
+        yield found, at
+
+
+def _read_entry(data: memoryview, at: int) -> ReceivedFrame | None:
+    size = _read_size(data, at)
+    start = at + ENTRY.size
+    if size is None or start + size > len(data):
+        return None
+    frame = data[start : start + size]
+    if snapshot.sum_words(frame) != ENTRY.unpack_from(data, at)[1]:
+        return None
+    try:
+        return decode(frame)
+    except FrameError:
+        return None
+
+
+def _read_size(data: memoryview, at: int) -> int | None:
+    """Bytes of the frame of the entry at `at`; None when its head is torn."""
+    if at + ENTRY.size > len(data):
+        return None
+    size, _, crc = ENTRY.unpack_from(data, at)
+    return int(size) if zlib.crc32(data[at : at + 16]) == crc else None
+
+
+def _is_tail(data: memoryview, at: int) -> bool:
+    """Whether the torn entry at `at` is what a write left that was cut short: nothing whole can follow it."""
+    size = _read_size(data, at)
+    if size is not None:
+        return at + ENTRY.size + size >= len(data)
+    return at + ENTRY.size > len(data) or not any(data[at:])

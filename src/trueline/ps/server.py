@@ -1,0 +1,338 @@
+"""The process of a parameter server: one thread that checks, logs, applies and answers.
+
+A push is checked, appended to the log, applied, then acknowledged. A **cut** names minibatches: those are applied,
+other pushes wait for its end, pulls are answered throughout. It ends when the master says so or its connection ends. A
+push that the disk has no room for waits as well. Files are written by forks: the only other thread, which waits in
+read(2) for the launcher's end, holds nothing that a child could miss.
+"""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from trueline import events, files
+from trueline.clock import Clock, monotonic_s
+from trueline.engine.contract import parse_ref
+from trueline.errors import StorageError, TruelineError
+from trueline.ps import dial, snapshot
+from trueline.ps.cut import Cut
+from trueline.ps.holding import Holding
+from trueline.ps.listen import CallerLine, CallerLines
+from trueline.ps.memory import describe_need, keep_freed, resident_bytes
+from trueline.ps.messages import ServerStats, TableStats
+from trueline.ps.push_log import PushLog
+from trueline.ps.saves import Saves
+from trueline.ps.wire import (
+    BeginCut,
+    Call,
+    Configure,
+    EndCut,
+    ExportRequest,
+    Failure,
+    FrameError,
+    Moved,
+    PullReply,
+    PullRequest,
+    PushRequest,
+    ReceivedFrame,
+    SaveRequest,
+)
+
+RETRY_S = 0.5
+STALEST = 32
+
+
+class ParameterServer:
+    """`ref`: `server-SLOT.INCARNATION`; the folder and the number in the routing belong to the slot."""
+
+    def __init__(self, job: Path, ref: str, secret: bytes, clock: Clock = monotonic_s) -> None:
+        role, slot, _ = parse_ref(ref)
+        self.ref, self.name = ref, f"{role}-{slot}"
+        self._folder = dial.folder_of(job, self.name)
+        self._holding, self._log, self._clock = Holding(self.name), PushLog(self._folder), clock
+        self._lines = CallerLines(secret, self._answer, self._forget, clock)
+        self._saves = Saves(self._lines, self._refuse)
+        self._cut: Cut | None = None
+        self._cut_line: CallerLine | None = None
+        self._cut_number = 0
+        self._waiting: deque[tuple[CallerLine, ReceivedFrame]] = deque()
+        self._lacking, self._retry_at = "", 0.0
+        self._pulls = self._pushes = self._duplicates = 0
+        self._staleness = [0] * STALEST
+        self._stopping = False
+        self._handlers = {
+            Call.CONFIGURE: self._configure, Call.INITIALIZE: self._initialize, Call.PULL: self._pull,
+            Call.PUSH: self._push, Call.STATS: self._tell_stats, Call.BEGIN_CUT: self._begin_cut,
+            Call.END_CUT: self._end_cut, Call.SAVE: self._save, Call.SAVED: self._wait_saved,
+            Call.EXPORT: self._export, Call.TAKE: self._change, Call.ROUTE: self._change, Call.STOP: self._stop,
+        }  # fmt: skip
+
+    def start(self) -> None:
+        """Recovers what former incarnations acknowledged, then listens. Raises StorageError."""
+        self._log.recover(self._holding.load, self._holding.apply)
+        unix, tcp = self._lines.open(self._folder, os.environ.get("TRUELINE_HOST", "127.0.0.1"))
+        address = dial.ServerAddress(ref=self.ref, unix=unix, tcp=tcp, pid=os.getpid())
+        files.write_atomic(self._folder / dial.ADDRESS, msgspec.json.encode(address), mode=0o600)
+
+    def run(self) -> None:
+        """Serves until STOP or `leave`."""
+        while not self._stopping:
+            self._lines.poll(max(0.0, self._retry_at - self._clock()) if self._lacking else None)
+            if self._lacking and self._clock() >= self._retry_at:
+                self._lacking = ""
+                self._try_again()
+        self._lines.flush(1.0)
+        self._saves.close()
+        self._log.close()
+        self._lines.close()
+
+    def leave(self) -> None:
+        self._stopping = True
+
+    def leave_on_sigterm(self) -> None:
+        waking, waker = socket.socketpair()
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: self.leave())
+        self._lines.watch(waking, lambda: _clear(waking))
+        self._waker = waker
+
+    def _answer(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        handler = self._handlers.get(frame.kind)
+        if handler is None:
+            raise FrameError(f"{frame.kind.name} is no request")
+        try:
+            handler(line, frame)
+        except TruelineError as error:
+            self._refuse(line, frame.number, error)
+
+    def _refuse(self, line: CallerLine, number: int, error: TruelineError) -> None:
+        failure = Failure(error.code, error.message, error.hint)
+        self._lines.reply(line, number, failure, kind=Call.ERROR)
+
+    def _forget(self, line: CallerLine) -> None:
+        if line is self._cut_line:
+            self._leave_cut()
+
+    # what changes the state
+
+    def _change(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        self._holding.held  # noqa: B018  raises for a server without a part
+        self._keep(frame)
+        self._lines.reply(line, frame.number)
+
+    def _keep(self, frame: ReceivedFrame) -> None:
+        """Logs a frame, then applies it."""
+        self._log.append(frame.data)
+        try:
+            self._holding.apply(frame)
+        except BaseException:
+            self._log.take_back(len(frame.data))
+            raise
+
+    def _configure(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        body = frame.read(Configure)
+        if self._holding.check_configure(body):
+            if body.restore:
+                self._restore(body)
+            else:
+                self._keep(frame)
+        self._lines.reply(line, frame.number)
+
+    def _restore(self, body: Configure) -> None:
+        """The snapshot, and not the checkpoint's files, is what the next incarnation reads."""
+        fresh = Holding(self.name)
+        fresh.restore(body)
+        self._holding = fresh
+        try:
+            self._log.begin_snapshot(fresh.dump)
+            self._log.end_snapshot()
+        except TruelineError:
+            self._holding = Holding(self.name)
+            raise
+
+    def _initialize(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        if not self._holding.held.initialized:
+            self._keep(frame)
+        self._lines.reply(line, frame.number)
+
+    def _push(self, line: CallerLine, frame: ReceivedFrame, *, owned: bool = False) -> None:
+        """`owned`: the frame's buffer is its own."""
+        holding, request = self._holding, frame.read(PushRequest)
+        held, key = holding.held, (request.epoch, request.minibatch)
+        if held.has(*key):
+            self._duplicates += 1
+            self._lines.reply(line, frame.number)
+            return
+        holding.check_routing(request.routing)
+        push = holding.read_push(request, frame.arrays)
+        held.check(push)
+        waits = bool(self._lacking) or (self._cut is not None and not self._cut.admits(key))
+        if not owned and (waits or request.parts > 1):
+            line.inbox.detach()
+        if not waits:
+            try:
+                self._log.append(frame.data)
+            except StorageError as error:
+                self._lack(error)
+                if not owned and request.parts == 1:
+                    line.inbox.detach()
+                waits = True
+        if waits:
+            self._waiting.append((line, frame))
+            return
+        try:
+            held.push(push)
+        except BaseException:
+            self._log.take_back(len(frame.data))
+            raise
+        self._pushes += 1
+        self._staleness[min(max(held.steps - 1 - request.pulled, 0), STALEST - 1)] += 1
+        self._lines.reply(line, frame.number)
+        if self._cut is not None and self._cut.note(key):
+            self._tell_cut()
+        if self._log.is_long(self._state_bytes):
+            self._begin_snapshot()
+
+    def _lack(self, error: StorageError) -> None:
+        """Holds pushes back until the disk has room."""
+        if not self._lacking:
+            events.emit("server.lacking", why=error.message)
+        self._lacking, self._retry_at = error.message, self._clock() + RETRY_S
+
+    def _try_again(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for line, frame in waiting:
+            try:
+                self._push(line, frame, owned=True)
+            except TruelineError as error:
+                self._refuse(line, frame.number, error)
+
+    def describe_tables(self) -> tuple[TableStats, ...]:
+        return self._holding.held.stats if self._holding.is_configured else ()
+
+    def _state_bytes(self) -> int:
+        return sum(table.bytes for table in self.describe_tables())
+
+    def _begin_snapshot(self) -> None:
+        try:
+            writing = self._log.begin_snapshot(self._holding.dump)
+        except StorageError as error:
+            events.emit("server.no_snapshot", why=error.message)
+        else:
+            self._lines.watch(writing, lambda: self._end_snapshot(writing))
+
+    def _end_snapshot(self, writing: snapshot.ForkedWrite) -> None:
+        self._lines.ignore(writing)
+        try:
+            self._log.end_snapshot()
+        except TruelineError as error:
+            events.emit("server.no_snapshot", why=error.message)
+
+    # what does not
+
+    def _pull(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        request, held = frame.read(PullRequest), self._holding.held
+        self._holding.check_routing(request.routing)
+        if len(frame.arrays) != len(request.tables):
+            raise FrameError(f"a pull of {len(request.tables)} tables has {len(frame.arrays)} arrays of ids")
+        rows, dense = held.pull(list(zip(request.tables, frame.arrays, strict=True)), request.dense)
+        if request.half:
+            rows = [one.astype("<f2") for one in rows]
+        self._pulls += 1
+        self._lines.reply(line, frame.number, PullReply(held.steps), [*rows, *dense])
+
+    def _export(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        request = frame.read(ExportRequest)
+        header, arrays = self._holding.held.export(list(request.buckets))
+        self._lines.reply(line, frame.number, Moved(msgspec.Raw(msgspec.msgpack.encode(header))), arrays)
+
+    def _tell_stats(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        holding = self._holding
+        stats = ServerStats(
+            ref=self.ref, pid=os.getpid(), routing=-1, initialized=False, steps=0, pulls=self._pulls,
+            pushes=self._pushes, duplicates=self._duplicates, staleness=tuple(self._staleness),
+            memory=resident_bytes(), queued=len(self._waiting), lacking=self._lacking,
+        )  # fmt: skip
+        if holding.routing is not None:
+            held = holding.held
+            stats = msgspec.structs.replace(
+                stats, routing=holding.routing.version, initialized=held.initialized, steps=held.steps,
+                applied=held.applied(), tables=self.describe_tables(),
+            )  # fmt: skip
+        self._lines.reply(line, frame.number, stats)
+
+    # cuts and files
+
+    def _begin_cut(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        body, held = frame.read(BeginCut), self._holding.held
+        self._cut = Cut.begin(body.id, body.keys, held.has, held.applied())
+        self._cut_line, self._cut_number = line, frame.number
+        self._try_again()  # a cut in the place of another may admit what waited
+        if self._cut is not None and not self._cut.lacking:
+            self._tell_cut()
+
+    def _tell_cut(self) -> None:
+        if self._cut_line is not None and self._cut_number >= 0:
+            number, self._cut_number = self._cut_number, -1
+            self._lines.reply(self._cut_line, number)
+
+    def _end_cut(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        if self._cut is not None and self._cut.id == frame.read(EndCut).id:
+            self._leave_cut()
+        self._lines.reply(line, frame.number)
+
+    def _leave_cut(self) -> None:
+        self._cut = self._cut_line = None
+        self._try_again()
+
+    def _save(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        self._holding.held  # noqa: B018  raises for a server without a part
+        self._saves.begin(Path(frame.read(SaveRequest).path), self._holding.dump)
+        self._lines.reply(line, frame.number)
+
+    def _wait_saved(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        self._saves.wait(Path(frame.read(SaveRequest).path), line, frame.number)
+
+    def _stop(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        self._lines.reply(line, frame.number)
+        self.leave()
+
+
+def _clear(waking: socket.socket) -> None:
+    waking.recv(64)
+
+
+def main() -> int:
+    """Serves in the job that the environment names (TRUELINE_JOB, _SECRET, _REF); returns the exit code."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    keep_freed()
+    gc.freeze()
+    server = ParameterServer(
+        Path(os.environ["TRUELINE_JOB"]), os.environ["TRUELINE_REF"], os.environ["TRUELINE_SECRET"].encode()
+    )
+    server.leave_on_sigterm()
+    try:
+        server.start()
+        server.run()
+    except TruelineError as error:
+        sys.stderr.write(f"{error.message}\n{error.hint}\n")
+        return 1
+    except MemoryError:
+        sys.stderr.write(f"{describe_need(server.describe_tables())}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    from trueline.engine.local.process import watch_lifeline
+
+    watch_lifeline()
+    sys.exit(main())
