@@ -154,7 +154,7 @@ def test_modules_of_one_name_share_their_rows_and_their_gradients_are_summed():
     found, values = minibatch.gradients()["words"]
     assert found.tolist() == [1, 3]
     assert values[:, 0].tolist() == [1, 3]
-    state = tables.state("words", np.array([9, -2]), np.arange(8, dtype=np.float32).reshape(2, 4))
+    state = tables.state("words", np.array([9, -2]), np.arange(8, dtype=np.float32).reshape(2, 4), np.zeros)
     model.load_state_dict({**model.state_dict(), **state})
     assert model[1].ids.tolist() == [-2, 9]
     assert model[0].rows[0].tolist() == [4, 5, 6, 7]

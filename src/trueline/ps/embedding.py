@@ -8,14 +8,19 @@ In a job of `--strategy ps` a table lies on the servers, and a module looks up r
 of gathers, which every program format has. There an id without a row gets zeros, the mean of its initial value.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypedDict, Unpack
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import Struct
 from torch import nn
 
 from trueline.errors import UsageError
+from trueline.ps.partition import Ids
 
+Rows = npt.NDArray[np.float32]
 Mode = Literal["sum", "mean", "max"]
 
 
@@ -133,6 +138,11 @@ class TableModule(nn.Module):
         for name in ("ids", "rows"):
             if f"{prefix}{name}" not in state_dict and strict:
                 missing.append(f"{prefix}{name}")
+
+    def state_entries(self, ids: Ids, rows: Rows, initial: Callable[[Ids], Rows]) -> dict[str, torch.Tensor]:
+        """The entries of the module's state_dict for trained `ids`, sorted, and their rows. `initial` gives the initial
+        values of ids."""
+        return {"anchor": self.anchor.detach(), "ids": torch.from_numpy(ids), "rows": torch.from_numpy(rows)}
 
     def describe_table(self) -> dict[str, int | float]:
         """Its size, and the mean and the largest of the rows' lengths (L2): for the lineage of a bundle."""

@@ -20,10 +20,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from trueline.errors import UsageError
-from trueline.ps.embedding import TableModule, TableSettings
+from trueline.ps.embedding import Rows, TableModule, TableSettings
 from trueline.ps.partition import Ids
 
-Rows = npt.NDArray[np.float32]
 Puller = Callable[[dict[str, Ids]], Mapping[str, Rows]]
 """Unique ids by table -> their rows, float32 (n, dim)."""
 Call = tuple[str, int]
@@ -97,11 +96,12 @@ class Tables:
     def settings(self, name: str) -> TableSettings:
         return self.modules[name][0].settings
 
-    def state(self, name: str, ids: Ids, rows: Rows) -> dict[str, torch.Tensor]:
-        """The entries of the model's state_dict for a table: ids in any order, rows (n, dim)."""
+    def state(self, name: str, ids: Ids, rows: Rows, initial: Callable[[Ids], Rows]) -> dict[str, torch.Tensor]:
+        """The entries of the model's state_dict for a table: ids in any order, rows (n, dim). `initial`: values of ids
+        without a row."""
         order = np.argsort(ids)
-        values = {"ids": torch.from_numpy(ids[order]), "rows": torch.from_numpy(rows[order])}
-        return {prefix + key: value for prefix in self.prefixes[name] for key, value in values.items()}
+        entries = self.modules[name][0].state_entries(ids[order], rows[order], initial)
+        return {prefix + key: value for prefix in self.prefixes[name] for key, value in entries.items()}
 
     def predict(self, inputs: Any) -> Prediction | None:
         """The ids that the calls for `inputs` will look up, as far as earlier minibatches told; None: unknown."""

@@ -5,6 +5,7 @@ job begins, and the learning rate of each group at each push, which a scheduler 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,15 @@ import torch
 from torch import nn
 
 from trueline.errors import RecipeError, UsageError, join_names
-from trueline.ps.embedding import TableModule
+from trueline.ps.embedding import Rows, TableModule
 from trueline.ps.messages import DenseSpec, ModelSpec, OptimizerSpec, TableSpec
-from trueline.ps.minibatch import Minibatch, Rows, Tables
+from trueline.ps.minibatch import Minibatch, Tables
 from trueline.ps.partition import Ids
 from trueline.train.step.joint import JointOptimizer
 
 Flat = npt.NDArray[np.float32]
-_TABLE_BUFFERS = ("ids", "rows")
+TABLE_STATE = ("anchor", "ids", "rows")
+"""What a table's module has in the model's state_dict."""
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -181,10 +183,16 @@ class ServedModel:
 
     def state_dict(self, dense: Mapping[str, Flat], tables: Mapping[str, tuple[Ids, Rows]]) -> dict[str, torch.Tensor]:
         """The model's state_dict with the servers' values: dense by name, flat, and ids and rows of each table."""
+        from trueline.ps.initial import initial_rows
+
         self.load(dense)
         state: dict[str, torch.Tensor] = dict(self.model.state_dict())
-        for name, (ids, rows) in tables.items():
-            state.update(self.tables.state(name, ids, rows))
+        for spec in self.spec.tables:
+            ids, rows = tables.get(spec.name, (np.empty(0, np.int64), np.empty((0, spec.dim), np.float32)))
+            for prefix in self.tables.prefixes[spec.name]:
+                for key in TABLE_STATE:
+                    del state[prefix + key]
+            state.update(self.tables.state(spec.name, ids, rows, partial(initial_rows, spec, self.spec.seed)))
         return state
 
 
@@ -192,7 +200,7 @@ def _find_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Persistent buffers that are no table's."""
     kept = model.state_dict(keep_vars=True)
     tables = {f"{path}.{name}" if path else name for path, module in model.named_modules(remove_duplicate=False)
-              if isinstance(module, TableModule) for name in _TABLE_BUFFERS}  # fmt: skip
+              if isinstance(module, TableModule) for name in TABLE_STATE}  # fmt: skip
     for name, one in model.named_buffers():
         if name in kept and name not in tables and one.numel():
             yield name, one
