@@ -51,6 +51,11 @@ class Holding:
     def is_configured(self) -> bool:
         return self._held is not None
 
+    def check_ready(self) -> None:
+        """Raises NotConfigured until the first worker has given the dense values."""
+        if not self.held.initialized:
+            raise NotConfigured(f"{self.name} has no dense values yet", hint="try again in a moment")
+
     def check_routing(self, version: int) -> None:
         if self.routing is None or version != self.routing.version:
             own = -1 if self.routing is None else self.routing.version

@@ -172,6 +172,7 @@ class ParameterServer:
             self._lines.reply(line, frame.number)
             return
         holding.check_routing(request.routing)
+        holding.check_ready()
         push = holding.read_push(request, frame.arrays)
         held.check(push)
         waits = bool(self._lacking) or (self._cut is not None and not self._cut.admits(key))
@@ -241,6 +242,8 @@ class ParameterServer:
     def _pull(self, line: CallerLine, frame: ReceivedFrame) -> None:
         request, held = frame.read(PullRequest), self._holding.held
         self._holding.check_routing(request.routing)
+        if request.dense:
+            self._holding.check_ready()
         if len(frame.arrays) != len(request.tables):
             raise FrameError(f"a pull of {len(request.tables)} tables has {len(frame.arrays)} arrays of ids")
         rows, dense = held.pull(list(zip(request.tables, frame.arrays, strict=True)), request.dense)

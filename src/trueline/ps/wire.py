@@ -149,7 +149,7 @@ class ReceivedFrame(NamedTuple):
         """Raises FrameError when the message is of another type."""
         try:
             return msgspec.msgpack.decode(self.body, type=of)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise FrameError(f"a frame of kind {self.kind.name} has no {of.__name__}: {error}") from error
 
 
@@ -211,7 +211,7 @@ def decode(data: memoryview) -> ReceivedFrame:
             array: Array = np.frombuffer(data, dtype, count, at) if count else np.empty(0, dtype)
             arrays.append(array.reshape(shape) if len(shape) != 1 else array)
             at += (count * dtype.itemsize + 7) & ~7
-    except (msgspec.DecodeError, KeyError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
         raise FrameError(f"a frame of kind {kind} has a header that cannot be read: {error}") from error
     if at != len(data):
         raise FrameError(f"the arrays of a frame have {len(data) - at} bytes more than its header says")

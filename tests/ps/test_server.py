@@ -1,0 +1,311 @@
+"""A server process: exactly once, whatever dies, and one clear error for each bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from trueline.errors import TrainError, TruelineError
+from trueline.ps import dial, snapshot
+from trueline.ps.client import Gradients
+from trueline.ps.link import ServerLink
+from trueline.ps.partition import make_routing
+from trueline.ps.wire import HEAD, FrameError
+from worlds.parameter_servers import IDS, SECRET, SPEC, TABLE, World, gradients, values, world
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path) as made:
+        yield made
+
+
+def test_a_push_is_applied_by_all_servers_and_then_acknowledged(servers: World) -> None:
+    client = servers.client(servers.begin(2))
+    for minibatch in range(5):
+        client.push(gradients(minibatch))
+    client.drain(30)
+    assert sorted(client.acknowledged()) == [(0, minibatch) for minibatch in range(5)]
+    assert values(client) == {-5.0}
+    assert all(servers.stats(ref).applied == {0: ((0, 5),)} for ref in client.routing.servers)
+    client.close()
+
+
+def test_a_push_that_is_repeated_is_applied_once(servers: World) -> None:
+    routing = servers.begin(2)
+    for _ in range(3):  # by three workers
+        client = servers.client(routing)
+        client.push(gradients(7, epoch=1))
+        client.drain(30)
+        assert client.acknowledged() == [(1, 7)]
+        assert values(client) == {-1.0}
+        client.close()
+    assert servers.stats("server-0").duplicates == 2
+
+
+def test_a_killed_server_has_all_that_it_acknowledged(servers: World) -> None:
+    routing = servers.begin(2)
+    client = servers.client(routing)
+    for minibatch in range(4):
+        client.push(gradients(minibatch))
+        client.drain(30)
+        servers.kill("server-1")
+        servers.start("server-1")
+    assert values(client) == {-4.0}
+    assert servers.stats("server-1").applied == {0: ((0, 4),)}
+    client.close()
+
+
+def test_a_server_that_is_back_gets_what_was_not_acknowledged(servers: World) -> None:
+    client = servers.client(servers.begin(2), outstanding=4)
+    servers.kill("server-0")
+    for minibatch in range(3):
+        client.push(gradients(minibatch))
+    pull = client.start_pull({TABLE: IDS})
+    assert client.acknowledged() == []
+    servers.start("server-0")
+    client.drain(30)
+    assert sorted(client.acknowledged()) == [(0, 0), (0, 1), (0, 2)]
+    assert pull.result(30).rows[TABLE].shape == (len(IDS), 4)
+    assert values(client) == {-3.0}
+    client.close()
+
+
+def test_kills_at_any_instant_lose_nothing_and_repeat_nothing(servers: World) -> None:
+    client = servers.client(servers.begin(2), outstanding=8)
+    done: list[tuple[int, int]] = []
+    for minibatch in range(120):
+        client.push(gradients(minibatch))
+        if minibatch % 20 == 19:  # up to eight pushes are under way
+            ref = f"server-{minibatch // 20 % 2}"
+            servers.kill(ref)
+            servers.start(ref)
+        done += client.acknowledged()
+    client.drain(60)
+    done += client.acknowledged()
+    assert sorted(done) == [(0, minibatch) for minibatch in range(120)]
+    assert values(client) == {-120.0}
+    client.close()
+
+
+def test_a_full_disk_holds_pushes_back_and_loses_nothing(servers: World) -> None:
+    client = servers.client(servers.begin(1), outstanding=4)
+    client.push(gradients(0))
+    client.drain(30)
+    pid = servers.processes["server-0"].pid
+    room = (servers.folder("server-0") / "log-0").stat().st_size + 60
+    _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (room, most))
+    client.push(gradients(1))
+    client.push(gradients(2))
+    while servers.stats("server-0").queued < 2:
+        continue
+    assert "log-0" in servers.stats("server-0").lacking
+    assert values(client) == {-1.0}
+    servers.kill("server-0")  # what it held back was not acknowledged
+    servers.start("server-0")
+    client.drain(30)
+    assert values(client) == {-3.0}
+    pid = servers.processes["server-0"].pid
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (room, most))
+    client.push(gradients(3))
+    while not servers.stats("server-0").queued:
+        continue
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
+    client.drain(30)
+    assert servers.stats("server-0").lacking == ""
+    assert values(client) == {-4.0}
+    client.close()
+
+
+def test_a_log_that_is_torn_in_its_middle_ends_the_server_with_its_name(servers: World) -> None:
+    client = servers.client(servers.begin(1))
+    client.push(gradients(0))
+    client.drain(30)
+    client.close()
+    servers.kill("server-0")
+    path = servers.folder("server-0") / "log-0"
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    assert servers.start("server-0").wait(30) == 1
+    assert "log-0 is torn at byte 0" in servers.log("server-0")
+
+
+def test_a_client_waits_for_a_server_that_is_away_and_names_it(servers: World) -> None:
+    client = servers.client(servers.begin(2))
+    servers.kill("server-1")
+    with pytest.raises(TimeoutError, match="server-1"):
+        client.pull({TABLE: IDS}, timeout_s=0.3)
+    client.close()
+
+
+def test_a_cut_queues_other_pushes_and_answers_pulls(servers: World) -> None:
+    routing = servers.begin(2)
+    client = servers.client(routing, outstanding=4)
+
+    async def cut() -> None:
+        links = [ServerLink(servers.addresses, ref, SECRET) for ref in routing.servers]
+        begun = [asyncio.create_task(link.begin_cut(1, {0: ((0, 2),)})) for link in links]
+        await asyncio.gather(*(link.stats() for link in links))  # the cuts have begun
+        client.push(gradients(0))
+        client.push(gradients(5))
+        while [(await link.stats()).queued for link in links] != [1, 1]:
+            await asyncio.sleep(0.01)
+        assert not any(task.done() for task in begun)
+        assert values(client) == {-1.0}
+        client.push(gradients(1))
+        await asyncio.gather(*begun)
+        assert [(await link.stats()).applied for link in links] == [{0: ((0, 2),)}] * 2
+        for link in links:
+            await link.save(str(servers.job / link.ref))
+            await link.end_cut(1)
+        for link in links:
+            await link.wait_saved(str(servers.job / link.ref))
+            await link.close()
+
+    asyncio.run(cut())
+    client.drain(30)
+    assert values(client) == {-3.0}
+    for ref in routing.servers:
+        header, _ = snapshot.read(servers.job / ref)
+        assert header["held"]
+    client.close()
+
+
+def test_a_cut_ends_with_the_connection_of_its_master(servers: World) -> None:
+    client = servers.client(servers.begin(1))
+
+    async def cut() -> None:
+        link = ServerLink(servers.addresses, "server-0", SECRET)
+        await link.begin_cut(1, {})
+        client.push(gradients(0))
+        while not (await link.stats()).queued:
+            await asyncio.sleep(0.01)
+        await link.close()
+
+    asyncio.run(cut())
+    client.drain(30)
+    assert values(client) == {-1.0}
+    client.close()
+
+
+def test_a_wrong_secret_is_refused_by_both_sides(servers: World) -> None:
+    servers.begin(1)
+    address = servers.addresses("server-0")
+    assert address is not None
+    for where in (address.unix, address.tcp):
+        with pytest.raises(FrameError, match="secret"):
+            dial.dial(where, b"another", 5)
+        dial.dial(where, SECRET, 5).close()
+
+
+def test_a_caller_that_lies_about_its_proof_is_refused(servers: World) -> None:
+    servers.begin(1)
+    address = servers.addresses("server-0")
+    assert address is not None
+    with socket.create_connection(("127.0.0.1", int(address.tcp.rpartition(":")[2])), 10) as stranger:
+        stranger.sendall(dial.make_greeting())
+        assert len(stranger.recv(64)) == 64
+        stranger.sendall(bytes(32))
+        assert stranger.recv(1) == b""
+
+
+def test_what_is_no_frame_closes_its_connection_and_no_other(servers: World) -> None:
+    routing = servers.begin(1)
+    client = servers.client(routing)
+    address = servers.addresses("server-0")
+    assert address is not None
+    with dial.dial(address.preferred, SECRET, 10) as connection:
+        connection.settimeout(10)
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x"[: HEAD.size].ljust(HEAD.size))
+        assert connection.recv(1) == b""
+    client.push(gradients(0))
+    client.drain(30)
+    client.close()
+
+
+def test_a_gradient_with_nan_is_refused_by_name_and_not_applied(servers: World) -> None:
+    client = servers.client(servers.begin(1))
+    rows = np.zeros((2, 4), np.float32)
+    rows[1, 2] = np.nan
+    bias = np.zeros(3, np.float32)
+    client.push(Gradients(0, 0, 1.0, (1.0,), {TABLE: (np.array([3, 99]), rows)}, {"bias": bias}))
+    with pytest.raises(TruelineError, match=rf"{TABLE}.*99"):
+        client.drain(30)
+    client.push(gradients(1))
+    client.drain(30)
+    assert client.acknowledged() == [(0, 1)]
+    assert servers.stats("server-0").applied == {0: ((1, 2),)}
+    client.close()
+
+
+def test_a_push_with_an_old_routing_is_refused_in_full_and_sent_anew(servers: World) -> None:
+    old = servers.begin(2)
+    new = msgspec.structs.replace(old, version=old.version + 1)
+    without = servers.client(old)
+    asked = []
+
+    def tell() -> object:
+        asked.append(1)
+        return new
+
+    client = servers.client(old, on_routing=tell)
+    servers.ask("server-1", lambda link: link.route(new))
+    servers.ask("server-0", lambda link: link.route(new))
+    without.push(gradients(0))
+    with pytest.raises(TrainError, match="routing"):
+        without.drain(30)
+    assert all(servers.stats(ref).applied == {} for ref in old.servers)
+    client.push(gradients(0))
+    client.drain(30)
+    assert asked
+    assert values(client) == {-1.0}
+    client.close()
+    without.close()
+
+
+def test_a_server_that_is_not_configured_is_waited_for(servers: World) -> None:
+    routing = make_routing(["server-0"], SPEC.dense)
+    servers.start("server-0")
+    client = servers.client(routing)
+    client.push(gradients(0))
+    assert servers.stats("server-0").routing == -1
+    servers.ask("server-0", lambda link: link.configure(SPEC, routing))
+    client.initialize({"bias": np.zeros(3, np.float32)}, 30)
+    client.drain(30)
+    assert values(client) == {-1.0}
+    client.close()
+
+
+def test_a_table_of_another_dim_is_refused_at_the_next_start(servers: World) -> None:
+    routing = servers.begin(1)
+    wider = msgspec.structs.replace(SPEC, tables=(msgspec.structs.replace(SPEC.tables[0], dim=8),))
+    with pytest.raises(TrainError, match=r"dim=4.*dim=8"):
+        servers.ask("server-0", lambda link: link.configure(wider, routing))
+    servers.ask("server-0", lambda link: link.configure(SPEC, routing))
+
+
+def test_half_rows_carry_the_same_gradients(servers: World) -> None:
+    client = servers.client(servers.begin(2), half=True)
+    client.push(gradients(0, value=0.5))
+    client.drain(30)
+    assert values(client) == {-0.5}
+    client.close()
+
+
+def test_a_told_server_ends_with_code_0(servers: World) -> None:
+    servers.begin(2)
+    servers.ask("server-0", lambda link: link.stop())
+    assert servers.processes["server-0"].wait(30) == 0
+    servers.processes["server-1"].terminate()
+    assert servers.processes["server-1"].wait(30) == 0
