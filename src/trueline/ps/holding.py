@@ -93,7 +93,7 @@ class Holding:
         return routing.servers.index(self.name)
 
     def apply(self, frame: ReceivedFrame) -> None:
-        """Carries out a checked frame. What it keeps, it copies."""
+        """Carries out a checked frame."""
         if frame.kind is Call.PUSH:
             self.held.push(self.read_push(frame.read(PushRequest), frame.arrays))
         elif frame.kind is Call.INITIALIZE:
@@ -119,22 +119,14 @@ class Holding:
         self.configure(body.spec, body.routing)
         for path in body.restore:
             header, arrays = snapshot.read(Path(path))
-            self.held.take(header["held"], arrays)
+            self.held.take(header, arrays)
 
     def dump(self) -> tuple[snapshot.Header, list[Array]]:
-        header, arrays = self.held.dump()
-        own = {"spec": self.spec, "routing": self.routing}
-        return {"held": header, "own": msgspec.msgpack.encode(own)}, arrays
+        return self.held.dump()
 
     def load(self, header: snapshot.Header, arrays: list[Array]) -> None:
-        own = msgspec.msgpack.decode(header["own"], type=_Own)
-        self.spec, self.routing = own.spec, own.routing
-        self._held = Held.load(header["held"], arrays)
-
-
-class _Own(msgspec.Struct):
-    spec: ModelSpec
-    routing: Routing
+        self._held = Held.load(header, arrays)
+        self.spec, self.routing = self._held.spec, self._held.routing
 
 
 def describe_change(old: ModelSpec | None, new: ModelSpec) -> str:

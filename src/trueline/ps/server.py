@@ -176,17 +176,15 @@ class ParameterServer:
         push = holding.read_push(request, frame.arrays)
         held.check(push)
         waits = bool(self._lacking) or (self._cut is not None and not self._cut.admits(key))
-        if not owned and (waits or request.parts > 1):
-            line.inbox.detach()
         if not waits:
             try:
                 self._log.append(frame.data)
             except StorageError as error:
                 self._lack(error)
-                if not owned and request.parts == 1:
-                    line.inbox.detach()
                 waits = True
         if waits:
+            if not owned:
+                line.inbox.detach()
             self._waiting.append((line, frame))
             return
         try:
