@@ -1,8 +1,8 @@
 """What master, servers and workers of a parameter-server job tell each other, as plain values. No torch.
 
-A **minibatch** is numbered in its epoch; (epoch, minibatch) is the identity under which every server applies its gradient
-once, whoever computed it and however often it is sent. A **step** of the optimizer has one minibatch, or `parts` of them in
-synchronous training.
+A **minibatch** is numbered in its epoch; (epoch, minibatch) is the identity under which every server applies its
+gradient once, whoever computed it and however often it is sent. A **step** of the optimizer has one minibatch, or
+`parts` of them in synchronous training.
 """
 
 from typing import Literal
@@ -20,7 +20,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 class OptimizerSpec(Struct, frozen=True, kw_only=True):
-    """One of torch.optim's optimizers with the settings of a parameter group; the learning rate comes with each push."""
+    """One of torch.optim's optimizers with the settings of a parameter group; learning rates come with each push."""
 
     kind: Kind
     momentum: float = 0.0
@@ -45,7 +45,8 @@ class TableSpec(Struct, frozen=True, kw_only=True):
     """Standard deviation of a normal initial value; bound of a uniform one."""
     admit_after: int = 0  # a row is created when its id is pushed for the next time after this number of pushes
     max_rows: int = 0  # in the whole job; 0: no bound
-    evict: Literal["", "lru", "lfu"] = ""  # which row makes room when there are `max_rows`; empty: none, new ids get no row
+    evict: Literal["", "lru", "lfu"] = ""
+    """Which row makes room when there are `max_rows`; empty: none, and new ids get no row."""
 
 
 class DenseSpec(Struct, frozen=True, kw_only=True):
@@ -106,7 +107,7 @@ class ServerStats(Struct, frozen=True, kw_only=True):
     pushes: int = 0
     duplicates: int = 0
     staleness: tuple[int, ...] = ()
-    """Count of pushes by staleness: steps applied between their pull and their push; the last entry has all larger ones."""
+    """Pushes by staleness: steps applied between their pull and their push; the last entry has all larger ones."""
     memory: int = 0  # bytes that the process has in memory
     queued: int = 0  # pushes that wait for the end of a cut
     lacking: str = ""  # what it waits for, such as room on a disk

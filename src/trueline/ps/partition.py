@@ -38,8 +38,8 @@ def buckets_of(ids: Ids, table: str) -> npt.NDArray[np.uint64]:
 
 
 def make_routing(servers: Sequence[str], dense: Sequence[DenseSpec], *, version: int = 1) -> Routing:
-    """The routing of a new job. Every server gets an equal share of the buckets, and dense parameters by name; a parameter of
-    more than SPLIT_BYTES is spread over all servers."""
+    """The routing of a new job. Every server gets an equal share of the buckets, and dense parameters by name; a
+    parameter of more than SPLIT_BYTES is spread over all servers."""
     owners = (np.arange(BUCKETS) * len(servers) // BUCKETS).astype("<u2").tobytes()
     return Routing(version=version, servers=tuple(servers), owners=owners, dense=_place_dense(dense, len(servers)))
 

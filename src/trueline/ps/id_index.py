@@ -1,0 +1,85 @@
+"""From ids to places, by open addressing with linear probing, in whole arrays: no Python per id, and no reserved id."""
+
+import numpy as np
+import numpy.typing as npt
+
+from trueline.ps.partition import Ids, mix
+
+Places = npt.NDArray[np.int64]
+_EMPTY, _REMOVED = -1, -2
+_LEAST = 1 << 10
+_FULL = 0.55
+"""Part of the slots in use at which the index doubles."""
+
+
+class IdIndex:
+    def __init__(self) -> None:
+        self._used = self.count = 0  # slots that are not empty; ids
+        self._reset(_LEAST)
+
+    def _reset(self, slots: int) -> None:
+        self._slots = np.empty((slots, 2), np.int64)  # id and place side by side: one line of the cache
+        self._slots[:, 1] = _EMPTY
+        self._mask = np.int64(slots - 1)
+        self._used = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._slots.nbytes
+
+    def _home(self, ids: Ids) -> Places:
+        mixed = mix(ids.astype(np.uint64))
+        mixed &= np.uint64(self._mask)
+        return mixed.view(np.int64)
+
+    def find(self, ids: Ids) -> Places:
+        """The place of each id; -1 where it has none."""
+        at = self._home(ids)
+        found = self._slots.take(at, axis=0)
+        places = found[:, 1].copy()
+        others = np.flatnonzero((found[:, 0] != ids) & (places != _EMPTY) | (places == _REMOVED))
+        while others.size:
+            at_others = (at[others] + 1) & self._mask
+            at[others] = at_others
+            found = self._slots.take(at_others, axis=0)
+            places[others] = found[:, 1]
+            others = others[(found[:, 0] != ids[others]) & (found[:, 1] != _EMPTY) | (found[:, 1] == _REMOVED)]
+        return places
+
+    def add(self, ids: Ids, places: Places) -> None:
+        """Enters ids, which are unique and not there yet, with their places."""
+        if self._used + len(ids) > _FULL * len(self._slots):
+            self._grow(len(ids))
+        self._insert(ids, places)
+        self.count += len(ids)
+
+    def _grow(self, more: int) -> None:
+        kept = self._slots[self._slots[:, 1] >= 0]
+        slots = _LEAST
+        while (len(kept) + more) * 2 > _FULL * slots * 1.25:
+            slots *= 2
+        self._reset(slots)
+        self._insert(kept[:, 0].copy(), kept[:, 1].copy())
+
+    def _insert(self, ids: Ids, places: Places) -> None:
+        at, self._used = self._home(ids), self._used + len(ids)
+        while ids.size:
+            free = self._slots[at, 1] == _EMPTY
+            spot = at[free]
+            self._slots[spot, 0], self._slots[spot, 1] = ids[free], places[free]
+            lost = np.ones(len(ids), bool)  # of several ids for one slot the last one has it
+            lost[free] = self._slots[spot, 1] != places[free]
+            ids, places, at = ids[lost], places[lost], (at[lost] + 1) & self._mask
+
+    def remove(self, ids: Ids) -> Places:
+        """Removes ids that are there; returns their places."""
+        at = self._home(ids)
+        pending = np.arange(len(ids))
+        while pending.size:
+            wrong = (self._slots[at[pending], 0] != ids[pending]) | (self._slots[at[pending], 1] < 0)
+            pending = pending[wrong]
+            at[pending] = (at[pending] + 1) & self._mask
+        places: Places = self._slots[at, 1].copy()
+        self._slots[at, 1] = _REMOVED
+        self.count -= len(ids)
+        return places

@@ -1,0 +1,206 @@
+"""An embedding table of one server: rows by id, with the optimizer's slots beside them. Pure.
+
+A row is made with its first gradient; until then, and for ids that get none, its value is the initial one. Rows lie
+where they were made, so tables grow without a copy; rows that went leave places for new ones.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trueline.ps.id_index import IdIndex, Places
+from trueline.ps.initial import initial_rows
+from trueline.ps.messages import OptimizerSpec, TableSpec, TableStats
+from trueline.ps.optimizers import WIDE, Rows, slots_of, update
+from trueline.ps.partition import Ids, buckets_of
+from trueline.ps.slab import MOST_ROWS, reserve
+
+Array = npt.NDArray[Any]
+
+
+class Table:
+    """`most`: rows that this server may have of it; 0: as many as memory takes."""
+
+    def __init__(self, spec: TableSpec, optimizer: OptimizerSpec, seed: int, most: int = 0) -> None:
+        self.spec, self.optimizer, self.seed, self.most = spec, optimizer, seed, most
+        self._index = IdIndex()
+        self._slots = slots_of(optimizer)
+        self._ids: Ids = reserve(1, np.int64)[:, 0]
+        self._rows: Rows = reserve(spec.dim, np.float32)
+        self._state: list[Rows] = [
+            reserve(spec.dim if width == WIDE else 1, np.float32)
+            for _, width, _ in self._slots
+        ]
+        self._used_at: Array | None = reserve(1, np.int64)[:, 0] if spec.evict else None
+        """Of each row: when it was last used (lru), or how often (lfu)."""
+        self._seen: dict[int, int] = {}
+        """Pushes of ids that are not admitted yet."""
+        self._end = 0  # places that were ever used
+        self._free: Places = np.empty(0, np.int64)  # of them, those without a row
+        self._clock = 0
+        self.lookups = self.evicted = self.refused = 0
+
+    @property
+    def rows(self) -> int:
+        return self._index.count
+
+    @property
+    def row_bytes(self) -> int:
+        wide = 1 + sum(width == WIDE for _, width, _ in self._slots)
+        narrow = len(self._slots) + 1 - wide
+        return 4 * (wide * self.spec.dim + narrow) + 8 + (8 if self._used_at is not None else 0)
+
+    @property
+    def stats(self) -> TableStats:
+        return TableStats(
+            name=self.spec.name, rows=self.rows, bytes=self.rows * self.row_bytes + self._index.nbytes,
+            lookups=self.lookups, evicted=self.evicted, refused=self.refused,
+        )  # fmt: skip
+
+    def get(self, ids: Ids) -> Rows:
+        """float32 (len(ids), dim): the rows of `ids`, int64 in any order; creates nothing."""
+        self.lookups += len(ids)
+        places = self._index.find(ids)
+        rows = self._rows.take(places, axis=0, mode="clip")
+        missing = np.flatnonzero(places < 0)
+        if missing.size:
+            rows[missing] = initial_rows(self.spec, self.seed, ids[missing])
+        return rows
+
+    def apply(self, ids: Ids, gradients: Rows, lr: float) -> None:
+        """One step of the optimizer for the rows of `ids`, which are unique; makes those that are missing."""
+        self._clock += 1
+        places = self._index.find(ids)
+        missing = np.flatnonzero(places < 0)
+        if missing.size:
+            made = missing[self._admit(ids[missing])]
+            places[made] = self._make(ids[made])
+            kept = places >= 0
+            if not kept.all():
+                self.refused += len(ids) - int(kept.sum())
+                places, gradients = places[kept], gradients[kept]
+        if self._used_at is not None:
+            self._used_at[places] = self._clock if self.spec.evict == "lru" else self._used_at[places] + 1
+        rows = self._rows.take(places, axis=0)
+        state = [slot.take(places, axis=0) for slot in self._state]
+        update(self.optimizer, rows, gradients, state, lr)
+        self._rows[places] = rows
+        for slot, values in zip(self._state, state, strict=True):
+            slot[places] = values
+
+    def _admit(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of these ids, that have no row, get one now."""
+        admitted = np.ones(len(ids), bool)
+        if self.spec.admit_after:
+            for at, one in enumerate(ids.tolist()):
+                seen = self._seen.pop(one, 0)
+                if seen < self.spec.admit_after:
+                    self._seen[one], admitted[at] = seen + 1, False
+        if self.most:
+            wanted = np.flatnonzero(admitted)
+            lacking = self.rows + len(wanted) - self.most
+            if lacking > 0 and self.spec.evict:
+                lacking -= self._evict(min(lacking, self.rows))
+            if lacking > 0:
+                admitted[wanted[len(wanted) - lacking :]] = False
+        return admitted
+
+    def _evict(self, count: int) -> int:
+        """Drops the `count` rows that were used longest ago, or least; of equal ones those of the smallest ids."""
+        assert self._used_at is not None
+        live = self._live()
+        if live is None:
+            live = np.arange(self._end)
+        used = self._used_at[live]
+        candidates = live if count == len(live) else live[used <= np.partition(used, count - 1)[count - 1]]
+        order = np.lexsort((self._ids[candidates], self._used_at[candidates]))
+        self.drop(self._ids[candidates[order[:count]]])
+        self.evicted += count
+        return count
+
+    def _make(self, ids: Ids) -> Places:
+        """Makes rows with their initial values; returns their places."""
+        places = self._take_places(len(ids))
+        self._rows[places] = initial_rows(self.spec, self.seed, ids)
+        for slot, (_, _, value) in zip(self._state, self._slots, strict=True):
+            slot[places] = value
+        if self._used_at is not None:
+            self._used_at[places] = 0
+        self._ids[places] = ids
+        self._index.add(ids, places)
+        return places
+
+    def _take_places(self, count: int) -> Places:
+        again = min(count, len(self._free))
+        reused, self._free = self._free[len(self._free) - again :], self._free[: len(self._free) - again]
+        fresh = count - again
+        if self._end + fresh > MOST_ROWS:
+            raise MemoryError(f"table {self.spec.name} has {self.rows} rows at this server, which is all that it takes")
+        new = np.arange(self._end, self._end + fresh, dtype=np.int64)
+        self._end += fresh
+        return np.concatenate((reused, new)) if again else new
+
+    def drop(self, ids: Ids) -> None:
+        """Removes the rows of `ids`, which are there."""
+        self._free = np.concatenate((self._free, self._index.remove(ids)))
+
+    def _live(self) -> Places | None:
+        """The places that have a row, ascending; None: all that were ever used."""
+        if not len(self._free):
+            return None
+        gone = np.zeros(self._end, bool)
+        gone[self._free] = True
+        return np.flatnonzero(~gone)
+
+    def find(self, buckets: Sequence[int]) -> Ids:
+        """The ids whose rows are in these buckets."""
+        ids = self._ids[: self._end] if (live := self._live()) is None else self._ids[live]
+        wanted = np.zeros(1 << 16, bool)
+        wanted[np.asarray(buckets, np.int64)] = True
+        return ids[wanted[buckets_of(ids.copy(), self.spec.name).astype(np.int64)]]
+
+    @property
+    def columns(self) -> int:
+        """How many arrays `dump` and `export` give."""
+        return 2 + len(self._state) + (self._used_at is not None)
+
+    def _all(self) -> Iterator[Array]:
+        yield self._ids
+        yield self._rows
+        yield from self._state
+        if self._used_at is not None:
+            yield self._used_at
+
+    def dump(self) -> list[Array]:
+        """Ids, rows, slots and uses of all rows: views where no place is free."""
+        live = self._live()
+        return [one[: self._end] if live is None else one[live] for one in self._all()]
+
+    def export(self, ids: Ids) -> list[Array]:
+        """As `dump`, of the rows of `ids`, which are there."""
+        places = self._index.find(ids)
+        return [one[places] for one in self._all()]
+
+    def load(self, arrays: Sequence[Array]) -> None:
+        """Takes rows from `dump` or `export`; those that are there already are replaced."""
+        ids = arrays[0]
+        known = self._index.find(ids)
+        missing = known < 0
+        places = known
+        if missing.any():
+            places[missing] = self._take_places(int(missing.sum()))
+            self._index.add(ids[missing], places[missing])
+        for own, given in zip(self._all(), arrays, strict=True):
+            own[places] = given
+
+    def describe(self) -> dict[str, Any]:
+        """What the arrays do not say, for a dump."""
+        seen = list(self._seen.items())
+        counts = {"lookups": self.lookups, "evicted": self.evicted, "refused": self.refused}
+        return {**counts, "clock": self._clock, "seen": seen}
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        self.lookups, self.evicted, self.refused = facts["lookups"], facts["evicted"], facts["refused"]
+        self._clock, self._seen = facts["clock"], {int(one): int(count) for one, count in facts["seen"]}
