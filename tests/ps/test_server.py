@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trueline.errors import TrainError, TruelineError
+from trueline.errors import StorageError, TrainError, TruelineError
 from trueline.ps import dial, snapshot
 from trueline.ps.client import Gradients
 from trueline.ps.link import ServerLink
@@ -272,6 +274,95 @@ def test_a_push_with_an_old_routing_is_refused_in_full_and_sent_anew(servers: Wo
     assert values(client) == {-1.0}
     client.close()
     without.close()
+
+
+def test_the_files_of_a_cut_give_any_number_of_servers_the_same_state(servers: World) -> None:
+    old = servers.begin(2)
+    client = servers.client(old)
+    for minibatch in range(3):
+        client.push(gradients(minibatch))
+    client.drain(30)
+    paths = tuple(str(servers.job / "checkpoint" / ref) for ref in old.servers)
+    for ref, path in zip(old.servers, paths, strict=True):
+        servers.ask(ref, lambda link, path=path: save(link, path))
+    new = msgspec.structs.replace(make_routing(["server-2", "server-3", "server-4"], SPEC.dense), version=2)
+    for ref in new.servers:
+        servers.start(ref)
+        servers.ask(ref, lambda link: link.configure(SPEC, new, paths))
+    for ref in old.servers:
+        servers.ask(ref, lambda link: link.route(new))
+        servers.kill(ref)  # it has to know without being told again
+        servers.start(ref)
+    for ref in new.servers:
+        assert servers.stats(ref).applied == {0: ((0, 3),)}
+        servers.kill(ref)
+        servers.start(ref)
+    moved = servers.client(old, on_routing=lambda: new)
+    for minibatch in range(2, 5):  # of which the new servers have the first
+        moved.push(gradients(minibatch))
+    moved.drain(30)
+    assert values(moved) == {-5.0}
+    assert len({ref for ref in new.servers if servers.stats(ref).tables[0].rows}) > 1
+    client.close()
+    moved.close()
+
+
+async def save(link: ServerLink, path: str) -> None:
+    await link.save(path)
+    await link.wait_saved(path)
+
+
+def test_a_checkpoint_that_finds_no_room_fails_and_the_server_goes_on(servers: World) -> None:
+    client = servers.client(servers.begin(1))
+    pid = servers.processes["server-0"].pid
+    _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, most))
+    with pytest.raises(StorageError, match="checkpoint"):
+        servers.ask("server-0", lambda link: save(link, str(servers.job / "checkpoint")))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
+    servers.ask("server-0", lambda link: save(link, str(servers.job / "checkpoint")))
+    client.push(gradients(0))
+    client.drain(30)
+    client.close()
+
+
+def test_a_torn_file_of_a_checkpoint_is_named_and_leaves_the_server_unconfigured(servers: World) -> None:
+    routing = make_routing(["server-0"], SPEC.dense)
+    servers.start("server-0")
+    path = servers.job / "part"
+    snapshot.write(path, {}, [np.arange(100)])
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(StorageError, match="part is torn"):
+        servers.ask("server-0", lambda link: link.configure(SPEC, routing, (str(path),)))
+    assert servers.stats("server-0").routing == -1
+
+
+def test_a_server_ends_with_its_launcher(servers: World) -> None:
+    servers.begin(1)
+    servers.end_launcher()
+    assert servers.processes["server-0"].wait(30) == 75
+
+
+def test_a_server_needs_no_torch() -> None:
+    code = "import sys, trueline.ps.server, trueline.ps.client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_long_log_becomes_a_snapshot(servers: World) -> None:
+    """Three pushes of 100 MB."""
+    client = servers.client(servers.begin(1))
+    ids = np.arange(4_000_000)
+    for minibatch in range(3):
+        rows = np.full((len(ids), 4), 1, np.float32)
+        client.push(Gradients(0, minibatch, 1.0, (1.0,), {TABLE: (ids, rows)}, {"bias": np.zeros(3, np.float32)}))
+        client.drain(120)
+    folder = servers.folder("server-0")
+    while not (folder / "snapshot-1").exists() or (folder / "log-0").exists():
+        servers.stats("server-0")
+    servers.kill("server-0")
+    servers.start("server-0")
+    assert set(client.pull({TABLE: ids[::1000]}, timeout_s=60).rows[TABLE].reshape(-1).tolist()) == {-3.0}
+    client.close()
 
 
 def test_a_server_that_is_not_configured_is_waited_for(servers: World) -> None:

@@ -7,7 +7,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -36,20 +36,21 @@ _T = TypeVar("_T")
 class World:
     """Servers in the folder of a job. Each push that `push` sends takes 1 from the rows of IDS and from the bias."""
 
-    def __init__(self, job: Path, lifeline: int, *, prefix: Sequence[str] = ()) -> None:
-        self.job, self._lifeline, self._prefix = job, lifeline, prefix
+    def __init__(self, job: Path) -> None:
+        self.job = job
+        self._lifeline, self._writing = os.pipe()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._incarnations: dict[str, int] = {}
         self.addresses = functools.partial(dial.read_address, job)
 
-    def start(self, ref: str, prefix: Sequence[str] | None = None) -> subprocess.Popen[bytes]:
+    def start(self, ref: str) -> subprocess.Popen[bytes]:
         """The next incarnation of `server-SLOT`."""
         number = self._incarnations[ref] = self._incarnations.get(ref, -1) + 1
         env = os.environ | {
             "TRUELINE_JOB": str(self.job), "TRUELINE_SECRET": SECRET.decode(), "TRUELINE_REF": f"{ref}.{number}",
             LIFELINE: str(self._lifeline),
         }  # fmt: skip
-        command = [*(self._prefix if prefix is None else prefix), sys.executable, "-m", "trueline.ps.server"]
+        command = [sys.executable, "-m", "trueline.ps.server"]
         log = (self.job / f"{ref}.log").open("ab")
         process = subprocess.Popen(command, env=env, pass_fds=[self._lifeline], stdout=log, stderr=log)
         log.close()
@@ -59,6 +60,19 @@ class World:
     def kill(self, ref: str) -> None:
         self.processes[ref].kill()
         self.processes[ref].wait()
+
+    def end_launcher(self) -> None:
+        """Has the servers see that their launcher has ended. May be repeated."""
+        writing, self._writing = self._writing, -1
+        if writing >= 0:
+            os.close(writing)
+
+    def end(self) -> None:
+        self.end_launcher()
+        os.close(self._lifeline)
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
 
     def log(self, ref: str) -> str:
         return (self.job / f"{ref}.log").read_text()
@@ -104,16 +118,11 @@ class World:
 
 @contextmanager
 def world(job: Path) -> Iterator[World]:
-    reading, writing = os.pipe()
-    made = World(job, reading)
+    made = World(job)
     try:
         yield made
     finally:
-        os.close(writing)  # the end of their lifeline
-        os.close(reading)
-        for process in made.processes.values():
-            process.kill()
-            process.wait()
+        made.end()
 
 
 def gradients(minibatch: int, *, epoch: int = 0, value: float = 1.0, **fields: object) -> Gradients:

@@ -106,7 +106,8 @@ class Holding:
             self.held.take(msgspec.msgpack.decode(frame.read(Moved).header), [one.copy() for one in frame.arrays])
         elif frame.kind is Call.ROUTE:
             self.routing = frame.read(Routing)
-            self.held.reroute(self.routing)
+            if self.name in self.routing.servers:  # else it has no part any more, and refuses every other routing
+                self.held.reroute(self.routing)
         else:
             raise FrameError(f"a log has a frame of kind {frame.kind.name}, which changes nothing")
 

@@ -8,6 +8,7 @@ disk cut short is at the end of the last log, and was not acknowledged; what is 
 import mmap
 import os
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,9 @@ from trueline.ps.wire import Array, FrameError, ReceivedFrame, decode
 
 ENTRY = struct.Struct("<QQI4x")  # bytes of the frame, its checksum, CRC-32 of both
 LEAST_BYTES = 256 << 20
-"""A log of fewer bytes is not worth a snapshot."""
+"""A snapshot is due when the log has more bytes than this and than the state,"""
+WORK_S = 2.0
+"""or when it would take longer to apply again than this, and than this for each GB of the state."""
 _HINT = "move the server's folder away: the job goes on from its last checkpoint for this server"
 
 
@@ -34,8 +37,11 @@ class PushLog:
         self._handle = -1
         self.size = 0
         """Bytes since the last snapshot."""
-        self._end = self._covered = 0
-        self._due = LEAST_BYTES
+        self.work_s = 0.0
+        """CPU time that it took to apply them: add what `append`ed frames took."""
+        self._end = 0
+        self._covered = 0, 0.0
+        self._due = LEAST_BYTES, WORK_S
         self._writing: snapshot.ForkedWrite | None = None
 
     def _numbers(self, kind: str) -> list[int]:
@@ -52,6 +58,7 @@ class PushLog:
         logs = [number for number in self._numbers("log") if number >= (first or 0)]
         if logs and logs != list(range(first or 0, logs[-1] + 1)):
             raise StorageError(f"{self.folder} lacks a log between {first or 0} and {logs[-1]}", hint=_HINT)
+        began = time.process_time()
         for number in logs:
             path = self.folder / f"log-{number}"
             end = 0
@@ -61,6 +68,7 @@ class PushLog:
             self.size += end
             if number == logs[-1] and end < path.stat().st_size:
                 os.truncate(path, end)
+        self.work_s = time.process_time() - began
         self._open()
 
     def _open(self) -> None:
@@ -98,7 +106,11 @@ class PushLog:
 
     def is_long(self, state: Callable[[], int]) -> bool:
         """Whether a snapshot of a state of that many bytes is due."""
-        return self.size > self._due and self._writing is None and self.size > state()
+        if self._writing is not None:
+            return False
+        if self.size > self._due[0]:
+            return self.size > state()
+        return self.work_s > self._due[1] and self.work_s > WORK_S * state() / 1e9
 
     def begin_snapshot(self, dump: Callable[[], tuple[snapshot.Header, list[Array]]]) -> snapshot.ForkedWrite:
         """Starts the next log, and a child that writes the state up to it. Call `end_snapshot` when it has ended."""
@@ -113,10 +125,10 @@ class PushLog:
             self._handle, self._end, self.number = before
             path = self.folder / f"log-{before[2] + 1}"
             path.unlink(missing_ok=True)
-            self._due = self.size + LEAST_BYTES // 2
+            self._put_off()
             raise error if isinstance(error, StorageError) else files.storage_error(error, path) from error
         os.close(before[0])
-        self._covered = self.size
+        self._covered = self.size, self.work_s
         return self._writing
 
     def end_snapshot(self) -> None:
@@ -126,14 +138,19 @@ class PushLog:
             return
         error = writing.finish()
         if error is not None:
-            self._due = self.size + LEAST_BYTES // 2
+            self._put_off()
             raise error
-        self.size -= self._covered
-        self._due = LEAST_BYTES
+        self.size -= self._covered[0]
+        self.work_s -= self._covered[1]
+        self._due = LEAST_BYTES, WORK_S
         for kind in ("log", "snapshot"):
             for number in self._numbers(kind):
                 if number < self.number:
                     (self.folder / f"{kind}-{number}").unlink(missing_ok=True)
+
+    def _put_off(self) -> None:
+        """A snapshot that failed is tried again after as much as a snapshot is worth."""
+        self._due = self.size + LEAST_BYTES, self.work_s + WORK_S
 
     def close(self) -> None:
         if self._writing is not None:
@@ -142,12 +159,6 @@ class PushLog:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
-
-    def clear(self) -> None:
-        """Removes everything."""
-        self.close()
-        for path in (*self.folder.glob("log-*"), *self.folder.glob("snapshot-*")):
-            path.unlink(missing_ok=True)
 
 
 def read_log(path: Path, *, last: bool) -> Iterator[tuple[ReceivedFrame, int]]:

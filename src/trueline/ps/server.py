@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from pathlib import Path
 
@@ -187,11 +188,13 @@ class ParameterServer:
                 line.inbox.detach()
             self._waiting.append((line, frame))
             return
+        began = time.process_time()
         try:
             held.push(push)
         except BaseException:
             self._log.take_back(len(frame.data))
             raise
+        self._log.work_s += time.process_time() - began
         self._pushes += 1
         self._staleness[min(max(held.steps - 1 - request.pulled, 0), STALEST - 1)] += 1
         self._lines.reply(line, frame.number)
