@@ -18,6 +18,7 @@ from trueline.errors import StorageError, TrainError, TruelineError
 from trueline.ps import dial, snapshot
 from trueline.ps.client import Gradients
 from trueline.ps.link import ServerLink
+from trueline.ps.messages import BUCKETS
 from trueline.ps.partition import make_routing
 from trueline.ps.wire import HEAD, FrameError
 from worlds.parameter_servers import IDS, SECRET, SPEC, TABLE, World, gradients, values, world
@@ -305,6 +306,39 @@ def test_the_files_of_a_cut_give_any_number_of_servers_the_same_state(servers: W
     assert len({ref for ref in new.servers if servers.stats(ref).tables[0].rows}) > 1
     client.close()
     moved.close()
+
+
+async def hand_over(world: World, buckets: range) -> None:
+    """Copies rows of server-0 to server-1 in a cut, whose master then dies."""
+    links = [ServerLink(world.addresses, ref, SECRET) for ref in ("server-0", "server-1")]
+    for link in links:
+        await link.begin_cut(1, {})
+    await links[1].take(*await links[0].export(buckets))
+    for link in links:
+        await link.close()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_server_that_took_rows_applies_nothing_until_it_has_a_routing(servers: World, goes_on: bool) -> None:
+    old = servers.begin(2)
+    client = servers.client(old, outstanding=4, on_routing=lambda: after)
+    client.push(gradients(0))
+    client.drain(30)
+    after = old
+    if goes_on:  # all buckets are server-1's
+        after = msgspec.structs.replace(old, version=2, owners=np.ones(BUCKETS, "<u2").tobytes())
+    asyncio.run(hand_over(servers, range(BUCKETS)))
+    client.push(gradients(1))
+    servers.kill("server-1")
+    servers.start("server-1")
+    while not servers.stats("server-1").queued:
+        continue
+    assert servers.stats("server-1").applied == {0: ((0, 1),)}
+    for ref in ("server-1", "server-0", "server-1"):
+        servers.ask(ref, lambda link: link.route(after))
+    client.drain(30)
+    assert values(client) == {-2.0}
+    client.close()
 
 
 async def save(link: ServerLink, path: str) -> None:

@@ -39,6 +39,9 @@ class Holding:
         self.spec: ModelSpec | None = None
         self.routing: Routing | None = None
         self._held: Held | None = None
+        self.is_moving = False
+        """Whether it has taken rows that a coming routing gives it. Until a routing comes it may apply nothing: a push
+        that it applied by the old one would lack what it does to these rows."""
 
     @property
     def held(self) -> Held:
@@ -103,9 +106,10 @@ class Holding:
             body = frame.read(Configure)
             self.configure(body.spec, body.routing)
         elif frame.kind is Call.TAKE:
-            self.held.take(msgspec.msgpack.decode(frame.read(Moved).header), [one.copy() for one in frame.arrays])
+            self.held.take(msgspec.msgpack.decode(frame.read(Moved).header), frame.arrays)
+            self.is_moving = True
         elif frame.kind is Call.ROUTE:
-            self.routing = frame.read(Routing)
+            self.routing, self.is_moving = frame.read(Routing), False
             if self.name in self.routing.servers:  # else it has no part any more, and refuses every other routing
                 self.held.reroute(self.routing)
         else:

@@ -27,7 +27,7 @@ from trueline.ps.cut import Cut
 from trueline.ps.holding import Holding
 from trueline.ps.listen import CallerLine, CallerLines
 from trueline.ps.memory import describe_need, keep_freed, resident_bytes
-from trueline.ps.messages import ServerStats, TableStats
+from trueline.ps.messages import Routing, ServerStats, TableStats
 from trueline.ps.push_log import PushLog
 from trueline.ps.saves import Saves
 from trueline.ps.wire import (
@@ -72,7 +72,7 @@ class ParameterServer:
             Call.CONFIGURE: self._configure, Call.INITIALIZE: self._initialize, Call.PULL: self._pull,
             Call.PUSH: self._push, Call.STATS: self._tell_stats, Call.BEGIN_CUT: self._begin_cut,
             Call.END_CUT: self._end_cut, Call.SAVE: self._save, Call.SAVED: self._wait_saved,
-            Call.EXPORT: self._export, Call.TAKE: self._change, Call.ROUTE: self._change, Call.STOP: self._stop,
+            Call.EXPORT: self._export, Call.TAKE: self._change, Call.ROUTE: self._route, Call.STOP: self._stop,
         }  # fmt: skip
 
     def start(self) -> None:
@@ -129,6 +129,14 @@ class ParameterServer:
         self._keep(frame)
         self._lines.reply(line, frame.number)
 
+    def _route(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        """The routing that it has already ends a move that came to nothing."""
+        if frame.read(Routing) != self._holding.routing or self._holding.is_moving:
+            self._change(line, frame)
+        else:
+            self._lines.reply(line, frame.number)
+        self._try_again()
+
     def _keep(self, frame: ReceivedFrame) -> None:
         """Logs a frame, then applies it."""
         self._log.append(frame.data)
@@ -176,7 +184,7 @@ class ParameterServer:
         holding.check_ready()
         push = holding.read_push(request, frame.arrays)
         held.check(push)
-        waits = bool(self._lacking) or (self._cut is not None and not self._cut.admits(key))
+        waits = bool(self._lacking) or (holding.is_moving if self._cut is None else not self._cut.admits(key))
         if not waits:
             try:
                 self._log.append(frame.data)
