@@ -56,6 +56,8 @@ class DenseStore:
         self._spec = spec
         self._parts = [self._make(part) for part in parts]
         self.initialized = False
+        self._kept: list[tuple[Mapping[str, Any], list[Rows]]] = []
+        """What came for the next routing."""
 
     def _make(self, part: DensePart) -> _Part:
         group = self._groups[part.name]
@@ -109,8 +111,11 @@ class DenseStore:
             for part in self._parts
         ]
 
-    def load(self, facts: Mapping[str, Any], arrays: Sequence[Rows]) -> None:
-        """Takes what this server has of a part from `dump`."""
+    def load(self, facts: Mapping[str, Any], arrays: Sequence[Rows], *, keep: bool = False) -> None:
+        """Takes what this server has of a part from `dump`; `keep`: and what it will have after the next `place`."""
+        if keep:
+            self._kept = [(other, of) for other, of in self._kept if other != facts]
+            self._kept.append((facts, list(arrays)))
         for part in self._named(facts["name"]):
             part.take(facts["start"], facts["stop"], arrays[0], arrays[1:])
 
@@ -123,3 +128,7 @@ class DenseStore:
         for old in before:
             for part in self._named(old.name):
                 part.take(old.start, old.stop, old.row, old.slots)
+        kept, self._kept = self._kept, []
+        for facts, arrays in kept:
+            for part in self._named(facts["name"]):
+                part.take(facts["start"], facts["stop"], arrays[0], arrays[1:])

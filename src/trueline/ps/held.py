@@ -169,11 +169,12 @@ class Held:
         return self._pack(rows, dense=not buckets, whole=False)
 
     def take(self, header: dict[str, Any], arrays: Sequence[Array]) -> None:
-        """Takes, of a `dump` or an `export`, what the routing gives to this server."""
-        self._unpack(header, arrays, all_rows=False)
+        """Takes, of a `dump`, what the routing gives to this server; of an `export` all, for the next routing."""
+        self._unpack(header, arrays, all_rows=header.get("moved", False))
 
     def reroute(self, routing: Routing) -> None:
-        """Drops what is another server's from now on; `take` brings what is new here. Only in a cut: no step waits."""
+        """Drops what is another server's from now on; what is new here, `take` brought before or brings now. Only in a
+        cut: no step waits."""
         name = self.routing.servers[self.index]
         self.routing, self.index = routing, routing.servers.index(name)
         foreign = np.flatnonzero(owners_of(routing) != self.index).tolist()
@@ -192,6 +193,7 @@ class Held:
         header: dict[str, Any] = {
             "steps": self.steps, "applied": [(epoch, list(runs)) for epoch, runs in self.applied().items()],
             "columns": columns, "dense": [facts for facts, _ in parts], "initialized": dense and self.initialized,
+            "moved": not whole,
         }  # fmt: skip
         for _, of in parts:
             arrays += of
@@ -221,7 +223,7 @@ class Held:
                 table.load(of)
         for facts in header["dense"]:
             count = facts["arrays"]
-            self._dense.load(facts, arrays[at : at + count])
+            self._dense.load(facts, arrays[at : at + count], keep=header.get("moved", False))
             at += count
         if header["initialized"]:
             self._dense.initialized = True

@@ -8,12 +8,14 @@ from trueline.settings import setting
 Precision = Literal["fp32", "bf16", "fp16"]
 Shuffle = Literal["full", "windows", "none"]
 LossReduction = Literal["auto", "mean", "sum"]
+Strategy = Literal["allreduce", "ps"]
 
 _RESULT = "What is computed (a resumed job keeps it)"
 _WORKERS = "The workers (a resumed job may have others)"
 _KEEPING = "Checkpoints and evaluation"
 _JOB = "The job"
 _HOSTS = "Other hosts"
+_SERVERS = "Parameter servers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,21 @@ class StepSettings:
 class TrainingSettings(StepSettings, LoopSettings):
     """All settings of a job beside its recipe and its number of workers."""
 
+    strategy: Strategy = setting(
+        "allreduce", "allreduce: every worker has the whole model; ps: parameter servers hold it, with embedding "
+        "tables of any size, and workers train asynchronously.", section=_SERVERS, recipe=True, fixed=True,
+    )  # fmt: skip
+    servers: int = setting(
+        1, "Parameter servers that share tables and dense parameters.",
+        section=_SERVERS, metavar="N", low=1, recipe=True,
+    )  # fmt: skip
+    staleness: int = setting(
+        -1, "A minibatch begins while at most this many others are under way; 0: synchronous steps of --batch records, "
+        "-1: no bound.", section=_SERVERS, metavar="N", low=-1, recipe=True, fixed=True,
+    )  # fmt: skip
+    half_rows: bool = setting(
+        False, "Rows and their gradients travel as float16.", section=_SERVERS, recipe=True
+    )
     weights: str = setting(
         "", "Weights that the training starts from: a state_dict of torch.save, safetensors, a Hugging Face folder, a "
         "checkpoint or a job. They fit the model in every name and shape.",

@@ -10,7 +10,7 @@ import msgspec
 from trueline import files
 from trueline.engine.hosts.ssh import parse_hosts
 from trueline.errors import UsageError, closest
-from trueline.recipe.settings import LossReduction, Precision, Shuffle, TrainingSettings
+from trueline.recipe.settings import LossReduction, Precision, Shuffle, Strategy, TrainingSettings
 from trueline.settings import check, declared_settings
 from trueline.train.job_dir import JobDir
 
@@ -18,6 +18,17 @@ Phase = Literal[
     "before", "backward", "allreduced", "applied",
     "entering", "forming", "healing", "observing", "evaluating", "saving", "finishing",
 ]  # fmt: skip
+
+
+MASTERS: Mapping[Strategy, str] = {"allreduce": "trueline.train.master.server", "ps": "trueline.ps.master.server"}
+"""The module of each strategy's master, by name: what stands above train is never imported here."""
+WORKERS: Mapping[Strategy, str] = {"allreduce": "trueline.train.worker.main", "ps": "trueline.ps.worker"}
+NOT_OF_SERVERS = (
+    "micro_batch", "bitwise", "precision", "ema", "find_unused_parameters", "compile", "readers", "backend",
+    "evaluate_every", "monitor", "patience", "profile", "autoscale", "hosts", "listen",
+)  # fmt: skip
+"""Settings that a job with parameter servers does not have."""
+OF_SERVERS = ("servers", "staleness", "half_rows")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +96,22 @@ def device_kind(wanted: str) -> tuple[str, int | None]:
         f"device is '{wanted}', which is none",
         hint="say auto, cpu, cuda, or cuda:N for device N of each machine; name a value of your own `_device`",
     )
+
+
+def check_strategy(job: JobSettings) -> None:
+    """Raises UsageError for settings that the job's strategy does not have."""
+    unused = NOT_OF_SERVERS if job.strategy == "ps" else OF_SERVERS
+    for one in declared_settings(TrainingSettings):
+        if one.name in unused and getattr(job, one.name) != one.default:
+            raise UsageError(
+                f"--{one.flag} does not apply to --strategy {job.strategy}",
+                hint="leave it out, or choose the other strategy; docs/guides/parameter-server.md has the settings",
+            )
+    if job.script and job.strategy == "ps":
+        raise UsageError(
+            "a script with a loop of its own has no parameter servers",
+            hint="write the model as a recipe: trueline train RECIPE --strategy ps",
+        )
 
 
 def check_backend(wanted: str) -> None:
@@ -204,6 +231,10 @@ class Overrides(TypedDict, total=False):
     profile: str | None
     device: str | None
     backend: str | None
+    strategy: Strategy | None
+    servers: int | None
+    staleness: int | None
+    half_rows: bool | None
     find_unused_parameters: bool | None
     weights: str | None
     new_layers: str | None
@@ -232,6 +263,7 @@ def apply_overrides(
     except msgspec.ValidationError as error:
         raise UsageError(f"a setting of the job is of the wrong kind: {error}") from error
     check(job, unchecked=("epochs", "global_batch") if job.script else ())
+    check_strategy(job)
     device_kind(job.device)
     check_backend(job.backend)
     parse_steps(job.profile)

@@ -46,9 +46,9 @@ from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
-PRELOAD = ("trueline.train.worker.main", "torch._dynamo", "torch.nn.parallel", "torch.optim")
-"""What the agent imports once for all workers, beside the libraries that the recipe imports. torch itself imports
-`torch._dynamo`, which takes about a second, when the first optimizer is made."""
+PRELOAD = ("torch._dynamo", "torch.nn.parallel", "torch.optim")
+"""What the agent imports once for all workers, beside their module and the libraries that the recipe imports. torch
+itself imports `torch._dynamo`, which takes about a second, when the first optimizer is made."""
 POLL_S = 0.25
 """How often the agent is checked; the end of the master's stream of events is handled at once."""
 EXIT_S = 0.1  # how long to wait for the master's exit code after its stream of events has ended
@@ -193,12 +193,13 @@ class LocalJob:
 
     def _preload(self) -> tuple[str, ...]:
         users = self.settings.script[0] if self.settings.script else self.settings.recipe
-        return (*PRELOAD, *libraries_of(Path(users)))
+        return (job_settings.WORKERS[self.settings.strategy], *PRELOAD, *libraries_of(Path(users)))
 
     def _start_master(self) -> None:
         if self.master is None:
             arguments = [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
-            self.master = MasterProcess(arguments, life=self._master_life.reading, log=self.folder.log("master"))
+            module, log = job_settings.MASTERS[self.settings.strategy], self.folder.log("master")
+            self.master = MasterProcess(module, arguments, life=self._master_life.reading, log=log)
         self.master.start("--port", str(self._reserved.getsockname()[1]))
 
     def _address(self) -> str:

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -52,8 +52,9 @@ def reserve_port(address: str = "127.0.0.1:0") -> socket.socket:
 class MasterProcess:
     """The launcher's side: at most one master at a time. `life` is the reading end of the launcher's lifeline pipe."""
 
-    def __init__(self, arguments: Sequence[str], *, life: int, log: Path) -> None:
-        self.arguments, self.life, self.log = list(arguments), life, log
+    def __init__(self, module: str, arguments: Sequence[str], *, life: int, log: Path) -> None:
+        """`module`: that of the master; its `main` reads `arguments` from sys.argv and returns the exit code."""
+        self.arguments, self.life, self.log = [module, *arguments], life, log
         self._zygote: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
         self._lock = threading.Lock()  # the exit code is read from the pipe once
@@ -109,18 +110,18 @@ class MasterProcess:
 
 
 def main() -> None:
-    """`python -m trueline.train.master.failover MASTER'S ARGUMENTS`: the zygote."""
+    """`python -m trueline.train.master.failover MODULE MASTER'S ARGUMENTS`: the zygote."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     life = int(os.environ[LIFELINE])
     wake_at_end(life)
-    importlib.import_module("trueline.train.master.server")
+    module = importlib.import_module(sys.argv.pop(1))
     own_life, own_end = os.pipe()
     os.environ[LIFELINE] = str(own_life)
     while (arguments := _read_request(life)) is not None:
         pid = os.fork()
         if pid == 0:
             os.close(own_end)
-            run_child(partial(_run_master, [*sys.argv[1:], *arguments]))
+            run_child(partial(_run_master, module.main, [*sys.argv[1:], *arguments]))
         code = _wait_for_exit(pid, life)
         if code is None:
             break
@@ -151,7 +152,7 @@ def _wait_for_exit(pid: int, life: int) -> int | None:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _run_master(arguments: list[str]) -> int | None:
+def _run_master(main: Callable[[], int | None], arguments: list[str]) -> int | None:
     os.setsid()
     os.dup2(2, 1)  # both go to its log
     null = os.open(os.devnull, os.O_RDONLY)
@@ -159,8 +160,7 @@ def _run_master(arguments: list[str]) -> int | None:
     os.close(null)
     log_output()
     sys.argv[1:] = arguments
-    code: int | None = sys.modules["trueline.train.master.server"].main()
-    return code
+    return main()
 
 
 if __name__ == "__main__":

@@ -67,6 +67,27 @@ class Leases:
     def finished(self) -> bool:
         return self.committed == self.num_records
 
+    @property
+    def oldest(self) -> int:
+        """The first position that is not committed; `num_records`: there is none."""
+        begins = [start for start, _ in self._free[:1]] + [held.at for held in self._held.values()]
+        return min(begins, default=self.num_records)
+
+    @property
+    def next_free(self) -> int | None:
+        """Where the next lease begins; None: nothing is free."""
+        return self._free[0][0] if self._free else None
+
+    @property
+    def free(self) -> list[tuple[int, int]]:
+        """What is neither leased nor committed, in order."""
+        return list(self._free)
+
+    @property
+    def outstanding(self) -> list[tuple[int, int]]:
+        """What is leased and not committed, in order."""
+        return sorted((held.at, held.stop) for held in self._held.values())
+
     def first_rows(self) -> list[Row]:
         """The rows to write before the first lease is granted."""
         return [("LEASES", {"epoch": self.epoch, "incarnation": self.incarnation, "num_records": self.num_records})]

@@ -1,0 +1,120 @@
+"""Cuts: moments at which all servers have applied the same minibatches, in which they save or hand over what they hold.
+
+    begin    every server applies what is under way, then queues pushes of anything else; pulls are answered
+    act      fork and write a checkpoint's part, or copy buckets to their next owner and take the next routing
+    end      the queues are worked off
+
+A death in the middle ends the cut on all servers, and it is tried again later. The next routing is in the journal
+before a server takes it; those that receive take it before those that give, so that after any death the rows that a
+push reached, and the minibatches that its server says it has, belong together.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from trueline.errors import TruelineError
+from trueline.ps.link import ServerLink
+from trueline.ps.messages import BUCKETS, ModelSpec, Routing, Runs
+from trueline.ps.partition import move_buckets, owners_of
+
+REACH_S = 10.0
+"""How long servers may take to apply what is under way; then the cut is given up, and tried again later."""
+STAGE = 128
+"""Buckets that move in one cut: training waits for as long as these take."""
+
+
+class CutBroken(Exception):
+    """A server went away, or what is under way was not applied in time; nothing has changed."""
+
+
+@contextlib.asynccontextmanager
+async def cut(links: Mapping[str, ServerLink], number: int, keys: Mapping[int, Runs]) -> AsyncIterator[None]:
+    """Within the block all servers of `links` have applied the same: all of `keys`. Raises CutBroken."""
+    try:
+        async with asyncio.timeout(REACH_S):
+            await asyncio.gather(*(link.begin_cut(number, keys, REACH_S) for link in links.values()))
+        yield
+    except (OSError, TimeoutError, TruelineError) as error:
+        raise CutBroken(f"{type(error).__name__}: {error}") from error
+    finally:
+        await asyncio.gather(*(_end(link, number) for link in links.values()))
+
+
+async def _end(link: ServerLink, number: int) -> None:
+    with contextlib.suppress(OSError, TimeoutError, TruelineError):  # a server that is gone has left the cut
+        await link.end_cut(number)
+
+
+async def save(links: Mapping[str, ServerLink], folder: Path) -> dict[str, str]:
+    """In a cut: has every server write its part of a checkpoint; returns their files, by server."""
+    paths = {ref: str(folder / f"{ref}.part") for ref in links}
+    await asyncio.gather(*(link.save(paths[ref]) for ref, link in links.items()))
+    return paths
+
+
+def plan_stages(routing: Routing, servers: Sequence[str], spec: ModelSpec) -> list[Routing]:
+    """The routings that lead to `servers`, each of which moves at most STAGE buckets; the last has dense parts in their
+    new places, unless servers are added: then the first has."""
+    final = move_buckets(routing, servers, spec.dense)
+    union = list(routing.servers) + [ref for ref in servers if ref not in routing.servers]
+    number = {ref: index for index, ref in enumerate(union)}
+    old, new = (np.array([number[one.servers[owner]] for owner in owners_of(one)]) for one in (routing, final))
+    moving = np.flatnonzero(old != new)
+    stages, version = [], routing.version
+    for at in range(0, max(1, len(moving)), STAGE):
+        version += 1
+        old[moving[at : at + STAGE]] = new[moving[at : at + STAGE]]
+        last = at + STAGE >= len(moving)
+        names = list(servers) if last else union
+        places = np.array([names.index(union[owner]) for owner in old], dtype="<u2")
+        grown = len(union) > len(routing.servers)
+        dense = final.dense if last or grown else routing.dense
+        stages.append(Routing(version=version, servers=tuple(names), owners=places.tobytes(), dense=dense))
+    return stages
+
+
+async def move(
+    links: Mapping[str, ServerLink], before: Routing, after: Routing, spec: ModelSpec, keep: Callable[[Routing], None]
+) -> None:
+    """In a cut: hands over what `after` gives to other servers than `before`. `keep` writes the routing to the journal.
+    `links` has the servers of both."""
+    for ref in after.servers:
+        if ref not in before.servers:
+            await links[ref].configure(spec, after)
+    gaining = await _copy(links, before, after)
+    keep(after)
+    await spread(links, after, first=gaining)
+
+
+async def _copy(links: Mapping[str, ServerLink], before: Routing, after: Routing) -> list[str]:
+    """Copies rows and dense parts to their next owners; returns the refs of these."""
+    owners, later = owners_of(before), owners_of(after)
+    gaining: dict[str, None] = {}
+    for giver, ref in enumerate(before.servers):
+        for taker, other in enumerate(after.servers):
+            if ref == other:
+                continue
+            buckets = [b for b in range(BUCKETS) if owners[b] == giver and later[b] == taker]
+            if buckets:
+                header, arrays = await links[ref].export(buckets)
+                await links[other].take(header, arrays)
+                gaining[other] = None
+    if before.dense != after.dense:
+        for ref in before.servers:
+            header, arrays = await links[ref].export(())
+            for other in after.servers:
+                if other != ref:
+                    await links[other].take(header, arrays)
+                    gaining[other] = None
+    return list(gaining)
+
+
+async def spread(links: Mapping[str, ServerLink], routing: Routing, *, first: Sequence[str] = ()) -> None:
+    """Gives all servers the routing, to those in `first` before the others. May be repeated."""
+    for ref in dict.fromkeys([*first, *routing.servers]):
+        if ref in routing.servers:
+            await links[ref].route(routing)

@@ -1,0 +1,328 @@
+"""The master of a parameter-server job: a shell around ledger and rosters, in one asyncio thread.
+
+Workers ask for minibatches and commit them; the engine reports starts and deaths; servers are asked once a second how
+they are. Everything that outlives the master is with the servers, but for routing, spec and checkpoints (the journal).
+"""
+
+import asyncio
+import base64
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trueline import files
+from trueline.engine.contract import Engine, parse_ref
+from trueline.errors import TruelineError
+from trueline.ps.master import cuts
+from trueline.ps.master.checkpoints import Checkpoints
+from trueline.ps.master.ledger import Ledger
+from trueline.ps.master.report import describe, summarize
+from trueline.ps.master.shell import SAVER, SERVER, TICK_S, WORKER, JobShell
+from trueline.ps.messages import Routing, ServerStats
+from trueline.ps.partition import make_routing
+from trueline.ps.tasks import Commit, Join
+from trueline.train.master.journal import Journal
+from trueline.train.master.publisher import NamedEvent
+from trueline.train.settings import JobSettings
+
+STATS_S, JOURNAL_S = 1.0, 1.0
+START_S = 180.0
+SILENT_S = 10.0
+"""A server that answers nothing for longer is killed and started again."""
+
+
+class PsMaster(JobShell):
+    """One job's master."""
+
+    def __init__(
+        self, job: JobSettings, job_dir: Path, journal: Journal, engine: Engine, secret: str, now: Callable[[], float]
+    ) -> None:
+        super().__init__(job, job_dir, journal, engine, secret, now)
+        self._step_logged, self._journal_at = -1, 0.0
+        self._settling = asyncio.Lock()
+        self.checkpoints = Checkpoints(self, settle=self.settle, stop=self.stop, conclude=self.conclude)
+
+    # processes
+
+    async def adopt(self) -> None:
+        """Takes over what the engine runs."""
+        for seen in await self.engine.list():
+            role = parse_ref(seen.ref)[0]
+            if seen.alive and role in (WORKER, SERVER):
+                (self.workers if role == WORKER else self.servers).adopt(seen.ref)
+                self.heard[seen.ref] = self.now()
+        if self.routing is not None:  # more servers are added once those are there
+            self.servers.count = len(self.routing.servers)
+        await self.start_due()
+        if self.routing is not None:
+            self.spawn(self.settle())
+
+    async def start_due(self) -> None:
+        if self.failed or self.phase == "finished":
+            return
+        due = [*self.servers.start_due(self.now()), *self.workers.start_due(self.now())]
+        for ref in due:
+            self.log("START", ref=ref)
+            self.heard[ref] = self.now() + START_S  # it imports first
+            self.emit(f"{parse_ref(ref)[0]}.started", worker=ref)
+        if due:
+            await self.order(lambda: self.engine.add([self.make_spec(ref) for ref in due]))
+
+    async def run_engine(self) -> None:
+        """Follows the engine's processes, across restarts of its agent."""
+        while not self.stopped.is_set():
+            with contextlib.suppress(OSError):  # until there is one again, silence finds the dead
+                async for seen in self.engine.watch():
+                    if seen.alive:
+                        self.emit("worker.running", worker=seen.ref, pid=seen.pid)
+                    else:
+                        await self.note_death(seen.ref, seen.reason, clean=seen.code == 0)
+            await asyncio.sleep(TICK_S)
+
+    async def note_death(self, ref: str, why: str, *, clean: bool = False) -> None:
+        role = parse_ref(ref)[0]
+        if role == SAVER:
+            self.checkpoints.note_exit(ref, clean, why)
+            return
+        roster = self.workers if role == WORKER else self.servers
+        if not roster.note_death(ref, self.now()):
+            return
+        self.heard.pop(ref, None)
+        if self.phase in ("finished", "failed") or self.halting:
+            return
+        self.emit("worker.lost", worker=ref, why=why)
+        if role == WORKER:
+            self.deaths.append({"generation": len(self.deaths) + 1, "reason": f"{ref} died: {why}", "gap_ms": 0.0,
+                                "workers": len(roster.alive)})  # fmt: skip
+            if self.ledger is not None:
+                self.ledger.release(ref)
+            self.wake()
+        elif self.routing is not None:
+            self.spawn(self.settle())
+        if (slot := roster.hopeless) >= 0:
+            self.fail("train", f"{role} {slot} died {roster.most_failures} times in a row, the last time: {why}",
+                      f"see {self.folder.log(ref)}")  # fmt: skip
+        await self.start_due()
+
+    # the model and its servers
+
+    async def join(self, request: Join) -> Routing:
+        """A worker is ready: the first one tells what the model is. Returns when the servers hold it."""
+        self._accept_model(request)
+        self.heard[request.ref] = self.now()
+        self.emit("worker.joined", worker=request.ref, total_steps=self.total_steps)
+        await self.ready.wait()
+        assert self.routing is not None
+        return self.routing
+
+    def _accept_model(self, request: Join) -> None:
+        if self.spec is None:
+            self.spec, self.num_records, self.blocks = request.spec, request.num_records, request.blocks
+            spec = base64.b64encode(msgspec.msgpack.encode(request.spec)).decode()
+            self.log("PS_MODEL", spec=spec, num_records=request.num_records, blocks=list(request.blocks))
+            self.set_routing(make_routing([f"{SERVER}-{n}" for n in range(self.servers.count)], request.spec.dense))
+            self.log("FACTS", num_records=self.num_records, total_steps=self.total_steps, shard_records=0)
+            self.spawn(self.settle())
+        elif request.spec != self.spec or request.num_records != self.num_records:
+            sees = f"{request.num_records} records, the others {self.num_records}"
+            sees = sees if request.spec == self.spec else "another model than the others"
+            why = "every worker must see the same records and build the same model"
+            self.fail("data", f"{request.ref} sees {sees}", why)
+
+    async def settle(self) -> None:
+        """Configures servers that have started, and takes from all of them what is done; waits until all are there."""
+        async with self._settling:
+            assert self.spec is not None
+            while not self.stopped.is_set() and not self.failed:
+                assert self.routing is not None
+                try:
+                    stats = await asyncio.gather(*(self._configure(ref) for ref in self.routing.servers))
+                    break
+                except (OSError, TimeoutError):
+                    await asyncio.sleep(0.05)  # a server is away: the engine starts it
+                except TruelineError as error:
+                    self.fail(error.code, error.message, error.hint)
+                    return
+            else:
+                return
+            self.stats |= {one.ref.partition(".")[0]: one for one in stats}
+            applied = [one.applied for one in stats]
+            if self.ledger is None:
+                self.ledger = Ledger(grid=self.grid, epochs=self.job.epochs, staleness=self.job.staleness,
+                                     lease_s=max(self.job.lease_s, 3.0))  # fmt: skip
+                self.ledger.restore(applied)
+                if self.ledger.steps:
+                    self.emit("job.restored", checkpoint="the servers' logs", step=self.ledger.steps)
+            elif self._lacks(applied):
+                self.emit("job.restored", checkpoint="a server that lost minibatches", step=self.ledger.steps)
+                self.ledger.restore(applied)
+            if self.phase == "gathering":
+                self.phase = "running"
+                self.emit("view.published", generation=1, workers=len(self.workers.alive), why="the servers are there")
+            self.ready.set()
+            self.wake()
+
+    def _lacks(self, applied: list[Any]) -> bool:
+        """Whether a server lacks minibatches that are committed: it lost its log. They are trained again."""
+        assert self.ledger is not None
+        done = self.ledger.done
+        for one in applied:
+            own = one.get(self.ledger.epoch, ())
+            if any(not any(low <= start and stop <= high for low, high in own) for start, stop in done):
+                return True
+        return False
+
+    async def _configure(self, ref: str) -> ServerStats:
+        assert self.spec is not None
+        assert self.routing is not None
+        link = self.link(ref)
+        stats = await link.stats()
+        if stats.routing < 0:
+            await link.configure(self.spec, self.routing, self.checkpoints.parts)
+            stats = await link.stats()
+        if stats.routing < self.routing.version:
+            await link.route(self.routing)
+            stats = await link.stats()
+        self.servers.note_progress(stats.ref)
+        self.heard[stats.ref] = self.now()
+        return stats
+
+    # minibatches
+
+    def commit(self, request: Commit) -> bool:
+        """Enters minibatches that all servers have; False: the worker has lost its lease."""
+        assert self.ledger is not None
+        self.heard[request.ref] = self.now()
+        before = self.ledger.steps
+        if not self.ledger.commit(request.token, request.epoch, request.upto, self.now()):
+            return False
+        self.workers.note_progress(request.ref)
+        self.computed[request.ref] = self.computed.get(request.ref, 0) + len(request.computed)
+        after, named = self.ledger.steps, list[NamedEvent]()
+        for at, one in enumerate(request.computed):
+            self.loss = one.loss
+            self.recent.append((self.now(), one.records))
+            step = min(before + at, after - 1) if after > before else after
+            if self.job.staleness == 0 and after == before:
+                continue  # a part of a step that is not whole
+            named.append(("step.applied", {
+                "total": self.total_steps, "step": step, "generation": 1, "records": one.records, "digest": 0,
+                "loss": one.loss, "workers": len(self.workers.alive), "gap_ms": 0.0, "at_ns": request.at_ns,
+                "data_ms": one.data_ms, "compute_ms": one.compute_ms, "wait_ms": one.wait_ms, "commit_ms": 0.0,
+                "redone": 0, "learning_rate": one.lr, "gradient_norm": one.norm,
+            }))  # fmt: skip
+        self.publisher.publish(named)
+        self._log_step()
+        self.wake()
+        return True
+
+    def _log_step(self) -> None:
+        """Writes the steps into the journal once a second, for those who read it when nobody answers."""
+        assert self.ledger is not None
+        step = self.ledger.steps - 1
+        if step > self._step_logged and self.now() >= self._journal_at:
+            self._step_logged, self._journal_at = step, self.now() + JOURNAL_S
+            loss = self.loss if math.isfinite(self.loss) else None
+            self.log("COMMIT", step=step, generation=1, records=0, digest=0, loss=loss, workers=0, gap_ms=0.0, at_ns=0)
+
+    async def run_clock(self) -> None:
+        asked = 0.0
+        while not self.stopped.is_set():
+            await asyncio.sleep(TICK_S)
+            self.publisher.flush()
+            now = self.now()
+            limit = max(self.job.lease_s, 3.0)
+            for ref in self.workers.alive:
+                if now - self.heard.get(ref, now) > limit:
+                    await self.kill(ref, f"silent for {now - self.heard[ref]:.1f} s")
+            for ref in [*self.workers.surplus, *self.servers.surplus]:
+                await self.order(partial(self.engine.kill, ref, grace_s=limit))
+            await self.start_due()
+            if now >= asked and self.ready.is_set():
+                asked = now + STATS_S
+                self.spawn(self._ask_servers())
+            if self.ledger is not None and self.ready.is_set() and not self.failed:
+                await self.checkpoints.run_due()
+
+    async def _ask_servers(self) -> None:
+        assert self.routing is not None
+        for ref in self.routing.servers:
+            try:
+                stats = await self.link(ref).stats(SILENT_S)
+                self.stats[ref] = stats
+                self.heard[stats.ref] = self.now()
+            except TimeoutError:
+                for alive in self.servers.alive:
+                    if alive.partition(".")[0] == ref:
+                        await self.kill(alive, f"no answer for {SILENT_S:.0f} s")
+            except (OSError, TruelineError):
+                continue  # it is away; the engine reports its death
+        rows = {ref: sum(table.rows for table in one.tables) for ref, one in self.stats.items()}
+        self.emit("servers.measured", servers=json.dumps([self.describe_server(ref) for ref in sorted(rows)]))
+
+    # the end
+
+    async def scale_servers(self, count: int) -> None:
+        """Hands buckets to more or fewer servers, a few in each cut; training goes on between."""
+        assert self.routing is not None
+        assert self.spec is not None
+        wanted = [f"{SERVER}-{number}" for number in range(count)]
+        if list(self.routing.servers) == wanted:
+            return
+        self.servers.count = max(count, len(self.routing.servers))
+        await self.start_due()
+        self.emit("servers.scaling", before=len(self.routing.servers), servers=count)
+        for stage in cuts.plan_stages(self.routing, wanted, self.spec):
+            await self._move(stage)
+        self.servers.count = count
+        self.emit("servers.scaled", servers=count)
+
+    async def _move(self, stage: Routing) -> None:
+        while not self.stopped.is_set():
+            assert self.routing is not None
+            assert self.spec is not None
+            assert self.ledger is not None
+            if self.routing.version >= stage.version:
+                return
+            links = {ref: self.link(ref) for ref in self.routing.servers}
+            both = links | {ref: self.link(ref) for ref in stage.servers}
+            try:
+                async with cuts.cut(links, self.checkpoints.next_number(), self.ledger.outstanding()):
+                    await cuts.move(both, self.routing, stage, self.spec, self.set_routing)
+                return
+            except cuts.CutBroken as error:
+                self.emit("cut.broken", why=str(error))
+                await asyncio.sleep(TICK_S)
+                await self.settle()
+
+    async def conclude(self) -> None:
+        """All minibatches are done and the last checkpoint is written."""
+        assert self.ledger is not None
+        summary = summarize(self)
+        files.write_atomic(self.folder.summary, json.dumps(summary, indent=1).encode())
+        self.log("END", summary=summary)
+        self.phase = "finished"
+        self.emit("job.finished", steps=self.ledger.steps, summary=json.dumps(summary))
+        self.wake()
+
+    def status(self) -> dict[str, Any]:
+        return describe(self, time.time())
+
+    async def stop(self, why: str, grace_s: float) -> None:
+        self.emit("job.stopping", why=why)
+        self.phase = "finished" if self.phase == "finished" else "failed"
+        with contextlib.suppress(OSError):  # the agent is gone, and its children with it
+            for seen in await self.engine.list():
+                if seen.alive:
+                    await self.engine.kill(seen.ref, grace_s=grace_s)
+        for link in self.links.values():
+            with contextlib.suppress(OSError, TruelineError):
+                await link.close()
+        self.stopped.set()

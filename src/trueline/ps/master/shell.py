@@ -1,0 +1,190 @@
+"""What the master of a parameter-server job knows and can do: rosters, links, journal, events. `master.py` decides."""
+
+import asyncio
+import base64
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trueline.engine.contract import Engine, ProcessSpec, parse_ref
+from trueline.errors import StorageError
+from trueline.ps.dial import read_address
+from trueline.ps.link import ServerLink
+from trueline.ps.master.ledger import Ledger, MinibatchGrid
+from trueline.ps.master.roster import Roster
+from trueline.ps.messages import ModelSpec, Routing, ServerStats
+from trueline.train.job_dir import JobDir
+from trueline.train.master.journal import Journal
+from trueline.train.master.publisher import EventPublisher
+from trueline.train.settings import JobSettings
+
+TICK_S = 0.25
+WORKER, SERVER, SAVER = "worker", "server", "saver"
+ENTRIES = {
+    WORKER: "trueline.ps.worker:main",
+    SERVER: "trueline.ps.server:main",
+    SAVER: "trueline.ps.saver:main",
+}
+RECENT = 4096
+
+
+class JobShell:
+    """One job. All of it is used in one asyncio thread."""
+
+    def __init__(
+        self, job: JobSettings, job_dir: Path, journal: Journal, engine: Engine, secret: str, now: Callable[[], float]
+    ) -> None:
+        self.job, self.job_dir, self.journal, self.engine, self.secret, self.now = (
+            job, job_dir, journal, engine, secret, now,
+        )  # fmt: skip
+        self.folder = JobDir(job_dir)
+        self.born = now()
+        self.publisher = EventPublisher(self.folder.events)
+        self.workers = Roster(WORKER, job.workers, job.max_failures + 2)
+        self.servers = Roster(SERVER, job.servers, job.max_failures + 2)
+        self.checkpoint_path, self.checkpoint_step = "", -1
+        self.spec: ModelSpec | None = None
+        self.routing: Routing | None = None
+        self.num_records = 0
+        self.blocks: tuple[int, ...] = ()
+        self.ledger: Ledger | None = None
+        self.links: dict[str, ServerLink] = {}
+        self.stats: dict[str, ServerStats] = {}
+        self.heard: dict[str, float] = {}  # of workers and servers, when something last came from them
+        self.memory: dict[str, int] = {}
+        self.computed: dict[str, int] = {}  # minibatches, by worker
+        self.recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # time and records of committed minibatches
+        self.loss = math.nan
+        self.deaths: list[dict[str, Any]] = []
+        self.address = ""
+        self.phase = "gathering"
+        self.failed = False
+        self.halting = ""
+        self.ready = asyncio.Event()
+        """All servers hold the model, and the ledger is theirs."""
+        self.changed = asyncio.Event()
+        """Something was committed or freed: another minibatch may begin. Each change makes a new one."""
+        self.stopped = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.cuts = 0
+        self.wanted = False
+        """An operator asks for a checkpoint."""
+        for kind, body in journal.rows():
+            self._apply(kind, body)
+
+    def _apply(self, kind: str, body: dict[str, Any]) -> None:
+        """Enters a row of the journal."""
+        match kind:
+            case "START":
+                role = parse_ref(body["ref"])[0]
+                if role in (WORKER, SERVER):
+                    (self.workers if role == WORKER else self.servers).note_started(body["ref"])
+            case "PS_MODEL":
+                self.spec = msgspec.msgpack.decode(base64.b64decode(body["spec"]), type=ModelSpec)
+                self.num_records, self.blocks = body["num_records"], tuple(body["blocks"])
+            case "PS_ROUTING":
+                self.routing = msgspec.msgpack.decode(base64.b64decode(body["routing"]), type=Routing)
+            case "CKPT":
+                self.checkpoint_path, self.checkpoint_step = body["path"], body["step"]
+            case "SCALE":
+                self.workers.count = body["workers"]
+
+    def emit(self, name: str, **fields: Any) -> None:
+        self.publisher.publish([(name, fields)])
+
+    def log(self, kind: str, **body: Any) -> None:
+        """Raises StorageError."""
+        self.journal.append((kind, body))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` as a task; an exception in it ends the job."""
+        task = asyncio.ensure_future(self._guard(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except StorageError as error:
+            self.fail(error.code, error.message, "see to the disk, then continue with --resume")
+        except Exception as error:  # noqa: BLE001  otherwise the job would hang unnoticed
+            self.fail_unexpectedly(error)
+
+    def fail(self, code: str, why: str, hint: str) -> None:
+        """Ends the job; only the first reason counts."""
+        if self.failed or self.phase == "finished":
+            return
+        self.failed, self.phase = True, "failed"
+        with contextlib.suppress(StorageError):  # the reason may be a full disk
+            self.log("FAIL", code=code, why=why)
+        self.emit("job.failed", code=code, why=why, hint=hint)
+
+    def fail_unexpectedly(self, error: Exception) -> None:
+        logging.getLogger("trueline").error("the master met an unexpected exception", exc_info=error)
+        why = f"the master met an unexpected {type(error).__name__}: {error}"
+        self.fail("internal", why, f"please report this with {self.folder.log('master')}; continue with --resume")
+
+    def wake(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+    def link(self, ref: str) -> ServerLink:
+        """The connection to `server-SLOT`."""
+        if ref not in self.links:
+            self.links[ref] = ServerLink(lambda name: read_address(self.job_dir, name), ref, self.secret.encode())
+        return self.links[ref]
+
+    def make_spec(self, ref: str, **more: str) -> ProcessSpec:
+        role, slot, incarnation = parse_ref(ref)
+        env = {
+            "TRUELINE_JOB": str(self.job_dir), "TRUELINE_MASTER": self.address, "TRUELINE_SECRET": self.secret,
+            "TRUELINE_REF": ref, "OMP_NUM_THREADS": str(self.job.threads), **more,
+        }  # fmt: skip
+        return ProcessSpec(
+            role=role, slot=slot, incarnation=incarnation, entry=ENTRIES[role], log=str(self.folder.log(ref)), env=env
+        )
+
+    async def order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Repeats an order until the engine has taken it; orders are idempotent."""
+        while not self.stopped.is_set():
+            try:
+                await order()
+                return
+            except OSError:
+                await asyncio.sleep(TICK_S)  # the launcher starts the agent again
+
+    async def kill(self, ref: str, why: str) -> None:
+        self.emit("worker.killed", worker=ref, why=why)
+        await self.order(lambda: self.engine.kill(ref))
+
+    def set_routing(self, routing: Routing) -> None:
+        """Raises StorageError: what is not in the journal does not happen."""
+        self.log("PS_ROUTING", routing=base64.b64encode(msgspec.msgpack.encode(routing)).decode())
+        self.routing = routing
+
+    @property
+    def grid(self) -> MinibatchGrid:
+        parts = self.job.workers if self.job.staleness == 0 else 1
+        return MinibatchGrid(num_records=self.num_records, batch=self.job.global_batch, parts=parts)
+
+    @property
+    def total_steps(self) -> int:
+        return self.grid.steps * self.job.epochs if self.num_records else 0
+
+    def describe_server(self, ref: str) -> dict[str, Any]:
+        one = self.stats[ref]
+        pushes = sum(one.staleness)
+        return {
+            "ref": one.ref, "rows": sum(table.rows for table in one.tables),
+            "bytes": sum(table.bytes for table in one.tables), "memory": one.memory, "pulls": one.pulls,
+            "pushes": one.pushes, "duplicates": one.duplicates, "queued": one.queued, "lacking": one.lacking,
+            "staleness": round(sum(n * c for n, c in enumerate(one.staleness)) / pushes, 2) if pushes else 0.0,
+            "largest": max(one.tables, key=lambda table: table.bytes).name if one.tables else "",
+        }  # fmt: skip
