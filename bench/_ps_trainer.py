@@ -140,7 +140,7 @@ def train_ours(settings: dict[str, Any], *, overlap: bool) -> dict[str, float]:
             client.push(Gradients(0, first + meter.steps, 1.0, (LR,), found, {}, rows.steps))
             if not overlap:
                 client.drain()
-            client.acknowledged()
+            client.take_acknowledged()
             if not meter.count():
                 break
             if not overlap:

@@ -87,10 +87,10 @@ def measure_failover(gb: float, kills: int) -> tuple[list[float], int, int, floa
                 use = np.full((1, 1), -1.0, np.float32)
                 tables = {"table": (ids, np.full((len(ids), DIM), 0.01, np.float32)), "uses": (np.array([number]), use)}
                 client.push(Gradients(0, number, 1.0, (1.0,), tables, {}))
-                acknowledged.extend((time.monotonic(), minibatch) for _, minibatch in client.acknowledged())
+                acknowledged.extend((time.monotonic(), minibatch) for _, minibatch in client.take_acknowledged())
                 number += 1
             client.drain()
-            acknowledged.extend((time.monotonic(), minibatch) for _, minibatch in client.acknowledged())
+            acknowledged.extend((time.monotonic(), minibatch) for _, minibatch in client.take_acknowledged())
             client.close()
 
         pusher = threading.Thread(target=push)

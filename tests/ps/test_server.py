@@ -37,7 +37,7 @@ def test_a_push_is_applied_by_all_servers_and_then_acknowledged(servers: World) 
     for minibatch in range(5):
         client.push(gradients(minibatch))
     client.drain(30)
-    assert sorted(client.acknowledged()) == [(0, minibatch) for minibatch in range(5)]
+    assert sorted(client.take_acknowledged()) == [(0, minibatch) for minibatch in range(5)]
     assert values(client) == {-5.0}
     assert all(servers.stats(ref).applied == {0: ((0, 5),)} for ref in client.routing.servers)
     client.close()
@@ -49,7 +49,7 @@ def test_a_push_that_is_repeated_is_applied_once(servers: World) -> None:
         client = servers.client(routing)
         client.push(gradients(7, epoch=1))
         client.drain(30)
-        assert client.acknowledged() == [(1, 7)]
+        assert client.take_acknowledged() == [(1, 7)]
         assert values(client) == {-1.0}
         client.close()
     assert servers.stats("server-0").duplicates == 2
@@ -74,10 +74,10 @@ def test_a_server_that_is_back_gets_what_was_not_acknowledged(servers: World) ->
     for minibatch in range(3):
         client.push(gradients(minibatch))
     pull = client.start_pull({TABLE: IDS})
-    assert client.acknowledged() == []
+    assert client.take_acknowledged() == []
     servers.start("server-0")
     client.drain(30)
-    assert sorted(client.acknowledged()) == [(0, 0), (0, 1), (0, 2)]
+    assert sorted(client.take_acknowledged()) == [(0, 0), (0, 1), (0, 2)]
     assert pull.result(30).rows[TABLE].shape == (len(IDS), 4)
     assert values(client) == {-3.0}
     client.close()
@@ -92,9 +92,9 @@ def test_kills_at_any_instant_lose_nothing_and_repeat_nothing(servers: World) ->
             ref = f"server-{minibatch // 20 % 2}"
             servers.kill(ref)
             servers.start(ref)
-        done += client.acknowledged()
+        done += client.take_acknowledged()
     client.drain(60)
-    done += client.acknowledged()
+    done += client.take_acknowledged()
     assert sorted(done) == [(0, minibatch) for minibatch in range(120)]
     assert values(client) == {-120.0}
     client.close()
@@ -247,7 +247,7 @@ def test_a_gradient_with_nan_is_refused_by_name_and_not_applied(servers: World) 
         client.drain(30)
     client.push(gradients(1))
     client.drain(30)
-    assert client.acknowledged() == [(0, 1)]
+    assert client.take_acknowledged() == [(0, 1)]
     assert servers.stats("server-0").applied == {0: ((1, 2),)}
     client.close()
 

@@ -2,7 +2,7 @@
 
 One thread moves the bytes of all connections, so that the rows of the next minibatch come and gradients leave while
 this one is computed. A server that dies is waited for: what it has not acknowledged is sent again to its next
-incarnation, which applies each minibatch once. When the routing has changed, what a server refused is split anew.
+incarnation, which applies each minibatch once. When the routing has changed, what a server refused is split again.
 """
 
 import functools
@@ -19,7 +19,7 @@ from trueline.ps.dial import ServerAddress
 from trueline.ps.messages import DensePart, Routing
 from trueline.ps.partition import Ids
 from trueline.ps.peers import PeerRequest, Peers
-from trueline.ps.split import Rows, Split, empty_dense, name_part, narrow, parts_of, slice_dense, split_ids, widen
+from trueline.ps.split import Rows, IdSplit, empty_dense, name_part, narrow, parts_of, slice_dense, split_ids, widen
 from trueline.ps.wire import (
     Array,
     Call,
@@ -121,7 +121,7 @@ class PsClient:
             push = self._open[gradients.key] = _Push(self, gradients)
         push.send()
 
-    def acknowledged(self) -> list[Key]:
+    def take_acknowledged(self) -> list[Key]:
         """Epoch and minibatch of the pushes that all servers have acknowledged since the last call."""
         with self._changed:
             self._raise_refused()
@@ -129,7 +129,7 @@ class PsClient:
         return keys
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for an acknowledgement; whether there is one that `acknowledged` gives."""
+        """Waits for an acknowledgement; whether there is one."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._acknowledged or self._refused), timeout_s)
             self._raise_refused()
@@ -209,14 +209,14 @@ def _settle(future: "Future[None]", frame: ReceivedFrame | None, failure: Failur
 
 
 class _Pull:
-    """A pull, which is split anew when the routing has changed."""
+    """A pull, which is split again when the routing has changed."""
 
     def __init__(self, client: PsClient, tables: Mapping[str, Ids], dense: bool) -> None:
         self._client, self._tables, self._dense = client, tables, dense
         self.future: Future[Pulled] = Future()
         self._attempt = self._left = 0
         self._result = Pulled({}, {}, {})
-        self._splits: dict[str, Split] = {}
+        self._splits: dict[str, IdSplit] = {}
         self._routing = client.routing
 
     def send(self) -> None:
@@ -284,7 +284,7 @@ class _Pull:
 
 
 class _Push:
-    """A push, which is split anew when the routing has changed: the servers that have it say so again."""
+    """A push, which is split again when the routing has changed: the servers that have it say so again."""
 
     def __init__(self, client: PsClient, gradients: Gradients) -> None:
         self._client, self._gradients = client, gradients

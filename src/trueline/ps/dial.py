@@ -72,7 +72,7 @@ def set_options(connection: socket.socket) -> None:
 def dial(address: str, secret: bytes, timeout_s: float) -> socket.socket:
     """A connection to the server at `address`, a path or HOST:PORT, proven by both sides, in blocking mode.
 
-    Raises OSError when nobody listens, FrameError when it does not have the secret or refuses this one.
+    Raises OSError when no server listens, FrameError when it does not have the secret or refuses this one.
     """
     if address.startswith("/"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

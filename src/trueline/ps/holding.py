@@ -14,7 +14,7 @@ from trueline.ps.wire import Array, Call, Configure, FrameError, Initialize, Mov
 
 
 class NotConfigured(TrainError):
-    """The server has not been told its part yet."""
+    """The server does not know its part yet."""
 
     code = "unconfigured"
 

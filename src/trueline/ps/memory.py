@@ -12,7 +12,7 @@ _LARGE = 32 << 20
 
 
 def keep_freed() -> None:
-    """Has malloc keep freed blocks of up to 32 MB: pages that each push gets anew cost more than its arithmetic."""
+    """Has malloc keep freed blocks of up to 32 MB: fresh pages for each push cost more than its arithmetic."""
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, _LARGE)

@@ -1,4 +1,4 @@
-"""What a server was told since its last snapshot, in the order in which it took effect: `log-N` beside `snapshot-N`.
+"""What has changed a server since its last snapshot, in order: `log-N` beside `snapshot-N`.
 
 A frame is appended by one write before it is applied and acknowledged, so SIGKILL loses nothing that was acknowledged:
 the kernel has it. Recovery reads the newest snapshot and the logs from its number on. A write that SIGKILL or a full
@@ -23,7 +23,7 @@ LEAST_BYTES = 256 << 20
 """A snapshot is due when the log has more bytes than this and than the state,"""
 WORK_S = 2.0
 """or when it would take longer to apply again than this, and than this for each GB of the state."""
-_HINT = "move the server's folder away: the job goes on from its last checkpoint for this server"
+_HINT = "move the server's folder away: this server then begins with the last checkpoint"
 
 
 class PushLog:

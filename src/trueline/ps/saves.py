@@ -41,7 +41,7 @@ class Saves:
         elif path in self._ended:
             self._tell((line, number), self._ended[path])
         else:
-            self._refuse(line, number, StorageError(f"nobody asked this server to write {path}", hint="ask again"))
+            self._refuse(line, number, StorageError(f"this server does not write {path}", hint="ask for it again"))
 
     def _end(self, path: Path) -> None:
         child, waiters = self._writing.pop(path)
@@ -59,7 +59,7 @@ class Saves:
             self._refuse(*waiter, error)
 
     def close(self) -> None:
-        """Ends the children: nobody waits for them any more."""
+        """Ends the children before their time."""
         for child, _ in self._writing.values():
             child.end()
         self._writing.clear()

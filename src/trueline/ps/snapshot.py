@@ -1,4 +1,4 @@
-"""All that a server holds, in one file: written by a fork of the server, which goes on meanwhile (copy on write).
+"""All that a server holds, in one file: written by a fork of the server, which serves meanwhile (copy on write).
 
 The file is a frame with the header and the arrays, then a frame with the checksum of each. It is written beside its
 name and renamed, so it is whole or absent; the checksums find what a disk lost later.

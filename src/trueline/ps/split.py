@@ -13,7 +13,7 @@ Rows = npt.NDArray[np.float32]
 _HALF_MAX = 65504.0
 
 
-class Split(NamedTuple):
+class IdSplit(NamedTuple):
     """`order[bounds[i] : bounds[i + 1]]` are the places of the ids of server i; no order: there is one server."""
 
     order: npt.NDArray[np.int64] | None
@@ -28,13 +28,13 @@ class Split(NamedTuple):
         return self.bounds[index + 1] - self.bounds[index]
 
 
-def split_ids(routing: Routing, table: str, ids: Ids) -> Split:
+def split_ids(routing: Routing, table: str, ids: Ids) -> IdSplit:
     count = len(routing.servers)
     if count == 1:
-        return Split(None, [0, len(ids)])
+        return IdSplit(None, [0, len(ids)])
     owners = owners_of(routing)[buckets_of(ids, table)]
     bounds = np.concatenate(([0], np.cumsum(np.bincount(owners, minlength=count))))
-    return Split(np.argsort(owners, kind="stable"), bounds.tolist())
+    return IdSplit(np.argsort(owners, kind="stable"), bounds.tolist())
 
 
 def parts_of(routing: Routing, index: int) -> list[DensePart]:
