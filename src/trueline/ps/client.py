@@ -19,7 +19,7 @@ from trueline.ps.dial import ServerAddress
 from trueline.ps.messages import DensePart, Routing
 from trueline.ps.partition import Ids
 from trueline.ps.peers import PeerRequest, Peers
-from trueline.ps.split import Rows, IdSplit, empty_dense, name_part, narrow, parts_of, slice_dense, split_ids, widen
+from trueline.ps.split import IdSplit, Rows, empty_dense, name_part, narrow, parts_of, slice_dense, split_ids, widen
 from trueline.ps.wire import (
     Array,
     Call,

@@ -255,7 +255,7 @@ class WorkerLoop:
 
     def _commit(self, *, force: bool = False) -> None:
         """Tells the master what every server has, in the order of the lease."""
-        for epoch, minibatch in self._client.acknowledged():
+        for epoch, minibatch in self._client.take_acknowledged():
             for one in self._pushed:
                 if (one.lease.epoch, one.minibatch) == (epoch, minibatch):
                     one.acknowledged = True

@@ -84,7 +84,7 @@ class Checkpoints:
             master.wanted = False
             if master.halting:
                 await self._stop(master.halting, 0.0)
-        except cuts.CutBroken as error:
+        except (cuts.CutBroken, OSError) as error:  # a server went away, in the cut or while it wrote
             master.emit("cut.broken", why=str(error))
             await self._settle()
         except DiskFull as error:
