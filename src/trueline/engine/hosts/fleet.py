@@ -240,7 +240,7 @@ class FleetEngine:
                 await self._place()
 
     def measure(self) -> None:
-        """Counts every host's places again once the processes have grown; what runs goes on."""
+        """Counts every host's places again once the processes have grown; what runs continues."""
         size = self.process_bytes()
         if size <= self._process_bytes * GROWTH:
             return
