@@ -178,7 +178,7 @@ class Master:
         self.progress.reconstruct(self.state.committed)  # also of a checkpoint beyond the last report
         plan = pb.Plan(
             source=release.source, steps=release.steps, store=release.store, checkpoint=release.checkpoint,
-            rates=release.rates, state=release.state,
+            rates=release.rates, states=release.states,
         )  # fmt: skip
         _resolve(self.entries, plan)
         if release.checkpoint:
