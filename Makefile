@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts protos clean
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -170,7 +170,7 @@ bench-train: $(STAMP)  ## deaths, hangs, stragglers, overhead of elastic trainin
 bench-large: $(STAMP)  ## kills, checkpoints and memory at 2, 60 and 300 million parameters, those that fit; SIZES=2,60 chooses
 	$(BIN)/python bench/large.py $(if $(SIZES),--sizes $(SIZES)) $(BENCH)
 
-bench-hosts: $(STAMP)  ## sums of gradients between two hosts with a link of 1 Gbit/s, by host and all at once; as root
+bench-hosts: $(STAMP)  ## sums between two hosts, strikes at jobs on them, the master's host, halt and resume; as root
 	$(BIN)/python bench/hosts.py $(BENCH)
 
 bench-ps: $(STAMP)  ## the parameter server beside torch's RPC, and what its death costs

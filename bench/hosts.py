@@ -1,9 +1,14 @@
-"""What a sum of gradients costs between two hosts: `make bench-hosts`, as root.
+"""What many hosts cost, and what their deaths do: `make bench-hosts`, as root.
 
-Two network namespaces are the hosts, with four members each, and their link takes 1 Gbit/s (a token bucket of tc(8)).
-All members sum the gradients of 25 million parameters in four buckets, in turn by host and over all members at once, in
-one group of processes. Both have ranks of one host together. Every byte of the flat ring crosses the link nearly twice,
-so four members on each host bound the ratio at 0.57. Last comes one line of JSON. Half a minute on two cores.
+Sums: two network namespaces are the hosts, with four members each, and their link takes 1 Gbit/s (a token bucket of
+tc(8)). All members sum the gradients of 25 million parameters in four buckets, in turn by host and over all members at
+once, in one group of processes. Both have ranks of one host together. Every byte of the flat ring crosses the link
+nearly twice, so four members on each host bound the ratio at 0.57.
+
+Jobs (`_host_jobs.py`): strikes at workers, hosts, links, the master and the store of a job on two hosts; the death of
+the master's host; a halt and a resume on other hosts. Decisions: the membership of 512 workers, without I/O.
+
+Last comes one line of JSON. Ten minutes on two cores with the usual 40 strikes.
 """
 
 from __future__ import annotations
@@ -15,11 +20,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import _host_jobs
 from _table import mark, report
+from master_scale import core
 
 HOSTS, EACH, MILLIONS, BUCKETS = 2, 4, 25, 4
 DEVICE, RATE = "tl0", "1gbit"
@@ -30,6 +37,9 @@ GOAL = "<= 0.65"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="sums of each way")
+    parser.add_argument("--strikes", type=int, default=40, help="at a job on two hosts; 300 take an hour")
+    parser.add_argument("--seed", type=int, default=1, help="of the strikes")
+    parser.add_argument("--only", choices=("sums", "strikes", "master", "resume"), help="one part")
     parser.add_argument("--member", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.member is not None:
@@ -37,17 +47,51 @@ def main() -> None:
         return
     if os.geteuid():
         sys.exit("bench-hosts makes network namespaces: run it as root")
-    times = measure(args.rounds)
-    flat_s, hosts_s = (statistics.median(times[way]) for way in ("flat", "by host"))
-    ratio = round(hosts_s / flat_s, 2)
+    figures: dict[str, Any] = {}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "sums": lambda: measure_sums(args.rounds),
+        "strikes": lambda: _host_jobs.measure_strikes(args.strikes, args.seed),
+        "master": _host_jobs.measure_master_host,
+        "resume": _host_jobs.measure_resume,
+    }
+    for name, measure_part in parts.items():
+        if args.only in (None, name):
+            figures |= measure_part()
+    figures["decision_ms_512"] = core(512)["core_regroup_ms"]
+    figures = {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
+    report(("what", "measured", "goal", "", "detail"), mark(list(rows_of(figures, args.rounds))), figures)
+
+
+def rows_of(figures: dict[str, Any], rounds: int) -> Iterator[tuple[str, str, str, str, str]]:
+    """The rows of the table; what was not measured has a dash."""
+
+    def show(name: str, unit: str = "") -> str:
+        return f"{figures[name]}{unit}" if name in figures else "-"
+
     bits = MILLIONS * 32e6 * 2 * (HOSTS * EACH - 1) / (HOSTS * EACH)
-    rows = [
-        ("all members at once, 25 million parameters", f"{flat_s:.2f} s", "", f"the link alone: {bits / 1e9:.1f} s"),
-        ("inside each host, then between them", f"{hosts_s:.2f} s", "", f"of {args.rounds} sums each, in turn"),
-        ("the second / the first", f"{ratio:.2f}", GOAL, "the bound is 0.57"),
-    ]
-    figures = {"reduce_ratio": ratio, "flat_s": round(flat_s, 3), "by_host_s": round(hosts_s, 3)}
-    report(("what", "measured", "goal", "", "detail"), mark(rows), figures)
+    kills, strikes = figures.get("kills", 0), figures.get("strikes", 0)
+    counted = f"{figures['lost']} / {figures['repeated']}" if strikes else "-"
+    yield "all members at once, 25 million parameters", show("flat_s", " s"), "", f"the link alone: {bits / 1e9:.1f} s"
+    yield "inside each host, then between them", show("by_host_s", " s"), "", f"of {rounds} sums each, in turn"
+    yield "the second / the first", show("reduce_ratio"), GOAL, "the bound is 0.57"
+    yield "worker killed to the next applied step, p50", show("kill_p50_ms", " ms"), "<= 80 ms", f"of {kills}"
+    yield "the same, p95", show("kill_p95_ms", " ms"), "<= 250 ms", f"of {kills}"
+    yield "host killed to the next applied step", show("host_kill_s", " s"), "<= 5 s", "the longest"
+    yield "host back to full size", show("back_s", " s"), "<= 2 s", "the longest, from its join"
+    yield "records lost / repeated", counted, "0 / 0", f"{strikes} strikes"
+    yield "halt", show("halt_s", " s"), "<= 2 s", "the command, to the end of all processes"
+    yield "resume to the next step", show("resume_s", " s"), "<= 3 s", "the command, on other hosts, other workers"
+    yield "the same bits as an undisturbed run", show("resume_equal"), "True", "--bitwise"
+    yield "master's host killed: steps lost", show("master_host_steps_lost"), "0", "lost, repeated or redone"
+    yield "the same: to the next applied step", show("adopt_s", " s"), "<= 5 s", "no worker is started again"
+    yield "a regroup of 512 workers, decisions alone", show("decision_ms_512", " ms"), "<= 50 ms", ""
+
+
+def measure_sums(rounds: int) -> dict[str, Any]:
+    """The sums of both ways, in turn."""
+    times = measure(rounds)
+    flat_s, hosts_s = (statistics.median(times[way]) for way in ("flat", "by host"))
+    return {"reduce_ratio": round(hosts_s / flat_s, 2), "flat_s": flat_s, "by_host_s": hosts_s}
 
 
 def measure(rounds: int) -> dict[str, list[float]]:

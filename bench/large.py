@@ -75,7 +75,7 @@ def sizing(size: Size, epoch_steps: int) -> Iterator[dict[str, Any]]:
     """Variables for the recipe in workers; yields the settings of a job of that size."""
     _, _, batch = sized.SIZES[size.millions]
     with environment(BENCH_SIZE=str(size.millions), BENCH_STEPS=str(epoch_steps)):
-        yield {"workers": WORKERS, "global_batch": batch, "keep": 1}
+        yield {"workers": WORKERS, "global_batch": batch, "keep": 1, "device": os.environ.get("BENCH_DEVICE", "cpu")}
 
 
 def counted(where: Location, epochs: int, records: int) -> Figures:
@@ -296,8 +296,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="", help="million parameters: 2,60,300; default: those that fit the memory")
     parser.add_argument("--only", default="kills,checkpoints,memory", help=f"of {', '.join(MEASURES)}")
+    parser.add_argument("--device", default="cpu", help="cuda: both workers share a GPU, and the peer is left out")
     parser.add_argument("--quick", action="store_true", help="a quarter of the steps, to see that it works")
     arguments = parser.parse_args()
+    os.environ["BENCH_DEVICE"] = arguments.device
+    if arguments.device != "cpu" and "memory" in arguments.only:
+        arguments.only = arguments.only.replace(",memory", "")
     wanted = [int(size) for size in arguments.sizes.split(",") if size] or list(SIZES)
     if unknown := set(wanted) - SIZES.keys() | set(arguments.only.split(",")) - set(MEASURES):
         parser.error(f"no size or measure {', '.join(map(str, unknown))}")

@@ -138,6 +138,14 @@ def _memory() -> dict[str, float | None]:
     }
 
 
+def available_bytes() -> int:
+    """Memory that new processes can get, 0 if unknown: what the machine has free, within the control group's limit."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
+    free = int(found[1]) * 1024 if found else 0
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    return min(free, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else free
+
+
 def _disk(folder: Path) -> dict[str, Any]:
     usage = shutil.disk_usage(folder)
     return {"free": _gb(usage.free), "total": _gb(usage.total), "at": str(folder)}

@@ -2,15 +2,23 @@
 
 import os
 import signal
+import subprocess
+import sys
+import threading
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from trueline import events
 from trueline.checkpoint import checkpoint
+from trueline.errors import JobStopped
 from trueline.train.api import train
 from trueline.train.job_dir import JobDir
+from trueline.train.launch import jobs
+from worlds.waiting import until
 
 pytestmark = pytest.mark.jobs
 COUNTING = Path(__file__).parent / "recipes" / "counting.py"
@@ -62,3 +70,77 @@ def test_workers_servers_and_the_master_die_and_each_record_counts_once(tmp_path
     found = run(tmp_path / "job", *strikes, workers=2, servers=2)
     assert found.summary.exactly_once
     assert count_wrong(found) == 0
+
+
+class Halter(Killer):
+    """Halts the job after a number of steps, as `trueline halt` does."""
+
+    def __init__(self, job_dir, step):
+        super().__init__(job_dir, [])
+        self.step = step
+
+    def __call__(self, name, fields):
+        super().__call__(name, fields)
+        if self.steps >= self.step > 0:
+            self.step = 0
+            threading.Thread(target=jobs.halt, args=(self.job.path,), daemon=True).start()
+
+
+def test_a_halted_job_goes_on_with_other_numbers_of_workers_and_servers(tmp_path):
+    with events.listening(Halter(tmp_path / "job", 20)), pytest.raises(JobStopped):
+        train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2, epochs=4)
+    halted = checkpoint.latest(tmp_path / "job" / "checkpoints")
+    assert 20 <= halted.step < 160
+    found = train(COUNTING, job_dir=tmp_path / "job", resume=True, workers=1, servers=3)
+    assert found.summary.exactly_once
+    assert count_wrong(found, epochs=4) == 0
+
+
+def test_a_job_that_lost_every_process_goes_on_from_what_its_servers_wrote(tmp_path):
+    job = tmp_path / "job"
+    script = f"from trueline.train.api import train; train({str(COUNTING)!r}, job_dir={str(job)!r}, " \
+             "strategy='ps', workers=2, servers=2)"  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True, stderr=subprocess.DEVNULL)
+    try:
+        log = job / "events.jsonl"
+        until(lambda: log.exists() and log.read_text().count("step.applied") >= 15, lambda: "no steps")
+    finally:
+        for child in [process, *psutil.Process(process.pid).children(recursive=True)]:
+            os.kill(child.pid, signal.SIGKILL)
+        process.wait()
+    found = train(COUNTING, job_dir=job, resume=True)
+    assert found.summary.exactly_once
+    assert count_wrong(found) == 0
+
+
+def test_synchronous_steps_are_those_of_the_allreduce_strategy(tmp_path):
+    """Of a model without tables; its sums are in another order."""
+    recipe = COUNTING.with_name("dense.py")
+    plain = train(recipe, job_dir=tmp_path / "allreduce", workers=2)
+    found = run(tmp_path / "ps", (7, "worker-1"), (20, "server-0"), recipe=recipe, workers=3, servers=2, staleness=0)
+    expected = checkpoint.read(plain.checkpoint).state["model"]
+    actual = checkpoint.read(found.checkpoint).state["model"]
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_servers_are_added_and_taken_while_training_goes_on(tmp_path):
+    scaled = []
+
+    class Scaler(Killer):
+        def __call__(self, name, fields):
+            super().__call__(name, fields)
+            if name == "servers.scaled":
+                scaled.append(fields["servers"])
+            for done, servers in ((0, 3), (1, 2)):
+                if self.steps >= 10 and len(scaled) == done and servers not in self.asked:
+                    self.asked.append(servers)
+                    ask = partial(jobs.scale, self.job.path, servers=servers)
+                    threading.Thread(target=ask, daemon=True).start()
+
+    scaler = Scaler(tmp_path / "job", [])
+    scaler.asked = []
+    with events.listening(scaler):
+        found = train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2, epochs=12)
+    assert scaled == [3, 2]
+    assert count_wrong(found, epochs=12) == 0

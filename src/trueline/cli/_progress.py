@@ -65,6 +65,7 @@ _WORDS = {
     "host.leaving": "  {host} takes its cores back; {workers} workers leave",
     "host.left": "  {host} has left",
     "host.refused": "  {host} ({address}) may not join: {why}",
+    "host.short": "  {host} gets {places} workers on its {cores} cores: it has {has} of memory, a worker takes {takes}",
     "job.waiting": "  the job waits: {why}, and there is room for {room}",
     "join.prepared": "  the files of job {job} are here: {files}, {fetched} of them fetched",
     "join.joined": "  lends {cores} cores to job {job}; workers listen at {address}",

@@ -49,7 +49,9 @@ _formed: dict[str, ProcessGroupGloo] = {}
 """The group that `init_process_group` is about to take, by backend name: torch accepts no ready-made group."""
 
 
-dist.Backend.register_backend(_BACKEND, lambda *_: _formed.pop(_BACKEND), devices=["cpu"])
+_DEVICES = ["cpu", "cuda"] if torch.version.cuda else ["cpu"]
+"""DDP agrees on its buckets after the first step, in a small broadcast on the device of the parameters."""
+dist.Backend.register_backend(_BACKEND, lambda *_: _formed.pop(_BACKEND), devices=_DEVICES)
 
 
 class GlooGroup:

@@ -27,9 +27,10 @@ class Join(Struct, frozen=True, array_like=True):
 
 
 class Joined(Struct, frozen=True, array_like=True):
-    """The servers are there, and hold a model of this spec."""
+    """The servers are there, and hold a model of this spec. `parts`: minibatches of a step, for the whole job."""
 
     routing: Routing
+    parts: int = 1
 
 
 class LeaseRequest(Struct, frozen=True, array_like=True):
@@ -115,9 +116,9 @@ class TasksLink:
                 if code is not grpc.StatusCode.UNAVAILABLE:
                     raise TrainError(f"the master refused {name}: {error.details()}") from error
 
-    def join(self, spec: ModelSpec, num_records: int, blocks: tuple[int, ...]) -> Routing:
+    def join(self, spec: ModelSpec, num_records: int, blocks: tuple[int, ...]) -> Joined:
         """Returns when all servers hold the model."""
-        return self._call("Join", Join(self.ref, spec, num_records, blocks), Joined).routing
+        return self._call("Join", Join(self.ref, spec, num_records, blocks), Joined)
 
     def lease(self, wait_s: float) -> LeaseReply:
         return self._call("Lease", LeaseRequest(self.ref, wait_s), LeaseReply)

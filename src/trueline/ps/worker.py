@@ -139,8 +139,6 @@ class WorkerLoop:
         job = self.settings
         place = partial(devices.place_batch, device=devices.of_model(self.served.model))
         self._reader = SeededReader(self.source, job.seed, place)
-        parts = job.workers if job.staleness == 0 else 1
-        self._grid = MinibatchGrid(num_records=self.source.num_records, batch=job.global_batch, parts=parts)
         blocks = Options.of(job).blocks(self.source)
         self._order = order_of(self.source.num_records, blocks, seed=job.seed)
         self._faults = Faults(job.faults, self.link.ref)
@@ -153,9 +151,11 @@ class WorkerLoop:
     def run(self) -> None:
         """Trains until the job is finished, or this worker leaves."""
         self.link.begin_beats(resident_bytes)
-        routing = self.link.join(self.served.spec, self.source.num_records, self._blocks)
+        joined = self.link.join(self.served.spec, self.source.num_records, self._blocks)
+        batch = self.settings.global_batch
+        self._grid = MinibatchGrid(num_records=self.source.num_records, batch=batch, parts=joined.parts)
         self._client = PsClient(
-            lambda ref: read_address(self.job_dir, ref), routing, os.environ["TRUELINE_SECRET"].encode(),
+            lambda ref: read_address(self.job_dir, ref), joined.routing, os.environ["TRUELINE_SECRET"].encode(),
             half=self.settings.half_rows, outstanding=OUTSTANDING, on_routing=self.link.route,
         )  # fmt: skip
         try:

@@ -178,7 +178,7 @@ class Plan(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     superseded: _builtins.bool
     finished: _builtins.bool
     source: _builtins.int
@@ -187,8 +187,6 @@ class Plan(_message.Message):
     """host:port of the rendezvous store of this generation"""
     checkpoint: _builtins.str
     """not empty: the source restores this first"""
-    state: _builtins.str
-    """host:port where the source's state is fetched"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """by rank, as entered"""
@@ -196,6 +194,10 @@ class Plan(_message.Message):
     @_builtins.property
     def rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """by rank, as entered"""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """by rank: host:port where a member's state is fetched"""
 
     def __init__(
         self,
@@ -207,11 +209,11 @@ class Plan(_message.Message):
         store: _builtins.str = ...,
         checkpoint: _builtins.str = ...,
         rates: _abc.Iterable[_builtins.float] | None = ...,
-        state: _builtins.str = ...,
+        states: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "finished", b"finished", "rates", b"rates", "source", b"source", "state", b"state", "steps", b"steps", "store", b"store", "superseded", b"superseded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "finished", b"finished", "rates", b"rates", "source", b"source", "states", b"states", "steps", b"steps", "store", b"store", "superseded", b"superseded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,17 +615,22 @@ class ScaleRequest(_message.Message):
 
     WORKERS_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     workers: _builtins.int
+    """0: as before"""
     why: _builtins.str
+    servers: _builtins.int
+    """parameter servers; 0: as before, or the job has none"""
     def __init__(
         self,
         *,
         workers: _builtins.int = ...,
         why: _builtins.str = ...,
+        servers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["why", b"why", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["servers", b"servers", "why", b"why", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

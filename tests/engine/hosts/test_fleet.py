@@ -35,9 +35,9 @@ class FleetWorld:
         fleet.on_room, fleet.on_leave = self.rooms.append, self.left.extend
         return fleet
 
-    def join(self, id="b", *, cores=2, name="host-b", running=()):
+    def join(self, id="b", *, cores=2, name="host-b", running=(), memory=0):
         host = self.fleet.connect(Greeting(id=id, name=name, address="10.0.0.2", versions={}))
-        self.fleet.accept_offer(host, CoresOffer(cores=cores, running=tuple(running)))
+        self.fleet.accept_offer(host, CoresOffer(cores=cores, running=tuple(running), memory=memory))
         return host
 
     def pass_time(self, seconds):
@@ -197,3 +197,26 @@ def test_only_the_newest_connection_of_a_host_counts(world):
     assert orders_of(type("Old", (), {"orders": half_open}))[-1] is None
     world.fleet.disconnect(host, half_open)
     assert host.orders is not None
+
+
+def test_a_host_with_too_little_memory_gets_as_many_processes_as_fit_and_is_named(world):
+    host = world.join(cores=4, memory=5_000_000_000)
+    run(world.fleet.add(specs(0, 1, 2, 3)))
+    assert len(host.alive) == 3
+    world.fleet.process_bytes = lambda: 2_000_000_000
+    world.fleet.measure()
+    short = dict(world.events)["host.short"]
+    assert short == {"host": "host-b", "has": "5.0 GB", "takes": "2.0 GB", "places": 2, "cores": 4}
+    assert world.rooms[-1] == 3, "what runs goes on, and nothing new starts there"
+    late = world.join("c", name="host-c", cores=4, memory=1_000_000_000)
+    run(world.fleet.add(specs(4, 5)))
+    assert not orders_of(late)
+    assert [fields["host"] for name, fields in world.events if name == "host.short"] == ["host-b", "host-c"]
+
+
+def test_the_next_master_knows_the_memory_of_the_hosts(world):
+    world.join(cores=4, memory=5_000_000_000)
+    later = world.make()
+    later.process_bytes = lambda: 2_000_000_000
+    later.measure()
+    assert run(later.capacity()) == 3

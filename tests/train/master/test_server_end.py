@@ -335,7 +335,7 @@ def test_a_group_is_let_go_with_the_state_that_counts_and_the_log_follows_it(tmp
         return master, [future.result() for future in futures.values()]
 
     master, answers = asyncio.run(scenario())
-    plan = pb.Plan(source=1, steps=[3, 4], store=f"{A}:1", state="b:2", rates=[10.0, 20.0])
+    plan = pb.Plan(source=1, steps=[3, 4], store=f"{A}:1", states=["", "b:2"], rates=[10.0, 20.0])
     assert answers == [plan, plan]
     assert master.progress.logged == 4, "its last steps are nobody's to report"
 

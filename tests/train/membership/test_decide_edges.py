@@ -96,7 +96,7 @@ def test_a_view_that_is_entered_again_after_the_masters_death_is_released_when_a
         assert world.happen(h.Entered(ref, 4, 5)).of(h.Release) == []
     assert not world.state.released
     (release,) = world.happen(h.Ready(A, "a:9", "a:8")).of(h.Release)
-    assert (release.store, release.state, release.steps) == ("a:9", "a:8", (5, 5, 5))
+    assert (release.store, release.states[0], release.steps) == ("a:9", "a:8", (5, 5, 5))
 
 
 # The first view. -----------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_a_group_takes_its_store_from_rank_0_and_its_state_from_whoever_is_furth
     world = World().happen(h.Begin(), *ready(A, B, C)).enter(a=-1, b=0, c=-1)
     (release,) = world.of(h.Release)
     assert (release.source, release.steps, release.checkpoint) == (1, (-1, 0, -1), "")
-    assert (release.store, release.state) == (f"{A}:1", f"{B}:2")
+    assert (release.store, release.states[1]) == (f"{A}:1", f"{B}:2")
 
 
 def test_a_state_of_no_step_is_a_state_and_no_checkpoint_takes_its_place():
@@ -610,7 +610,7 @@ def test_a_group_is_let_go_with_all_that_its_members_need_and_the_log_goes_back_
     world.happen(h.Entered(A, 1, -1, 10.0), h.Entered(B, 1, -1))
     assert decided(world, h.Entered(C, 1, -1, 30.0)) == [
         h.Log("TRUNCATE", {"steps": 8}), h.Truncate(8),
-        h.Release(0, (-1, -1, -1), "/job/step-8", f"{A}:1", f"{A}:2", (10.0, 0.0, 30.0)),
+        h.Release(0, (-1, -1, -1), "/job/step-8", f"{A}:1", (f"{A}:2", f"{B}:2", f"{C}:2"), (10.0, 0.0, 30.0)),
     ]  # fmt: skip
     assert (world.state.released, world.state.committed, world.state.stepped_at) == (True, 8, None)
     assert [member.base for member in world.state.members.values()] == [8, 8, 8]

@@ -52,7 +52,8 @@ class Member:
 
     def __init__(self, monkeypatch, steps, rank, *, source=0, checkpoint="", rates=(), at="there:1", **kind):
         self.replica, self.sent, self.offered, self.asked, self.rooms = Replica(**kind), [], [], [], []
-        plan = pb.Plan(source=source, steps=steps, checkpoint=checkpoint, state=at, rates=rates)
+        states = at if isinstance(at, list) else [at] * len(steps)
+        plan = pb.Plan(source=source, steps=steps, checkpoint=checkpoint, states=states, rates=rates)
         self.behind = None
         self.group = SimpleNamespace(link=SimpleNamespace(), plan=plan, rank=rank, size=len(steps), generation=3,
                                        process_group=None,
@@ -347,3 +348,14 @@ def test_a_transfer_is_told_with_its_bytes_by_both_ends(monkeypatch):
     member.recovery.forget()
     member.recovery._offer.progress = (3, 8)
     assert member.group.link.transfer() == (3, 8, True)
+
+
+@pytest.mark.parametrize(
+    ("rank", "asked", "readers"),
+    [(0, [], 1), (1, [], 1), (2, [("b:1", 3)], 0), (3, [("a:1", 3)], 0)],
+    ids=str,
+)
+def test_a_state_comes_from_a_member_of_the_same_host_where_there_is_one_that_has_it(monkeypatch, rank, asked, readers):
+    member = Member(monkeypatch, [5, 5, -1, -1], rank, large=True, at=["a:1", "b:1", "b:2", "c:1"]).heal()
+    assert member.asked == asked
+    assert [what["readers"] for _, what in member.offered] == ([readers] if readers else [])

@@ -1,5 +1,7 @@
 """One engine over this machine and all hosts that have joined: a process starts where there is room.
 
+A host has room for a process on each of its cores, as far as its memory goes: what a process takes is measured.
+
 A joined host reports its processes as the local agent does. One that is silent for longer than the lease is given up:
 its processes are reported as lost, and killed should it come back. Which host has what is in a file, so that the next
 master waits for the hosts of the one before. Runs in the master's asyncio thread; no gRPC, no torch.
@@ -30,6 +32,8 @@ from trueline.engine.hosts.messages import (
 from trueline.errors import StorageError
 
 TICK_S = 0.25
+GROWTH = 1.1
+"""A process has to have this much more memory than the largest before, for the room to be counted again."""
 AWAY_S = 1.5
 """A host whose connection ended is given up when it has not come back for so long."""
 Orders = asyncio.Queue[FromMaster | None]
@@ -44,6 +48,10 @@ class Host:
     name: str
     address: str = ""
     cores: int = 0
+    memory: int = 0
+    """Bytes that were free before its first process; 0: unknown."""
+    places: int = 0
+    """Processes that it can take: as many as cores, unless its memory is too small for that."""
     heard_at: float
     orders: Orders | None = None
     """None: it is not connected at the moment."""
@@ -63,7 +71,12 @@ class Host:
 
     @property
     def room(self) -> int:
-        return 0 if self.leaving else self.cores - len(self.alive)
+        return 0 if self.leaving else self.places - len(self.alive)
+
+    def fit(self, process_bytes: int) -> None:
+        """Counts the places for processes that take `process_bytes` each; 0: that is not known yet."""
+        known = self.memory and process_bytes
+        self.places = min(self.cores, self.memory // process_bytes) if known else self.cores
 
     def send(self, order: FromMaster) -> None:
         if self.orders is not None:
@@ -71,7 +84,8 @@ class Host:
 
 
 class FleetEngine:
-    """`cores`: processes that this machine takes. `emit` publishes an event; `on_room` gets each new capacity."""
+    """`cores`: processes that this machine takes, `memory`: bytes that it has for them (0: unknown). `emit` publishes
+    an event; `on_room` gets each new capacity."""
 
     def __init__(
         self,
@@ -82,10 +96,14 @@ class FleetEngine:
         lease_s: float,
         now: Callable[[], float],
         emit: Callable[..., None],
+        memory: int = 0,
     ) -> None:
         self._local, self._file, self._lease_s, self._now, self._emit = local, file, lease_s, now, emit
-        self.here = Host(id="", name="this host", cores=cores, heard_at=now())
+        self.here = Host(id="", name="this host", cores=cores, memory=memory, heard_at=now())
         self.hosts: dict[str, Host] = {}
+        self.process_bytes: Callable[[], int] = lambda: 0
+        """What the largest process has in memory; 0: not known yet."""
+        self._process_bytes = 0
         self.on_room: Callable[[int], None] = lambda _: None
         self.on_leave: Callable[[Sequence[str]], None] = lambda _: None
         """Gets the processes of a host that takes its cores back."""
@@ -97,6 +115,8 @@ class FleetEngine:
         self._watchers: set[asyncio.Queue[Seen]] = set()
         self._ticked_at = now()
         self._restore()
+        for host in self._all():
+            host.fit(0)
 
     def _restore(self) -> None:
         with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -104,13 +124,13 @@ class FleetEngine:
                 running = {ref: Seen(ref=ref, kind=Kind.STARTED, host=known.name) for ref in known.alive}
                 self.hosts[known.id] = Host(
                     id=known.id, name=known.name, address=known.address, cores=known.cores, heard_at=self._now(),
-                    processes=running, leaving=known.leaving, standby=known.standby,
+                    processes=running, leaving=known.leaving, standby=known.standby, memory=known.memory,
                 )  # fmt: skip
 
     def _keep(self) -> None:
         known = tuple(
             KnownHost(id=host.id, name=host.name, address=host.address, cores=host.cores, leaving=host.leaving,
-                      alive=host.alive, standby=host.standby)
+                      alive=host.alive, standby=host.standby, memory=host.memory)
             for host in self.hosts.values() if host.cores
         )  # fmt: skip
         self.copy(HostList(known))
@@ -172,7 +192,7 @@ class FleetEngine:
         return [*self._lost.values(), *(seen for host in self._all() for seen in host.processes.values())]
 
     async def capacity(self) -> int:
-        return sum(host.cores for host in self._all() if not host.leaving)
+        return sum(host.places for host in self._all() if not host.leaving)
 
     async def watch(self) -> AsyncIterator[Seen]:
         changes: asyncio.Queue[Seen] = asyncio.Queue()
@@ -215,8 +235,28 @@ class FleetEngine:
         while True:
             await asyncio.sleep(TICK_S)
             self.give_up_silent()
+            self.measure()
             with contextlib.suppress(OSError):
                 await self._place()
+
+    def measure(self) -> None:
+        """Counts every host's places again once the processes have grown; what runs continues."""
+        size = self.process_bytes()
+        if size <= self._process_bytes * GROWTH:
+            return
+        self._process_bytes, before = size, [host.places for host in self._all()]
+        for host in self._all():
+            self._fit(host)
+        if before != [host.places for host in self._all()]:
+            self._note_room()
+
+    def _fit(self, host: Host, *, joins: bool = False) -> None:
+        """Counts the places of `host`, and says so where its memory is too small for its cores."""
+        before = host.cores if joins else host.places
+        host.fit(self._process_bytes)
+        if host.places < before:
+            has, takes = (f"{size / 1e9:.1f} GB" for size in (host.memory, self._process_bytes))
+            self._emit("host.short", host=host.name, has=has, takes=takes, places=host.places, cores=host.cores)
 
     def give_up_silent(self) -> None:
         """Gives up hosts that were silent for too long; not for time in which this process was stopped itself."""
@@ -249,7 +289,7 @@ class FleetEngine:
 
     def _note_room(self) -> None:
         self._keep()
-        self.on_room(sum(host.cores for host in self._all() if not host.leaving))
+        self.on_room(sum(host.places for host in self._all() if not host.leaving))
 
     def connect(self, greeting: Greeting) -> Host:
         """A host has connected, for the first time or again; its name becomes unique."""
@@ -280,6 +320,7 @@ class FleetEngine:
     def accept_offer(self, host: Host, offer: CoresOffer) -> None:
         """The host lends its cores: what it runs and should not is killed, and lost orders are repeated."""
         joined, host.cores, host.standby = not host.cores, offer.cores, offer.standby
+        host.memory = host.memory or offer.memory
         for copy in self.journal() if host.standby else ():
             host.send(copy)
         running = {seen.ref: seen for seen in offer.running}
@@ -297,6 +338,7 @@ class FleetEngine:
         for ref, grace_s in host.doomed.items():
             host.send(KillOrder(ref, grace_s))
         self._emit("host.joined" if joined else "host.returned", host=host.name, address=host.address, cores=host.cores)
+        self._fit(host, joins=True)
         self._note_room()
 
     def refuse(self, greeting: Greeting, why: str) -> None:
@@ -336,6 +378,7 @@ class FleetEngine:
         return [
             {
                 "host": host.name, "address": host.address, "cores": host.cores, "load": round(host.load, 2),
+                "places": host.places, "memory": host.memory,
                 "state": "leaving" if host.leaving else "here" if not host.id or host.orders is not None else "away",
                 "silent_s": round(now - host.heard_at, 1) if host.id else 0.0, "workers": host.alive,
             }

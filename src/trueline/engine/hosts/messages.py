@@ -51,6 +51,8 @@ class CoresOffer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Every process that it has started, also those that have ended."""
     standby: str = ""
     """HOST:PORT where a master on this host would listen, if that of the job's host died; empty: it takes no master."""
+    memory: int = 0
+    """Bytes that were free when the host joined; 0: unknown."""
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -125,6 +127,7 @@ class KnownHost(msgspec.Struct, frozen=True, kw_only=True):
     leaving: bool
     alive: list[str]
     standby: str = ""
+    memory: int = 0
 
 
 class HostList(msgspec.Struct, frozen=True, tag=True):

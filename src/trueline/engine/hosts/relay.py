@@ -51,6 +51,7 @@ from trueline.engine.hosts.route import announce, split_address
 from trueline.engine.hosts.standby import JoinRequest, LentHost, Standby
 from trueline.engine.local.client import LocalEngine, start_agent
 from trueline.engine.local.process import Lifeline
+from trueline.environment import available_bytes
 from trueline.errors import TrainError, TruelineError, UsageError
 
 FENCE = 10
@@ -205,7 +206,8 @@ class Relay:
         assert self._engine is not None
         running = tuple(await self._engine.list())
         self._fenced = False
-        await call.write(CoresOffer(cores=request.cores, running=running, standby=self._standby.address))
+        standby, memory = self._standby.address, available_bytes()
+        await call.write(CoresOffer(cores=request.cores, running=running, standby=standby, memory=memory))
         events.emit("join.joined", job=welcome.job, cores=request.cores, address=self._own_address)
         work = (self._send(call), self._pulse(), self._watch(), self._forward_output())
         orders = asyncio.ensure_future(self._take_orders(call))

@@ -46,7 +46,7 @@ class PsMaster(JobShell):
     ) -> None:
         super().__init__(job, job_dir, journal, engine, secret, now)
         self._step_logged, self._journal_at = -1, 0.0
-        self._settling = asyncio.Lock()
+        self._settling, self._scaling = asyncio.Lock(), asyncio.Lock()
         self.checkpoints = Checkpoints(self, settle=self.settle, stop=self.stop, conclude=self.conclude)
 
     # processes
@@ -126,7 +126,8 @@ class PsMaster(JobShell):
         if self.spec is None:
             self.spec, self.num_records, self.blocks = request.spec, request.num_records, request.blocks
             spec = base64.b64encode(msgspec.msgpack.encode(request.spec)).decode()
-            self.log("PS_MODEL", spec=spec, num_records=request.num_records, blocks=list(request.blocks))
+            self.log("PS_MODEL", spec=spec, num_records=request.num_records, blocks=list(request.blocks),
+                     parts=self.parts)  # fmt: skip
             self.set_routing(make_routing([f"{SERVER}-{n}" for n in range(self.servers.count)], request.spec.dense))
             self.log("FACTS", num_records=self.num_records, total_steps=self.total_steps, shard_records=0)
             self.spawn(self.settle())
@@ -270,7 +271,11 @@ class PsMaster(JobShell):
     # the end
 
     async def scale_servers(self, count: int) -> None:
-        """Hands buckets to more or fewer servers, a few in each cut; training goes on between."""
+        """Hands buckets to more or fewer servers, a few in each cut; training continues between."""
+        async with self._scaling:
+            await self._scale_servers(count)
+
+    async def _scale_servers(self, count: int) -> None:
         assert self.routing is not None
         assert self.spec is not None
         wanted = [f"{SERVER}-{number}" for number in range(count)]

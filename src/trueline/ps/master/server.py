@@ -58,7 +58,7 @@ class TasksService:
     async def _join(self, data: bytes, context: Context) -> bytes:
         request = msgspec.msgpack.decode(data, type=Join)
         await self._require(request.ref, context)
-        return _encode(Joined(await self.master.join(request)))
+        return _encode(Joined(await self.master.join(request), self.master.parts))
 
     async def _lease(self, data: bytes, context: Context) -> bytes:
         request, master = msgspec.msgpack.decode(data, type=LeaseRequest), self.master
@@ -124,13 +124,18 @@ class OperatorService(pb_grpc.MasterServicer):
         self.master = master
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.Ack:
-        if request.workers < 1:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.workers} workers, expected at least 1")
         master = self.master
-        before, master.workers.count = master.workers.count, request.workers
-        master.log("SCALE", workers=request.workers, again=False)
-        master.emit("job.scaled", before=before, workers=request.workers, why=request.why or "asked for")
-        await master.start_due()
+        if min(request.workers, request.servers) < 0:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the number of workers or servers is negative")
+        if request.workers:
+            before, master.workers.count = master.workers.count, request.workers
+            master.log("SCALE", workers=request.workers, again=False)
+            master.emit("job.scaled", before=before, workers=request.workers, why=request.why or "asked for")
+            await master.start_due()
+        if request.servers:
+            if not master.ready.is_set():
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the servers are not all there; try again")
+            master.spawn(master.scale_servers(request.servers))
         return pb.Ack(committed=master.ledger.steps if master.ledger else 0)
 
     async def Save(self, request: pb.Cursor, context: Context) -> pb.Ack:
@@ -162,6 +167,8 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     lock, secret = folder.hold_master(), folder.read_secret()
     journal = Journal(folder.journal)
     master = PsMaster(job, job_dir, journal, engine, secret, clock.monotonic_s)
+    if folder.read_master() is None:  # the launcher starts or resumes the job, and not only its master
+        master.workers.count = job.workers
     live = page.Page(job_dir, page.token_of(secret))
     master.publisher.hook = live.add_event
     server = grpc.aio.server(interceptors=[SecretInterceptor(secret, master.fail_unexpectedly)], options=OPTIONS)

@@ -52,6 +52,8 @@ class JobShell:
         self.spec: ModelSpec | None = None
         self.routing: Routing | None = None
         self.num_records = 0
+        self.parts = job.workers if job.staleness == 0 else 1
+        """Minibatches of a step; a resumed job keeps them."""
         self.blocks: tuple[int, ...] = ()
         self.ledger: Ledger | None = None
         self.links: dict[str, ServerLink] = {}
@@ -88,6 +90,7 @@ class JobShell:
             case "PS_MODEL":
                 self.spec = msgspec.msgpack.decode(base64.b64decode(body["spec"]), type=ModelSpec)
                 self.num_records, self.blocks = body["num_records"], tuple(body["blocks"])
+                self.parts = body["parts"]
             case "PS_ROUTING":
                 self.routing = msgspec.msgpack.decode(base64.b64decode(body["routing"]), type=Routing)
             case "CKPT":
@@ -171,8 +174,7 @@ class JobShell:
 
     @property
     def grid(self) -> MinibatchGrid:
-        parts = self.job.workers if self.job.staleness == 0 else 1
-        return MinibatchGrid(num_records=self.num_records, batch=self.job.global_batch, parts=parts)
+        return MinibatchGrid(num_records=self.num_records, batch=self.job.global_batch, parts=self.parts)
 
     @property
     def total_steps(self) -> int:

@@ -19,6 +19,7 @@ from trueline.engine.hosts import route, tls
 from trueline.engine.hosts.messages import TravelledFile
 from trueline.engine.hosts.ssh import SshJoins, find_listen_address, parse_hosts
 from trueline.engine.hosts.token import TokenFile, issue_token, read_token, write_token
+from trueline.environment import available_bytes
 from trueline.errors import DataError, StorageError, UsageError
 from trueline.storage.location import parse_location
 from trueline.train.job_dir import JobDir
@@ -70,7 +71,8 @@ def prepare(folder: JobDir, job: JobSettings, preload: Sequence[str]) -> str:
     shown = route.join_address(address if host in route.ANY else host, port)
     own.write_launch(HostsLaunch(
         listen=job.listen, address=address, ports=job.ports,
-        cores=len(os.sched_getaffinity(0)) if job.cores < 0 else job.cores, preload=tuple(preload),
+        cores=len(os.sched_getaffinity(0)) if job.cores < 0 else job.cores, memory=available_bytes(),
+        preload=tuple(preload),
         files=_pack(folder, own, job, str(where)), packages=package_versions(preload), versions=own_versions(),
         store=store, probe=probe, id=secrets.token_hex(8),
         leader=Leader(id=secrets.token_hex(8), host=socket.gethostname(), address=shown, token=str(own.token)),

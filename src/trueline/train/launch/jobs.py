@@ -155,11 +155,12 @@ def status(folder: Path) -> dict[str, Any] | None:
     return facts
 
 
-def scale(folder: Path, workers: int) -> None:
-    """Sets the job's number of workers. Raises UsageError when the job refuses it or does not run."""
+def scale(folder: Path, workers: int = 0, *, servers: int = 0) -> None:
+    """Sets the job's number of workers, of parameter servers, or both (0: as before). Raises UsageError when the job
+    refuses it or does not run."""
     _expect_running(folder)
     with _master(folder) as ask:
-        ask("Scale", pb.ScaleRequest(workers=workers, why="trueline scale"))
+        ask("Scale", pb.ScaleRequest(workers=workers, servers=servers, why="trueline scale"))
 
 
 def _expect_running(folder: Path) -> None:

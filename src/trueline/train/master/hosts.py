@@ -36,6 +36,8 @@ class HostsLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Where workers of this host listen."""
     ports: str
     cores: int
+    memory: int = 0
+    """Bytes that were free before the job's first process; 0: unknown."""
     preload: tuple[str, ...]
     files: tuple[TravelledFile, ...]
     packages: dict[str, str]
@@ -84,7 +86,7 @@ class JobHosts:
         self.emit: Callable[..., None] = lambda name, **_: None
         self.fleet = FleetEngine(
             local, cores=launch.cores, file=self.own.known, lease_s=job.lease_s, now=clock.monotonic_s,
-            emit=lambda name, **fields: self.emit(name, **fields),
+            emit=lambda name, **fields: self.emit(name, **fields), memory=launch.memory,
         )  # fmt: skip
         kit = SuccessorKit(launch=launch, certificate=self.own.certificate.read_bytes(), key=self.own.key.read_bytes())
         greet = Welcome(
@@ -119,6 +121,7 @@ class JobHosts:
         claims, leader = ViewClaims(where, self.launch.id), self.launch.leader
         master.leadership = Leadership(claims, leader, master.state.generation, master.emit)
         master.replicate, self.fleet.journal = self.replicate, lambda: self.copy_journal(master)
+        self.fleet.process_bytes = lambda: max(master.memory.values(), default=0)
         self.fleet.on_room, self.fleet.on_leave = self.set_room, self.release_workers
         self.serve(server)
         self.set_room(await self.fleet.capacity())

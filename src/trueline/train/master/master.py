@@ -83,7 +83,7 @@ class Master:
         self._waiting: list[h.Action] = []  # until those rows are in the journal
         self._deaths: dict[str, h.Death] = {}
         self._receiving: set[str] = set()
-        self._memory: dict[str, int] = {}
+        self.memory: dict[str, int] = {}
         self._memory_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
         self.save_from = 0  # as in `link.contract.ProgressReporter`
@@ -178,7 +178,7 @@ class Master:
         self.progress.reconstruct(self.state.committed)  # also of a checkpoint beyond the last report
         plan = pb.Plan(
             source=release.source, steps=release.steps, store=release.store, checkpoint=release.checkpoint,
-            rates=release.rates, state=release.state,
+            rates=release.rates, states=release.states,
         )  # fmt: skip
         _resolve(self.entries, plan)
         if release.checkpoint:
@@ -359,11 +359,11 @@ class Master:
 
     def note_memory(self, ref: str, memory: int) -> None:
         """Publishes what the members have in memory, every MEMORY_S."""
-        self._memory[ref] = memory
+        self.memory[ref] = memory
         if self.now() >= self._memory_at + MEMORY_S:
             self._memory_at = self.now()
-            self._memory = {ref: self._memory[ref] for ref in self.state.members if ref in self._memory}
-            self.emit("workers.measured", memory=json.dumps(self._memory))
+            self.memory = {ref: self.memory[ref] for ref in self.state.members if ref in self.memory}
+            self.emit("workers.measured", memory=json.dumps(self.memory))
 
     async def run_clock(self) -> None:
         while not self.stopped.is_set():

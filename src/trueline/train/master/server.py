@@ -160,6 +160,7 @@ class MasterService(pb_grpc.MasterServicer):
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.Ack:
         fault = scale_fault(request.workers, self.master.policy)
+        fault = "this job has no parameter servers: it runs without --strategy ps" if request.servers else fault
         if fault:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
         self.master.handle(h.Scale(request.workers, request.why or "asked for"))

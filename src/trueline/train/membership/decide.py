@@ -164,8 +164,8 @@ def _release(state: State, now: float, policy: MembershipPolicy) -> list[Action]
         return [h.FailJob("state_lost", why)]
     if most < 0:
         most = state.checkpoint_step if checkpoint else 0
-    rates = tuple(member.rate for member in group)
-    actions: list[Action] = [h.Release(source, steps, checkpoint, group[0].store, group[source].state, rates)]
+    states, rates = tuple(member.state for member in group), tuple(member.rate for member in group)
+    actions: list[Action] = [h.Release(source, steps, checkpoint, group[0].store, states, rates)]
     if most < state.committed:
         actions = [h.Log("TRUNCATE", {"steps": most}), h.Truncate(most), *actions]
     state.released, state.committed, state.stepped_at = True, most, None

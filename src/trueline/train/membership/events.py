@@ -153,7 +153,7 @@ class Release(Struct, frozen=True):
     steps: tuple[int, ...]
     checkpoint: str = ""
     store: str = ""
-    state: str = ""
+    states: tuple[str, ...] = ()  # by rank, as the rates
     rates: tuple[float, ...] = ()
 
 

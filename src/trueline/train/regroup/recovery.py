@@ -7,6 +7,7 @@ continue. Until it has arrived they **observe**: they take part in every all-red
 
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -98,15 +99,18 @@ class Recovery:
         if behind.count(False) > 1 or rate <= 0:
             return False
         size = 3 * sum(value.nbytes for value in self._replica.model.parameters())
-        local = self._group.plan.state.startswith("127.")  # the source's address: all members decide alike
+        address = self._group.plan.states[self._group.plan.source]  # all members decide alike
+        local = address.startswith("127.")
         return size / (READ_BYTES_S if local else BROADCAST_BYTES_S) <= self._global_batch / rate
 
     def _stream(self, behind: list[bool]) -> None:
         group, plan = self._group, self._group.plan
-        if group.rank == plan.source:
-            self._offer.publish(group.generation, self._replica.snapshot(readers=sum(behind), patience=PATIENCE))
+        sources = pick_sources(behind, plan.states, plan.source)
+        if readers := list(sources.values()).count(group.rank):
+            self._offer.publish(group.generation, self._replica.snapshot(readers=readers, patience=PATIENCE))
         elif behind[group.rank]:
-            self._fetch = state_transfer.Fetch(plan.state, group.generation, self._take_room())
+            address = plan.states[sources[group.rank]]
+            self._fetch = state_transfer.Fetch(address, group.generation, self._take_room())
             self.observed = plan.steps[plan.source]
 
     def make_room(self) -> None:
@@ -195,6 +199,21 @@ class Recovery:
 
     def close(self) -> None:
         self._offer.close()
+
+
+def pick_sources(behind: Sequence[bool], states: Sequence[str], source: int) -> dict[int, int]:
+    """From which rank each rank that is behind fetches its state: one of its own host if that has a member with the
+    state, so that the state does not cross the network; else `source`.
+
+    >>> pick_sources([False, False, True, True], ["a:1", "b:1", "b:2", "c:1"], 0)
+    {2: 1, 3: 0}
+    """
+    hosts = [state.rpartition(":")[0] for state in states]
+    holders = [source, *(rank for rank, late in enumerate(behind) if not late and hosts[rank])]
+    return {
+        rank: next((holder for holder in holders if hosts[holder] == hosts[rank]), source)
+        for rank, late in enumerate(behind) if late
+    }  # fmt: skip
 
 
 def _newest(where: str) -> checkpoint.Checkpoint:
