@@ -56,7 +56,7 @@ class IdIndex:
     def _grow(self, more: int) -> None:
         kept = self._slots[self._slots[:, 1] >= 0]
         slots = _LEAST
-        while (len(kept) + more) * 2 > _FULL * slots * 1.25:
+        while len(kept) + more > _FULL * slots * 0.8:
             slots *= 2
         self._reset(slots)
         self._insert(kept[:, 0].copy(), kept[:, 1].copy())

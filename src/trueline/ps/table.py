@@ -186,14 +186,18 @@ class Table:
     def load(self, arrays: Sequence[Array]) -> None:
         """Takes rows from `dump` or `export`; those that are there already are replaced."""
         ids = arrays[0]
-        known = self._index.find(ids)
-        missing = known < 0
-        places = known
-        if missing.any():
-            places[missing] = self._take_places(int(missing.sum()))
-            self._index.add(ids[missing], places[missing])
+        where: Places | slice
+        if not self._end:  # what is loaded first lies in one piece
+            where = slice(0, len(ids))
+            self._index.add(ids, self._take_places(len(ids)))
+        else:
+            where = self._index.find(ids)
+            missing = where < 0
+            if missing.any():
+                where[missing] = self._take_places(int(missing.sum()))
+                self._index.add(ids[missing], where[missing])
         for own, given in zip(self._all(), arrays, strict=True):
-            own[places] = given
+            own[where] = given
 
     def describe(self) -> dict[str, Any]:
         """What the arrays do not say, for a dump."""
