@@ -66,6 +66,8 @@ _WORDS = {
     "host.left": "  {host} has left",
     "host.refused": "  {host} ({address}) may not join: {why}",
     "host.short": "  {host} gets {places} workers on its {cores} cores: it has {has} of memory, a worker takes {takes}",
+    "servers.scaling": "  from {before} to {servers} parameter servers: rows move",
+    "servers.scaled": "  {servers} parameter servers from now on",
     "job.waiting": "  the job waits: {why}, and there is room for {room}",
     "join.prepared": "  the files of job {job} are here: {files}, {fetched} of them fetched",
     "join.joined": "  lends {cores} cores to job {job}; workers listen at {address}",

@@ -33,6 +33,7 @@ from trueline.train.settings import Fault, JobSettings, Overrides, apply_overrid
 USUAL_WORKERS = 3
 SLOW_READING = 0.25
 """From this fraction of the steps' time on, reading is the bottleneck."""
+HOW = {True: "record by record in the gradients", False: "and digested in the gradients"}
 MUCH_S = 5.0
 """A shorter job gets no advice."""
 
@@ -76,7 +77,7 @@ class JobSummary:
         lines = [
             f"{facts['name']}: {count_of(facts['steps'], 'step')} {size}in {facts['seconds']:.1f} s, "
             f"{count_of(facts['workers_started'], 'worker')} started, {count_of(facts['generations'], 'generation')}",
-            f"{self._claim()} (counted {'record by record' if tallied else 'and digested'} in the gradients)",
+            f"{self._claim()} (counted {facts.get('counted') or HOW[tallied]})",
         ]
         if facts["certificates"] and facts["certificates"][-1].get("reduction"):
             lines.append(f"the loss of a step is {describe_loss(facts['certificates'][-1])}")

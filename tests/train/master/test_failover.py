@@ -28,7 +28,8 @@ class Line:
         (self.folder / "secret").write_text("secret")
         self.life, self.end_of_life = os.pipe()
         arguments = [str(self.folder), "--agent", str(folder / "no agent")]
-        self.masters = MasterProcess(arguments, life=self.life, log=self.folder / "logs" / "master.log")
+        log = self.folder / "logs" / "master.log"
+        self.masters = MasterProcess("trueline.train.master.server", arguments, life=self.life, log=log)
 
     def start(self, port=0):
         """The next master's process, and its port, as soon as it listens."""

@@ -14,6 +14,7 @@ trueline status runs/digits-1 --json
     the same for a script
 """
 HOST_HEAD = ("HOST", "ADDRESS", "STATE", "CORES", "LOAD", "WORKERS")
+SERVER_HEAD = ("SERVER", "ROWS", "MEMORY", "PULLS", "PUSHES", "REPEATED", "STALENESS", "LARGEST TABLE")
 _EVALUATIONS = {"evaluation": "last evaluation", "best": "best evaluation"}
 
 
@@ -58,11 +59,21 @@ def format_status(facts: dict[str, Any], now: float) -> str:
         lines.append(format_table([head, *(_member(member) for member in members)]))
     if len(hosts := live.get("hosts", ())) > 1:
         lines.append(format_table([HOST_HEAD, *map(_host, hosts)]))
+    if servers := live.get("servers"):
+        lines.append(format_table([SERVER_HEAD, *map(_server, servers)]))
     if live.get("pending"):
         lines.append(f"starting: {', '.join(live['pending'])}")
     if facts["state"] in ("dead", "failed", "stopped"):
         lines.append(f"continue it with: trueline resume {facts['folder']}")
     return "\n".join(lines)
+
+
+def _server(one: dict[str, Any]) -> tuple[str, ...]:
+    waits = f", waits: {one['lacking']}" if one["lacking"] else ""
+    return (
+        one["ref"], f"{one['rows']:,}", f"{one['memory'] / 1e6:,.0f} MB", f"{one['pulls']:,}", f"{one['pushes']:,}",
+        str(one["duplicates"]), f"{one['staleness']:.2f}", f"{one['largest']}{waits}",
+    )  # fmt: skip
 
 
 def _quarantine(one: dict[str, Any]) -> str:

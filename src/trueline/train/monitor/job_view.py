@@ -26,7 +26,7 @@ _LOOK_BACK = 8
 _INCARNATION = re.compile(r"(?<=worker-)(\d+)\.\d+")
 _CLEAN_EXIT = "exit code 0"  # how a worker ends that has left as planned
 _SILENT = {"step.applied", "worker.running", "worker.receiving", "worker.received", "group.released",
-           "epoch.certified", "workers.measured", "checkpoint.saved", "evaluation.done"}  # fmt: skip
+           "epoch.certified", "workers.measured", "checkpoint.saved", "evaluation.done", "servers.measured"}  # fmt: skip
 """Frequent events, which the page shows elsewhere."""
 _BAD = {"worker.lost", "worker.killed", "worker.quarantined", "worker.fenced", "record.set_aside", "record.suspected",
         "job.failed", "disk.full", "log.truncated", "checkpoint.failed", "master.lost", "agent.lost"}  # fmt: skip
@@ -45,6 +45,10 @@ _WORDS = {
     "job.scaled": "from {before} to {workers} workers: {why}",
     "job.failed": "the job failed: {why}",
     "job.finished": "the job is finished",
+    "server.started": "{worker} starts",
+    "servers.scaling": "from {before} to {servers} parameter servers: rows move",
+    "servers.scaled": "{servers} parameter servers from now on",
+    "cut.broken": "a checkpoint or a move of rows is tried again: {why}",
     "master.lost": "the master died and was started again",
     "agent.lost": "the engine's agent died and was started again",
     "disk.full": "the disk is full: {path} cannot be written ({free} free); {effect}",
