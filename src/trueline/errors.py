@@ -32,7 +32,6 @@ A message gives the value, what was expected, and (in `hint`) what to do next. A
 differently, not for every message.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 
@@ -229,6 +228,8 @@ def closest(word: str, names: Iterable[str]) -> str | None:
     """
     if len(word) > _LONGEST_NAME:  # comparing takes the product of both lengths
         return None
+    import difflib  # not at each start
+
     return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None)
 
 
