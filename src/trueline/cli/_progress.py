@@ -102,6 +102,7 @@ _WORDS = {
     "program.retraced": "  torch.export traces it another way: {how}",
     "claim.narrowed": "  the range is narrowed: {to}",
     "example.excluded": "  {format}: warning: its range, {range}, leaves out your {example}",
+    "answers.jump": "  a rounded number decides an answer, where runtimes may differ: {place}",
     "program.offloaded": "  offload: {parts} parts go to ONNX Runtime, {kept} of {operators} operators stay",
     "program.emitting": "  {format}: writing the program",
     "program.proven": "  {format}: proven on {probes} probes, {given_error:.1e} off at most on given records; {range}",
