@@ -1,0 +1,262 @@
+"""`trueline.compress`: the smallest or fastest program of a bundle that keeps a budget."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trueline import events, files
+from trueline.bundle import Bundle, open_bundle
+from trueline.compress.method import TARGETS, Budget, CompressMethod, Target, parse_budget, parse_method
+from trueline.errors import BudgetMissed, BundleError, StorageError, UsageError, closest, join_names
+
+if TYPE_CHECKING:
+    from trueline.compress.candidate import CompressedCandidate
+    from trueline.compress.measure.reference import Reference
+    from trueline.compress.search import Search
+    from trueline.recipe.contract import Recipe
+
+MINUTES = 15.0
+BY_DEFAULT = "accuracy=1%"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed:
+    """A sealed bundle, and every candidate beside it."""
+
+    path: Path
+    digest: str
+    parent: str
+    row: CompressedCandidate
+    rows: tuple[CompressedCandidate, ...]
+    report: Path
+    """The HTML page; report.json beside it has the values."""
+    facts: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        from trueline.compress.report import as_facts
+
+        chosen = {"path": str(self.path), "digest": self.digest, "chosen": self.row.name, "report": str(self.report)}
+        return {**chosen, **as_facts(self.rows, self.facts)}
+
+    def as_text(self) -> str:
+        from trueline.compress.report import as_table
+
+        row, batch = self.row, min(self.row.vs_fp32, default=1)
+        speed = (
+            f"{row.vs_fp32[batch]:.2f} times as fast as its parent and {row.vs_eager[batch]:.2f} times as the eager "
+        )
+        speed += f"model at batch {batch}" if row.vs_fp32 else ""
+        lost = f"{self.facts['metric']} {row.metric:.4f}, {row.loss:+.4f} lost, {row.loss_high:.4f} at most (95 %)"
+        head = f"{self.path}: {row.name}; {speed}; {lost}"
+        return f"{as_table(self.rows)}\n\n{head}\nreport: {self.report}"
+
+
+def compress(
+    bundle: str | Path | Bundle,
+    *,
+    recipe: str | Path | Recipe | None = None,
+    out: str | Path | None = None,
+    budget: str | Budget | None = None,
+    target: Target = "latency",
+    quantize: Sequence[str] = (),
+    minutes: float = MINUTES,
+    overwrite: bool = False,
+) -> Compressed:
+    """Compresses the ONNX program of `bundle`, and seals the best candidate at `out` (NAME-TARGET.bundle beside it).
+
+    Candidates are judged on the recipe's evaluation records; `recipe` is looked for by its digest when it is left out.
+    `budget` says how much of a metric may be lost (`accuracy=1%`: 0.01, with 95 % confidence) and is 1 % of the
+    recipe's first metric by default. `target` is what to make small. `quantize` names ways by hand (`static`,
+    `static:s8s8,entropy`); without a budget the best of them is then sealed whatever it loses. No further candidate is
+    tried after `minutes`. A call that was killed continues in OUT.search, which also holds the best so far.
+
+    Raises BudgetMissed with the table of all candidates when none keeps the budget, UsageError, RecipeError, DataError,
+    BundleError, StorageError. The parent bundle is never changed; nothing is then left at `out`.
+    """
+    methods, wanted = _check(quantize, target, minutes), _read_budget(budget, by_hand=bool(quantize))
+    parent = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
+    place = Path(out) if out is not None else parent.path.with_name(f"{parent.path.stem}-{target}.bundle")
+    if place.exists() and not overwrite:
+        raise UsageError(f"{place} exists already", hint="choose another name, or overwrite it (--overwrite)")
+    _check_parent(parent)
+    reference = _open_reference(parent, recipe, wanted)
+    search = _open_search(reference, place, target, minutes, methods)
+    search.run(methods or _usual_methods())
+    search.measure_all()
+    facts = _facts(reference, search, methods)
+    report = _write_report(search, facts)
+    best = search.best()
+    if best is None:
+        raise _make_missed(search, facts, report)
+    sealed = _seal(search, best, place, facts)
+    return Compressed(
+        path=place, digest=sealed.digest, parent=parent.digest, row=best, rows=tuple(search.rows.values()),
+        report=report, facts=facts,
+    )  # fmt: skip
+
+
+def _check(quantize: Sequence[str], target: str, minutes: float) -> list[CompressMethod]:
+    if target not in TARGETS:
+        near = closest(target, TARGETS)
+        raise UsageError(
+            f"target is '{target}', expected one of: {join_names(TARGETS)}",
+            hint=f"did you mean '{near}'?" if near else "",
+        )
+    if not minutes > 0:
+        raise UsageError(f"minutes is {minutes:g}, expected a number above 0")
+    return [parse_method(text) for text in quantize]
+
+
+def _read_budget(budget: str | Budget | None, *, by_hand: bool) -> Budget | None:
+    """None: the first metric of the recipe, and any loss of it."""
+    if isinstance(budget, Budget):
+        return budget
+    if budget is None and by_hand:
+        return None
+    return parse_budget(budget or BY_DEFAULT)
+
+
+def _check_parent(parent: Bundle) -> None:
+    """Raises BundleError, UsageError for a bundle that cannot be compressed."""
+    import numpy as np
+    import onnx
+    from onnx import numpy_helper
+
+    if "onnx" not in [entry.format for entry in parent.manifest.programs]:
+        formats = join_names(entry.format for entry in parent.manifest.programs)
+        raise UsageError(
+            f"bundle '{parent.name}' has no ONNX program, which is what is compressed (has: {formats})",
+            hint="capture it with --for onnxruntime",
+        )
+    if parent.signature.random or parent.signature.state:
+        what = "draws random numbers" if parent.signature.random else "keeps a state between requests"
+        raise UsageError(
+            f"bundle '{parent.name}' {what}: its answers to evaluation records say nothing of its accuracy"
+        )
+    path = parent.program_path("onnx")
+    for weight in onnx.load(path).graph.initializer:
+        array = numpy_helper.to_array(weight)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise BundleError(
+                f"weight '{weight.name}' of bundle '{parent.name}' has {int((~np.isfinite(array)).sum())} values that "
+                "are not finite",
+                hint="train it again; an earlier checkpoint of the job may be whole",
+            )
+
+
+def _open_reference(parent: Bundle, recipe: str | Path | Recipe | None, budget: Budget | None) -> Reference:
+    from trueline.compress.find_recipe import find_recipe
+    from trueline.compress.measure.reference import open_reference
+    from trueline.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe if recipe is not None else find_recipe(parent))
+    reference = open_reference(parent, loaded, budget)
+    events.emit(
+        "compress.started", bundle=parent.name, metric=reference.budget.metric, value=reference.value,
+        records=reference.count,
+    )  # fmt: skip
+    _check_promise(reference)
+    return reference
+
+
+def _check_promise(reference: Reference) -> None:
+    """Raises UsageError for a budget that so few records can never show to be kept."""
+    import numpy as np
+
+    from trueline.compress import gate
+
+    values, budget = reference.answers.values, reference.budget
+    if not np.isin(values, (0.0, 1.0)).all():
+        return
+    least = gate.paired_bound(0, 0, reference.count)
+    if least <= budget.amount:
+        return
+    needed = gate.count_records(budget.amount)
+    raise UsageError(
+        f"{budget.text} cannot be promised with {reference.count} evaluation records: even if no decision changes, up "
+        f"to {least:.4f} may be lost (95 % confidence); it needs at least {needed} records",
+        hint=f"give dataset('evaluation') more records, or allow more: --budget {budget.metric}={100 * least:.2g}%",
+    )
+
+
+def _open_search(
+    reference: Reference, place: Path, target: Target, minutes: float, methods: Sequence[CompressMethod]
+) -> Search:
+    from trueline.compress.search import Search
+
+    folder = place.with_name(f"{place.name}.search")
+    by_hand = bool(methods) and math.isinf(reference.budget.amount)
+    search = Search(reference, folder, target, time.monotonic() + 60 * minutes, time.monotonic, by_hand)
+    spec = {
+        "parent": reference.bundle.digest, "recipe": reference.recipe.digest, "budget": reference.budget.text,
+        "target": target, "records": reference.count, "by_hand": [method.name for method in methods],
+    }  # fmt: skip
+    try:
+        search.restore(spec)
+    except OSError as error:
+        raise files.storage_error(error, folder) from error
+    return search
+
+
+def _usual_methods() -> list[CompressMethod]:
+    from trueline.compress.apply.quantizers import QUANTIZERS
+
+    return [method for quantizer in QUANTIZERS.values() for method in quantizer.list_variants()]
+
+
+def _facts(reference: Reference, search: Search, methods: Sequence[CompressMethod]) -> dict[str, Any]:
+    budget = reference.budget
+    bounded = math.isfinite(budget.amount)
+    return {
+        "name": reference.bundle.name,
+        "parent_digest": reference.bundle.digest,
+        "target": search.target,
+        "metric": budget.metric,
+        "budget": budget.text if bounded else "none: chosen by hand",
+        "budget_amount": budget.amount if bounded else None,
+        "evaluation_records": reference.count,
+        "parent_value": reference.value,
+        "by_hand": ", ".join(method.name for method in methods) or "no",
+        "batches": ", ".join(map(str, reference.timed)),
+    }
+
+
+def _write_report(search: Search, facts: dict[str, Any]) -> Path:
+    from trueline.compress import report
+
+    rows = list(search.rows.values())
+    page = search.folder / "report.html"
+    files.write_atomic(page, report.as_page(rows, facts).encode())
+    values = msgspec.json.encode(report.as_facts(rows, facts))
+    files.write_atomic(search.folder / "report.json", msgspec.json.format(values, indent=1))
+    return page
+
+
+def _make_missed(search: Search, facts: dict[str, Any], report: Path) -> BudgetMissed:
+    from trueline.compress.report import as_table
+
+    table = as_table(search.rows.values())
+    return BudgetMissed(
+        f"no candidate keeps {facts['budget']} and is better for {facts['target']}; nothing is sealed\n{table}",
+        hint=f"{report} has the plots; a larger budget or more evaluation records may let one pass",
+    )
+
+
+def _seal(search: Search, best: CompressedCandidate, place: Path, facts: dict[str, Any]) -> Bundle:
+    from trueline.compress import sealing
+
+    sealed = sealing.seal(search.reference, best, search.path_of(best), place, facts)
+    for name in ("work", "programs", "best.bundle"):
+        shutil.rmtree(search.folder / name, ignore_errors=True)
+    if not (place / "bundle.json").is_file():
+        raise StorageError(f"{place} was not written")
+    events.emit("bundle.sealed", path=str(place), digest=sealed.digest, serve="onnx")
+    return sealed
