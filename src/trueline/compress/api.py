@@ -46,17 +46,21 @@ class Compressed:
         chosen = {"path": str(self.path), "digest": self.digest, "chosen": self.row.name, "report": str(self.report)}
         return {**chosen, **as_facts(self.rows, self.facts)}
 
-    def as_text(self) -> str:
-        from trueline.compress.report import as_table
-
+    @property
+    def summary(self) -> str:
+        """In one line."""
         row, batch = self.row, min(self.row.vs_fp32, default=1)
         speed = (
             f"{row.vs_fp32[batch]:.2f} times as fast as its parent and {row.vs_eager[batch]:.2f} times as the eager "
         )
         speed += f"model at batch {batch}" if row.vs_fp32 else ""
         lost = f"{self.facts['metric']} {row.metric:.4f}, {row.loss:+.4f} lost, {row.loss_high:.4f} at most (95 %)"
-        head = f"{self.path}: {row.name}; {speed}; {lost}"
-        return f"{as_table(self.rows)}\n\n{head}\nreport: {self.report}"
+        return f"{self.path}: {row.name}; {speed}; {lost}"
+
+    def as_text(self) -> str:
+        from trueline.compress.report import as_table
+
+        return f"{as_table(self.rows)}\n\n{self.summary}\nreport: {self.report}"
 
 
 def compress(

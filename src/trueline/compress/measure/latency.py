@@ -1,7 +1,8 @@
 """How fast programs are, measured alternately: each round visits every program, so that what else the machine does
 meets all of them. A visit calls a fast program several times, since the first call finds the caches full of another's
-weights. Ratios are of the same round; every other round goes backwards. A program that takes far longer than all others
-together (the eager model, beside compiled ones) is visited in some of the rounds only.
+weights. Ratios are of the fastest calls of the same round, which neighbours disturb least; every other round goes
+backwards. A program that takes far longer than all others together (the eager model, beside compiled ones) is visited
+in some of the rounds only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Seconds of each program: of every call, and the median of each visit, NaN in rounds without one."""
+    """Seconds of each program: of every call, and the least of each visit, NaN in rounds without one."""
 
     calls: Mapping[str, Floats]
     visits: Mapping[str, Floats]
@@ -77,7 +77,7 @@ def measure_alternately(
                 continue
             times = [_time(runs[name], clock) for _ in range(repeats[name])]
             calls[name] += times
-            visits[name].append(median(times))
+            visits[name].append(min(times))
         rounds += 1
         if rounds >= LEAST and clock() - began > 4 * seconds:
             break
