@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from trueline.errors import StorageError, TruelineError
 
 QUICK_S, FULL_S = 1.0, 6.0
 """Seconds that programs are timed: a candidate beside its parent, and all together at the end."""
+BLAMED = 5
+"""Operators that a row names."""
 GAIN = 1.02
 """Times the parent's speed that a candidate has to have for sure, if latency is the target."""
 _PROGRAM = "model.onnx"
@@ -74,7 +77,7 @@ class Search:
 
     def run(self, methods: Sequence[CompressMethod]) -> None:
         """Tries `methods`, and better ones for those that lose too much, until the time is over."""
-        for method in (*methods, *self._spare(methods)):
+        for method in chain(methods, self._spare(methods)):  # the second begins when the first is done
             if method.name in self.rows:
                 continue
             if self.clock() >= self.ends:
@@ -91,9 +94,12 @@ class Search:
         if not judged or any(row.verdict in ("offered", "no gain") for row in judged):
             return
         best = min(judged, key=lambda row: row.loss_high if row.loss_high is not None else np.inf)
-        ranked = rank_operators(
-            self.reference, self.program, CompressMethod(best.kind, best.words), self.ends, self.clock
-        )
+        method = CompressMethod(best.kind, best.words)
+        errors = rank_operators(self.reference, self.program, method, self.ends, self.clock)
+        ranked = list(errors)
+        blamed = ", ".join(f"{name} ({errors[name]:.2g})" for name in ranked[:BLAMED])
+        why = f"{best.why}; quantized alone, these operators change the answers most: {blamed}"
+        self.rows[best.name] = msgspec.structs.replace(best, why=why)
         for count in (1, 2, 4, 8, 16, 32):
             if count >= len(ranked):
                 return

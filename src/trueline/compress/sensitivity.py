@@ -19,8 +19,8 @@ from trueline.errors import TruelineError
 
 def rank_operators(
     reference: Reference, program: ParentProgram, method: CompressMethod, ends: float, clock: Callable[[], float]
-) -> list[str]:
-    """Names of the heavy operators, the most sensitive first; those for which no time was left are at the end."""
+) -> dict[str, float]:
+    """The relative error of the answers for each heavy operator, the largest first; 0 where no time was left."""
     operators = list_heavy(fold(program))
     inputs = program.calibration()[0]
     expected = reference.session.run(inputs)
@@ -40,7 +40,7 @@ def rank_operators(
             continue
         errors[operator] = max(_relative(expected[name], found[name]) for name in expected)
         events.emit("sensitivity.advanced", done=number + 1, total=len(operators))
-    return sorted(operators, key=lambda name: -errors.get(name, -1.0))
+    return dict(sorted(((name, errors.get(name, 0.0)) for name in operators), key=lambda pair: -pair[1]))
 
 
 def _relative(want: np.ndarray, have: np.ndarray) -> float:
