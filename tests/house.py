@@ -34,6 +34,7 @@ WIDE_PROTOCOLS: Mapping[str, str] = {
 """Protocols of more methods, and why."""
 WIDE_SIGNATURES: Mapping[str, str] = {
     "capture": "the public call: model, checkpoint and target, and the options of the verb",
+    "compress": "the public call, with the options of the verb",
     "ship": "the public call, with the options of the verb",
     "capture_file": "the public call for a file, with the options of the verb",
     "translate": "torch's operators of recurrent layers have as many arguments",

@@ -90,7 +90,7 @@ def test_nan_and_infinity_are_refused_since_int8_would_make_numbers_of_them(
     images = compressible.images(2)
     images[1, 0, 3, 3] = np.nan
     with pytest.raises(RequestError, match="finite"):
-        open_program(open_bundle(found.path)).run({"x": images})
+        open_program(open_bundle(found.path)).run({"input": images})
 
 
 def test_below_the_budget_nothing_is_sealed_and_the_reason_is_a_table(
@@ -136,7 +136,8 @@ def test_a_search_that_was_killed_goes_on_where_it_was_and_its_best_is_a_bundle(
 
     monkeypatch.setattr(searching.Search, "_measure", dying)
     out = tmp_path / "small.bundle"
-    asked = {"budget": "accuracy=3%", "target": "size", "out": out}
+    ways = ["static", "static:s8s8", "float16", "dynamic", "weights"]
+    asked = {"budget": "accuracy=3%", "target": "size", "quantize": ways, "out": out}
     with pytest.raises(KeyboardInterrupt):
         trueline.compress(trained.bundle.path, **asked)
     best = open_bundle(tmp_path / "small.bundle.search" / "best.bundle")

@@ -35,7 +35,7 @@ class Quantizing(NamedTuple):
 
     def answer(self, path: Path) -> np.ndarray:
         session = open_session("onnx", path, self.bundle.signature)
-        return session.run({"x": compressible.images()})["output"]
+        return session.run({"input": compressible.images()})["output"]
 
 
 def test_every_variant_answers_almost_as_the_parent_and_is_smaller(quantizer: Quantizing) -> None:

@@ -84,7 +84,7 @@ def seal(module: nn.Sequential, out: Path, recipe_digest: str) -> Bundle:
     """The bundle of the module in its present state."""
     weights = {name.replace(".", "_"): value.detach().numpy() for name, value in module.state_dict().items()}
     nodes = [
-        helper.make_node("Conv", ["x", "0_weight", "0_bias"], ["a"], name="first", pads=[1, 1, 1, 1]),
+        helper.make_node("Conv", ["input", "0_weight", "0_bias"], ["a"], name="first", pads=[1, 1, 1, 1]),
         helper.make_node("Relu", ["a"], ["b"], name="first_relu"),
         helper.make_node("Conv", ["b", "2_weight", "2_bias"], ["c"], name="second", pads=[1, 1, 1, 1]),
         helper.make_node("Relu", ["c"], ["d"], name="second_relu"),
@@ -92,12 +92,12 @@ def seal(module: nn.Sequential, out: Path, recipe_digest: str) -> Bundle:
         helper.make_node("Flatten", ["e"], ["f"], name="flat"),
         helper.make_node("Gemm", ["f", "6_weight", "6_bias"], ["output"], name="last", transB=1),
     ]
-    x, y = spec("x", "batch", 1, 8, 8), spec("output", "batch", len(weights["6_bias"]))
+    x, y = spec("input", "batch", 1, 8, 8), spec("output", "batch", len(weights["6_bias"]))
     model = graph(nodes, [x], [y], weights)
     given = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         answer = module(given)
-    golden = [Golden(case="3", inputs={"x": given.numpy()}, outputs={"output": answer.numpy()})]
+    golden = [Golden(case="3", inputs={"input": given.numpy()}, outputs={"output": answer.numpy()})]
     signature = Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim()})
     return bundle(
         out, model, signature, golden, name="drawn", recipe_digest=recipe_digest, lineage={"recipe": {"name": "drawn"}}

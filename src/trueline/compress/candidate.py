@@ -18,6 +18,7 @@ class CompressedCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     kind: str
     exclude: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    base: str = ""
     verdict: Verdict
     why: str = ""
     metric: float | None = None

@@ -20,6 +20,8 @@ CONFIDENCE = 0.95
 _SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "mape", "perplexity", "nll", "wer", "cer")
 """Words in the names of metrics of which less is better."""
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)")
+UNCHANGED = "unchanged"
+"""Kind of the method that quantizes nothing: of a derived model's program as it is."""
 VARIANTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "dynamic": (("u8", "s8"),),
     "static": (("u8s8", "s8s8"), ("minmax", "percentile", "entropy", "mse")),
@@ -32,11 +34,13 @@ VARIANTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class CompressMethod:
-    """One way to compress a program. `exclude`: names of operators that stay as they are."""
+    """One way to compress a program. `exclude`: names of operators that stay as they are; `base`: the derived model
+    whose program it is, empty for the parent's."""
 
     kind: str
     words: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    base: str = ""
 
     @property
     def name(self) -> str:
@@ -46,7 +50,8 @@ class CompressMethod:
         'static:u8s8,entropy without 2'
         """
         words = ":" + ",".join(self.words) if self.words else ""
-        return f"{self.kind}{words}" + (f" without {len(self.exclude)}" if self.exclude else "")
+        own = f"{self.kind}{words}" + (f" without {len(self.exclude)}" if self.exclude else "")
+        return " + ".join([self.base] * bool(self.base) + [own] * (self.kind != UNCHANGED))
 
 
 def parse_method(text: str) -> CompressMethod:

@@ -20,6 +20,7 @@ import numpy as np
 from trueline import files
 from trueline.bundle import Bundle, Contents, Evidence, Golden, ProgramEntry, Summary
 from trueline.bundle import seal as seal_bundle
+from trueline.bundle.signature import Signature
 from trueline.bundle.values import Values
 from trueline.capture.proof.narrowing import takes
 from trueline.capture.proof.observe import digest
@@ -30,7 +31,7 @@ from trueline.compress.measure import accuracy
 from trueline.compress.measure.accuracy import Answers
 from trueline.compress.measure.reference import Reference
 from trueline.errors import NotProven
-from trueline.runtime.open import open_program, replay
+from trueline.runtime.open import open_program, open_session, replay
 from trueline.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -43,16 +44,21 @@ SLACK = 4.0
 """At sizes that no evaluation record has, a candidate may be this many times as far off."""
 
 
-def seal(reference: Reference, row: CompressedCandidate, program: Path, out: Path, facts: Mapping[str, Any]) -> Bundle:
-    """Proves `program` by the tolerance and seals it at `out`, which it replaces. Raises NotProven, StorageError."""
+def seal(
+    reference: Reference, base: Bundle, row: CompressedCandidate, program: Path, out: Path, facts: Mapping[str, Any]
+) -> Bundle:
+    """Proves `program`, made of the one of `base`, by the tolerance and seals it at `out`, which it replaces.
+
+    Raises NotProven, StorageError.
+    """
     began = time.monotonic()
     parent = reference.bundle
-    session = reference.open(program)
+    session = open_session("onnx", program, base.signature_of("onnx"))
     answers = reference.answer(session)
     errors = accuracy.largest_errors(reference.answers, answers, session.signature)
-    golden = [_golden(session, one, errors) for one in parent.golden()]
+    golden = [_golden(session, one, errors) for one in parent.golden() if takes(session.signature, one.inputs)]
     evidence = [*_evidence(reference, answers), *_evidence_of_sizes(reference, session, errors)]
-    old = parent.program("onnx")
+    old = base.program("onnx")
     with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=out.parent) as work:
         folder = Path(work)
         (folder / "programs").mkdir()
@@ -62,12 +68,12 @@ def seal(reference: Reference, row: CompressedCandidate, program: Path, out: Pat
             format="onnx", file=f"programs/{program.name}", proven=True, seconds=round(time.monotonic() - began, 3),
             probes=len(evidence), max_abs_error=max((worst for worst, _ in errors.values()), default=0.0),
             versions=versions(), notes=f"{row.name}; compared with its parent, by the tolerance that was accepted",
-            rows=old.rows, values=_finite_values(parent, old.values),
+            rows=old.rows, values=_finite_values(parent, old.values) if row.quantized else old.values,
         )  # fmt: skip
         summary = msgspec.structs.replace(parent.manifest.lineage, parent=parent.digest)
         columns = parent.columns()
         contents = Contents(
-            name=parent.name, signature=parent.signature, programs=[(entry, folder)], serve="onnx", golden=golden,
+            name=parent.name, signature=base.signature, programs=[(entry, folder)], serve="onnx", golden=golden,
             evidence=evidence, lineage=_lineage(parent, row, facts), summary=Summary(**msgspec.to_builtins(summary)),
             columns=columns, records=parent.golden_records() if columns is not None else (),
         )  # fmt: skip
@@ -112,7 +118,7 @@ def _evidence(reference: Reference, answers: Answers) -> list[Evidence]:
 def _evidence_of_sizes(reference: Reference, session: Session, errors: Errors) -> list[Evidence]:
     """At the golden records and at other sizes, which the evaluation records do not have. Raises NotProven."""
     found = []
-    for probe, inputs in _sized_inputs(reference.bundle):
+    for probe, inputs in _sized_inputs(reference.bundle, session.signature):
         want, have = reference.session.run(inputs), session.run(inputs)
         for name, (worst, _) in errors.items():
             gap = float(np.abs(want[name].astype(np.float64) - have[name].astype(np.float64)).max(initial=0.0))
@@ -127,8 +133,8 @@ def _evidence_of_sizes(reference: Reference, session: Session, errors: Errors) -
     return found
 
 
-def _sized_inputs(parent: Bundle) -> Iterator[tuple[str, dict[str, Array]]]:
-    signature, golden = parent.signature_of("onnx"), parent.golden()
+def _sized_inputs(parent: Bundle, signature: Signature) -> Iterator[tuple[str, dict[str, Array]]]:
+    golden = [one for one in parent.golden() if takes(signature, one.inputs)]
     yield from ((f"golden {one.case}", one.inputs) for one in golden)
     base = golden[0].inputs
     now = signature.sizes(base)

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from trueline import events, files
+from trueline.bundle import Bundle
 from trueline.compress import gate, sealing
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.quantizers import QUANTIZERS
@@ -30,7 +31,7 @@ from trueline.compress.measure.kernels import count_kernels, size_of
 from trueline.compress.measure.latency import Rounds
 from trueline.compress.measure.memory import measure_memory
 from trueline.compress.measure.reference import EAGER, PARENT, Reference
-from trueline.compress.method import CompressMethod, Target
+from trueline.compress.method import UNCHANGED, CompressMethod, Target
 from trueline.errors import StorageError, TruelineError
 
 QUICK_S, FULL_S = 1.0, 6.0
@@ -53,12 +54,19 @@ class Search:
     by_hand: bool = False
     """Whether the user named the methods, and no budget."""
     rows: dict[str, CompressedCandidate] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
+    """What the user named, for the report."""
+    bases: dict[str, Bundle] = field(default_factory=dict)
+    """Bundles of derived models, by their names in the rows."""
 
-    @property
-    def program(self) -> ParentProgram:
-        work = self.folder / "work"
+    def program(self, base: str = "") -> ParentProgram:
+        """The program that methods of `base` begin with."""
+        work = self.folder / "work" / str([*self.bases].index(base) if base else "parent")
         work.mkdir(parents=True, exist_ok=True)
-        return ParentProgram(self.reference.bundle.program_path("onnx"), work, self.reference.calibration)
+        return ParentProgram(self.bundle_of(base).program_path("onnx"), work, self.reference.calibration)
+
+    def bundle_of(self, base: str) -> Bundle:
+        return self.bases[base] if base else self.reference.bundle
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Takes over the rows of a search for the same; removes those of another one. Raises StorageError."""
@@ -89,13 +97,15 @@ class Search:
         """The best static method without its most sensitive operators, if no static method keeps the budget."""
         from trueline.compress.sensitivity import rank_operators
 
-        tried = [row for method in methods if (row := self.rows.get(method.name)) and row.kind == "static"]
+        tried = [
+            row for method in methods if (row := self.rows.get(method.name)) and row.kind == "static" and not row.base
+        ]
         judged = [row for row in tried if row.loss is not None]
         if not judged or any(row.verdict in ("offered", "no gain") for row in judged):
             return
         best = min(judged, key=lambda row: row.loss_high if row.loss_high is not None else np.inf)
         method = CompressMethod(best.kind, best.words)
-        errors = rank_operators(self.reference, self.program, method, self.ends, self.clock)
+        errors = rank_operators(self.reference, self.program(), method, self.ends, self.clock)
         ranked = list(errors)
         blamed = ", ".join(f"{name} ({errors[name]:.2g})" for name in ranked[:BLAMED])
         why = f"{best.why}; quantized alone, these operators change the answers most: {blamed}"
@@ -123,13 +133,17 @@ class Search:
         improves = self._is_better(row)
         self.rows[row.name] = row
         if improves:
-            sealing.seal(self.reference, row, self.path_of(row), self.folder / "best.bundle", {"so_far": True})
+            self.seal(row, self.folder / "best.bundle", {"so_far": True})
         _append(self.folder / "rows.jsonl", row)
         events.emit("candidate.judged", name=row.name, verdict=row.verdict, why=row.why)
 
     def _is_better(self, row: CompressedCandidate) -> bool:
         best = self.best()
         return row.verdict == "offered" and (best is None or self.cost(row) < self.cost(best))
+
+    def seal(self, row: CompressedCandidate, out: Path, facts: dict[str, Any]) -> Bundle:
+        """Seals the candidate at `out`. Raises NotProven, StorageError."""
+        return sealing.seal(self.reference, self.bundle_of(row.base), row, self.path_of(row), out, facts)
 
     def path_of(self, row: CompressedCandidate) -> Path:
         return self.folder / row.folder / _PROGRAM
@@ -140,7 +154,7 @@ class Search:
         out = self.folder / place / _PROGRAM
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir(parents=True)
-        quantizer.apply(method, self.program, out)
+        quantizer.apply(method, self.program(method.base), out)
         kernels = count_kernels(out)
         facts: dict[str, Any] = {
             "folder": place, "size_bytes": size_of(out), "quantized": kernels.quantized, "floating": kernels.floating,
@@ -173,7 +187,7 @@ class Search:
         first = min(row.vs_fp32)
         if self.target == "latency" and row.vs_fp32_low[first] <= GAIN:
             speed = f"{row.vs_fp32[first]:.2f} times the speed of the parent, {row.vs_fp32_low[first]:.2f} at least"
-            return f"not faster here: {speed}"
+            return f"not faster here: {speed}{_MASKED if _is_masked(row) else ''}"
         parent = size_of(self.reference.bundle.program_path("onnx"))
         if self.target == "size" and row.size_bytes >= parent:
             return f"not smaller: {row.size_bytes} bytes, the parent has {parent}"
@@ -194,7 +208,7 @@ class Search:
         del sessions
         bundle = self.reference.bundle
         paths = {PARENT: bundle.program_path("onnx"), **{row.name: self.path_of(row) for row in judged}}
-        memory = measure_memory(paths, self.reference.write_inputs(self.program.work / "inputs.safetensors"))
+        memory = measure_memory(paths, self.reference.write_inputs(self.program().work / "inputs.safetensors"))
         value = self.reference.value
         for name in (EAGER, PARENT):
             size = size_of(paths[PARENT]) if name == PARENT else 0
@@ -228,6 +242,13 @@ class Search:
         return min(offered, key=self.cost, default=None)
 
 
+_MASKED = "; masks alone are not faster: the runtime has no kernels for sparse weights"
+
+
+def _is_masked(row: CompressedCandidate) -> bool:
+    return row.base.startswith("prune:") and "channels=" not in row.base and row.kind == UNCHANGED
+
+
 def explain(reference: Reference, verdict: gate.GateVerdict) -> str:
     """Why the budget is not kept, and how many records would tell more."""
     budget = reference.budget
@@ -246,7 +267,9 @@ def _add_times(facts: dict[str, Any], rounds: Rounds, name: str, batch: int) -> 
 
 
 def _row_of(method: CompressMethod, **facts: Any) -> CompressedCandidate:
-    return CompressedCandidate(name=method.name, kind=method.kind, words=method.words, exclude=method.exclude, **facts)
+    return CompressedCandidate(
+        name=method.name, kind=method.kind, words=method.words, exclude=method.exclude, base=method.base, **facts
+    )
 
 
 def read_rows(path: Path) -> Iterator[CompressedCandidate]:

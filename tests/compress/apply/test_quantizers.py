@@ -10,6 +10,7 @@ from conformance.quantizer import *  # noqa: F403
 from conformance.quantizer import Quantizing
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.quantizers import QUANTIZERS
+from trueline.compress.method import UNCHANGED
 from worlds import compressible
 
 
@@ -18,9 +19,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressib
     return compressible.make(tmp_path_factory.mktemp("trained"))
 
 
-@pytest.fixture(params=list(QUANTIZERS))
+@pytest.fixture(params=[kind for kind in QUANTIZERS if kind != UNCHANGED])
 def quantizer(request: pytest.FixtureRequest, trained: compressible.Compressible, tmp_path: Path) -> Quantizing:
     program = ParentProgram(
-        trained.bundle.program_path("onnx"), tmp_path, lambda: [{"x": compressible.images(32, seed)} for seed in (1, 2)]
+        trained.bundle.program_path("onnx"),
+        tmp_path,
+        lambda: [{"input": compressible.images(32, seed)} for seed in (1, 2)],
     )
     return Quantizing(QUANTIZERS[request.param], program, trained.bundle)

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from trueline.cli.options import Output, overwrite_option, verb
+from trueline.cli.options import Output, checkpoint_path, overwrite_option, verb
 from trueline.compress.api import BY_DEFAULT, MINUTES
 from trueline.compress.method import TARGETS
 
@@ -15,6 +15,12 @@ trueline compress digits.bundle --budget accuracy=1% --target latency
 
 trueline compress digits.bundle --budget accuracy=1% --target size --minutes 5 --recipe digits/recipe.py
     the smallest, in five minutes; the recipe has the evaluation records
+
+trueline compress digits.bundle --prune channels=0.3 --quantize static
+    removes channels, trains further with the recipe, captures, quantizes
+
+trueline compress digits.bundle --distill student/recipe.py --budget accuracy=1%
+    trains the student on the bundle's answers; it, its quantized forms and the bundle's compete
 
 trueline compress digits.bundle --quantize static --quantize dynamic -o small.bundle
     the faster of the two, whatever it loses: the report says how much
@@ -30,12 +36,15 @@ trueline compress digits.bundle --quantize static --quantize dynamic -o small.bu
 @click.option(
     "--quantize", multiple=True, metavar="WAY", help="A way by hand: static, dynamic, weights, float16, bfloat16."
 )
+@click.option("--prune", metavar="LAYER=SHARE", help="conv=0.2,linear=0.4: zero weights; channels=0.3: fewer channels.")
+@click.option("--distill", metavar="RECIPE", help="Train this student on the bundle's answers.")
+@click.option("--checkpoint", metavar="CHECKPOINT", help="Pruning starts with it; else looked for by its digest.")
 @click.option(
     "--minutes", type=click.FloatRange(0, min_open=True), default=MINUTES, show_default=True,
     help="No further candidate is tried afterwards.",
 )  # fmt: skip
 @overwrite_option
-def command(bundle: str, **options: Any) -> Output:
+def command(bundle: str, checkpoint: str | None, **options: Any) -> Output:
     """Make a bundle smaller or faster, within a budget.
 
     Quantizes the bundle's ONNX program in several ways and measures every candidate on the recipe's evaluation records
@@ -48,5 +57,6 @@ def command(bundle: str, **options: Any) -> Output:
     """
     from trueline.compress.api import compress
 
-    compressed = compress(Path(bundle), **options)
+    start = checkpoint_path(checkpoint) if checkpoint else None
+    compressed = compress(Path(bundle), checkpoint=start, **options)
     return Output(compressed.as_text(), compressed.as_dict())

@@ -8,7 +8,9 @@ from trueline.compress.apply.contract import Quantizer
 from trueline.compress.apply.dynamic import DynamicQuantizer
 from trueline.compress.apply.half import HalfQuantizer
 from trueline.compress.apply.static import StaticQuantizer
+from trueline.compress.apply.unchanged import NoQuantizer
 from trueline.compress.apply.weights import WeightQuantizer
+from trueline.compress.method import UNCHANGED
 
 QUANTIZERS: Mapping[str, Quantizer] = {
     "static": StaticQuantizer(),
@@ -16,4 +18,5 @@ QUANTIZERS: Mapping[str, Quantizer] = {
     "weights": WeightQuantizer(),
     "float16": HalfQuantizer("float16"),
     "bfloat16": HalfQuantizer("bfloat16"),
+    UNCHANGED: NoQuantizer(),
 }

@@ -1,6 +1,6 @@
 """How fast programs are, measured alternately: each round visits every program, so that what else the machine does
 meets all of them. A visit calls a fast program several times, since the first call finds the caches full of another's
-weights. Ratios are of the fastest calls of the same round, which neighbours disturb least; every other round goes
+weights. Ratios are of the fastest calls of the same round, which other processes disturb least; every other round goes
 backwards. A program that takes far longer than all others together (the eager model, beside compiled ones) is visited
 in some of the rounds only.
 """
