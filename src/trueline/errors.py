@@ -16,6 +16,7 @@
     ├── CheckpointError           a checkpoint that is torn, tampered with or of another recipe
     ├── CaptureError              a model that cannot be called, named or emitted
     │   └── NotProven             a format asked for has no program, or one that disagrees with the eager model
+    ├── BudgetMissed              no compressed candidate keeps the budget; the message has the table of all
     ├── BundleError               a bundle that is torn, tampered with, or of an unknown schema
     ├── RegistryError             a model, version or alias that is not in the registry
     └── RequestError              one request is refused; the server continues
@@ -127,6 +128,10 @@ class CaptureError(TruelineError):
 
 class NotProven(CaptureError):
     code = "not_proven"
+
+
+class BudgetMissed(TruelineError):
+    code = "budget_missed"
 
 
 class BundleError(TruelineError):

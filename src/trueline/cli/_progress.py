@@ -35,6 +35,7 @@ _COUNTS = {
     "evaluation.advanced": ("evaluating", "done", "total"),
     "prediction.advanced": ("predicting", "done", "total"),
     "comparison.advanced": ("comparing", "done", "total"),
+    "sensitivity.advanced": ("looking for the operators to blame", "done", "total"),
 }
 """Events that count: the bar's label, the field of the count and the field of its end.
 
@@ -44,6 +45,11 @@ _DETAILS = ("format", "epoch", "loss", "workers", "records_per_s")
 _ENDS = {"job.finished", "stage.started", "program.proven", "program.refused", "program.untried", "bundle.sealed"}
 _WORDS = {
     "stage.started": "[{number}/{of}] {stage}",
+    "compress.started": "  {bundle}: {metric} {value:.4f} over {records} evaluation records",
+    "search.restored": "  continues with {rows} candidates in {folder}",
+    "search.ended": "  {why}: {tried} candidates were tried",
+    "candidate.started": "  {name} ...",
+    "candidate.judged": "  {name}: {verdict} {why}",
     "job.started": "  job {job}: {workers} workers, {epochs} epochs",
     "view.published": "  generation {generation}: {workers} workers ({why})",
     "weights.loaded": "  {tensors} tensors from {path}; new layers: {new}; not used: {unused}",
