@@ -36,7 +36,7 @@ def widen_integers(model: ir.Model) -> None:
     for number, node in enumerate(list(ir.traversal.RecursiveGraphIterator(model.graph))):
         kinds = _kinds_of(node, opset) if node.domain == "" and not computes_size(node) else {}
         if set(kinds.values()) & set(_WIDER) and not _has_kernel(node.op_type, opset, kinds):
-            wider = next((one for one in _widened(kinds) if _has_kernel(node.op_type, opset, one)), None)
+            wider = next((one for one in _list_wider(kinds) if _has_kernel(node.op_type, opset, one)), None)
             if wider is not None:
                 _widen(node, kinds, wider, opset, number)
 
@@ -86,7 +86,7 @@ def _kinds_of(node: ir.Node, opset: int) -> Kinds:
     return {name: value.dtype for value, name in pairs if name in parameters and value.dtype is not None}
 
 
-def _widened(kinds: Kinds) -> Iterator[Kinds]:
+def _list_wider(kinds: Kinds) -> Iterator[Kinds]:
     """One parameter alone, then all."""
     for name, kind in kinds.items():
         for wide in _WIDER.get(kind, ()):
