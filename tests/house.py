@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = 58_000 + 4_800 + 7_500 + 300 + 7_500 + 4_500
+MAX_LINES = 58_000 + 4_800 + 7_500 + 300 + 7_500 + 4_500 + 5_000
 """What stood after the house was rebuilt; bounds, secrets and checks for serving under attack (decision 0019); claims
 that are probed or follow from a guard (0020); the trial of a loss before the first step, and float64 on demand
-(0021); the first hour (0022); many machines (0023)."""
+(0021); the first hour (0022); many machines (0023); compression (0025)."""
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
@@ -34,6 +34,8 @@ WIDE_PROTOCOLS: Mapping[str, str] = {
 """Protocols of more methods, and why."""
 WIDE_SIGNATURES: Mapping[str, str] = {
     "capture": "the public call: model, checkpoint and target, and the options of the verb",
+    "compress": "the public call, with the options of the verb",
+    "ship": "the public call, with the options of the verb",
     "capture_file": "the public call for a file, with the options of the verb",
     "translate": "torch's operators of recurrent layers have as many arguments",
 }

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -72,12 +73,13 @@ def dataset(mode):
 """
 
 
-def run(*command: str | Path, cwd: Path | None = None, ok: bool = True) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, cwd: Path | None = None, ok: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """The finished command; its output is shown when it fails although `ok`."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRUELINE"))}
-    done = subprocess.run(
-        [str(one) for one in command], capture_output=True, text=True, cwd=cwd, check=False, env=environment
-    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRUELINE"))}
+    words = [str(one) for one in command]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, check=False, env={**kept, **variables})
     if ok and done.returncode:
         sys.exit(f"failed ({done.returncode}): {' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
     return done
@@ -115,6 +117,12 @@ def megabytes(folder: Path) -> float:
     return sum(seen.values()) * 512 / 2**20
 
 
+def answer(python: Path, bundle: Path, starts: int) -> list[float]:
+    """Sorted seconds to ready of `starts` servers of `bundle` in the environment of `python`, each asked once."""
+    done = run(python, "-P", "-c", SERVE, bundle, "[1, 2, 3]", "[3.0, 5.0, 7.0]", str(starts), cwd=bundle.parent)
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
 def check_base(folder: Path, wheel: Path) -> dict[str, float]:
     from worlds import bundles
 
@@ -126,8 +134,7 @@ def check_base(folder: Path, wheel: Path) -> dict[str, float]:
     code = f"import importlib.util as u; print([n for n in {ABSENT!r} if u.find_spec(n)])"
     assert run(python, "-c", code).stdout.strip() == "[]"
     bundle = bundles.double_plus(folder / "tiny.bundle").path
-    done = run(python, "-P", "-c", SERVE, bundle, "[1, 2, 3]", "[3.0, 5.0, 7.0]", str(STARTS), cwd=folder)
-    seconds = json.loads(done.stdout.splitlines()[-1])
+    seconds = answer(python, bundle, STARTS)
     print(f"a bundle is served without {', '.join(ABSENT)}: ready after {seconds[len(seconds) // 2]:.2f} s "
           f"(median of {STARTS} starts, {seconds[0]:.2f} to {seconds[-1]:.2f})")  # fmt: skip
     trueline = venv / "bin" / "trueline"
@@ -141,22 +148,41 @@ def check_base(folder: Path, wheel: Path) -> dict[str, float]:
     return {"serve_install_mb": round(size), "ready_s": round(seconds[len(seconds) // 2], 3)}
 
 
-def check_line(folder: Path, wheel: Path, version: str) -> bool:
-    """A recipe trained by two workers, captured, served and asked on Python `version`; False without that Python."""
-    found = run(UV, "python", "find", "--no-python-downloads", version, ok=False)
-    if found.returncode:
+def interpreter(version: str) -> str:
+    """Python `version`, also of a pyenv that does not select it; empty if there is none."""
+    shims = {"PYENV_VERSION": version} if "PYENV_ROOT" in os.environ else {}
+    return run(UV, "python", "find", "--no-python-downloads", version, ok=False, **shims).stdout.strip()
+
+
+def brings_cuda(python: Path) -> bool:
+    """Whether torch for `python` comes with CUDA's libraries, gigabytes of them, and this environment's does not."""
+    plan = run(UV, "pip", "install", "--dry-run", "--python", python, "-c", ROOT / "constraints.txt", "torch").stderr
+    return "nvidia-" in plan and not any(one.metadata["Name"].startswith("nvidia-") for one in distributions())
+
+
+def check_line(folder: Path, wheel: Path, version: str) -> str:
+    """What was done on Python `version`: a bundle served, a recipe trained by two workers, captured, served."""
+    from worlds import bundles
+
+    found = interpreter(version)
+    if not found:
         print(f"Python {version}: skipped, there is no such interpreter here")
-        return False
-    venv = folder / f"python-{version}"
-    python = install(wheel, venv, "train", found.stdout.strip())
-    trueline, recipe = venv / "bin" / "trueline", folder / version / "recipe.py"
-    recipe.parent.mkdir()
-    recipe.write_text(RECIPE)
-    run(trueline, "train", recipe, "--workers", "2", "--job", "job", cwd=recipe.parent)
-    run(trueline, "capture", recipe, "job", "--out", "line.bundle", "--format", "onnx", cwd=recipe.parent)
-    run(python, "-P", "-c", SERVE, "line.bundle", "[1, 2, 3]", "", "1", cwd=recipe.parent)
-    print(f"Python {version}: trained, captured, served; {megabytes(venv):.0f} MB with trueline[train]")
-    return True
+        return "skipped"
+    here = folder / version
+    here.mkdir()
+    python = install(wheel, here / "venv", "serve", found)
+    answer(python, bundles.double_plus(here / "tiny.bundle").path, 1)
+    if brings_cuda(python):
+        print(f"Python {version}: a bundle served; not trained, torch for it comes with CUDA's libraries here")
+        return "served"
+    python = install(wheel, here / "train", "train", found)
+    trueline = python.with_name("trueline")
+    (here / "recipe.py").write_text(RECIPE)
+    run(trueline, "train", "recipe.py", "--workers", "2", "--job", "job", cwd=here)
+    run(trueline, "capture", "recipe.py", "job", "--out", "line.bundle", "--format", "onnx", cwd=here)
+    run(python, "-P", "-c", SERVE, "line.bundle", "[1, 2, 3]", "", "1", cwd=here)
+    print(f"Python {version}: trained, captured, served; {megabytes(here / 'train'):.0f} MB with trueline[train]")
+    return "trained"
 
 
 def main(versions: Sequence[str]) -> int:
@@ -165,7 +191,7 @@ def main(versions: Sequence[str]) -> int:
         wheel = build(folder / "dist")
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MB, built from the sdist")
         if versions:
-            facts: dict[str, object] = {"pythons": [one for one in versions if check_line(folder, wheel, one)]}
+            facts: dict[str, object] = {"pythons": {one: check_line(folder, wheel, one) for one in versions}}
         else:
             facts = dict(check_base(folder, wheel))
         print(json.dumps(facts))

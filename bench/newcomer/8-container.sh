@@ -5,10 +5,11 @@ name="trueline-newcomer-$$"
 base=docker.io/library/python:3.12-slim
 if ! podman pull -q "$base"; then # no image registry is reachable: a base from Debian's packages
     base=localhost/debian-python
-    command -v debootstrap >/dev/null || { echo "no image registry is reachable, and debootstrap is not installed"; exit 77; }
-    podman image exists "$base" || {
-        debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$PWD/base"
-        tar -C base -c . | podman import -q - "$base"
+    command -v mmdebstrap >/dev/null || { echo "no image registry is reachable, and mmdebstrap is not installed"; exit 77; }
+    podman image exists "$base" || { # debootstrap would wait for the disk after each package
+        mmdebstrap -q --variant=minbase --include=python3,python3-venv,ca-certificates bookworm base.tar
+        podman import -q base.tar "$base"
+        rm base.tar
     }
 fi
 # A host that is a container itself forbids crun its limits and cgroups; runc asks for less.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trueline.bundle.read import open_bundle as inspect  # noqa: F401 (it is in __all__)
     from trueline.capture.api import capture as capture
     from trueline.capture.verify import verify as verify
+    from trueline.compress.api import compress as compress
     from trueline.doctor.api import doctor as doctor
     from trueline.ps.embedding import Embedding as Embedding
     from trueline.ps.embedding import EmbeddingBag as EmbeddingBag
@@ -46,6 +47,7 @@ _WHERE = {
     "Rule": "trueline.train.step.validation:Rule",
     "Validation": "trueline.train.step.validation:Validation",
     "capture": "trueline.capture",
+    "compress": "trueline.compress",
     "doctor": "trueline.doctor",
     "evaluate": "trueline.batch.evaluate:evaluate",
     "inspect": "trueline.bundle.read:open_bundle",

@@ -16,6 +16,7 @@
     ├── CheckpointError           a checkpoint that is torn, tampered with or of another recipe
     ├── CaptureError              a model that cannot be called, named or emitted
     │   └── NotProven             a format asked for has no program, or one that disagrees with the eager model
+    ├── BudgetMissed              no compressed candidate keeps the budget; the message has the table of all
     ├── BundleError               a bundle that is torn, tampered with, or of an unknown schema
     ├── RegistryError             a model, version or alias that is not in the registry
     └── RequestError              one request is refused; the server continues
@@ -32,7 +33,6 @@ A message gives the value, what was expected, and (in `hint`) what to do next. A
 differently, not for every message.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 
@@ -128,6 +128,10 @@ class CaptureError(TruelineError):
 
 class NotProven(CaptureError):
     code = "not_proven"
+
+
+class BudgetMissed(TruelineError):
+    code = "budget_missed"
 
 
 class BundleError(TruelineError):
@@ -229,6 +233,8 @@ def closest(word: str, names: Iterable[str]) -> str | None:
     """
     if len(word) > _LONGEST_NAME:  # comparing takes the product of both lengths
         return None
+    import difflib  # not at each start
+
     return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None)
 
 

@@ -15,6 +15,7 @@ EXTRA_OF = {
     "onnx": "train",
     "onnxscript": "train",
     "pathspec": "train",
+    "psutil": "train",
     "mlflow": "mlflow",
     "wandb": "wandb",
     "sqlalchemy": "sql",

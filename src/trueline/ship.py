@@ -1,15 +1,16 @@
 """`trueline.ship`: the whole line in one call, from a recipe to proven answers of a server.
 
-    train ─▶ evaluate ─▶ capture ─▶ register ─▶ serve ─▶ compare
+    train ─▶ evaluate ─▶ capture ─▶ [compress ─▶] register ─▶ serve ─▶ compare
 
 It uses the public verbs only, which exchange checkpoint, bundle and registry entry. The last stage sends the whole
-held-out split to the server over both of its protocols and compares every answer with the eager model's.
+held-out split to the server over both of its protocols and compares every answer with the eager model's, or, of a
+compressed program, with the answers that its budget was judged by.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,14 +25,17 @@ if TYPE_CHECKING:
     from trueline.batch.evaluate import Evaluation
     from trueline.bundle.signature import Array
     from trueline.columns.fitted import FittedColumns
+    from trueline.compress.api import Compressed
     from trueline.recipe.contract import Recipe
     from trueline.registry import ModelVersion, RunFacts
+    from trueline.runtime.session import Session
     from trueline.serve.api import RunningServer
     from trueline.train.api import TrainResult
 
 Result = TypeVar("Result")
 
 STAGES = ("train", "evaluate", "capture", "register", "serve", "compare")
+WITH_COMPRESS = ("train", "evaluate", "capture", "compress", "register", "serve", "compare")
 ROWS = 32
 """Records in one request of the comparison."""
 
@@ -56,6 +60,7 @@ class Shipped:
     bundle: Path
     digest: str
     version: ModelVersion
+    compressed: Compressed | None = None
     served: ServerComparison
     seconds: dict[str, float]
 
@@ -68,22 +73,26 @@ class Shipped:
             "bundle": str(self.bundle),
             "digest": self.digest,
             "version": self.version.uri,
+            **({"compressed": self.compressed.as_dict()} if self.compressed is not None else {}),
             "served": {name: getattr(self.served, name) for name in self.served.__slots__},
             "seconds": self.seconds,
         }
 
     def as_text(self) -> str:
         served = self.served
+        against = "the eager model's" if self.compressed is None else "the compressed program's"
+        small = [] if self.compressed is None else [("compress", self.compressed.summary)]
         rows = [
             ("train", self.trained.summary.as_text().replace("\n", "\n" + " " * 11)),
             ("evaluate", self.evaluation.as_text()),
             ("capture", f"{self.bundle} (sha256 {self.digest[:16]}…)"),
+            *small,
             ("register", f"{self.version.uri}, alias {', '.join(self.version.aliases) or 'none'}"),
             ("serve", f"ready in {served.ready_s:.2f} s, golden records replayed before the first request"),
             (
                 "compare",
-                f"{served.records} held-out records over the Open Inference Protocol and /predictions: all equal the "
-                f"eager model's\n{' ' * 11}answers (largest difference {served.max_abs_error:.1e}, "
+                f"{served.records} held-out records over the Open Inference Protocol and /predictions: all equal "
+                f"{against}\n{' ' * 11}answers (largest difference {served.max_abs_error:.1e}, "
                 f"{served.decisions_changed} decisions changed)",
             ),
         ]
@@ -101,52 +110,57 @@ def ship(
     alias: str = "champion",
     tracking_uri: str | None = None,
     drill: bool = True,
+    compress: str | None = None,
 ) -> Shipped:
     """Runs the whole line for `recipe` and returns the result of each stage.
+
+    With `compress`, a budget such as `accuracy=1%`, the fastest program that keeps it is registered and served.
 
     `drill` kills one worker with SIGKILL a third of the way, as a test that the job survives a death. Stops at the
     first stage that fails and raises its error; files that were made until then stay, processes do not.
     """
     from trueline.batch.evaluate import evaluate
+    from trueline.bundle.read import open_bundle
     from trueline.capture.api import capture
     from trueline.recipe.load import load_recipe
     from trueline.registry import register
+    from trueline.runtime.open import open_program
     from trueline.serve.api import start
 
     loaded = load_recipe(recipe)
-    stages = _Stages()
+    _check_budget(loaded, compress)
+    stages = _Stages(STAGES if compress is None else WITH_COMPRESS)
     trained = stages.run("train", lambda: train_with_kill(loaded, recipe, workers, epochs, drill))
     evaluation = stages.run("evaluate", lambda: evaluate(loaded, trained.chosen))
     bundle = Path(out) if out is not None else trained.job_dir / f"{loaded.name}.bundle"
     captured = stages.run("capture", lambda: capture(loaded, trained.chosen, bundle))
+    small = None if compress is None else stages.run("compress", lambda: _compress(loaded, bundle, compress))
+    digest, bundle = (captured.digest, captured.path) if small is None else (small.digest, small.path)
     facts = _run_facts(loaded, trained, evaluation)
     version = stages.run(
-        "register", lambda: register(captured.path, name=name, alias=alias, tracking_uri=tracking_uri, run=facts)
+        "register", lambda: register(bundle, name=name, alias=alias, tracking_uri=tracking_uri, run=facts)
     )
     uri, log = f"models:/{version.name}@{alias}" if alias else version.uri, trained.job_dir / "logs" / "server.log"
     with stages.run("serve", lambda: start(uri, tracking_uri=tracking_uri, log=log)) as server:
         events.emit("server.started", url=server.url, model=server.model, version=server.version)
         ready_s = stages.seconds["serve"]
-        served = stages.run("compare", lambda: _compare(loaded, trained, server, ready_s))
+        oracle = None if small is None else open_program(open_bundle(bundle))
+        served = stages.run("compare", lambda: _compare(loaded, trained, server, ready_s, oracle))
     return Shipped(
-        trained=trained,
-        evaluation=evaluation,
-        bundle=bundle,
-        digest=captured.digest,
-        version=version,
-        served=served,
-        seconds=stages.seconds,
-    )
+        trained=trained, evaluation=evaluation, bundle=bundle, digest=digest, version=version, compressed=small,
+        served=served, seconds=stages.seconds,
+    )  # fmt: skip
 
 
 class _Stages:
     """Announces and times each stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
         self.seconds: dict[str, float] = {}
 
     def run(self, stage: str, work: Callable[[], Result]) -> Result:
-        events.emit("stage.started", stage=stage, number=STAGES.index(stage) + 1, of=len(STAGES))
+        events.emit("stage.started", stage=stage, number=self.names.index(stage) + 1, of=len(self.names))
         began = time.monotonic()
         result = work()
         self.seconds[stage] = time.monotonic() - began
@@ -199,7 +213,24 @@ def _run_facts(recipe: Recipe, trained: TrainResult, evaluation: Evaluation) -> 
     )
 
 
-def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_s: float) -> ServerComparison:
+def _check_budget(recipe: Recipe, budget: str | None) -> None:
+    """Raises UsageError for a budget that compress would refuse after the training."""
+    from trueline.compress import method
+
+    if budget is not None:
+        method.check_metric(method.parse_budget(budget), ["loss", *(recipe.metrics() if recipe.metrics else {})])
+
+
+def _compress(recipe: Recipe, bundle: Path, budget: str) -> Compressed:
+    from trueline.compress.api import compress
+
+    return compress(bundle, recipe=recipe, budget=budget)
+
+
+def _compare(
+    recipe: Recipe, trained: TrainResult, server: RunningServer, ready_s: float, oracle: Session | None = None
+) -> ServerComparison:
+    """`oracle`: what gives the expected answers; None: the eager model."""
     import httpx
     import numpy as np
 
@@ -217,7 +248,7 @@ def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_
         for start in range(0, records.num_records, ROWS):
             indices = np.arange(start, min(start + ROWS, records.num_records), dtype=np.int64)
             eager = EagerSession(model, records.read(indices).inputs)
-            expected = eager.run(eager.example)
+            expected = (oracle or eager).run(eager.example)
             pairs = [(expected, partial(_ask_inference_protocol, client, server.model, eager))]
             if recipe.fitted is not None and isinstance(records, TableSource) and recipe.feed is None:
                 rows = recipe.fitted.rows_of_table(records.table(indices))

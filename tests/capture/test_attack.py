@@ -16,6 +16,7 @@ import torch
 from bench.attack import grammar
 from bench.attack.__main__ import attack
 from bench.attack.judge import Verdict, judge
+from bench.attack.judge import _Judge as judge_of
 from bench.attack.sealed import attempt
 from bench.attack.shrink import shrink
 from bench.attack.subject import Answer, Array, Subject
@@ -180,6 +181,35 @@ def test_a_program_that_leaves_out_a_cast_to_half_precision_and_back_is_right() 
         return [(torch.from_numpy(arrays["x"]) @ network.w0.detach()).numpy()]
 
     assert judge(subject, Planted(subject, fault), calls=5).wrong == []
+
+
+def test_an_answer_beyond_a_border_is_right_where_capture_names_the_border_and_the_model_is_on_it() -> None:
+    subject = subject_of("linear", "compare")
+    arrays = subject.examples()[0]
+
+    def decide(part: float) -> Array:
+        moved = {"x": (arrays["x"] * (1 - 2 * part)).astype(np.float32)}
+        found = subject.fresh(moved)
+        assert not isinstance(found, str)
+        return found[0]
+
+    low, high = 0.0, 1.0
+    assert decide(low)[0, 0] != decide(high)[0, 0]
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if decide(middle)[0, 0] == decide(0.0)[0, 0] else (low, middle)
+    there = {"x": (arrays["x"] * (1 - 2 * low)).astype(np.float32)}
+    far = int(np.argmax(np.abs(subject_of("linear").fresh(there)[0][1])))  # type: ignore[arg-type, call-overload]
+
+    def ask(place: tuple[int, int], words: str) -> str:
+        answer = decide(low).copy()
+        answer[place] = 1 - answer[place]
+        judge_ = judge_of(subject, Planted(subject), np.random.default_rng(0), Verdict(), words)
+        return judge_.compare(there, [decide(low)], [answer])
+
+    said = "onnx: proven (answers jump where a rounded number decides: recipe.py:9)"
+    assert ask((0, 0), said) == ""
+    assert ask((1, far), said) != ""
 
 
 def test_a_seed_names_its_models() -> None:

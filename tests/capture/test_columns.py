@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import nn
 
 from trueline.batch.predict import predict
 from trueline.bundle import Bundle, open_bundle
@@ -21,44 +18,15 @@ from trueline.capture.api import capture
 from trueline.checkpoint.checkpoint import load_model
 from trueline.errors import NotProven, RecipeError
 from trueline.files import sha256_bytes
-from trueline.recipe.contract import Recipe
-from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program, replay_records
 from trueline.serve import column_records
 from trueline.serve.tensors.bounds import UNBOUNDED
-from worlds.columns import DECLARED, table_of
-
-
-class Model(nn.Module):
-    def __init__(self, columns: Any) -> None:
-        super().__init__()
-        self.city = nn.Embedding(columns["city"].size, 2)
-        self.words = nn.Embedding(columns["review"].size, 3)
-        self.head = nn.Linear(columns.num_numbers + 5, columns.num_classes)
-
-    def forward(self, numbers: Any, city: Any, review: Any, review_mask: Any) -> Any:
-        words = (self.words(review) * review_mask[..., None]).sum(1)
-        return self.head(torch.cat([numbers, self.city(city), words], dim=1))
+from worlds.columns import DECLARED, recipe_in, table_of, write_tables
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("columns")
-    for seed, mode in enumerate(("training", "evaluation", "prediction")):
-        pq.write_table(table_of(seed, 60), folder / f"{mode}.parquet")
-    return folder
-
-
-def recipe_in(folder: Path) -> Recipe:
-    def model(columns: Any) -> nn.Module:
-        torch.manual_seed(0)
-        return Model(columns)
-
-    return load_recipe({
-        "name": "income", "model": model, "columns": DECLARED, "loss": nn.CrossEntropyLoss(),
-        "dataset": lambda mode: str(folder / f"{mode}.parquet"),
-        "optimizer": lambda params: torch.optim.SGD(params, 0.1),
-    })  # fmt: skip
+    return write_tables(tmp_path_factory.mktemp("columns"))
 
 
 @pytest.fixture(scope="module")

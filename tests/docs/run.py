@@ -2,9 +2,10 @@
 
 usage: python -m docs.run [PAGE...]     all pages of `PAGES` unless given
 
-Each page is one terminal in an empty folder: files are saved, commands and scripts run in order, and what they print is
-compared with what the page shows. Prints a line for each page and the first thing in it that is not so; last, one JSON
-object with `blocks`, `blocks_run`, `seconds`, `failed` and `not_run`. The exit status is 1 if a page failed.
+A notebook is run by nbclient. Each other page is one terminal in an empty folder: files are saved, commands and scripts
+run in order, and what they print is compared with what the page shows. Prints a line for each page and the first thing
+in it that is not so; last, one JSON object with `blocks`, `blocks_run`, `seconds`, `failed` and `not_run`. The exit
+status is 1 if a page failed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from docs.blocks import RUN, Block, blocks_of, output_after
+from docs.notebook import blocks_of_notebook, run_notebook
 from docs.session import Failed, Session
 from docs.shown import difference, json_difference
 
@@ -71,19 +73,28 @@ def _run_block(session: Session, block: Block, output: Block | None) -> None:
             _compare(output, printed)
 
 
+def _run_terminal(outcome: Outcome) -> None:
+    with Session(BINARIES) as session:
+        for at, block in enumerate(outcome.blocks):
+            if block.kind in ("file", "commands", "script"):
+                output = output_after(outcome.blocks, at)
+                try:
+                    _run_block(session, block, output)
+                except Failed as error:
+                    raise Failed(f"{block.where}\n{error}") from None
+                outcome.done += [block, output] if output else [block]
+
+
 def run_page(page: Path) -> Outcome:
     """Runs the blocks of `page` in order, up to the first that fails."""
-    outcome, began = Outcome(page, blocks_of(page)), time.monotonic()
+    is_notebook, began = page.suffix == ".ipynb", time.monotonic()
+    outcome = Outcome(page, blocks_of_notebook(page) if is_notebook else blocks_of(page))
     try:
-        with Session(BINARIES) as session:
-            for at, block in enumerate(outcome.blocks):
-                if block.kind in ("file", "commands", "script"):
-                    output = output_after(outcome.blocks, at)
-                    try:
-                        _run_block(session, block, output)
-                    except Failed as error:
-                        raise Failed(f"{block.where}\n{error}") from None
-                    outcome.done += [block, output] if output else [block]
+        if is_notebook:
+            run_notebook(page)
+            outcome.done += outcome.blocks
+        else:
+            _run_terminal(outcome)
     except Failed as error:
         outcome.failure = str(error)
     outcome.seconds = time.monotonic() - began
@@ -93,7 +104,12 @@ def run_page(page: Path) -> Outcome:
 def pages_of(places: list[str]) -> list[Path]:
     """The pages in `places`, files or folders of the repository."""
     paths = [ROOT / place for place in places]
-    return [page for path in paths for page in (sorted(path.glob("*.md")) if path.is_dir() else [path])]
+    inside = ("*.md", "*.ipynb")
+    return [
+        page
+        for path in paths
+        for page in (sorted(one for form in inside for one in path.glob(form)) if path.is_dir() else [path])
+    ]
 
 
 def main(places: list[str]) -> int:

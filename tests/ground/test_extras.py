@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -15,7 +16,12 @@ from trueline.extras import EXTRA_OF, naming_extras
 from worlds import bundles
 
 ROOT = Path(__file__).parents[2]
-DISTRIBUTION = {"PIL": "pillow"}
+DISTRIBUTION = {
+    "PIL": "pillow", "google": "protobuf", "grpc": "grpcio", "opentelemetry": "opentelemetry-sdk", "yaml": "pyyaml",
+    "prometheus_client": "prometheus-client",
+}  # fmt: skip
+"""By import name, where they differ."""
+COME_ALONG = {"onnx_ir": "a dependency of onnxscript", "_typeshed": "read by type checkers alone"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -39,6 +45,20 @@ def test_an_extra_has_what_the_extras_that_it_names_have() -> None:
             for name in found[1].split(",")
         ]
         assert set(inner) <= set(PROJECT["optional-dependencies"]), extra
+
+
+def test_every_package_that_the_source_imports_is_one_that_pip_installs_with_it() -> None:
+    """What only `dev` or `docs` declares is missing where a user installs Trueline."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "src" / "trueline").rglob("*.py"))
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    roots = {name.partition(".")[0] for name in imported} - {*sys.stdlib_module_names, "trueline", *COME_ALONG}
+    extras = PROJECT["optional-dependencies"]
+    declared = names_of(PROJECT["dependencies"]).union(
+        *(names_of(requirements) for extra, requirements in extras.items() if extra not in ("dev", "docs"))
+    )
+    assert {name for name in roots if DISTRIBUTION.get(name, name) not in declared} == set()
 
 
 @pytest.mark.parametrize("package", sorted(EXTRA_OF))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -124,6 +125,28 @@ def test_a_page_that_is_not_so_fails(tmp_path: Path, text: str, failure: str) ->
     page.unlink()
     assert failure in outcome.failure
     assert not outcome.done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "kept", "failure"),
+    [
+        ("print(0.251)\n1 + 1", "0.25\n", ""),
+        ("print('a')", "b\n", "the page shows   b"),
+        ("1 / 0", "", "ZeroDivisionError"),
+    ],
+)
+def test_a_notebook_prints_what_it_keeps_and_fails_where_a_cell_fails(
+    tmp_path: Path, source: str, kept: str, failure: str
+) -> None:
+    form = pytest.importorskip("nbformat").v4
+    cell = form.new_code_cell(source, outputs=[form.new_output("stream", text=kept)] if kept else [])
+    page = page_that(tmp_path, json.dumps(form.new_notebook(cells=[cell]))).rename(ROOT / "build" / "a.ipynb")
+    outcome = run_page(page)
+    page.unlink()
+    assert failure in outcome.failure
+    assert bool(outcome.failure) is bool(failure)
+    assert len(outcome.done) == (not failure)
 
 
 def test_what_a_page_starts_ends_with_it(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from trueline.columns import Category, Label, Number
 
 CELLS = """
 import math
@@ -92,3 +95,25 @@ def test_what_cannot_travel_is_named_with_what_uses_it(tmp_path: Path, cell: str
     (said,) = run(tmp_path, f"{CELLS}%%\n{cell}\n")
     assert message in said
     assert "hint: " in said
+
+
+COLUMNS = """
+from trueline.columns import Category, Label, Number
+AGE = Number(missing="mean")
+columns = {"age": AGE, "city": Category(rare=2), "left": Label()}
+%%
+"""
+
+
+def test_declared_columns_travel_by_their_statement_unless_they_were_changed_since(tmp_path: Path) -> None:
+    for number, (cell, expected) in enumerate(
+        (("pass", "cells 3 "), ("columns.pop('city')", "the recipe uses 'columns', a "))
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shown = run(folder, f"{CELLS}%%{COLUMNS}{cell}\n")
+        assert shown[-1].startswith(expected)
+        for path in (folder / "cache").rglob("*.py"):
+            columns = runpy.run_path(str(path))["columns"]
+            assert columns == {"age": Number(missing="mean"), "city": Category(rare=2), "left": Label()}
+        assert len([*(folder / "cache").rglob("*.py")]) == (cell == "pass")

@@ -44,6 +44,25 @@ def test_tensorboard_reads_loss_evaluations_and_what_a_loop_logs(tmp_path: Path)
     assert found["learning_rate"] == [(0, 0.5)]
 
 
+def test_tensorboard_reads_the_settings_that_change_what_is_learned_as_hyperparameters(tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    from tensorboard.plugins.hparams import metadata
+
+    settings = {"epochs": 3, "clip_norm": 0.5, "shuffle": "full", "listen": "host:1", "faults": []}
+    (tmp_path / "job.json").write_text(json.dumps(settings))
+    say(tmp_path, step(0), step(1))
+    write(tmp_path)
+    values = [
+        one for event in loader.EventFileLoader(str(tmp_path / event_file.NAME)).Load() for one in event.summary.value
+    ]
+    (found,) = [one for one in values if one.tag == metadata.SESSION_START_INFO_TAG]
+    started = metadata.parse_session_start_info_plugin_data(found.metadata.plugin_data.content)
+    assert started.start_time_secs == 1000.0
+    assert {name: getattr(one, one.WhichOneof("kind")) for name, one in started.hparams.items()} == {
+        "epochs": 3.0, "clip_norm": 0.5, "shuffle": "full",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e300])
 def test_a_loss_that_float32_does_not_hold_is_a_point_too(tmp_path: Path, loss: float) -> None:
     say(tmp_path, step(0, loss), step(1, 0.5))

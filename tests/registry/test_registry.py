@@ -19,13 +19,16 @@ import numpy as np
 import pandas
 import pytest
 
-from trueline.bundle import signing
+from trueline.bundle import open_bundle, signing
+from trueline.capture.api import capture
+from trueline.columns import answers
 from trueline.errors import BundleError, RegistryError, RequestError, StorageError, UsageError
 from trueline.registry import RunFacts, add, describe, find, register, resolve, store, versions
 from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
 from trueline.runtime.open import open_program
 from worlds import bundles
+from worlds.columns import recipe_in, table_of, write_tables
 from worlds.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -52,8 +55,6 @@ def test_versions_and_aliases_lead_to_the_bundle_that_was_registered(registered:
     for name, scale in (("double@first", 2.0), ("double/1", 2.0), ("double@champion", 3.0), ("double/latest", 3.0)):
         found = resolve(f"models:/{name}", tracking_uri=uri(registered))
         x = np.ones((1, 4), np.float32)
-        from trueline.bundle import open_bundle
-
         bundle = open_bundle(found.path)
         assert bundle.digest == found.digest
         assert open_program(bundle).run({"x": x})["y"].tolist() == [[scale] * 4]
@@ -158,6 +159,40 @@ def test_mlflow_loads_the_model_and_answers_through_the_proven_program(
         assert model.metadata.get_output_schema().inputs[0].shape == (-1, 4)
         with pytest.raises(RequestError, match=r"input 'x' has size 9 in dimension 0 \(batch\), proven only for"):
             model.predict(np.ones((9, 4), np.float32))
+
+
+def test_a_model_with_columns_takes_a_table_of_records_and_answers_as_the_server_does(
+    tmp_path: Path, new_registry: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_registry(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri(tmp_path))
+    recipe = recipe_in(write_tables(tmp_path))
+    capture(recipe, None, tmp_path / "income.bundle", formats=["onnx"])
+    with warnings.catch_warnings(action="ignore"):  # MLflow compares names of columns with a range
+        register(tmp_path / "income.bundle", tracking_uri=uri(tmp_path))
+    table = table_of(seed=1, count=40).to_pandas()  # with empty cells; whole numbers are fractions in pandas then
+    fitted = recipe.with_columns().fitted
+    assert fitted is not None
+    session = open_program(open_bundle(tmp_path / "income.bundle"))
+    expected = answers.records_of(fitted, session.run(fitted.encode_table(table_of(seed=1, count=40))[0]))
+    with store.open_store(uri(tmp_path)) as client, warnings.catch_warnings(action="ignore"):
+        import mlflow
+
+        model = mlflow.pyfunc.load_model("models:/income@champion")
+        assert model.predict(table).to_dict("records") == expected
+        assert model.predict(table[["age", "review"]].iloc[:1]).to_dict("records")  # what is optional may be left out
+        assert list(model.predict(model.input_example).columns) == ["class", "probabilities"]
+        described = {one.name: (str(one.type), one.required) for one in model.metadata.get_input_schema().inputs}
+        assert described["age"] == ("DataType.double", False)
+        assert described["visits"] == ("Any", False)  # with empty cells, whole numbers or fractions
+        assert described["city"] == described["review"] == ("DataType.string", False)
+        assert model.metadata.get_output_schema().input_names() == ["class", "probabilities"]
+        with pytest.raises(RequestError, match="column 'visits' of record 0: expected a number, got the text 'many'"):
+            model.predict(table.assign(visits="many"))
+        run = client.get_run(client.get_model_version("income", "1").run_id)
+    (used,) = run.inputs.dataset_inputs
+    names = [one["name"] for one in json.loads(used.dataset.schema)["mlflow_colspec"]]
+    assert names == ["age", "visits", "city", "review", "income"]
 
 
 def test_the_pyfunc_takes_arrays_and_dicts_and_never_floats_for_integers(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from trueline.bundle.signing import Trusted
 from trueline.bundle.write import pack
 from trueline.errors import BundleError, UsageError
 from trueline.registry import register, resolve
+from trueline.serve.handlers.budget import Limits
 from trueline.serve.handlers.loader import ArchiveLoader
-from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import sources
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet

@@ -10,7 +10,7 @@ import pytest
 
 from trueline import serve
 from trueline.errors import Overloaded, RequestError
-from trueline.serve.handlers.worker import DIED, HandlerFailed, Hung
+from trueline.serve.handlers.failures import DIED, HandlerFailed, Hung
 from trueline.torchserve import responses
 from trueline.web.auth import Forbidden, Unauthorized
 from worlds import archives, bundles, servers

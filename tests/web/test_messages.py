@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from email.utils import formatdate
+from time import gmtime
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trueline.web.header_cache import HeaderCache
-from trueline.web.messages import Request, Response, path_of
+from trueline.web.messages import Request, Response, date_line, path_of
 from trueline.web.parser import HttpLimits, Waits, judge
 from worlds.connections import LIMITS, Wire, get, post, world
 
@@ -359,3 +361,9 @@ def test_a_server_has_drained_when_its_last_connection_is_gone_and_not_before() 
         await asyncio.wait_for(draining, 100)
 
     asyncio.run(scene())
+
+
+def test_the_date_is_that_of_the_second_on_every_day_of_some_years(monkeypatch: pytest.MonkeyPatch) -> None:
+    for second in range(0, 3 * 366 * 86_400, 86_399):
+        monkeypatch.setattr("time.gmtime", lambda at=second: gmtime(at))
+        assert date_line() == f"date: {formatdate(second, usegmt=True)}\r\n".encode()

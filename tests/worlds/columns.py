@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import nn
 
 from trueline.columns import Category, Label, Number, Text
 from trueline.columns.declared import Declared
 from trueline.columns.fit import fit
 from trueline.columns.fitted import FittedColumns
+from trueline.recipe.contract import Recipe
+from trueline.recipe.load import load_recipe
 
 
 def fitted(table: pa.Table, declared: dict[str, Declared], rows: int = 7) -> FittedColumns:
@@ -38,3 +45,34 @@ DECLARED: dict[str, Declared] = {
     "review": Text(max_length=4),
     "income": Label(),
 }
+
+
+def write_tables(folder: Path) -> Path:
+    """The parts of `recipe_in`, sixty records each."""
+    for seed, mode in enumerate(("training", "evaluation", "prediction")):
+        pq.write_table(table_of(seed, 60), folder / f"{mode}.parquet")
+    return folder
+
+
+class Model(nn.Module):
+    def __init__(self, columns: Any) -> None:
+        super().__init__()
+        self.city = nn.Embedding(columns["city"].size, 2)
+        self.words = nn.Embedding(columns["review"].size, 3)
+        self.head = nn.Linear(columns.num_numbers + 5, columns.num_classes)
+
+    def forward(self, numbers: Any, city: Any, review: Any, review_mask: Any) -> Any:
+        words = (self.words(review) * review_mask[..., None]).sum(1)
+        return self.head(torch.cat([numbers, self.city(city), words], dim=1))
+
+
+def recipe_in(folder: Path) -> Recipe:
+    def model(columns: Any) -> nn.Module:
+        torch.manual_seed(0)
+        return Model(columns)
+
+    return load_recipe({
+        "name": "income", "model": model, "columns": DECLARED, "loss": nn.CrossEntropyLoss(),
+        "dataset": lambda mode: str(folder / f"{mode}.parquet"),
+        "optimizer": lambda params: torch.optim.SGD(params, 0.1),
+    })  # fmt: skip

@@ -171,7 +171,8 @@ def _sample(source: TableSource, names: list[str]) -> pa.Table:
     pieces = []
     for number, unit in enumerate(source.units):
         count = max(1, int(unit.count * share))
-        pieces += [table.select(names) for table in stream_tables(source.records, number, count)]
+        for table in stream_tables(source.records, number, count):
+            pieces.append(table.select(names).take(np.arange(len(table))))  # a slice would keep its whole piece
     return pa.concat_tables(pieces).combine_chunks()
 
 

@@ -193,12 +193,14 @@ def _open_values(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
             records = devices.place_batch(batch, devices.of_model(model))
             outputs = call_model(model, records.inputs)
             count = stop - start
-            return {name: _value_each(name, each, outputs, records.labels, count) for name, each in functions.items()}
+            return {
+                name: evaluate_records(name, each, outputs, records.labels, count) for name, each in functions.items()
+            }
 
     return source.num_records, answer
 
 
-def _value_each(name: str, function: Callable[[Any, Any], Any], outputs: Any, labels: Any, count: int) -> Array:
+def evaluate_records(name: str, function: Callable[[Any, Any], Any], outputs: Any, labels: Any, count: int) -> Array:
     """[count] The function's value for each record. Raises RecipeError if their mean is not its value for the batch."""
     whole = torch.as_tensor(function(outputs, labels), dtype=torch.float64)
     if whole.ndim:

@@ -13,7 +13,7 @@ from trueline.bundle.evaluation import EvaluationRecord
 from trueline.bundle.read import Bundle
 from trueline.bundle.schema import Evidence
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 620, 150, 56, 22
+WIDTH, HEIGHT, LEFT, BOTTOM = 620, 150, 56, 22
 _CSS = """
 :root { color-scheme: light dark; --ink: #1b2430; --dim: #64707f; --line: #d9dee5; --back: #f6f7f9; --card: #fff;
   --good: #1a7f4b; --bad: #c0332b; --warn: #a66300; --a: #2563c9; }
@@ -46,8 +46,8 @@ def render(
     manifest, evidence, lineage = bundle.manifest, list(bundle.evidence()), bundle.lineage()
     attempts = lineage.pop("attempts", None)
     signature = bundle.signature
-    sealed = f"sealed {_text(manifest.created)} · digest <code>{_text(manifest.digest)}</code>"
-    head = f"<h1>{_text(manifest.name)}</h1><div class=dim>{sealed}</div>"
+    sealed = f"sealed {text(manifest.created)} · digest <code>{text(manifest.digest)}</code>"
+    head = f"<h1>{text(manifest.name)}</h1><div class=dim>{sealed}</div>"
     tensors = [
         (side, spec.name, spec.datatype, "[" + ", ".join(map(str, spec.shape)) + "]")
         for side, specs in (("input", signature.inputs), ("output", signature.outputs))
@@ -55,29 +55,34 @@ def render(
     ]
     proven = describe.range_text(signature) or "every size is fixed"
     parts = [
-        _section(
-            "Inputs and outputs", _table(("", "name", "type", "shape"), tensors), f"<p>Proven for {_text(proven)}.</p>"
+        section(
+            "Inputs and outputs", table(("", "name", "type", "shape"), tensors), f"<p>Proven for {text(proven)}.</p>"
         ),
-        _section("Programs", _table(*_head_and_rows(describe.program_rows(bundle))), _list_refused(attempts)),
-        _section("Compared with the eager model", *_comparisons(evidence)),
-        _section(
+        section("Programs", table(*_head_and_rows(describe.program_rows(bundle))), _list_refused(attempts)),
+        section("Compared with the eager model", *_comparisons(evidence)),
+        section(
             "Golden records",
-            _table(
+            table(
                 ("case", "inputs"), [(golden.case, describe.shapes_text(golden.inputs)) for golden in bundle.golden()]
             ),
             "<p class=dim>A server replays them before it takes a request.</p>",
         ),
     ]
     if losses:
-        parts.append(_section("Training loss", _line_plot(losses)))
+        parts.append(section("Training loss", _line_plot(losses)))
     if evaluation is not None:
         captured = (lineage.get("checkpoint") or {}).get("digest") == evaluation.checkpoint_digest
-        parts.append(_section("Evaluation", *_evaluation(evaluation, captured)))
-    parts.append(_section("Lineage", _table(("", ""), describe.lineage_rows(lineage))))
+        parts.append(section("Evaluation", *_evaluation(evaluation, captured)))
+    parts.append(section("Lineage", table(("", ""), describe.lineage_rows(lineage))))
+    return document(manifest.name, f"{head}{''.join(parts)}")
+
+
+def document(title: str, content: str) -> str:
+    """A whole page with the looks of this one. `content` is HTML."""
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{_text(manifest.name)}</title><style>{_CSS}</style></head><body><main>{head}{''.join(parts)}</main></body></html>\n"
+        f"<title>{text(title)}</title><style>{_CSS}</style></head><body><main>{content}</main></body></html>\n"
     )
 
 
@@ -88,7 +93,7 @@ def _comparisons(evidence: Sequence[Evidence]) -> Iterable[str]:
         of_program = [one for one in evidence if one.format == program]
         counts = {name: sum(one.verdict == name for one in of_program) for name in verdicts}
         summary = ", ".join(
-            f"<span class={verdicts[name]}>{count} {_text(words.get(name, name))}</span>"
+            f"<span class={verdicts[name]}>{count} {text(words.get(name, name))}</span>"
             for name, count in counts.items()
             if count
         )
@@ -96,10 +101,10 @@ def _comparisons(evidence: Sequence[Evidence]) -> Iterable[str]:
             (one.probe, one.verdict, _number(one.max_rel_error), _number(one.max_abs_error), one.reason)
             for one in of_program
         ]
-        table = _table(("probe", "verdict", "relative error", "absolute error", "reason"), rows)
-        yield f"<p><b>{_text(program)}</b>: {len(rows)} comparisons, {summary}</p>"
+        rows_of_probes = table(("probe", "verdict", "relative error", "absolute error", "reason"), rows)
+        yield f"<p><b>{text(program)}</b>: {len(rows)} comparisons, {summary}</p>"
         yield _error_plot(of_program)
-        yield f"<details><summary>every comparison</summary>{table}</details>"
+        yield f"<details><summary>every comparison</summary>{rows_of_probes}</details>"
 
 
 def _error_plot(evidence: Sequence[Evidence]) -> str:
@@ -109,19 +114,17 @@ def _error_plot(evidence: Sequence[Evidence]) -> str:
         return ""
     top = max(math.ceil(math.log10(max([one.max_rel_error or 0.0 for one in found] + [1e-9]))), -6)
     foot = min(top - 3, -9)
-    x = _scale(0, max(len(found) - 1, 1), _LEFT + 8, _WIDTH - 8)
-    y = _scale(foot, top, _HEIGHT - _BOTTOM, 10)
-    ticks = "".join(_rule(y(power), f"1e{power}") for power in range(foot, top + 1, max(1, (top - foot) // 4)))
+    x = scale(0, max(len(found) - 1, 1), LEFT + 8, WIDTH - 8)
+    y = scale(foot, top, HEIGHT - BOTTOM, 10)
+    ticks = "".join(rule(y(power), f"1e{power}") for power in range(foot, top + 1, max(1, (top - foot) // 4)))
     dots = "".join(
         f'<circle cx="{x(i):.1f}" cy="{y(max(math.log10(one.max_rel_error or 10**foot), foot)):.1f}" r="3" '
         f'fill="var(--{"a" if one.verdict == "agrees" else "bad"})">'
-        f"<title>{_text(one.probe)}: {_number(one.max_rel_error)}</title></circle>"
+        f"<title>{text(one.probe)}: {_number(one.max_rel_error)}</title></circle>"
         for i, one in enumerate(found)
     )
-    label = (
-        f'<text x="{_LEFT}" y="{_HEIGHT - 5}">largest relative error of each probe, in the order of the probes</text>'
-    )
-    return _svg("Largest relative error of each probe", ticks + dots + label)
+    label = f'<text x="{LEFT}" y="{HEIGHT - 5}">largest relative error of each probe, in the order of the probes</text>'
+    return svg("Largest relative error of each probe", ticks + dots + label)
 
 
 def _line_plot(points: Sequence[tuple[int, float]]) -> str:
@@ -129,26 +132,26 @@ def _line_plot(points: Sequence[tuple[int, float]]) -> str:
     if not points:
         return "<p class=dim>no step has a finite loss</p>"
     low, high = min(value for _, value in points), max(value for _, value in points)
-    x = _scale(points[0][0], max(points[-1][0], points[0][0] + 1), _LEFT, _WIDTH - 8)
-    y = _scale(low, high if high > low else low + 1, _HEIGHT - _BOTTOM, 10)
-    ticks = "".join(_rule(y(value), f"{value:.3g}") for value in (low, (low + high) / 2, high))
+    x = scale(points[0][0], max(points[-1][0], points[0][0] + 1), LEFT, WIDTH - 8)
+    y = scale(low, high if high > low else low + 1, HEIGHT - BOTTOM, 10)
+    ticks = "".join(rule(y(value), f"{value:.3g}") for value in (low, (low + high) / 2, high))
     line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-    foot = _HEIGHT - 5
+    foot = HEIGHT - 5
     ends = (
-        f'<text x="{_LEFT}" y="{foot}">step {points[0][0]}</text>'
-        f'<text x="{_WIDTH - 8}" y="{foot}" text-anchor="end">step {points[-1][0]}</text>'
+        f'<text x="{LEFT}" y="{foot}">step {points[0][0]}</text>'
+        f'<text x="{WIDTH - 8}" y="{foot}" text-anchor="end">step {points[-1][0]}</text>'
     )
     curve = f'<polyline points="{line}" fill="none" stroke="var(--a)" stroke-width="1.6"/>'
-    return _svg("Training loss by step", ticks + curve + ends)
+    return svg("Training loss by step", ticks + curve + ends)
 
 
 def _evaluation(found: EvaluationRecord, captured: bool) -> Iterable[str]:
     named = [("loss", found.loss), *found.metrics.items()]
-    means = ", ".join(f"{_text(name)} {'not finite' if value is None else f'{value:.4f}'}" for name, value in named)
-    yield f"<p>{found.records} records of <code>dataset({_text(repr(found.mode))})</code>: {means}</p>"
+    means = ", ".join(f"{text(name)} {'not finite' if value is None else f'{value:.4f}'}" for name, value in named)
+    yield f"<p>{found.records} records of <code>dataset({text(repr(found.mode))})</code>: {means}</p>"
     if not captured:
         other = "The bundle was captured from another checkpoint than the one that was evaluated"
-        yield f"<p class=warn>{other}, {_text(found.checkpoint)}.</p>"
+        yield f"<p class=warn>{other}, {text(found.checkpoint)}.</p>"
     if found.confusion:
         yield _confusion_matrix(found)
     if found.pairs:
@@ -157,7 +160,7 @@ def _evaluation(found: EvaluationRecord, captured: bool) -> Iterable[str]:
 
 def _confusion_matrix(found: EvaluationRecord) -> str:
     """Rows by label; a cell is shaded by its share of the row."""
-    names = [_text(found.class_name(at)) for at in range(len(found.confusion))]
+    names = [text(found.class_name(at)) for at in range(len(found.confusion))]
     rows = []
     for at, row in enumerate(found.confusion):
         total = sum(row)
@@ -177,36 +180,36 @@ def _pairs_plot(pairs: Sequence[tuple[float, float]]) -> str:
     residuals = [answer - label for label, answer in pairs]
     low, high = min(label for label, _ in pairs), max(label for label, _ in pairs)
     reach = max(map(abs, residuals)) or 1.0
-    x = _scale(low, high if high > low else low + 1, _LEFT + 8, _WIDTH - 8)
-    y = _scale(-reach, reach, _HEIGHT - _BOTTOM, 10)
-    ticks = "".join(_rule(y(value), f"{value:.3g}") for value in (-reach, 0.0, reach))
+    x = scale(low, high if high > low else low + 1, LEFT + 8, WIDTH - 8)
+    y = scale(-reach, reach, HEIGHT - BOTTOM, 10)
+    ticks = "".join(rule(y(value), f"{value:.3g}") for value in (-reach, 0.0, reach))
     dots = "".join(
         f'<circle cx="{x(label):.1f}" cy="{y(off):.1f}" r="2.5" fill="var(--a)" fill-opacity="0.6">'
         f"<title>label {label:.4g}, answer {answer:.4g}</title></circle>"
         for (label, answer), off in zip(pairs, residuals, strict=True)
     )
-    foot = _HEIGHT - 5
+    foot = HEIGHT - 5
     ends = (
-        f'<text x="{_LEFT}" y="{foot}">label {low:.3g}</text>'
-        f'<text x="{(_WIDTH + _LEFT) // 2}" y="{foot}" text-anchor="middle">answer less label</text>'
-        f'<text x="{_WIDTH - 8}" y="{foot}" text-anchor="end">label {high:.3g}</text>'
+        f'<text x="{LEFT}" y="{foot}">label {low:.3g}</text>'
+        f'<text x="{(WIDTH + LEFT) // 2}" y="{foot}" text-anchor="middle">answer less label</text>'
+        f'<text x="{WIDTH - 8}" y="{foot}" text-anchor="end">label {high:.3g}</text>'
     )
-    return _svg("Answer less label of some records, by label", ticks + dots + ends)
+    return svg("Answer less label of some records, by label", ticks + dots + ends)
 
 
-def _scale(low: float, high: float, start: float, stop: float) -> Any:
+def scale(low: float, high: float, start: float, stop: float) -> Any:
     return lambda value: start + (stop - start) * (value - low) / (high - low)
 
 
-def _rule(y: float, label: str) -> str:
+def rule(y: float, label: str) -> str:
     return (
-        f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>'
-        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+        f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>'
+        f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
     )
 
 
-def _svg(title: str, content: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">{content}</svg>'
+def svg(title: str, content: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">{content}</svg>'
 
 
 def _list_refused(attempts: object) -> str:
@@ -216,20 +219,20 @@ def _list_refused(attempts: object) -> str:
         for one in (attempts if isinstance(attempts, list) else [])
         if isinstance(one, Mapping) and one.get("verdict") != "proven"
     ]
-    return f"<h2>Not sealed</h2>{_table(('format', 'verdict', 'why'), rows)}" if rows else ""
+    return f"<h2>Not sealed</h2>{table(('format', 'verdict', 'why'), rows)}" if rows else ""
 
 
-def _section(title: str, *content: str) -> str:
-    return f"<section><h2>{_text(title)}</h2>{''.join(content)}</section>"
+def section(title: str, *content: str) -> str:
+    return f"<section><h2>{text(title)}</h2>{''.join(content)}</section>"
 
 
 def _head_and_rows(rows: Sequence[Row]) -> tuple[Row, Sequence[Row]]:
     return rows[0], rows[1:]
 
 
-def _table(head: Row, rows: Iterable[Row]) -> str:
-    heads = "".join(f"<th>{_text(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+def table(head: Row, rows: Iterable[Row]) -> str:
+    heads = "".join(f"<th>{text(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<div class=scroll><table><tr>{heads}</tr>{body}</table></div>"
 
 
@@ -237,5 +240,5 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
     return html.escape(str(value))

@@ -17,7 +17,7 @@ from trueline.capture.export_subject import export_and_observe
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.onnx import offload as offload_emit
-from trueline.capture.proof import determinism, stateful
+from trueline.capture.proof import determinism, jumps, stateful
 from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.narrowing import judge_and_narrow
@@ -40,6 +40,7 @@ EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "aotinductor": aotinductor.emit,
 }
 """All but torchscript, which needs the module and no exported program."""
+TORCH_KERNELS: tuple[Format, ...] = ("torch_export", "torchscript")
 EXACT = "sigmoids by their formula, which is exact where they are small"
 
 
@@ -88,6 +89,7 @@ def climb(
     )
     if unsteady is not None:
         raise unsteady.as_error()
+    decisive = () if any(seen.draws for seen in observations) else _find_jumps(eager, observations, limit)
     exported, extended = _extend(exported, far, observations, limit)
     observations += size_limits.observations_of(extended, observations[0])
     shared_s = time.monotonic() - started
@@ -108,7 +110,7 @@ def climb(
     rungs = _climb_stand_ins(exported, eager, climb_all, formats, otherwise) or _climb_claims(
         exported, extended, climb_all, formats, otherwise
     )
-    return [_with_excluded(rung, eager) for rung in rungs]
+    return [_with_jumps(_with_excluded(rung, eager), decisive) for rung in rungs]
 
 
 def _extend(
@@ -158,6 +160,24 @@ def _with_excluded(rung: Rung, eager: EagerSession) -> Rung:
         return rung
     events.emit("example.excluded", format=rung.attempt.format, example=left_out, range=rung.attempt.range)
     return with_how(rung, f"warning: it refuses your {left_out}", "")
+
+
+def _find_jumps(eager: EagerSession, seen: Sequence[Observation], limit: TimeLimit) -> tuple[jumps.Jump, ...]:
+    try:
+        found = limit.run("numbers that decide", lambda: jumps.find_jumps(eager, seen))
+    except OutOfTime:
+        return ()
+    for jump in found[: jumps.NAMED]:
+        events.emit("answers.jump", place=f"{jump.place}", seen=jump.seen)
+    return found
+
+
+def _with_jumps(rung: Rung, found: Sequence[jumps.Jump]) -> Rung:
+    """A proven rung whose runtime rounds otherwise than torch, with the lines where a rounded number decides."""
+    if rung.attempt.verdict != "proven" or not found:
+        return rung
+    rounds_as_torch = rung.attempt.format in TORCH_KERNELS and not rung.attempt.max_abs_error
+    return rung if rounds_as_torch else with_how(rung, "", jumps.describe(found))
 
 
 def _check_first_calls(subject: Subject, limit: TimeLimit) -> bool:

@@ -35,6 +35,7 @@ _COUNTS = {
     "evaluation.advanced": ("evaluating", "done", "total"),
     "prediction.advanced": ("predicting", "done", "total"),
     "comparison.advanced": ("comparing", "done", "total"),
+    "sensitivity.advanced": ("looking for the operators to blame", "done", "total"),
 }
 """Events that count: the bar's label, the field of the count and the field of its end.
 
@@ -44,6 +45,11 @@ _DETAILS = ("format", "epoch", "loss", "workers", "records_per_s")
 _ENDS = {"job.finished", "stage.started", "program.proven", "program.refused", "program.untried", "bundle.sealed"}
 _WORDS = {
     "stage.started": "[{number}/{of}] {stage}",
+    "compress.started": "  {bundle}: {metric} {value:.4f} over {records} evaluation records",
+    "search.restored": "  continues with {rows} candidates in {folder}",
+    "search.ended": "  {why}: {tried} candidates were tried",
+    "candidate.started": "  {name} ...",
+    "candidate.judged": "  {name}: {verdict} {why}",
     "job.started": "  job {job}: {workers} workers, {epochs} epochs",
     "view.published": "  generation {generation}: {workers} workers ({why})",
     "weights.loaded": "  {tensors} tensors from {path}; new layers: {new}; not used: {unused}",
@@ -104,6 +110,7 @@ _WORDS = {
     "program.retraced": "  torch.export traces it another way: {how}",
     "claim.narrowed": "  the range is narrowed: {to}",
     "example.excluded": "  {format}: warning: its range, {range}, leaves out your {example}",
+    "answers.jump": "  a rounded number decides an answer, where runtimes may differ: {place}",
     "program.offloaded": "  offload: {parts} parts go to ONNX Runtime, {kept} of {operators} operators stay",
     "program.emitting": "  {format}: writing the program",
     "program.proven": "  {format}: proven on {probes} probes, {given_error:.1e} off at most on given records; {range}",

@@ -31,7 +31,21 @@ EXIT_CODES = {
 
 VERBS: Mapping[str, Mapping[str, str]] = {
     "The line": dict.fromkeys(
-        ("try", "init", "train", "run", "evaluate", "predict", "doctor", "capture", "register", "serve", "ship"), "line"
+        (
+            "try",
+            "init",
+            "train",
+            "run",
+            "evaluate",
+            "predict",
+            "doctor",
+            "capture",
+            "compress",
+            "register",
+            "serve",
+            "ship",
+        ),
+        "line",
     ),
     "Jobs": dict.fromkeys(("join", "jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
     "Bundles, records, TorchServe": dict.fromkeys(("bundle", "data", "torchserve"), ""),

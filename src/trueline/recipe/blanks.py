@@ -111,9 +111,9 @@ def fill(found: Definitions, needs: Sequence[str] | None = None) -> Recipe:
 
 
 def known_names() -> list[str]:
-    """What a recipe may define: blanks in all spellings, then settings."""
+    """What a recipe may define: blanks in all spellings, columns, then settings."""
     spellings = [name for blank in BLANKS for name in (blank.name, *blank.aliases)]
-    return [*spellings, "name", "missing", *_VALUES]
+    return [*spellings, "columns", "name", "missing", *_VALUES]
 
 
 def _raise_absent(blank: Blank, where: str, *_: object) -> Any:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ast
 import builtins
 import linecache
+import operator
 import os
 import symtable
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trueline.columns.declared import KINDS
 from trueline.errors import RecipeError
 
 _HEAD = """# Written by Trueline from the cells of a notebook.
@@ -65,7 +67,7 @@ def _collect(name: str, user: str, values: Mapping[str, Any], collected: dict[st
         )
     elif _is_plain(value):
         text = f"{name} = {value!r}"
-    elif text := _module_again(name, value, values):
+    elif text := _made_again(name, value, values):
         for used in _globals_of(text):
             if used in values:
                 _collect(used, f"'{name}'", values, collected)
@@ -92,21 +94,28 @@ def _is_plain(value: object) -> bool:
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
-def _module_again(name: str, value: Any, values: Mapping[str, Any]) -> str:
-    """The statement of a cell that makes a torch module such as `loss = nn.CrossEntropyLoss()`, if it makes an equal
-    one again; empty for other values, and for a module that was trained or changed since."""
+def _made_again(name: str, value: Any, values: Mapping[str, Any]) -> str:
+    """The statement of a cell that makes a torch module such as `loss = nn.CrossEntropyLoss()` or the declaration of
+    columns, if it makes an equal one again; empty for other values, and for one that was trained or changed since."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.nn.Module):
+    is_same: Callable[[Any, Any], bool]
+    if torch is not None and isinstance(value, torch.nn.Module):
+        is_same = _is_same_module
+    elif isinstance(value, KINDS) or (
+        isinstance(value, dict) and all(isinstance(one, KINDS) for one in value.values())
+    ):
+        is_same = operator.eq
+    else:
         return ""
     for cell in reversed(getattr(sys.modules["__main__"], "In", [])):
         for node in _statements(cell):
             if isinstance(node, ast.Assign) and [ast.unparse(one) for one in node.targets] == [name]:
                 made = eval(compile(ast.Expression(node.value), "cell", "eval"), dict(values))
-                return ast.unparse(node) if _is_same(made, value) else ""
+                return ast.unparse(node) if is_same(made, value) else ""
     return ""
 
 
-def _is_same(made: Any, value: Any) -> bool:
+def _is_same_module(made: Any, value: Any) -> bool:
     """Whether two modules are of one type, with the same settings, parameters and buffers."""
     if type(made) is not type(value) or repr(made) != repr(value):
         return False

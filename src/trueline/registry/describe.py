@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -11,44 +12,108 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trueline.bundle.read import Bundle
+from trueline.columns import answers
+from trueline.columns.encoders import FittedLabel
 from trueline.errors import RegistryError
 from trueline.version import __version__
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
     from mlflow.models import Model, ModelSignature
+    from mlflow.types import Schema
 
     from trueline.bundle.signature import TensorSpec
+    from trueline.columns.encoders import FittedColumn
+    from trueline.columns.fitted import FittedColumns
 
 MAX_EXAMPLE = 200_000
-"""Numbers in an input example; it is stored as JSON, twice."""
+"""Numbers, or signs of texts and images, in an input example; it is stored as JSON, twice."""
 _RUNTIMES = {"onnx": ("onnxruntime",), "openvino": ("openvino",), "offload": ("torch", "onnxruntime")}
 """Libraries that run a program, by its format; the others need torch."""
 
 
 def signature_of(bundle: Bundle) -> ModelSignature:
-    """MLflow's signature, which checks names, dtypes and fixed sizes; the Session checks the proven range after it.
-    Raises RegistryError for a bundle that has none: MLflow would take any input."""
-    from mlflow.models import ModelSignature
-    from mlflow.types import Schema
-    from mlflow.types import TensorSpec as MlflowSpec
+    """MLflow's signature: the columns of records where the bundle has them, else tensors with names, dtypes and fixed
+    sizes. The bundle checks after it what it has proven.
 
-    def schema(specs: Sequence[TensorSpec]) -> Any:
-        shapes = [tuple(-1 if isinstance(size, str) else size for size in spec.shape) for spec in specs]
-        return Schema([MlflowSpec(spec.dtype, shape, spec.name) for spec, shape in zip(specs, shapes, strict=True)])
+    Raises RegistryError for a bundle that has no signature: MLflow would take any input.
+    """
+    from mlflow.models import ModelSignature
 
     if not bundle.signature.inputs or not bundle.signature.outputs:
         raise RegistryError(
             f"the bundle {bundle.name} has no signature: MLflow would accept every input",
             hint="capture the model again, with an example of its inputs",
         )
-    return ModelSignature(schema(bundle.signature.inputs), schema(bundle.signature.outputs))
+    outputs = _tensors(bundle.signature.outputs)
+    fitted = bundle.columns()
+    if fitted is None:
+        return ModelSignature(_tensors(bundle.signature.inputs), outputs)
+    return ModelSignature(columns_of(fitted), _answers_of(bundle, fitted) or outputs)
+
+
+def _tensors(specs: Sequence[TensorSpec]) -> Schema:
+    from mlflow.types import Schema
+    from mlflow.types import TensorSpec as MlflowSpec
+
+    shapes = [tuple(-1 if isinstance(size, str) else size for size in spec.shape) for spec in specs]
+    return Schema([MlflowSpec(spec.dtype, shape, spec.name) for spec, shape in zip(specs, shapes, strict=True)])
+
+
+def columns_of(fitted: FittedColumns, *, labels: bool = False) -> Schema:
+    """The columns that records have; optional where the recipe says what stands in the place of a missing value."""
+    from mlflow.types import ColSpec, Schema
+
+    chosen = [one for one in fitted.columns if labels or not isinstance(one, FittedLabel)]
+    return Schema([ColSpec(_type_of(one), one.name, required=not _is_optional(one)) for one in chosen])
+
+
+def _is_optional(column: FittedColumn) -> bool:
+    return getattr(column.declared, "missing", "error") != "error"
+
+
+def _type_of(column: FittedColumn) -> Any:
+    """MLflow takes no whole numbers for `double` and no fractions for `long`, and pandas reads whole numbers as
+    fractions if a cell is empty: such a column has MLflow's type `any`, and is checked by the bundle alone."""
+    from mlflow.types.schema import AnyType
+
+    if column.type == "whole" and _is_optional(column):
+        return AnyType()  # type: ignore[no-untyped-call]
+    return {"whole": "long", "number": "double", "boolean": "boolean", "binary": "binary"}.get(column.type, "string")
+
+
+def _answers_of(bundle: Bundle, fitted: FittedColumns) -> Schema | None:
+    """`class` and `probabilities`, or `value`; None where answers are the outputs as they are."""
+    from mlflow.types import ColSpec, DataType, Schema
+    from mlflow.types.schema import Map
+
+    outputs = bundle.golden()[0].outputs
+    if len(outputs) != 1 or answers.find_output(fitted, outputs) is None:
+        return None
+    if fitted.labels[0].declared.number:
+        return Schema([ColSpec(DataType.double, answers.VALUE)])
+    probabilities = ColSpec(Map(DataType.double), answers.PROBABILITIES)
+    return Schema([ColSpec(DataType.string, answers.CLASS), probabilities])
 
 
 def save_example(model: Model, bundle: Bundle, folder: Path) -> None:
-    """Writes the smallest golden record as the model's input example, unless it is large."""
+    """Writes the model's input example, unless it is large: the first golden record by columns, or the smallest golden
+    case."""
     from mlflow.models.utils import _save_example
 
+    fitted = bundle.columns()
+    if fitted is not None:
+        import pandas
+
+        record = bundle.golden_records()[0]
+        cells = {
+            one.name: base64.b64decode(record[one.name]) if one.type == "binary" else record[one.name]
+            for one in fitted.columns
+            if record.get(one.name) is not None
+        }
+        if sum(len(value) for value in cells.values() if isinstance(value, str | bytes)) <= MAX_EXAMPLE:
+            _save_example(model, pandas.DataFrame([cells]), str(folder))
+        return
     smallest = min(bundle.golden(), key=lambda one: sum(array.size for array in one.inputs.values()))
     if sum(array.size for array in smallest.inputs.values()) <= MAX_EXAMPLE:
         _save_example(model, {name: np.array(array) for name, array in smallest.inputs.items()}, str(folder))
@@ -95,10 +160,19 @@ def dataset_of(bundle: Bundle, facts: Mapping[str, Any]) -> DatasetInput:
     dataset = Dataset(
         name=f"{bundle.manifest.lineage.recipe}-{'training' if trained else data.get('mode', 'examples')}",
         digest=fingerprint[:36], source_type="trueline", source=json.dumps(source),
-        profile=json.dumps({"num_records": counted}) if counted else None,
+        schema=_data_schema(bundle),
+        profile=json.dumps({"num_rows": counted}) if counted else None,
     )  # fmt: skip
     context = "training" if trained else "evaluation"
     return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
+
+
+def _data_schema(bundle: Bundle) -> str:
+    """As MLflow's own data sets write it: the records' columns with the label, or the model's inputs."""
+    fitted = bundle.columns()
+    if fitted is not None:
+        return json.dumps({"mlflow_colspec": columns_of(fitted, labels=True).to_dict()})
+    return json.dumps({"mlflow_tensorspec": {"features": _tensors(bundle.signature.inputs).to_dict(), "targets": None}})
 
 
 def _largest_difference(bundle: Bundle, format: str) -> str:

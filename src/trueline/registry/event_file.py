@@ -1,20 +1,22 @@
 """TensorBoard's event file of a job, without TensorFlow: `tensorboard --logdir runs` shows every job.
 
-    JOB/events.jsonl ──▶ Curves ──▶ JOB/events.out.tfevents.0.trueline
+    JOB/job.json, events.jsonl ──▶ Curves ──▶ JOB/events.out.tfevents.0.trueline
 
-The file follows from events.jsonl alone. A launcher that resumes a job compares what is there with what it would have
+The file follows from these two alone. A launcher that resumes a job compares what is there with what it would have
 written, and appends the rest: after a crash nothing is missing, torn or there twice.
 
-Sources: TensorFlow's record_writer.cc (framing), event.proto and summary.proto; RFC 3720, appendix B.4 (CRC-32C).
+Sources: TensorFlow's record_writer.cc (framing), event.proto and summary.proto; plugin_data.proto of
+TensorBoard's hparams; RFC 3720, appendix B.4 (CRC-32C).
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -24,6 +26,10 @@ from trueline.errors import StorageError
 from trueline.registry.curves import Curves, Point, read_events
 
 NAME = "events.out.tfevents.0.trueline"
+HYPERPARAMETERS = (
+    "epochs", "global_batch", "micro_batch", "seed", "shuffle", "reduction", "precision", "clip_norm", "ema", "weights",
+)  # fmt: skip
+"""Settings that change what is learned; the plugin shows a column for each."""
 EVERY_S, PAUSE_S = 1.0, 0.02
 SLICE = 1000
 """Events that are read at once: a job that is resumed may have a million."""
@@ -76,11 +82,29 @@ def _event(at_ms: int, step: int, content: bytes) -> bytes:
     return _frame(b"\x09" + struct.pack("<d", at_ms / 1000) + b"\x10" + _varint(max(step, 0)) + content)
 
 
-class EventEncoder:
-    """Points as records of the file. A curve that goes back begins a session there: TensorBoard then drops the points
-    of steps that were rolled back."""
+def _hyperparameters(settings: Mapping[str, object], at_ms: int) -> bytes:
+    """The Summary by which the plugin `hparams` knows a run."""
 
-    def __init__(self) -> None:
+    def value(given: object) -> bytes:  # a google.protobuf.Value
+        if isinstance(given, bool):
+            return b"\x20" + bytes([given])
+        return b"\x11" + struct.pack("<d", given) if isinstance(given, int | float) else _field(3, str(given).encode())
+
+    known = [(name, settings[name]) for name in HYPERPARAMETERS if name in settings]
+    pairs = b"".join(_field(1, _field(1, name.encode()) + _field(2, value(given))) for name, given in known)
+    started = _field(3, pairs + b"\x29" + struct.pack("<d", at_ms / 1000))
+    plugin = _field(1, _field(1, b"hparams") + _field(2, started))
+    return _field(1, _field(1, b"_hparams_/session_start_info") + _field(9, plugin))
+
+
+class EventEncoder:
+    """Points as records of the file, after the job's settings.
+
+    A curve that goes back begins a session there: TensorBoard then drops the points of steps that were rolled back.
+    """
+
+    def __init__(self, settings: Mapping[str, object]) -> None:
+        self._settings = settings
         self._last: dict[str, int] = {}
         self._began = False
 
@@ -90,6 +114,7 @@ class EventEncoder:
             if not self._began:
                 self._began = True
                 records += _event(at_ms, 0, _field(3, b"brain.Event:2"))
+                records += _event(at_ms, 0, _field(5, _hyperparameters(self._settings, at_ms)))
             if step < self._last.get(key, step):
                 self._last.clear()
                 records += _event(at_ms, step, _field(7, b"\x08\x01"))  # SessionLog.START
@@ -104,7 +129,10 @@ class EventFile:
 
     def __init__(self, job_dir: Path) -> None:
         self.path, self._log = job_dir / NAME, job_dir / "events.jsonl"
-        self._curves, self._encoder, self._read = Curves(), EventEncoder(), 0
+        settings: dict[str, object] = {}
+        with suppress(OSError, ValueError):
+            settings = json.loads((job_dir / "job.json").read_bytes())
+        self._curves, self._encoder, self._read = Curves(), EventEncoder(settings), 0
         self._known = b""
         """What the file had, while that is compared with what it should have."""
         with suppress(FileNotFoundError):

@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trueline.bundle.read import Bundle, open_bundle
-from trueline.errors import RequestError, join_names
+from trueline.columns import answers
+from trueline.columns.cells import to_json
+from trueline.errors import DataError, RequestError, join_names
 from trueline.registry import describe, store
 from trueline.version import __version__
 
 if TYPE_CHECKING:
+    import pandas
+
+    from trueline.columns.fitted import FittedColumns
     from trueline.runtime.session import Array, Session
 
 _REQUIREMENTS = "requirements.txt"
@@ -54,20 +59,28 @@ def describe_model(bundle: Bundle, folder: Path, *, model_id: str, run_id: str, 
 
 class BundleModel:
     """The model that MLflow wraps: `predict` takes one array, or a dict of them by input name. MLflow makes one of
-    a DataFrame with a column for each input, of flat arrays or numbers."""
+    a DataFrame with a column for each input, of flat arrays or numbers. With `columns` it takes a DataFrame of records.
+    """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, columns: FittedColumns | None = None) -> None:
+        self._session, self._columns = session, columns
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> Any:
-        """Outputs by name, or the array itself if there is one output. Raises RequestError as the Session does.
+        """Outputs by name, or the array itself if there is one output; for records a DataFrame with `class` and
+        `probabilities`, or `value`, as the server answers. Raises RequestError as the Session does.
 
         MLflow's clients send numbers as 64-bit: they are cast to the signature's width, never from float to int.
         """
         if params:
             raise RequestError(f"the model takes no parameters, got: {join_names(params)}")
-        outputs = self._session.run(self._cast(model_input))
-        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+        fitted = self._columns
+        if fitted is not None and hasattr(model_input, "to_dict"):
+            import pandas
+
+            outputs = self._session.run(_encode(fitted, model_input))
+            found = answers.records_of(fitted, outputs)
+            return pandas.DataFrame(found) if answers.find_output(fitted, outputs) else _only(outputs)
+        return _only(self._session.run(self._cast(model_input)))
 
     def _cast(self, given: Any) -> dict[str, Array]:
         specs = self._session.signature.inputs
@@ -85,7 +98,21 @@ class BundleModel:
         return inputs
 
 
+def _only(outputs: dict[str, Array]) -> Any:
+    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+
+def _encode(fitted: FittedColumns, table: pandas.DataFrame) -> dict[str, Array]:
+    """The inputs of a table of records, whose cells are as a request has them. Raises RequestError."""
+    rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    try:
+        return fitted.encode_rows([{str(name): to_json(cell) for name, cell in row.items()} for row in rows])
+    except DataError as error:
+        raise RequestError(error.message, hint=error.hint) from error
+
+
 def _load_pyfunc(path: str) -> BundleModel:
     from trueline.runtime.open import open_program
 
-    return BundleModel(open_program(open_bundle(Path(path))))
+    bundle = open_bundle(Path(path))
+    return BundleModel(open_program(bundle), bundle.columns())

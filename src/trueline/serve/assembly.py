@@ -14,9 +14,9 @@ import msgspec
 from trueline.bundle.signing import Trusted
 from trueline.errors import RequestError, UsageError
 from trueline.serve import host
+from trueline.serve.handlers.budget import Limits as HandlerLimits
 from trueline.serve.handlers.budget import WorkerBudget
 from trueline.serve.handlers.loader import ArchiveLoader, name_in_store
-from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import RuntimeOptions, VersionOptions

@@ -93,4 +93,6 @@ class VersionStats:
 
 @dataclass(slots=True, eq=False)
 class ServerStats:
+    """Counts of the whole server."""
+
     by_status: Counter[int] = field(default_factory=Counter)

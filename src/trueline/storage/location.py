@@ -102,6 +102,8 @@ def read_range(file: File, start: int, stop: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
+    """A local file, and what told its state when it was found."""
+
     path: Path
     stamp: Stamp
 

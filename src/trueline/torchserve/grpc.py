@@ -25,7 +25,7 @@ import msgspec
 
 from trueline.errors import NotReady, RequestError
 from trueline.serve.handlers import sequences
-from trueline.serve.handlers.worker import HandlerFailed
+from trueline.serve.handlers.failures import HandlerFailed
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from trueline.serve.protocols import grpc_base
 from trueline.serve.protocols.dispatch import KEY_HEADER, BytesInFlight

@@ -14,8 +14,8 @@ import msgspec
 
 from trueline import events
 from trueline.errors import Overloaded, RequestError
+from trueline.serve.handlers.failures import DIED, HandlerFailed, Hung
 from trueline.serve.handlers.messages import reply
-from trueline.serve.handlers.worker import DIED, HandlerFailed, Hung
 from trueline.serve.models.catalog import UnknownModel, UnknownVersion
 from trueline.serve.models.downloads import AlreadyStored
 from trueline.serve.models.servable import Servable

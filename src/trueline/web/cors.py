@@ -23,6 +23,8 @@ _SHOWN = "inference-header-content-length, ts_request_sequence_id, x-request-id,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorsRule:
+    """Which pages may read answers."""
+
     origin: str
     """One origin, as `https://example.org`, or `*`."""
     methods: str = METHODS

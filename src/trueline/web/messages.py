@@ -2,8 +2,8 @@
 
 import asyncio
 import http
+import time
 from collections.abc import AsyncIterator, Callable
-from email.utils import formatdate
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote
 
@@ -271,9 +271,14 @@ def _pairs(target: bytes) -> list[tuple[str, str]]:
         raise RequestError(f"the query has more than {MAX_PARAMETERS} parameters") from error
 
 
+_DAYS, _MONTHS = "MonTueWedThuFriSatSun", "JanFebMarAprMayJunJulAugSepOctNovDec"
+
+
 def date_line() -> bytes:
     """The Date header line of this second."""
-    return b"date: %b\r\n" % formatdate(usegmt=True).encode()
+    at = time.gmtime()  # names that do not follow the process's locale, as strftime's do; email.utils is slow to import
+    day, month = _DAYS[3 * at.tm_wday : 3 * at.tm_wday + 3], _MONTHS[3 * at.tm_mon - 3 : 3 * at.tm_mon]
+    return time.strftime(f"date: {day}, %d {month} %Y %H:%M:%S GMT\r\n", at).encode()
 
 
 def render_plain(response: Response, date: bytes) -> bytes:

@@ -22,6 +22,8 @@ _WHAT_TO_DO = "--cors-origin allows the pages of one origin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRule:
+    """Which hosts and pages may reach a server without tokens."""
+
     hosts: frozenset[str] | None = frozenset()
     """Names by which clients may call the server, beside addresses and localhost; None: any name."""
     origin: str = ""

@@ -23,6 +23,8 @@ CHUNKED_BYTES = 8 * 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
+    """Bounds of what one client may send."""
+
     body_bytes: int = 64 * 2**20
     head_bytes: int = 64 * 2**10
     chunks: int = 64 * 2**10

@@ -117,6 +117,12 @@ def refuses_packed_sequences() -> bool:
     )
 
 
+@shows("patches/fake_quantization")
+def has_no_sizes_of_fake_quantized_values() -> bool:
+    module = Of(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127))
+    return refused(module, X, message="fake_quantize")
+
+
 @shows("patches/causal_mask")
 def compares_a_mask_with_the_causal_one() -> bool:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)

@@ -19,10 +19,11 @@ from trueline.errors import RequestError, TooLarge
 from trueline.serve.handlers import archive, child, framing, messages
 from trueline.serve.handlers import config as plan
 from trueline.serve.handlers.archive import ArchiveError
+from trueline.serve.handlers.failures import HandlerFailed
 from trueline.serve.handlers.loader import ArchiveLoader, CodeNotAllowed, name_in_store
 from trueline.serve.handlers.messages import encode_answer
 from trueline.serve.handlers.metrics import MAX_SERIES, Measures
-from trueline.serve.handlers.worker import HandlerFailed, _answer
+from trueline.serve.handlers.worker import _answer
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet
 from trueline.serve.models.loader import ResolvedSource, VersionOptions

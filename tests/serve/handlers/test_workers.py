@@ -18,9 +18,11 @@ import pytest
 
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
 from trueline.serve.handlers import framing
+from trueline.serve.handlers.budget import Limits
 from trueline.serve.handlers.config import HandlerPlan
+from trueline.serve.handlers.failures import HandlerFailed, StartFailed
 from trueline.serve.handlers.pool import Pool
-from trueline.serve.handlers.worker import LONG_BYTES, HandlerFailed, Launch, Limits, StartFailed, Worker
+from trueline.serve.handlers.worker import LONG_BYTES, Launch, Worker
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 from worlds import archives
 

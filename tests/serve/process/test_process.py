@@ -64,6 +64,17 @@ def test_importing_the_server_imports_neither_torch_nor_mlflow() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_server_of_bundles_imports_nothing_that_only_archives_and_workflows_need() -> None:
+    """Each of these takes milliseconds of the start."""
+    code = (
+        "import sys, trueline.serve.__main__, trueline.torchserve.extension; slow={'statistics', 'difflib', 'email'}; "
+        "print([n for n in sys.modules if n in slow or n.startswith(('trueline.serve.handlers.', "
+        "'trueline.torchserve.workflows.')) and n.endswith(('.version', '.worker', '.pool', '.config', '.spec'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_tritons_own_client_works_unmodified(tiny_server: RunningServer) -> None:
     pytest.importorskip("geventhttpclient", reason="tritonclient[http] is not installed")
     http = pytest.importorskip("tritonclient.http")

@@ -22,8 +22,8 @@ from trueline.errors import StorageError
 from trueline.serve import RunningServer
 from trueline.serve.handlers import archive as packed
 from trueline.serve.handlers.archive import ArchiveError, HoldsWorkflow, peek
+from trueline.serve.handlers.budget import Limits
 from trueline.serve.handlers.loader import ArchiveLoader, name_in_store
-from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet

@@ -45,6 +45,7 @@ def test_progress_is_one_line_whose_link_goes_when_the_job_ends() -> None:
     assert len(shown) == 1  # the others are too soon
     line("worker.killed", {"worker": "worker-1.0", "why": "a test"})
     assert shown[-1][0] == "step 2/8, loss 0.25; killed worker-1.0"
+    assert '<progress value="2" max="8">' in shown[-1][1]
     assert 'href="http://127.0.0.1:1/?token=x&amp;a"' in shown[-1][1]
     line.show(ended=True)
     assert "token" not in shown[-1][1]

@@ -18,6 +18,7 @@ from trueline.capture.patches import (
     causal_mask,
     decomposition_cache,
     einsum_order,
+    fake_quantization,
     module_to,
     packed_sequence,
     recurrent,
@@ -81,6 +82,7 @@ def apply_patches() -> Iterator[None]:
             symbolic_sizes.keep_sizes_free,
             module_to.skip_conversions,
             einsum_order.order_by_example,
+            fake_quantization.keep_steps,
         ):
             stack.enter_context(patch())
         yield

@@ -26,6 +26,7 @@ from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import (
     integer_division,
+    kernels,
     padded_pool,
     pass_workarounds,
     precision,
@@ -168,6 +169,7 @@ def translate(
     padded_pool.separate_pads(found.model)
     precision.compute_exactly(found.model)
     integer_division.avoid_overflow(found.model)
+    kernels.widen_integers(found.model)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 

@@ -39,6 +39,8 @@ def _like(number: float, value: Any) -> Any:
 
 def _alike(self: Any, other: Any) -> tuple[Any, Any]:
     """Both of one type: whole numbers become floats where the other is one."""
+    if isinstance(self, int | float):
+        return op.CastLike(self, other), other
     if self.dtype.is_integer() and (isinstance(other, float) or _is_float(other)):
         self = op.Cast(self, to=ir.DataType.FLOAT)
     return self, op.CastLike(other, self)
@@ -49,12 +51,23 @@ def _is_float(value: Any) -> bool:
     return dtype is not None and dtype.is_floating_point()
 
 
+def _is_whole(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and dtype.is_integer()
+
+
 def _remainder_parts(self: Any, other: Any) -> tuple[Any, Any]:
     """What C's fmod leaves, which has the sign of the first; and where that is not the sign of the second."""
     left = op.Mod(self, other, fmod=1)
     zero = op.CastLike(0.0, left)
     unlike = op.Xor(op.Less(other, zero), op.Less(left, zero))
     return left, op.And(op.Not(op.Equal(left, zero)), unlike)
+
+
+def _relu(self: Any) -> Any:
+    """ONNX Runtime has none of whole numbers of most kinds."""
+    zero = op.CastLike(op.Constant(value_int=0), self)
+    return op.Max(self, zero) if self.dtype.is_integer() else op.Relu(self)
 
 
 def _remainder(self: Any, other: Any) -> Any:
@@ -66,10 +79,14 @@ def _remainder(self: Any, other: Any) -> Any:
 
 
 def _floor_divide(self: Any, other: Any) -> Any:
+    whole = all(isinstance(one, int) or _is_whole(one) for one in (self, other))
+    kind = (other if isinstance(self, int | float) else self).dtype
     self, other = _alike(self, other)
-    if self.dtype not in _EXACT:
+    if not whole and kind not in _EXACT and not kind.is_integer():
         return core.aten_floor_divide(self, other)
     left, unlike = _remainder_parts(self, other)
+    if whole:
+        return op.Sub(op.Div(self, other), op.CastLike(unlike, self))
     one = op.CastLike(1.0, self)
     found = op.Div(op.Sub(self, left), other)
     found = op.Where(unlike, op.Sub(found, one), found)
@@ -327,6 +344,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.selu.default: _selu,
     _ATEN.var.correction: _deviation(root=False),
     _ATEN.std.correction: _deviation(root=True),
+    _ATEN.relu.default: _relu,
     _ATEN.roll.default: _roll,
     _ATEN.scatter_reduce.two: _scatter_reduce,
     _ATEN.scaled_dot_product_attention.default: _attention,

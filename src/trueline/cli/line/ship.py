@@ -18,6 +18,9 @@ trueline ship digits/recipe.py
 trueline ship digits/recipe.py --workers 2 --serve
     the same with two workers, and then serves the bundle until Ctrl-C
 
+trueline ship digits/recipe.py --compress accuracy=1%
+    registers and serves the fastest quantized program that loses at most 0.01 of the accuracy
+
 trueline ship digits/recipe.py --workers 2:4 --epochs 3 --alias challenger --no-drill
     a shorter job with two to four workers and no kill, registered beside the champion
 """
@@ -30,6 +33,7 @@ trueline ship digits/recipe.py --workers 2:4 --epochs 3 --alias challenger --no-
 @click.option("--out", metavar="BUNDLE", help="The bundle to write; else inside the job's folder.")
 @click.option("--name", metavar="NAME", help="Name of the registered model; else the recipe's.")
 @click.option("--alias", default="champion", show_default=True, help="Alias to move to the new version.")
+@click.option("--compress", metavar="METRIC=N%", help="Then quantize within this budget: accuracy=1%.")
 @click.option("--drill/--no-drill", default=True, show_default=True, help="Kill a worker a third of the way.")
 @click.option(
     "--serve", type=click.IntRange(-1, 65535), is_flag=False, flag_value=-1, metavar="[PORT]",
@@ -41,8 +45,9 @@ def command(ctx: click.Context, /, recipe: str, serve: int | None, **options: An
     """Walk the whole line, from a recipe to proven answers.
 
     Trains, evaluates, captures, registers, serves and compares: the last stage sends the held-out records to a server
-    and compares every answer with the eager model's. Stops at the first stage that fails, with its reason, and keeps
-    everything made until then. RECIPE is a file, a folder with a recipe.py, or package.module:object.
+    and compares every answer with the eager model's, or with the compressed program's (--compress). Stops at the first
+    stage that fails, with its reason, and keeps everything made until then. RECIPE is a file, a folder with a
+    recipe.py, or package.module:object.
     """
     from trueline.ship import ship
 

@@ -11,7 +11,6 @@ limited capacity). Requests do not choose what they run with, so all of these ar
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,7 +149,7 @@ def median_s(session: Session, inputs: Mapping[str, Array], *, budget_s: float =
         began = time.perf_counter()
         session.run(inputs)
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return float(np.median(times))
 
 
 def _num_values(inputs: Mapping[str, Array]) -> int:

@@ -6,6 +6,7 @@ server, or the machine, for lack of memory. A request above the bound is refused
 
 import os
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trueline.serve import host
@@ -53,6 +54,16 @@ class WorkerBudget:
     def release(self, owner: Hashable) -> None:
         """Harmless when repeated."""
         self._held.pop(owner, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the process of a handler may use."""
+
+    address_space: int = 0  # bytes; 0: no bound
+    open_files: int = 1024
+    max_bytes: int = 256 * 2**20  # of a request, and of its answer
+    budget: WorkerBudget = field(default_factory=WorkerBudget)  # of all models together
 
 
 def check_number(model: str, workers: int, *, what: str = "") -> None:

@@ -1,19 +1,22 @@
 """Starts the handlers of archives."""
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trueline.errors import RequestError
 from trueline.serve.handlers import archive
-from trueline.serve.handlers.version import HandlerVersion, StartOptions
-from trueline.serve.handlers.worker import Limits
+from trueline.serve.handlers.budget import Limits
 from trueline.serve.models.desired_state import DesiredVersion
 from trueline.serve.models.loader import ResolvedSource, VersionOptions
-from trueline.serve.models.sources import NAME
+from trueline.serve.models.sources import NAME, InThread
+
+if TYPE_CHECKING:
+    from trueline.serve.handlers.version import HandlerVersion
 
 
 class CodeNotAllowed(RequestError):
@@ -31,7 +34,7 @@ class ArchiveLoader:
     how: VersionOptions
     limits: Limits | None
     loop: asyncio.AbstractEventLoop
-    in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
+    in_thread: InThread
 
     def accepts(self, path: Path) -> bool:
         return archive.is_archive(path)
@@ -42,12 +45,16 @@ class ArchiveLoader:
                 f"'{found.path.name[:128]}' is a model archive whose handler is code, and this server runs none",
                 hint="start it with --allow-code if you trust what the store holds",
             )
+        from trueline.serve.handlers.version import HandlerVersion  # a server of bundles does not import it
+
         return HandlerVersion(model=model, version=version, source=source, limits=self.limits)
 
     async def load(
         self, made: HandlerVersion, found: ResolvedSource, how: VersionOptions | None, digest: str | None
     ) -> DesiredVersion:
         """Raises ArchiveError, NotStarted."""
+        from trueline.serve.handlers.version import StartOptions
+
         given = (how or self.how).given
         usual = self.how.usual_of(made.model, made.version)
         options = StartOptions(given=given, usual=usual, shared=self.how.shared, weights=self.how.way.shared)

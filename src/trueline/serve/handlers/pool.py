@@ -18,8 +18,9 @@ from trueline import events
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
 from trueline.serve.handlers import sequences
 from trueline.serve.handlers.config import backoff_s, gather
+from trueline.serve.handlers.failures import NoSequence, StartFailed
 from trueline.serve.handlers.sequences import Dropped, SequencePart, Sequences
-from trueline.serve.handlers.worker import Launch, NoSequence, StartFailed, Worker
+from trueline.serve.handlers.worker import Launch, Worker
 from trueline.serve.models.servable import NO_WORKER, NO_WORKERS, HandlerAnswer, HandlerRequest
 
 MAX_QUEUE_BYTES = 256 * 2**20  # of the requests that wait for one model; a single request may be larger

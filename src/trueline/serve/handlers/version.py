@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,12 +20,14 @@ from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.handlers import archive, sequences
 from trueline.serve.handlers import config as plans
 from trueline.serve.handlers.archive import Archive
-from trueline.serve.handlers.budget import largest_bytes
+from trueline.serve.handlers.budget import Limits, largest_bytes
+from trueline.serve.handlers.failures import HandlerFailed, StartFailed
 from trueline.serve.handlers.metrics import Measures
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.sequences import SequencePart
-from trueline.serve.handlers.worker import HandlerFailed, Launch, Limits, StartFailed
+from trueline.serve.handlers.worker import Launch
 from trueline.serve.models.servable import NO_WORKER, HandlerAnswer, HandlerRequest, NoTensors, Program, VersionRecord
+from trueline.serve.models.sources import InThread
 from trueline.web.messages import StreamedBody
 
 if TYPE_CHECKING:
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 _ARCHIVE = "archive"
 _WEIGHTS = "weights"
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class NotStarted(RequestError):

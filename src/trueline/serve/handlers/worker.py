@@ -19,58 +19,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trueline.errors import DeadlineExceeded, RequestError, TruelineError
 from trueline.serve.handlers import framing, orphans
-from trueline.serve.handlers.budget import WorkerBudget
+from trueline.serve.handlers.budget import Limits
 from trueline.serve.handlers.config import HandlerPlan
+from trueline.serve.handlers.failures import DIED, HandlerFailed, Hung, StartFailed
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}")
 SHARED_WEIGHTS = "TRUELINE_SHARED_WEIGHTS"
 """Environment variable: the folder of the weights that the workers of a recipe's model share."""
-
-
-DIED = "Worker died."  # TorchServe's message for a request whose process ended
-
-
-class HandlerFailed(RequestError):
-    """The handler rejected the request or failed; status and message are its own or TorchServe's."""
-
-    code = "handler_failed"
-
-    def __init__(self, message: str, status: int = 503) -> None:
-        super().__init__(message)
-        self.status = status if 400 <= status <= 599 else 500
-
-
-class Hung(DeadlineExceeded):
-    """The handler exceeded its timeout, and its process was ended."""
-
-
-class StartFailed(TruelineError):
-    """A handler's process did not become ready. The message contains no path."""
-
-    code = "start_failed"
-
-
-class NoSequence(RequestError):
-    """A sequence is closed, expired, lost or full, or there is no room for another."""
-
-    code = "no_sequence"
-    status = 503
-
-
 LONG_BYTES = 2**20
 """Longer requests are sent, and longer answers read, in a thread."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    address_space: int = 0  # bytes; 0: no bound
-    open_files: int = 1024
-    max_bytes: int = 256 * 2**20  # of a request, and of its answer
-    budget: WorkerBudget = field(default_factory=WorkerBudget)  # of all models together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

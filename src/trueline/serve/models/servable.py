@@ -208,6 +208,8 @@ class Servable(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VersionRecord:
+    """What is known of a version, whatever answers its requests."""
+
     model: str
     version: str
     state: State = "loading"

@@ -15,11 +15,11 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from trueline import events, files
@@ -43,6 +43,7 @@ _RESOLVE_S = 300.0
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 T = TypeVar("T")
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 

@@ -34,6 +34,8 @@ RESERVED_FILES = 128
 
 @dataclass(frozen=True, slots=True)
 class _HttpPort:
+    """A port of HTTP."""
+
     what: str
     server: HttpServer
     listener: asyncio.Server
@@ -42,6 +44,8 @@ class _HttpPort:
 
 @dataclass(frozen=True, slots=True)
 class _GrpcPort:
+    """A port of gRPC."""
+
     what: str
     server: Any
     number: int

@@ -24,6 +24,8 @@ MIN_REQUESTS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryRule:
+    """When a canary is rolled back or promoted."""
+
     max_error_rate: float = MAX_ERROR_RATE  # above the other version's rate
     max_latency_ratio: float = MAX_LATENCY_RATIO  # of the medians
     min_requests: int = MIN_REQUESTS  # before the latency is judged
@@ -57,6 +59,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CanaryVerdict:
+    """What becomes of a canary, and why."""
+
     act: Act
     why: str = ""
 

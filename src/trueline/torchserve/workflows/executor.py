@@ -6,23 +6,28 @@ again `retry-attempts` times; then the request fails, and its other nodes leave 
 middle of a batch finishes it, because the batch may hold other requests. Source: TorchServe 0.12's DagExecutor.
 """
 
+from __future__ import annotations
+
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from trueline import events
 from trueline.errors import NotFound, Overloaded, RequestError
 from trueline.files import TemporaryFolder
-from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.handlers.worker import HandlerFailed
+from trueline.serve.handlers.failures import HandlerFailed
 from trueline.serve.models.desired_state import DesiredWorkflow
 from trueline.serve.models.servable import HandlerAnswer, HandlerRequest
-from trueline.torchserve.workflows.spec import Node, Spec
 from trueline.web.body import Body
 from trueline.web.messages import StreamBroken
+
+if TYPE_CHECKING:
+    from trueline.serve.handlers.version import HandlerVersion
+    from trueline.torchserve.workflows.spec import Node, Spec
 
 Part = tuple[str, str, Body]
 """Name, content type, value."""

@@ -7,12 +7,14 @@
 Operations on one workflow run one after another. Each writes the desired state; if that fails, it is undone.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trueline import events
 from trueline.errors import BundleError, NotFound, NotReady, RequestError, TruelineError
@@ -20,20 +22,21 @@ from trueline.files import TemporaryFolder
 from trueline.serve.faults import find_fault
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import Archive, ArchiveError
+from trueline.serve.handlers.budget import Limits
 from trueline.serve.handlers.loader import CodeNotAllowed
-from trueline.serve.handlers.version import HandlerVersion, InThread, StartOptions
-from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.desired_state import DesiredState, DesiredWorkflow
 from trueline.serve.models.downloads import NotAllowed, is_http
 from trueline.serve.models.loader import Refused, ResolvedSource, public_reason
 from trueline.serve.models.servable import LOADING_S, RETRY_S
-from trueline.serve.models.sources import NotInStore, OutsideStore, Store, check_name, find_download, forget
-from trueline.torchserve.workflows import archive as war
-from trueline.torchserve.workflows.archive import War
+from trueline.serve.models.sources import InThread, NotInStore, OutsideStore, Store, check_name, find_download, forget
 from trueline.torchserve.workflows.executor import UnknownWorkflow, Workflow
-from trueline.torchserve.workflows.spec import Node
+
+if TYPE_CHECKING:
+    from trueline.serve.handlers.version import HandlerVersion
+    from trueline.torchserve.workflows.archive import War
+    from trueline.torchserve.workflows.spec import Node
 
 NODE_PARAMETERS = ("response_timeout", "startup_timeout")
 """Parameters of a registration that apply to every node."""
@@ -232,6 +235,8 @@ class Workflows:
 
     async def _start_node(self, workflow: str, node: Node, found: War, entry: DesiredWorkflow) -> HandlerVersion:
         """Raises RequestError."""
+        from trueline.serve.handlers.version import HandlerVersion, StartOptions  # only where a workflow runs
+
         model = check_name("model", f"{workflow}__{node.name}")
         assert self._handlers is not None  # checked before anything was read
         usual = self._fleet.how.usual_of(model, "1.0") | {"minWorkers": 1, "maxBatchDelay": 50 if node.url else 0}
@@ -357,6 +362,8 @@ class Workflows:
 
 def _unpack(path: Path, into: Path, digest: str) -> War:
     """Blocks. Raises Refused."""
+    from trueline.torchserve.workflows import archive as war
+
     try:
         found = war.unpack(path, into)
         if digest and digest != found.digest:

@@ -1,4 +1,7 @@
-"""Progress of a job in a notebook: one line that changes, with the link of the job's page while it runs."""
+"""Progress of a job in a notebook: a bar and one line that change, with the link of the job's page while it runs.
+
+The bar is HTML's own, so that it needs no ipywidgets and stays in the notebook's file; elsewhere the line is text.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,15 @@ class ProgressLine:
 
     def __init__(self, show: Any) -> None:
         self._show, self._shown_at = show, 0.0
-        self._text = self._note = self._page = ""
+        self._text = self._note = self._page = self._bar = ""
 
     def __call__(self, name: str, fields: dict[str, events.Field]) -> None:
         if name == "page.opened":
             self._page = str(fields["url"])
         elif name == "step.applied":
-            self._text = f"step {int(fields['step'] or 0) + 1}/{fields['total']}, loss {float(fields['loss'] or 0):.4g}"
+            step, total = int(fields["step"] or 0) + 1, int(fields["total"] or 0)
+            self._bar = f'<progress value="{step}" max="{total}"></progress> '
+            self._text = f"step {step}/{total}, loss {float(fields['loss'] or 0):.4g}"
         elif name in _SHOWN:
             self._note = _SHOWN[name].format_map(fields)
         else:
@@ -46,7 +51,7 @@ class ProgressLine:
         self._shown_at = time.monotonic()
         text = "; ".join(filter(None, (self._text, self._note)))
         link = "" if ended or not self._page else f' <a href="{escape(self._page)}" target="_blank">page of the job</a>'
-        self._show(text, f"<code>{escape(text)}</code>{link}")
+        self._show(text, f"{self._bar}<code>{escape(text)}</code>{link}")
 
 
 @contextmanager

@@ -1,0 +1,62 @@
+"""`trueline compress`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trueline.cli.options import Output, checkpoint_path, overwrite_option, verb
+from trueline.compress.api import BY_DEFAULT, MINUTES
+from trueline.compress.method import TARGETS
+
+_EXAMPLES = """
+trueline compress digits.bundle --budget accuracy=1% --target latency
+    tries ways to quantize, and seals the fastest that loses at most 0.01 of the accuracy: digits-latency.bundle
+
+trueline compress digits.bundle --budget accuracy=1% --target size --minutes 5 --recipe digits/recipe.py
+    the smallest, in five minutes; the recipe has the evaluation records
+
+trueline compress digits.bundle --prune channels=0.3 --quantize static
+    removes channels, trains further with the recipe, captures, quantizes
+
+trueline compress digits.bundle --distill student/recipe.py --budget accuracy=1%
+    trains the student on the bundle's answers; it, its quantized forms and the bundle's compete
+
+trueline compress digits.bundle --quantize static --quantize dynamic -o small.bundle
+    the faster of the two, whatever it loses: the report says how much
+"""
+
+
+@verb("compress", examples=_EXAMPLES, shows_progress=True, first=("budget", "target", "out"))
+@click.argument("bundle")
+@click.option("--budget", metavar="METRIC=N%", help=f"How much may be lost of a metric.  [default: {BY_DEFAULT}]")
+@click.option("--target", type=click.Choice(TARGETS), default="latency", show_default=True, help="What to make small.")
+@click.option("-o", "--out", metavar="BUNDLE", help="The bundle to write; else NAME-TARGET.bundle beside BUNDLE.")
+@click.option("--recipe", metavar="RECIPE", help="Has the records; else looked for by the digest in the lineage.")
+@click.option(
+    "--quantize", multiple=True, metavar="WAY", help="A way by hand: static, dynamic, weights, float16, bfloat16."
+)
+@click.option("--prune", metavar="LAYER=SHARE", help="conv=0.2,linear=0.4: zero weights; channels=0.3: fewer channels.")
+@click.option("--distill", metavar="RECIPE", help="Train this student on the bundle's answers.")
+@click.option("--checkpoint", metavar="CHECKPOINT", help="Pruning starts with it; else looked for by its digest.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), default=MINUTES, show_default=True,
+    help="No further candidate is tried afterwards.",
+)  # fmt: skip
+@overwrite_option
+def command(bundle: str, checkpoint: str | None, **options: Any) -> Output:
+    """Make a bundle smaller or faster, within a budget.
+
+    Quantizes the bundle's ONNX program in several ways and measures every candidate on the recipe's evaluation records
+    and on this machine: the metric with its confidence bound, changed decisions, latency, throughput, size and memory,
+    against the parent in the same runtime and against the eager model. What is not really quantized, not better or over
+    the budget is not offered. The best is sealed as a bundle like any other, whose golden records have the tolerance
+    that was accepted. If none keeps the budget, nothing is sealed and the table says why (exit code 1).
+
+    A command that was killed continues where it was: typed again, it finds the candidates in BUNDLE.search.
+    """
+    from trueline.compress.api import compress
+
+    start = checkpoint_path(checkpoint) if checkpoint else None
+    compressed = compress(Path(bundle), checkpoint=start, **options)
+    return Output(compressed.as_text(), compressed.as_dict())

@@ -1,0 +1,357 @@
+"""`trueline.compress`: the smallest or fastest program of a bundle that keeps a budget."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trueline import events, files
+from trueline.bundle import Bundle, open_bundle
+from trueline.compress.derive.plan import DerivePlan, kind_of, parse_amounts
+from trueline.compress.method import TARGETS, UNCHANGED, Budget, CompressMethod, Target, parse_budget, parse_method
+from trueline.errors import BudgetMissed, BundleError, StorageError, UsageError, closest, join_names
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Signature
+    from trueline.compress.candidate import CompressedCandidate
+    from trueline.compress.measure.reference import Reference
+    from trueline.compress.search import Search
+    from trueline.recipe.contract import Recipe
+    from trueline.storage.location import Location
+
+MINUTES = 15.0
+BY_DEFAULT = "accuracy=1%"
+TEMPERATURE = 2.0
+"""Of a teacher's answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed:
+    """A sealed bundle, and every candidate beside it."""
+
+    path: Path
+    digest: str
+    parent: str
+    row: CompressedCandidate
+    rows: tuple[CompressedCandidate, ...]
+    report: Path
+    """The HTML page; report.json beside it has the values."""
+    facts: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        from trueline.compress.report import as_facts
+
+        chosen = {"path": str(self.path), "digest": self.digest, "chosen": self.row.name, "report": str(self.report)}
+        return {**chosen, **as_facts(self.rows, self.facts)}
+
+    @property
+    def summary(self) -> str:
+        """In one line."""
+        row, batch = self.row, min(self.row.vs_fp32, default=1)
+        speed = (
+            f"{row.vs_fp32[batch]:.2f} times as fast as its parent and {row.vs_eager[batch]:.2f} times as the eager "
+        )
+        speed += f"model at batch {batch}" if row.vs_fp32 else ""
+        lost = f"{self.facts['metric']} {row.metric:.4f}, {row.loss:+.4f} lost, {row.loss_high:.4f} at most (95 %)"
+        return f"{self.path}: {row.name}; {speed}; {lost}"
+
+    def as_text(self) -> str:
+        from trueline.compress.report import as_table
+
+        return f"{as_table(self.rows)}\n\n{self.summary}\nreport: {self.report}"
+
+
+def compress(
+    bundle: str | Path | Bundle,
+    *,
+    recipe: str | Path | Recipe | None = None,
+    out: str | Path | None = None,
+    budget: str | Budget | None = None,
+    target: Target = "latency",
+    quantize: Sequence[str] = (),
+    prune: str | None = None,
+    distill: str | Path | None = None,
+    checkpoint: Location | None = None,
+    minutes: float = MINUTES,
+    overwrite: bool = False,
+) -> Compressed:
+    """Compresses the ONNX program of `bundle`, and seals the best candidate at `out` (NAME-TARGET.bundle beside it).
+
+    Candidates are judged on the recipe's evaluation records; `recipe` is looked for by its digest when left out.
+    `budget` says how much of a metric may be lost (`accuracy=1%`: 0.01, with 95 % confidence), 1 % of accuracy by
+    default. `target` is what to make small. `quantize` names ways by hand (`static`, `static:s8s8,entropy`).
+    `prune` (`conv=0.2,linear=0.4`: masks; `channels=0.3`: a smaller model) starts from `checkpoint`, looked for by its
+    digest, and trains a third of the recipe's epochs at a tenth of its learning rate. `distill` is the recipe of a
+    student, which learns from the bundle's answers too. Both are captured and proven like a new model, then quantized:
+    by `quantize`, or, with a budget, in every way. Without a budget the best of what was named is sealed whatever it
+    loses. After `minutes` no further candidate is tried. A call that was killed continues in OUT.search, which also
+    holds the best so far.
+
+    Raises BudgetMissed with the table of all candidates when none keeps the budget, UsageError, RecipeError, DataError,
+    BundleError, StorageError, and what training and capture raise. The parent is never changed; nothing is then left
+    at `out`.
+    """
+    by_hand = bool(quantize or prune or distill)
+    methods, wanted = _check(quantize, target, minutes), _read_budget(budget, by_hand=by_hand)
+    amounts = parse_amounts(prune) if prune else {}
+    parent = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
+    place = _check_free(parent, out, target, overwrite=overwrite)
+    _check_parent(parent)
+    reference = _open_reference(parent, recipe, wanted)
+    plans = _make_plans(reference, amounts, distill, checkpoint)
+    search = _open_search(reference, place, target, [plan.name for plan in plans] + [one.name for one in methods])
+    _derive(search, plans)
+    search.ends = time.monotonic() + 60 * minutes
+    search.run(_choose_methods(search, methods, budgeted=budget is not None))
+    search.measure_all()
+    return _finish(search, place)
+
+
+def _finish(search: Search, place: Path) -> Compressed:
+    """Writes the report and seals the best. Raises BudgetMissed."""
+    facts = _facts(search.reference, search)
+    report = _write_report(search, facts)
+    best = search.best()
+    if best is None:
+        raise _make_missed(search, facts, report)
+    sealed, parent = _seal(search, best, place, facts), search.reference.bundle.digest
+    return Compressed(
+        path=place, digest=sealed.digest, parent=parent, row=best, rows=tuple(search.rows.values()), report=report,
+        facts=facts,
+    )  # fmt: skip
+
+
+def _check_free(parent: Bundle, out: str | Path | None, target: str, *, overwrite: bool) -> Path:
+    place = Path(out) if out is not None else parent.path.with_name(f"{parent.path.stem}-{target}.bundle")
+    if place.exists() and not overwrite:
+        raise UsageError(f"{place} exists already", hint="choose another name, or overwrite it (--overwrite)")
+    return place
+
+
+def _check(quantize: Sequence[str], target: str, minutes: float) -> list[CompressMethod]:
+    if target not in TARGETS:
+        near = closest(target, TARGETS)
+        raise UsageError(
+            f"target is '{target}', expected one of: {join_names(TARGETS)}",
+            hint=f"did you mean '{near}'?" if near else "",
+        )
+    if not minutes > 0:
+        raise UsageError(f"minutes is {minutes:g}, expected a number above 0")
+    return [parse_method(text) for text in quantize]
+
+
+def _read_budget(budget: str | Budget | None, *, by_hand: bool) -> Budget | None:
+    """None: the first metric of the recipe, and any loss of it."""
+    if isinstance(budget, Budget):
+        return budget
+    if budget is None and by_hand:
+        return None
+    return parse_budget(budget or BY_DEFAULT)
+
+
+def _check_parent(parent: Bundle) -> None:
+    """Raises BundleError, UsageError for a bundle that cannot be compressed."""
+    import numpy as np
+    import onnx
+    from onnx import numpy_helper
+
+    if "onnx" not in [entry.format for entry in parent.manifest.programs]:
+        formats = join_names(entry.format for entry in parent.manifest.programs)
+        raise UsageError(
+            f"bundle '{parent.name}' has no ONNX program, which is what is compressed (has: {formats})",
+            hint="capture it with --for onnxruntime",
+        )
+    if parent.signature.random or parent.signature.state:
+        what = "draws random numbers" if parent.signature.random else "keeps a state between requests"
+        raise UsageError(
+            f"bundle '{parent.name}' {what}: its answers to evaluation records say nothing of its accuracy"
+        )
+    path = parent.program_path("onnx")
+    for weight in onnx.load(path).graph.initializer:
+        array = numpy_helper.to_array(weight)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise BundleError(
+                f"weight '{weight.name}' of bundle '{parent.name}' has {int((~np.isfinite(array)).sum())} values that "
+                "are not finite",
+                hint="train it again; an earlier checkpoint of the job may be whole",
+            )
+
+
+def _open_reference(parent: Bundle, recipe: str | Path | Recipe | None, budget: Budget | None) -> Reference:
+    from trueline.compress.find_recipe import find_recipe
+    from trueline.compress.measure.reference import open_reference
+    from trueline.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe if recipe is not None else find_recipe(parent))
+    reference = open_reference(parent, loaded, budget)
+    events.emit(
+        "compress.started", bundle=parent.name, metric=reference.budget.metric, value=reference.value,
+        records=reference.count,
+    )  # fmt: skip
+    _check_promise(reference)
+    return reference
+
+
+def _check_promise(reference: Reference) -> None:
+    """Raises UsageError for a budget that so few records can never show to be kept."""
+    import numpy as np
+
+    from trueline.compress import gate
+
+    values, budget = reference.answers.values, reference.budget
+    if not np.isin(values, (0.0, 1.0)).all():
+        return
+    least = gate.paired_bound(0, 0, reference.count)
+    if least <= budget.amount:
+        return
+    needed = gate.count_records(budget.amount)
+    raise UsageError(
+        f"{budget.text} cannot be promised with {reference.count} evaluation records: even if no decision changes, up "
+        f"to {least:.4f} may be lost (95 % confidence); it needs at least {needed} records",
+        hint=f"give dataset('evaluation') more records, or allow more: --budget {budget.metric}={100 * least:.2g}%",
+    )
+
+
+def _make_plans(
+    reference: Reference, amounts: dict[str, float], distill: str | Path | None, checkpoint: Location | None
+) -> list[DerivePlan]:
+    """What to train before anything is quantized. Raises UsageError, RecipeError, CheckpointError."""
+    from trueline.compress.derive.bundles import check_checkpoint, find_checkpoint
+    from trueline.recipe.load import load_recipe, locate_recipe
+
+    plans = []
+    recipe = reference.recipe
+    if amounts:
+        start = find_checkpoint(reference.bundle, checkpoint)
+        check_checkpoint(start)
+        where, epochs = locate_recipe(recipe, recipe.path and str(recipe.path)), max(1, recipe.defaults.epochs // 3)
+        kind = kind_of(amounts)
+        plans.append(DerivePlan(kind=kind, recipe=where, checkpoint=start, amounts=amounts, epochs=epochs, rate=0.1))
+    if distill is not None:
+        student = load_recipe(distill)
+        where, epochs = locate_recipe(student, str(distill)), student.defaults.epochs
+        plans.append(DerivePlan(kind="taught", recipe=where, epochs=epochs, temperature=TEMPERATURE))
+    return plans
+
+
+def _derive(search: Search, plans: Sequence[DerivePlan]) -> None:
+    from trueline.capture.model.eager import EagerSession
+    from trueline.compress.derive.bundles import derive
+    from trueline.compress.derive.define import read_example
+    from trueline.compress.derive.taught import write_answers
+    from trueline.compress.measure.records import open_records
+    from trueline.recipe.load import load_recipe
+
+    reference = search.reference
+    for number, plan in enumerate(plans):
+        folder = search.folder / "derived" / str(number)
+        if plan.kind == "taught":
+            signature, student = reference.bundle.signature_of("onnx"), load_recipe(plan.recipe)
+            check_alike(signature, EagerSession(student.make_model().eval(), read_example(student)).signature)
+            records = open_records(student, "training", signature)
+            answers = write_answers(folder / "answers", reference.session, records, reference.bundle.digest)
+            plan = msgspec.structs.replace(plan, answers=str(answers.absolute()))
+        made = derive(plan, folder)
+        check_alike(reference.bundle.signature, made.signature)
+        search.bases[plan.name] = made
+
+
+def check_alike(parent: Signature, made: Signature) -> None:
+    """Raises UsageError unless a derived model is called as its parent."""
+    sides = [
+        [(spec.name, spec.datatype, len(spec.shape)) for spec in (*one.inputs, *one.outputs)] for one in (parent, made)
+    ]
+    if sides[0] != sides[1]:
+        raise UsageError(
+            f"the derived model takes and returns {sides[1]}, its parent {sides[0]}",
+            hint="a student has the inputs and outputs of its teacher, by name",
+        )
+
+
+def _choose_methods(search: Search, methods: Sequence[CompressMethod], *, budgeted: bool) -> list[CompressMethod]:
+    """By hand: the derived models alone, or quantized as the user says. Else every way, of every model."""
+    if methods:
+        return [replace(method, base=base) for base in (search.bases or [""]) for method in methods]
+    alone = [CompressMethod(UNCHANGED, base=base) for base in search.bases]
+    if alone and not budgeted:
+        return alone
+    return alone + [replace(one, base=base) for base in ("", *search.bases) for one in _usual_methods()]
+
+
+def _open_search(reference: Reference, place: Path, target: Target, by_hand: Sequence[str]) -> Search:
+    from trueline.compress.search import Search
+
+    folder = place.with_name(f"{place.name}.search")
+    chosen = bool(by_hand) and math.isinf(reference.budget.amount)
+    search = Search(reference, folder, target, math.inf, time.monotonic, chosen)
+    spec = {
+        "parent": reference.bundle.digest, "recipe": reference.recipe.digest, "budget": reference.budget.text,
+        "target": target, "records": reference.count, "by_hand": list(by_hand),
+    }  # fmt: skip
+    search.asked = tuple(by_hand)
+    try:
+        search.restore(spec)
+    except OSError as error:
+        raise files.storage_error(error, folder) from error
+    return search
+
+
+def _usual_methods() -> list[CompressMethod]:
+    from trueline.compress.apply.quantizers import QUANTIZERS
+
+    return [method for quantizer in QUANTIZERS.values() for method in quantizer.list_variants()]
+
+
+def _facts(reference: Reference, search: Search) -> dict[str, Any]:
+    budget = reference.budget
+    bounded = math.isfinite(budget.amount)
+    return {
+        "name": reference.bundle.name,
+        "parent_digest": reference.bundle.digest,
+        "target": search.target,
+        "metric": budget.metric,
+        "budget": budget.text if bounded else "none: chosen by hand",
+        "budget_amount": budget.amount if bounded else None,
+        "evaluation_records": reference.count,
+        "parent_value": reference.value,
+        "by_hand": ", ".join(search.asked) or "no",
+        "batches": ", ".join(map(str, reference.timed)),
+    }
+
+
+def _write_report(search: Search, facts: dict[str, Any]) -> Path:
+    from trueline.compress import report
+
+    rows = list(search.rows.values())
+    page = search.folder / "report.html"
+    files.write_atomic(page, report.as_page(rows, facts).encode())
+    values = msgspec.json.encode(report.as_facts(rows, facts))
+    files.write_atomic(search.folder / "report.json", msgspec.json.format(values, indent=1))
+    return page
+
+
+def _make_missed(search: Search, facts: dict[str, Any], report: Path) -> BudgetMissed:
+    from trueline.compress.report import as_table
+
+    table = as_table(search.rows.values())
+    return BudgetMissed(
+        f"no candidate keeps {facts['budget']} and is better for {facts['target']}; nothing is sealed\n{table}",
+        hint=f"{report} has the plots; a larger budget or more evaluation records may let one pass",
+    )
+
+
+def _seal(search: Search, best: CompressedCandidate, place: Path, facts: dict[str, Any]) -> Bundle:
+    sealed = search.seal(best, place, facts)
+    for name in ("work", "programs", "best.bundle"):
+        shutil.rmtree(search.folder / name, ignore_errors=True)
+    if not (place / "bundle.json").is_file():
+        raise StorageError(f"{place} was not written")
+    events.emit("bundle.sealed", path=str(place), digest=sealed.digest, serve="onnx")
+    return sealed

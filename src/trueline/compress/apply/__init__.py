@@ -1,0 +1,1 @@
+"""One file for each way to compress a program, behind one seam (`contract.py`)."""

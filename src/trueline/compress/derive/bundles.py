@@ -1,0 +1,104 @@
+"""From a plan to a bundle: the derived recipe is trained as a job of its own, captured and proven like a new model.
+
+FOLDER/recipe.py     the derived recipe
+FOLDER/job           its training, which survives kills like any other job
+FOLDER/NAME.bundle   what was captured; a call that was killed finds it, or continues the job
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trueline import events, files
+from trueline.bundle import Bundle, open_bundle
+from trueline.capture.api import capture
+from trueline.checkpoint import checkpoint as checkpoints
+from trueline.checkpoint.checkpoint import load_model
+from trueline.compress.derive import masks
+from trueline.compress.derive.define import derive_model
+from trueline.compress.derive.plan import DerivePlan
+from trueline.errors import CheckpointError, UsageError
+from trueline.recipe.contract import Recipe
+from trueline.recipe.load import load_recipe
+from trueline.storage.location import Location, parse_location
+from trueline.train.api import train
+from trueline.train.job_dir import JobDir
+
+
+def derive(plan: DerivePlan, folder: Path, *, workers: str = "1") -> Bundle:
+    """The bundle of the plan's model, in `folder`. Raises what train and capture raise."""
+    recipe = load_recipe(plan.recipe)
+    out = folder / f"{recipe.name}.bundle"
+    if out.is_dir():
+        return open_bundle(out)
+    file = folder / "recipe.py"
+    files.write_atomic(file, plan.text.encode())
+    derived = load_recipe(file)
+    _check(recipe, plan)
+    trained: Location | None = None
+    if plan.epochs:
+        job = folder / "job"
+        events.emit("derived.training", name=plan.name, epochs=plan.epochs)
+        resume = JobDir(job).settings.is_file()
+        trained = train(file, workers=None if resume else workers, job_dir=job, resume=resume).chosen
+    if plan.kind == "masks":
+        trained, derived = _make_permanent(recipe, plan, derived, trained, folder), recipe
+    capture(derived, trained, out, formats=["onnx"])
+    return open_bundle(out)
+
+
+def _check(recipe: Recipe, plan: DerivePlan) -> None:
+    """Raises before anything is trained, if the model cannot be pruned so."""
+    if plan.kind != "taught":
+        derive_model(recipe, plan)
+
+
+def _make_permanent(
+    recipe: Recipe, plan: DerivePlan, derived: Recipe, trained: Location | None, folder: Path
+) -> Location:
+    """A file of the recipe's own weights, with zeros where the masks are."""
+    from safetensors.torch import save_file
+
+    model = load_model(derived, trained) if trained is not None else derive_model(recipe, plan)
+    path = folder / "masked.safetensors"
+    state = {
+        name: value.detach().clone().contiguous() for name, value in masks.make_permanent(model).state_dict().items()
+    }
+    save_file(state, path)
+    return path
+
+
+def find_checkpoint(bundle: Bundle, given: Location | None) -> str:
+    """The checkpoint that the bundle was captured from: `given`, or by the digest in the lineage, of a job whose folder
+    holds the bundle or of one in ./runs. Raises UsageError."""
+    if given is not None:
+        return str(given if not isinstance(given, Path) else given.absolute())
+    digest = bundle.manifest.lineage.checkpoint_digest
+    for path in _checkpoints(bundle.path) if digest else ():
+        try:
+            if checkpoints.read_manifest(path).get("digest") == digest:
+                return str(path.absolute())
+        except CheckpointError:
+            continue
+    raise UsageError(
+        f"the checkpoint that bundle '{bundle.name}' was captured from is not found here or beside the bundle, and "
+        "pruning begins with its parameters",
+        hint="name it: --checkpoint runs/digits-1/checkpoints/step-00000276",
+    )
+
+
+def _checkpoints(bundle: Path) -> Iterator[Path]:
+    parent = bundle.absolute().parent
+    jobs = dict.fromkeys(
+        (parent, *sorted(Path("runs").glob("*")), *sorted(parent.glob("runs/*")), *sorted(parent.glob("*")))
+    )
+    for job in jobs:
+        yield from sorted((job / "checkpoints").glob("step-*"), reverse=True)
+
+
+def check_checkpoint(path: str) -> None:
+    """Raises CheckpointError, UsageError unless it is one."""
+    place = parse_location(path)
+    if isinstance(place, Path) and not place.exists():
+        raise UsageError(f"there is no checkpoint {path}", hint="name a checkpoint's folder or a file of weights")

@@ -1,0 +1,92 @@
+"""Structured pruning: channels are removed, with all that depends on them. The model is physically smaller.
+
+Torch-Pruning's dependency graph finds which layers have to change together (Fang et al., DepGraph, CVPR 2023). A group
+is pruned only where that is safe: one that reaches into attention, a recurrent layer, a normalization over features or
+an embedding is left alone, since head sizes and feature counts are written into the forward of most models. Of an
+attention model so its feed-forward layers get smaller.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueline.capture.model.arguments import as_arguments
+from trueline.errors import CaptureError, MissingPackage, first_line
+from trueline.recipe.eager_mode import as_trained
+
+_UNSAFE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.LayerNorm, nn.GroupNorm, nn.Embedding, nn.PReLU)
+_HEADS = ("num_heads", "n_heads", "num_attention_heads", "nhead", "n_head")
+
+
+def remove_channels(model: nn.Module, example: Any, share: float) -> nn.Module:
+    """`model` without the `share` of the channels of each group that weigh least; its outputs have the shapes that they
+    had. Raises MissingPackage, CaptureError with the reason where nothing can be removed."""
+    try:
+        import torch_pruning as pruning
+    except ImportError as error:
+        raise MissingPackage(
+            "pruning of channels needs torch-pruning, which is not installed", hint="pip install 'trueline[prune]'"
+        ) from error
+    arguments = as_arguments(example)
+    before, count = _call(model, example), sum(one.numel() for one in model.parameters())
+    given: Any = arguments.kwargs or arguments.args
+    try:
+        with warnings.catch_warnings(), as_trained():
+            warnings.simplefilter("ignore")
+            graph = pruning.DependencyGraph().build_dependency(model, example_inputs=given)
+            pruner = pruning.pruner.BasePruner(
+                model, given, importance=pruning.importance.GroupMagnitudeImportance(p=2), pruning_ratio=share,
+                ignored_layers=_find_kept(pruning, graph, model),
+            )  # fmt: skip
+            pruner.step()
+        after = _call(model, example)
+    except Exception as error:
+        raise CaptureError(f"channels of this model cannot be removed: {first_line(error)}", hint=_MASKS) from error
+    if [one.shape for one in after] != [one.shape for one in before]:
+        raise CaptureError("without these channels the model's outputs have other shapes", hint=_MASKS)
+    if sum(one.numel() for one in model.parameters()) == count:
+        raise CaptureError("no channel of this model can be removed safely", hint=_MASKS)
+    return model
+
+
+_MASKS = "--prune conv=0.3,linear=0.3 sets weights to zero and keeps every shape"
+
+
+def _call(model: nn.Module, example: Any) -> list[torch.Tensor]:
+    arguments = as_arguments(example)
+    with torch.no_grad(), as_trained():
+        found = model(*arguments.args, **arguments.kwargs)
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def _find_kept(pruning: Any, graph: Any, model: nn.Module) -> list[nn.Module]:
+    """The layers whose channels stay: of the outputs, and of groups that reach into what is unsafe."""
+    inside = {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, _UNSAFE) or any(isinstance(getattr(module, name, None), int) for name in _HEADS)
+        for part in module.modules()
+    }
+    kept: list[nn.Module] = [module for module in model.modules() if id(module) in inside]
+    outputs = set(map(id, _find_outputs(model, graph)))
+    for module in model.modules():
+        if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear) or id(module) in inside:
+            continue
+        prune = graph.get_pruner_of_module(module)
+        group = graph.get_pruning_group(module, prune.prune_out_channels, list(range(prune.get_out_channels(module))))
+        if any(id(dep.target.module) in inside or _ends(dep, outputs) for dep, _ in group):
+            kept.append(module)
+    return kept
+
+
+def _ends(dep: Any, outputs: set[int]) -> bool:
+    """Whether a step of a group takes channels from a layer of the outputs."""
+    return id(dep.target.module) in outputs and "out_channels" in getattr(dep.handler, "__name__", "")
+
+
+def _find_outputs(model: nn.Module, graph: Any) -> list[nn.Module]:
+    return [node.module for node in graph.module2node.values() if not node.outputs]

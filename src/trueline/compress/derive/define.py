@@ -1,0 +1,84 @@
+"""The blanks of a derived recipe. Its file calls `define`, in every worker of the job that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from trueline.checkpoint.checkpoint import load_model
+from trueline.compress.derive import channels, masks
+from trueline.compress.derive.plan import DerivePlan
+from trueline.data.source import Mode
+from trueline.recipe.contract import Recipe
+from trueline.recipe.load import load_recipe
+from trueline.recipe.settings import TrainingSettings
+from trueline.settings import declared_settings
+from trueline.storage.location import parse_location
+
+if TYPE_CHECKING:
+    from trueline.data.source import Source
+
+_TAKEN_OVER = (
+    "loss", "feed", "columns", "augment", "tokenizer", "weight", "metrics", "scheduler", "examples", "dynamic_shapes",
+    "preprocess", "postprocess",
+)  # fmt: skip
+_APPLIED = ("feed", "columns", "augment", "tokenizer")
+"""What the Source of a taught recipe has done already."""
+
+
+def define(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The names of the recipe that the plan `given` describes."""
+    plan = msgspec.convert(given, DerivePlan)
+    base = load_recipe(plan.recipe)
+    taught = plan.kind == "taught"
+    kept = [name for name in _TAKEN_OVER if not (taught and name in _APPLIED)]
+    found = {name: value for name in kept if (value := getattr(base, name)) is not None}
+    if base.missing != "refuse":
+        found["missing"] = base.missing
+    found |= {one.name: getattr(base.defaults, one.name) for one in declared_settings(TrainingSettings)
+              if one.setting.recipe and getattr(base.defaults, one.name) != one.default}  # fmt: skip
+    found |= {"name": base.name, "epochs": plan.epochs}
+
+    def model() -> torch.nn.Module:
+        return base.make_model() if taught else derive_model(base, plan)
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = base.optimizer(params)
+        for group in made.param_groups:
+            group["lr"] *= plan.rate
+        return made
+
+    found |= {"model": model, "optimizer": optimizer, "dataset": base.records}
+    if taught:
+        found |= _teach(base, plan)
+    return found
+
+
+def derive_model(base: Recipe, plan: DerivePlan) -> torch.nn.Module:
+    """The base's trained model, pruned as the plan says: with masks as parametrizations, or with fewer channels."""
+    model = load_model(base, parse_location(plan.checkpoint))
+    if plan.kind == "masks":
+        return masks.mask(model, plan.amounts)
+    return channels.remove_channels(model, read_example(base), plan.amounts["channels"])
+
+
+def read_example(recipe: Recipe) -> Any:
+    """Inputs of two training records, or the recipe's own example."""
+    import numpy as np
+
+    if recipe.examples is not None:
+        return recipe.examples()
+    source: Source = recipe.source("training")
+    return source.read(np.arange(2, dtype=np.int64) % source.num_records).inputs
+
+
+def _teach(base: Recipe, plan: DerivePlan) -> dict[str, Any]:
+    from trueline.compress.derive import taught
+
+    def dataset(mode: Mode) -> Any:
+        return taught.TaughtSource(base.source(mode), plan.answers) if mode == "training" else base.source(mode)
+
+    return {"dataset": dataset, "loss": taught.make_loss(base.loss, plan.temperature, plan.share)}

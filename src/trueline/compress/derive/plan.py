@@ -1,0 +1,80 @@
+"""What a derived recipe changes. Pure; the plan stands in the recipe's file, so that its digest tells plans apart."""
+
+from __future__ import annotations
+
+import pprint
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from trueline.errors import UsageError
+
+CHANNELS, GLOBAL = "channels", "global"
+Kind = Literal["masks", "channels", "taught"]
+_HINT = "conv=0.2,linear=0.4 sets weights of these layers to zero; channels=0.3 removes whole channels"
+
+
+class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A recipe (path or import path) whose model, with the parameters of `checkpoint`, is changed and trained."""
+
+    kind: Kind
+    recipe: str
+    checkpoint: str = ""
+    amounts: dict[str, float] = {}
+    epochs: int = 1
+    rate: float = 1.0
+    """Times the recipe's learning rate."""
+    answers: str = ""
+    """Folder of the teacher's answers to the training records."""
+    temperature: float = 1.0
+    share: float = 0.5
+    """Of the loss that is the teacher's."""
+
+    @property
+    def name(self) -> str:
+        """As in the rows of the report."""
+        amounts = ",".join(f"{name}={amount:g}" for name, amount in self.amounts.items())
+        return f"distill:{self.temperature:g}" if self.kind == "taught" else f"prune:{amounts}"
+
+    @property
+    def text(self) -> str:
+        """The file of the derived recipe."""
+        plan = pprint.pformat(msgspec.to_builtins(self), width=110, sort_dicts=True)
+        return _FILE.format(plan=plan)
+
+
+_FILE = '''"""A recipe that `trueline compress` derived from another one; PLAN says how."""
+
+from trueline.compress.derive.define import define
+
+PLAN = {plan}
+globals().update(define(PLAN))
+'''
+
+
+def parse_amounts(text: str) -> dict[str, float]:
+    """The shares to prune by layer. Raises UsageError.
+
+    >>> parse_amounts("conv=0.2,linear=0.4")
+    {'conv': 0.2, 'linear': 0.4}
+    """
+    amounts: dict[str, float] = {}
+    for part in text.split(","):
+        name, separator, number = (piece.strip() for piece in part.partition("="))
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = -1.0
+        if not separator or not name or not 0 < amount < 1:
+            raise UsageError(
+                f"prune is '{text}', and '{part}' is not LAYER=SHARE with a share between 0 and 1", hint=_HINT
+            )
+        amounts[name] = amount
+    if CHANNELS in amounts and len(amounts) > 1:
+        raise UsageError(f"prune is '{text}': channels are removed alone, not beside masks", hint=_HINT)
+    return amounts
+
+
+def kind_of(amounts: Mapping[str, float]) -> Kind:
+    return "channels" if CHANNELS in amounts else "masks"

@@ -1,0 +1,81 @@
+"""Memory of a program: what a process of its own grows by when it opens and runs it. Imports no torch.
+
+`python -m trueline.compress.measure.memory` reads requests from stdin, forks for each before any program is open, and
+prints the growth of the child's peak in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_STATUS = Path("/proc/self/status")
+TIMEOUT_S = 600.0
+
+
+def measure_memory(programs: Mapping[str, Path], inputs: Path) -> dict[str, int]:
+    """Bytes by program; those that cannot be measured are left out. `inputs`: a batch by input name, as safetensors."""
+    request = {"programs": {name: str(path) for name, path in programs.items()}, "inputs": str(inputs)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "trueline.compress.measure.memory"], input=json.dumps(request).encode(),
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    found: dict[str, int] = {}
+    for line in done.stdout.splitlines():
+        name, num_bytes = json.loads(line)
+        found[name] = num_bytes
+    return found
+
+
+def _peak() -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _resident() -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+def _run_alone(path: str, arrays: Mapping[str, Any]) -> int:
+    import onnxruntime
+
+    before = _resident()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    for _ in range(2):
+        session.run(None, dict(arrays))
+    return _peak() - before
+
+
+def main(requests: Sequence[bytes]) -> None:
+    import onnxruntime  # noqa: F401 - imported before the forks, so that no child pays for it
+    from safetensors.numpy import load_file
+
+    request = json.loads(b"".join(requests))
+    arrays = load_file(request["inputs"])
+    for name, path in request["programs"].items():
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                line = json.dumps([name, _run_alone(path, arrays)]) + "\n"
+                os.write(1, line.encode())
+                code = 0
+            finally:
+                os._exit(code)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(sys.stdin.buffer.readlines())

@@ -1,0 +1,118 @@
+"""Every candidate side by side: a table for the terminal, the same as values, and an HTML page with plots. Pure.
+
+The page holds no script and loads nothing. It has the looks of a bundle's report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from trueline.bundle import report as page
+from trueline.compress.candidate import CompressedCandidate
+
+HEADS = (
+    "candidate", "verdict", "metric", "lost", "at most", "changed", "size", "memory", "int8", "batch 1 ms", "p99",
+    "large ms", "records/s", "x fp32", "x eager",
+)  # fmt: skip
+
+
+def sort_rows(rows: Iterable[CompressedCandidate]) -> list[CompressedCandidate]:
+    """Parents first, then what is offered, the fastest first."""
+    order = {"offered": 0, "no gain": 1, "over budget": 2, "not compressed": 3, "failed": 4}
+
+    def key(row: CompressedCandidate) -> tuple[bool, int, float]:
+        speed = row.vs_fp32.get(min(row.vs_fp32)) if row.vs_fp32 else None
+        return row.kind != "parent", order[row.verdict], -(speed or 0.0)
+
+    return sorted(rows, key=key)
+
+
+def cells(row: CompressedCandidate) -> tuple[str, ...]:
+    """The row as the text of each column of HEADS."""
+    first, last = (min(row.timings), max(row.timings)) if row.timings else (None, None)
+    one = row.timings[first] if first is not None else None
+    large = row.timings[last] if last is not None and last != first else None
+    verdict = "" if row.kind == "parent" else row.verdict
+    heavy = f"{row.quantized}/{row.quantized + row.floating}" if row.quantized + row.floating else ""
+    return (
+        row.name, verdict, _number(row.metric, "{:.4f}"), _number(row.loss, "{:+.4f}"),
+        _number(row.loss_high, "{:.4f}"), _number(row.changed, "{}"), _bytes(row.size_bytes), _bytes(row.memory_bytes),
+        heavy, _number(one.median_ms if one else None, "{:.3f}"), _number(one.p99_ms if one else None, "{:.3f}"),
+        _number(large.median_ms if large else None, "{:.3f}"), _number(row.throughput, "{:.0f}"),
+        _number(row.vs_fp32.get(first or 0), "{:.2f}"), _number(row.vs_eager.get(first or 0), "{:.2f}"),
+    )  # fmt: skip
+
+
+def as_table(rows: Iterable[CompressedCandidate]) -> str:
+    """An aligned table, and a line for each candidate that is not offered, with the reason."""
+    ordered = sort_rows(rows)
+    lines = [HEADS, *(cells(row) for row in ordered)]
+    used = [at for at in range(len(HEADS)) if any(line[at] for line in lines[1:])]
+    widths = [max(len(line[at]) for line in lines) for at in used]
+    text = ["  ".join(line[at].ljust(width) for at, width in zip(used, widths, strict=True)).rstrip() for line in lines]
+    text += [f"  {row.name}: {row.why}" for row in ordered if row.why]
+    return "\n".join(text)
+
+
+def as_facts(rows: Iterable[CompressedCandidate], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as values that JSON can hold."""
+    return {**facts, "candidates": [msgspec.to_builtins(row, str_keys=True) for row in sort_rows(rows)]}
+
+
+def as_page(rows: Iterable[CompressedCandidate], facts: Mapping[str, Any]) -> str:
+    """One HTML page: the request, the plot of loss over speed, the table, the reasons."""
+    ordered = sort_rows(rows)
+    title = f"{facts.get('name', 'bundle')}: compressed"
+    asked = [(key.replace("_", " "), value) for key, value in facts.items() if not isinstance(value, dict | list)]
+    parts = [
+        page.section("Request", page.table(("", ""), asked)),
+        page.section("Lost metric over speed", plot(ordered, facts.get("budget_amount"))),
+        page.section("Candidates", page.table(HEADS, [cells(row) for row in ordered])),
+        page.section(
+            "Why not", page.table(("candidate", "reason"), [(row.name, row.why) for row in ordered if row.why])
+        ),
+    ]
+    return page.document(title, "".join(parts))
+
+
+def plot(rows: Sequence[CompressedCandidate], budget: float | None) -> str:
+    """A dot for each candidate: how many times as fast as the parent, and the upper bound of what it loses."""
+    dots = [
+        (row.vs_fp32[min(row.vs_fp32)], max(row.loss_high, 0.0), row)
+        for row in rows
+        if row.vs_fp32 and row.loss_high is not None and math.isfinite(row.loss_high)
+    ]
+    if not dots:
+        return "<p class=dim>no candidate was judged and timed</p>"
+    finite = budget is not None and math.isfinite(budget)
+    top = 1.1 * max([loss for _, loss, _ in dots] + ([budget or 0.0] if finite else []) + [1e-6])
+    right = 1.1 * max([speed for speed, _, _ in dots] + [1.0])
+    x, y = page.scale(0, right, page.LEFT, page.WIDTH - 8), page.scale(0, top, page.HEIGHT - page.BOTTOM, 10)
+    content = "".join(page.rule(y(value), f"{value:.2g}") for value in (0.0, top / 2, top))
+    if finite:
+        at = y(budget)
+        content += f'<line x1="{page.LEFT}" x2="{page.WIDTH}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--bad)"/>'
+    for speed, loss, row in dots:
+        color = "good" if row.verdict == "offered" else "bad" if row.verdict == "over budget" else "dim"
+        content += (
+            f'<circle cx="{x(speed):.1f}" cy="{y(loss):.1f}" r="4" fill="var(--{color})">'
+            f"<title>{page.text(row.name)}: {speed:.2f} times as fast, loses at most {loss:.4g}</title></circle>"
+        )
+    foot = page.HEIGHT - 5
+    content += f'<text x="{page.LEFT}" y="{foot}">0</text>'
+    content += f'<text x="{page.WIDTH - 8}" y="{foot}" text-anchor="end">{right:.1f} times the parent\'s speed</text>'
+    return page.svg("Loss of the metric, at most, over speed", content)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _bytes(value: int | None) -> str:
+    if not value:
+        return ""
+    return f"{value / 2**20:.1f} MiB" if value >= 2**20 else f"{value / 2**10:.0f} KiB"

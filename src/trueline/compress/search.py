@@ -1,0 +1,288 @@
+"""The search: each method is applied, checked, measured and judged, and its row is on disk before the next begins.
+
+    FOLDER/search.json     what is searched: another parent, recipe or budget starts again
+    FOLDER/rows.jsonl      one row for each candidate that was tried
+    FOLDER/programs/       their programs
+    FOLDER/best.bundle     the best so far, sealed
+
+A search that was killed continues behind the last row. Ranges are collected once; they are in FOLDER/work.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trueline import events, files
+from trueline.bundle import Bundle
+from trueline.compress import gate, sealing
+from trueline.compress.apply.contract import ParentProgram
+from trueline.compress.apply.quantizers import QUANTIZERS
+from trueline.compress.candidate import CompressedCandidate
+from trueline.compress.measure import accuracy
+from trueline.compress.measure.kernels import count_kernels, size_of
+from trueline.compress.measure.latency import Rounds
+from trueline.compress.measure.memory import measure_memory
+from trueline.compress.measure.reference import EAGER, PARENT, Reference
+from trueline.compress.method import UNCHANGED, CompressMethod, Target
+from trueline.errors import StorageError, TruelineError
+
+QUICK_S, FULL_S = 1.0, 6.0
+"""Seconds that programs are timed: a candidate beside its parent, and all together at the end."""
+BLAMED = 5
+"""Operators that a row names."""
+GAIN = 1.02
+"""Times the parent's speed that a candidate has to have for sure, if latency is the target."""
+_PROGRAM = "model.onnx"
+
+
+@dataclass(slots=True)
+class Search:
+    reference: Reference
+    folder: Path
+    target: Target
+    ends: float
+    """On `clock`, after which no further method is tried."""
+    clock: Callable[[], float]
+    by_hand: bool = False
+    """Whether the user named the methods, and no budget."""
+    rows: dict[str, CompressedCandidate] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
+    """What the user named, for the report."""
+    bases: dict[str, Bundle] = field(default_factory=dict)
+    """Bundles of derived models, by their names in the rows."""
+
+    def program(self, base: str = "") -> ParentProgram:
+        """The program that methods of `base` begin with."""
+        work = self.folder / "work" / str([*self.bases].index(base) if base else "parent")
+        work.mkdir(parents=True, exist_ok=True)
+        return ParentProgram(self.bundle_of(base).program_path("onnx"), work, self.reference.calibration)
+
+    def bundle_of(self, base: str) -> Bundle:
+        return self.bases[base] if base else self.reference.bundle
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Takes over the rows of a search for the same; removes those of another one. Raises StorageError."""
+        spec = self.folder / "search.json"
+        text = msgspec.json.format(msgspec.json.encode(facts, order="sorted"), indent=1)
+        if spec.is_file() and spec.read_bytes() == text:
+            rows = read_rows(self.folder / "rows.jsonl")
+            self.rows = {row.name: row for row in rows if row.loss is None or self.path_of(row).is_file()}
+            if self.rows:
+                events.emit("search.restored", rows=len(self.rows), folder=str(self.folder))
+            return
+        if self.folder.exists() and not spec.is_file() and any(self.folder.iterdir()):
+            raise StorageError(f"{self.folder} exists and is no search; it is not replaced", hint="move it away")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        files.write_atomic(spec, text)
+
+    def run(self, methods: Sequence[CompressMethod]) -> None:
+        """Tries `methods`, and better ones for those that lose too much, until the time is over."""
+        for method in chain(methods, self._spare(methods)):  # the second begins when the first is done
+            if method.name in self.rows:
+                continue
+            if self.clock() >= self.ends:
+                events.emit("search.ended", why="the time is over", tried=len(self.rows))
+                return
+            self._try(method)
+
+    def _spare(self, methods: Sequence[CompressMethod]) -> Iterator[CompressMethod]:
+        """The best static method without its most sensitive operators, if no static method keeps the budget."""
+        from trueline.compress.sensitivity import rank_operators
+
+        tried = [
+            row for method in methods if (row := self.rows.get(method.name)) and row.kind == "static" and not row.base
+        ]
+        judged = [row for row in tried if row.loss is not None]
+        if not judged or any(row.verdict in ("offered", "no gain") for row in judged):
+            return
+        best = min(judged, key=lambda row: row.loss_high if row.loss_high is not None else np.inf)
+        method = CompressMethod(best.kind, best.words)
+        errors = rank_operators(self.reference, self.program(), method, self.ends, self.clock)
+        ranked = list(errors)
+        blamed = ", ".join(f"{name} ({errors[name]:.2g})" for name in ranked[:BLAMED])
+        why = f"{best.why}; quantized alone, these operators change the answers most: {blamed}"
+        self.rows[best.name] = msgspec.structs.replace(best, why=why)
+        for count in (1, 2, 4, 8, 16, 32):
+            if count >= len(ranked):
+                return
+            method = CompressMethod(best.kind, best.words, tuple(ranked[:count]))
+            yield method
+            if self.rows.get(method.name) and self.rows[method.name].verdict == "offered":
+                return
+
+    def _try(self, method: CompressMethod) -> None:
+        began = self.clock()
+        events.emit("candidate.started", name=method.name)
+        try:
+            row = self._measure(method)
+        except StorageError:
+            raise
+        except TruelineError as error:
+            row = _row_of(method, verdict="failed", why=error.message)
+        except OSError as error:
+            raise files.storage_error(error, self.folder) from error
+        row = msgspec.structs.replace(row, seconds=round(self.clock() - began, 2))
+        improves = self._is_better(row)
+        self.rows[row.name] = row
+        if improves:
+            self.seal(row, self.folder / "best.bundle", {"so_far": True})
+        _append(self.folder / "rows.jsonl", row)
+        events.emit("candidate.judged", name=row.name, verdict=row.verdict, why=row.why)
+
+    def _is_better(self, row: CompressedCandidate) -> bool:
+        best = self.best()
+        return row.verdict == "offered" and (best is None or self.cost(row) < self.cost(best))
+
+    def seal(self, row: CompressedCandidate, out: Path, facts: dict[str, Any]) -> Bundle:
+        """Seals the candidate at `out`. Raises NotProven, StorageError."""
+        return sealing.seal(self.reference, self.bundle_of(row.base), row, self.path_of(row), out, facts)
+
+    def path_of(self, row: CompressedCandidate) -> Path:
+        return self.folder / row.folder / _PROGRAM
+
+    def _measure(self, method: CompressMethod) -> CompressedCandidate:
+        reference, quantizer = self.reference, QUANTIZERS[method.kind]
+        place = f"programs/{len(self.rows)}-{method.kind}"
+        out = self.folder / place / _PROGRAM
+        shutil.rmtree(out.parent, ignore_errors=True)
+        out.parent.mkdir(parents=True)
+        quantizer.apply(method, self.program(method.base), out)
+        kernels = count_kernels(out)
+        facts: dict[str, Any] = {
+            "folder": place, "size_bytes": size_of(out), "quantized": kernels.quantized, "floating": kernels.floating,
+        }  # fmt: skip
+        fault = quantizer.find_fault(kernels)
+        if fault:
+            return _row_of(method, verdict="not compressed", why=fault, **facts)
+        session = reference.open(out)
+        answers = reference.answer(session)
+        verdict = gate.judge(reference.budget, reference.answers.values, answers.values)
+        facts |= {
+            "metric": float(answers.values.mean()), "loss": verdict.loss, "loss_low": verdict.low,
+            "loss_high": verdict.high, "records_needed": verdict.records_needed,
+            "changed": accuracy.count_changed(reference.answers, answers),
+        }  # fmt: skip
+        if not verdict.keeps:
+            return _row_of(method, verdict="over budget", why=explain(reference, verdict), **facts)
+        for batch in reference.timed:
+            rounds = reference.time({method.name: session}, batch=batch, seconds=QUICK_S, eager=False)
+            _add_times(facts, rounds, method.name, batch)
+        row = _row_of(method, verdict="offered", **facts)
+        return self._weigh(row, self._lacks(row))
+
+    def _weigh(self, row: CompressedCandidate, why: str) -> CompressedCandidate:
+        """The row with its verdict if it keeps the budget. A choice by hand is offered; its row says what it lacks."""
+        return msgspec.structs.replace(row, verdict="no gain" if why and not self.by_hand else "offered", why=why)
+
+    def _lacks(self, row: CompressedCandidate) -> str:
+        """Why the row is no gain for the target; empty: it is one."""
+        first = min(row.vs_fp32)
+        if self.target == "latency" and row.vs_fp32_low[first] <= GAIN:
+            speed = f"{row.vs_fp32[first]:.2f} times the speed of the parent, {row.vs_fp32_low[first]:.2f} at least"
+            return f"not faster here: {speed}{_MASKED if _is_masked(row) else ''}"
+        parent = size_of(self.reference.bundle.program_path("onnx"))
+        if self.target == "size" and row.size_bytes >= parent:
+            return f"not smaller: {row.size_bytes} bytes, the parent has {parent}"
+        return ""
+
+    def measure_all(self) -> None:
+        """Times every candidate that was judged, the parent and the eager model alternately in one run, and measures
+        their memory; rows of candidates that are no gain then are not offered."""
+        judged = [row for row in self.rows.values() if row.loss is not None and self.path_of(row).is_file()]
+        sessions = {row.name: self.reference.open(self.path_of(row)) for row in judged}
+        timings: dict[str, dict[str, Any]] = {}
+        for batch in self.reference.timed:
+            rounds = self.reference.time(sessions, batch=batch, seconds=FULL_S, eager=True)
+            for name in (PARENT, EAGER, *sessions):
+                one = timings.setdefault(name, {})
+                _add_times(one, rounds, name, batch)
+                one.setdefault("vs_eager", {})[batch] = rounds.speedup(name, EAGER)[0]
+        del sessions
+        bundle = self.reference.bundle
+        paths = {PARENT: bundle.program_path("onnx"), **{row.name: self.path_of(row) for row in judged}}
+        memory = measure_memory(paths, self.reference.write_inputs(self.program().work / "inputs.safetensors"))
+        value = self.reference.value
+        for name in (EAGER, PARENT):
+            size = size_of(paths[PARENT]) if name == PARENT else 0
+            self.rows[name] = CompressedCandidate(
+                name=name, kind="parent", verdict="no gain", metric=value if name == PARENT else None,
+                size_bytes=size, memory_bytes=memory.get(name), **timings[name],
+            )  # fmt: skip
+        for row in judged:
+            changed = msgspec.structs.replace(row, memory_bytes=memory.get(row.name), **timings[row.name])
+            if row.verdict in ("offered", "no gain"):
+                why = self._lacks(changed) or self._lacks_memory(changed)
+                changed = self._weigh(changed, why)
+            self.rows[row.name] = changed
+
+    def _lacks_memory(self, row: CompressedCandidate) -> str:
+        parent = self.rows[PARENT].memory_bytes
+        if self.target != "memory" or (parent and row.memory_bytes and row.memory_bytes < parent):
+            return ""
+        return "takes no less memory than the parent"
+
+    def cost(self, row: CompressedCandidate) -> float:
+        """What the target wants little of."""
+        if self.target == "latency":
+            return 1 / row.vs_fp32[min(row.vs_fp32)]
+        if self.target == "memory" and row.memory_bytes is not None:
+            return row.memory_bytes
+        return row.size_bytes
+
+    def best(self) -> CompressedCandidate | None:
+        offered = [row for row in self.rows.values() if row.verdict == "offered"]
+        return min(offered, key=self.cost, default=None)
+
+
+_MASKED = "; masks alone are not faster: the runtime has no kernels for sparse weights"
+
+
+def _is_masked(row: CompressedCandidate) -> bool:
+    return row.base.startswith("prune:") and "channels=" not in row.base and row.kind == UNCHANGED
+
+
+def explain(reference: Reference, verdict: gate.GateVerdict) -> str:
+    """Why the budget is not kept, and how many records would tell more."""
+    budget = reference.budget
+    text = (
+        f"loses {verdict.loss:.4g} of {budget.metric}, up to {verdict.high:.4g} (95 %), the budget is {budget.amount:g}"
+    )
+    if verdict.records_needed is not None:
+        text += f"; {verdict.records_needed} records could show that it is kept, there are {reference.count}"
+    return text
+
+
+def _add_times(facts: dict[str, Any], rounds: Rounds, name: str, batch: int) -> None:
+    speed, low = rounds.speedup(name, PARENT)
+    for field_name, value in (("timings", rounds.timing(name)), ("vs_fp32", speed), ("vs_fp32_low", low)):
+        facts.setdefault(field_name, {})[batch] = value
+
+
+def _row_of(method: CompressMethod, **facts: Any) -> CompressedCandidate:
+    return CompressedCandidate(
+        name=method.name, kind=method.kind, words=method.words, exclude=method.exclude, base=method.base, **facts
+    )
+
+
+def read_rows(path: Path) -> Iterator[CompressedCandidate]:
+    """The rows that were written whole."""
+    if path.is_file():
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                yield msgspec.json.decode(line, type=CompressedCandidate)
+
+
+def _append(path: Path, row: CompressedCandidate) -> None:
+    try:
+        kept = b"".join(msgspec.json.encode(one) + b"\n" for one in read_rows(path))
+        files.write_atomic(path, kept + msgspec.json.encode(row) + b"\n")
+    except OSError as error:
+        raise files.storage_error(error, path) from error

@@ -1,0 +1,48 @@
+"""Which operators lose the most when they are quantized: each alone, by the answers to training records."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import numpy as np
+
+from trueline import events
+from trueline.compress.apply.contract import ParentProgram
+from trueline.compress.apply.graph import fold
+from trueline.compress.apply.quantizers import QUANTIZERS
+from trueline.compress.measure.kernels import list_heavy
+from trueline.compress.measure.reference import Reference
+from trueline.compress.method import CompressMethod
+from trueline.errors import TruelineError
+
+
+def rank_operators(
+    reference: Reference, program: ParentProgram, method: CompressMethod, ends: float, clock: Callable[[], float]
+) -> dict[str, float]:
+    """The relative error of the answers for each heavy operator, the largest first; 0 where no time was left."""
+    operators = list_heavy(fold(program))
+    inputs = program.calibration()[0]
+    expected = reference.session.run(inputs)
+    errors: dict[str, float] = {}
+    for number, operator in enumerate(operators):
+        if clock() >= ends:
+            break
+        others = tuple(name for name in operators if name != operator)
+        out = program.work / "alone" / "model.onnx"
+        shutil.rmtree(out.parent, ignore_errors=True)
+        out.parent.mkdir(parents=True)
+        try:
+            QUANTIZERS[method.kind].apply(CompressMethod(method.kind, method.words, others), program, out)
+            found = reference.open(out).run(inputs)
+        except TruelineError:
+            errors[operator] = np.inf
+            continue
+        errors[operator] = max(_relative(expected[name], found[name]) for name in expected)
+        events.emit("sensitivity.advanced", done=number + 1, total=len(operators))
+    return dict(sorted(((name, errors.get(name, 0.0)) for name in operators), key=lambda pair: -pair[1]))
+
+
+def _relative(want: np.ndarray, have: np.ndarray) -> float:
+    gap = np.linalg.norm((want.astype(np.float64) - have.astype(np.float64)).ravel())
+    return float(gap / max(float(np.linalg.norm(want.astype(np.float64).ravel())), 1e-12))

@@ -1,0 +1,70 @@
+"""Weights that are masked are zero and stay zero; amounts are by kind of layer, by name, or for all together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trueline.compress.derive import masks
+from trueline.compress.derive.plan import parse_amounts
+from trueline.errors import UsageError
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+
+def zeros(layer: nn.Module) -> float:
+    return float((layer.weight == 0).float().mean())
+
+
+def test_each_kind_of_layer_loses_its_share_of_the_smallest_weights() -> None:
+    plain, masked = network(), masks.mask(network(), {"conv": 0.25, "linear": 0.5})
+    assert zeros(masked[0]) == pytest.approx(0.25)
+    assert zeros(masked[3]) == pytest.approx(0.5)
+    kept = masked[3].weight != 0
+    assert plain[3].weight[kept].abs().min() >= plain[3].weight[~kept].abs().max()
+
+
+def test_a_masked_weight_stays_zero_through_training_and_when_it_is_made_permanent() -> None:
+    masked = masks.mask(network(), {"linear": 0.5})
+    gone = masked[3].weight == 0
+    optimizer = torch.optim.Adam(masked.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        masked(torch.rand(2, 1, 8, 8)).square().sum().backward()
+        optimizer.step()
+    assert not torch.equal(masked[3].weight, network()[3].weight)
+    assert (masked[3].weight[gone] == 0).all()
+    permanent = masks.make_permanent(masked)
+    assert (permanent[3].weight[gone] == 0).all()
+    assert permanent.state_dict().keys() == network().state_dict().keys()
+
+
+def test_with_global_all_layers_compete() -> None:
+    model = network()
+    with torch.no_grad():
+        model[0].weight.mul_(100)
+    masked = masks.mask(model, {"global": 0.5})
+    assert zeros(masked[0]) == 0
+    assert zeros(masked[3]) > 0.5
+
+
+def test_one_layer_is_chosen_by_its_name() -> None:
+    masked = masks.mask(network(), {"3": 0.5})
+    assert zeros(masked[0]) == 0
+    assert zeros(masked[3]) == pytest.approx(0.5)
+
+
+def test_a_name_that_chooses_no_layer_is_an_error_with_those_that_exist() -> None:
+    with pytest.raises(UsageError, match=r"'linaer'.*has: conv, linear") as refused:
+        masks.mask(network(), {"linaer": 0.5})
+    assert "linear" in refused.value.hint
+
+
+@pytest.mark.parametrize("text", ["conv", "conv=2", "conv=0", "=0.3", "conv=half", "channels=0.3,conv=0.2"])
+def test_amounts_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="prune is"):
+        parse_amounts(text)
