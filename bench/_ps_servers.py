@@ -58,7 +58,7 @@ class Servers:
             "TRUELINE_JOB": str(self.job), "TRUELINE_SECRET": SECRET, LIFELINE: str(self._reading),
             "TRUELINE_REF": f"server-{slot}.{self._incarnations[slot]}",
         }  # fmt: skip
-        return subprocess.Popen([sys.executable, "-m", "trueline.ps.server"], env=env, pass_fds=[self._reading])
+        return subprocess.Popen([sys.executable, "-m", "trueline.ps.server.process"], env=env, pass_fds=[self._reading])
 
     def kill(self, slot: int) -> None:
         """Kills a server with SIGKILL and starts its next incarnation at once, as a master does."""

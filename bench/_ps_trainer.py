@@ -79,7 +79,7 @@ def wait_for_go() -> None:
 class Clicks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        from trueline.ps.embedding import Embedding
+        from trueline.ps.model.embedding import Embedding
 
         self.table = Embedding(DIM)
         self.linear = nn.Linear(FIELDS * DIM, 1)
@@ -94,9 +94,9 @@ def train_ours(settings: dict[str, Any], *, overlap: bool) -> dict[str, float]:
 
     from trueline.ps import dial
     from trueline.ps.client import Gradients, PsClient
-    from trueline.ps.memory import keep_freed
     from trueline.ps.messages import Routing
-    from trueline.ps.minibatch import Tables
+    from trueline.ps.model.minibatch import Tables
+    from trueline.ps.server.memory import keep_freed
 
     keep_freed()
     addresses: Callable[[str], Any] = functools.partial(dial.read_address, Path(settings["job"]))

@@ -21,7 +21,7 @@ from _table import report
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.checkpoint import checkpoint
-from trueline.ps.embedding import Embedding
+from trueline.ps.model.embedding import Embedding
 from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program
 from trueline.serve.api import start

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from trueline.capture.verify import verify as verify
     from trueline.compress.api import compress as compress
     from trueline.doctor.api import doctor as doctor
-    from trueline.ps.embedding import Embedding as Embedding
-    from trueline.ps.embedding import EmbeddingBag as EmbeddingBag
-    from trueline.ps.strategy import RowwiseAdagrad as RowwiseAdagrad
+    from trueline.ps.model.embedding import Embedding as Embedding
+    from trueline.ps.model.embedding import EmbeddingBag as EmbeddingBag
+    from trueline.ps.model.strategy import RowwiseAdagrad as RowwiseAdagrad
     from trueline.recipe.load import load_recipe as load_recipe
     from trueline.registry import register as register
     from trueline.serve.api import serve as serve
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Elastic": "trueline.train.elastic:Elastic",
-    "Embedding": "trueline.ps.embedding:Embedding",
-    "EmbeddingBag": "trueline.ps.embedding:EmbeddingBag",
+    "Embedding": "trueline.ps.model.embedding:Embedding",
+    "EmbeddingBag": "trueline.ps.model.embedding:EmbeddingBag",
     "JointOptimizer": "trueline.train.step.joint:JointOptimizer",
     "Options": "trueline.train.step.options:Options",
-    "RowwiseAdagrad": "trueline.ps.strategy:RowwiseAdagrad",
+    "RowwiseAdagrad": "trueline.ps.model.strategy:RowwiseAdagrad",
     "Rule": "trueline.train.step.validation:Rule",
     "Validation": "trueline.train.step.validation:Validation",
     "capture": "trueline.capture",

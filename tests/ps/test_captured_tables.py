@@ -9,7 +9,7 @@ from trueline.bundle import open_bundle
 from trueline.bundle.describe import describe
 from trueline.capture.api import capture
 from trueline.checkpoint import checkpoint
-from trueline.ps.embedding import Embedding, EmbeddingBag
+from trueline.ps.model.embedding import Embedding, EmbeddingBag
 from trueline.runtime.open import open_program
 from worlds.recipes import untrained
 

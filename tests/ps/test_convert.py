@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from trueline.errors import UsageError
-from trueline.ps.convert import convert_embeddings
-from trueline.ps.strategy import ServedModel
+from trueline.ps.model.convert import convert_embeddings
+from trueline.ps.model.strategy import ServedModel
 
 
 class Plain(nn.Module):
@@ -52,7 +52,7 @@ def test_the_initial_values_have_the_distribution_of_the_weight():
 
 
 def test_the_checkpoint_has_the_whole_weight_and_the_recipes_model_takes_it():
-    pytest.importorskip("trueline.ps.initial")
+    pytest.importorskip("trueline.ps.tables.initial")
     model = Plain()
     convert_embeddings(model, 100)
     served = ServedModel(model, torch.optim.SGD(model.parameters()), seed=3)

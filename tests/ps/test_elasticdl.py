@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from trueline.errors import RecipeError
-from trueline.ps.elasticdl import make_layer
-from trueline.ps.embedding import Embedding, EmbeddingBag
-from trueline.ps.strategy import ServedModel
+from trueline.ps.model.elasticdl import make_layer
+from trueline.ps.model.embedding import Embedding, EmbeddingBag
+from trueline.ps.model.strategy import ServedModel
 from trueline.recipe.load import load_recipe
 
 RECIPE = """

@@ -7,8 +7,8 @@ from torch import nn
 
 import trueline
 from trueline.errors import UsageError
-from trueline.ps.embedding import Embedding, EmbeddingBag, TableModule
-from trueline.ps.minibatch import Tables
+from trueline.ps.model.embedding import Embedding, EmbeddingBag, TableModule
+from trueline.ps.model.minibatch import Tables
 
 
 class Rows:

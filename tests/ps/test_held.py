@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trueline.ps import partition
-from trueline.ps.held import GradientError, Held, Push
 from trueline.ps.messages import DenseSpec, ModelSpec, OptimizerSpec, TableSpec
 from trueline.ps.split import name_part, parts_of, slice_dense, split_ids
+from trueline.ps.tables.held import GradientError, Held, Push
 
 ADAGRAD, SGD = OptimizerSpec(kind="adagrad", eps=1e-10), OptimizerSpec(kind="sgd")
 DENSE = (DenseSpec(name="w", shape=(5, 3), group=0), DenseSpec(name="seen", shape=(2,), group=-1))
@@ -95,10 +95,12 @@ def test_a_push_that_is_repeated_by_anyone_is_applied_once():
     for minibatch in applied:
         once.apply(minibatch, seed=minibatch)
     for minibatch, again in order:  # another worker's gradients of the same minibatch differ, once one was applied
-        often.apply(minibatch, seed=minibatch if minibatch not in often.held[0].applied().get(0, ()) else 100 + again)
+        often.apply(
+            minibatch, seed=minibatch if minibatch not in often.held[0].list_applied().get(0, ()) else 100 + again
+        )
     assert_equal(once.rows(), often.rows())
     assert often.held[0].steps == 8
-    assert often.held[0].applied() == {0: ((0, 8),)}
+    assert often.held[0].list_applied() == {0: ((0, 8),)}
 
 
 def test_of_two_gradients_of_one_minibatch_the_first_counts():
@@ -152,7 +154,7 @@ def test_a_server_that_is_dumped_and_loaded_goes_on_with_the_same_bits(table):
         for minibatch in range(7, 11):
             world.apply(minibatch, seed=minibatch)
     assert_equal(servers.rows(), later.rows())
-    assert servers.held[0].applied() == later.held[0].applied()
+    assert servers.held[0].list_applied() == later.held[0].list_applied()
     assert servers.held[0].stats == later.held[0].stats
 
 
@@ -253,10 +255,7 @@ MADE = {
         OptimizerSpec(kind="adagrad", eps=1e-10, lr_decay=0.01, initial_accumulator=0.1, weight_decay=0.01),
         lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1, weight_decay=0.01),
     ),
-    "adam": (
-        OptimizerSpec(kind="adam", weight_decay=0.01),
-        lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.01),
-    ),
+    "adam": (OptimizerSpec(kind="adam", weight_decay=0.01), lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.01)),
     "adamw": (
         OptimizerSpec(kind="adamw", weight_decay=0.1, maximize=True),
         lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1, maximize=True),

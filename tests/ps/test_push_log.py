@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from trueline.errors import StorageError
-from trueline.ps import push_log, snapshot
-from trueline.ps.push_log import PushLog, read_log
+from trueline.ps.server import push_log, snapshot
+from trueline.ps.server.push_log import PushLog, read_log
 from trueline.ps.wire import Array, Call, EndCut, ReceivedFrame, decode, encode
 
 

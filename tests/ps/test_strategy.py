@@ -7,9 +7,9 @@ from torch import nn
 
 import trueline
 from trueline.errors import RecipeError, UsageError
-from trueline.ps.embedding import Embedding
 from trueline.ps.messages import OptimizerSpec
-from trueline.ps.strategy import RowwiseAdagrad, ServedModel
+from trueline.ps.model.embedding import Embedding
+from trueline.ps.model.strategy import RowwiseAdagrad, ServedModel
 
 
 class Clicks(nn.Module):

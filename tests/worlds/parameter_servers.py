@@ -18,7 +18,7 @@ from trueline.engine.local.process import LIFELINE
 from trueline.ps import dial
 from trueline.ps.client import Gradients, PsClient
 from trueline.ps.link import ServerLink
-from trueline.ps.messages import DenseSpec, ModelSpec, OptimizerSpec, Routing, ServerStats, TableSpec
+from trueline.ps.messages import DenseSpec, ModelSpec, OptimizerSpec, Routing, ServerReport, TableSpec
 from trueline.ps.partition import make_routing
 
 SECRET = b"the secret of a test"
@@ -50,7 +50,7 @@ class World:
             "TRUELINE_JOB": str(self.job), "TRUELINE_SECRET": SECRET.decode(), "TRUELINE_REF": f"{ref}.{number}",
             LIFELINE: str(self._lifeline),
         }  # fmt: skip
-        command = [sys.executable, "-m", "trueline.ps.server"]
+        command = [sys.executable, "-m", "trueline.ps.server.process"]
         log = (self.job / f"{ref}.log").open("ab")
         process = subprocess.Popen(command, env=env, pass_fds=[self._lifeline], stdout=log, stderr=log)
         log.close()
@@ -100,7 +100,7 @@ class World:
 
         return asyncio.run(run())
 
-    def stats(self, ref: str) -> ServerStats:
+    def stats(self, ref: str) -> ServerReport:
         return self.ask(ref, lambda link: link.stats())
 
     def begin(self, count: int, spec: ModelSpec = SPEC) -> Routing:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from trueline.ps.dial import MAC, NONCE, ServerAddress, answer_challenge, make_greeting, short_path
-from trueline.ps.messages import ModelSpec, Routing, Runs, ServerStats
+from trueline.ps.messages import ModelSpec, Routing, Runs, ServerReport
 from trueline.ps.wire import (
     HEAD,
     Array,
@@ -47,8 +47,8 @@ class ServerLink:
         self._number = 0
         self._connecting = asyncio.Lock()
 
-    async def stats(self, timeout_s: float = TIMEOUT_S) -> ServerStats:
-        return (await self.request(Call.STATS, timeout_s=timeout_s)).read(ServerStats)
+    async def stats(self, timeout_s: float = TIMEOUT_S) -> ServerReport:
+        return (await self.request(Call.STATS, timeout_s=timeout_s)).read(ServerReport)
 
     async def configure(
         self, spec: ModelSpec, routing: Routing, restore: tuple[str, ...] = (), timeout_s: float = 300.0

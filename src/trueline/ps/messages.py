@@ -93,7 +93,7 @@ class TableStats(Struct, frozen=True, kw_only=True):
     refused: int = 0  # gradients of ids that got no row: not yet admitted, or the table was full
 
 
-class ServerStats(Struct, frozen=True, kw_only=True):
+class ServerReport(Struct, frozen=True, kw_only=True):
     """What a server says of itself. `applied`: by epoch, the minibatches that it has applied."""
 
     ref: str

@@ -19,9 +19,9 @@ import numpy as np
 from trueline import files
 from trueline.checkpoint import checkpoint, model_files
 from trueline.errors import StorageError, TruelineError
-from trueline.ps import snapshot
 from trueline.ps.master.checkpoints import FACTS, RESULT
 from trueline.ps.messages import ModelSpec
+from trueline.ps.server import snapshot
 from trueline.ps.worker import build
 from trueline.recipe.load import load_recipe
 from trueline.storage.location import parse_location

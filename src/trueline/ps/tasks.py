@@ -62,7 +62,7 @@ class Computed(Struct, frozen=True, array_like=True):
     wait_ms: float
 
 
-class Commit(Struct, frozen=True, array_like=True):
+class CommitRequest(Struct, frozen=True, array_like=True):
     """Minibatches before `upto` were acknowledged by every server."""
 
     ref: str
@@ -73,7 +73,7 @@ class Commit(Struct, frozen=True, array_like=True):
     at_ns: int
 
 
-class Worker(Struct, frozen=True, array_like=True):
+class WorkerCall(Struct, frozen=True, array_like=True):
     ref: str
     memory: int = 0
 
@@ -123,14 +123,14 @@ class TasksLink:
     def lease(self, wait_s: float) -> LeaseReply:
         return self._call("Lease", LeaseRequest(self.ref, wait_s), LeaseReply)
 
-    def commit(self, commit: Commit) -> bool:
+    def commit(self, commit: CommitRequest) -> bool:
         return self._call("Commit", commit, Answer).ok
 
     def route(self) -> Routing:
-        return self._call("Route", Worker(self.ref), Joined).routing
+        return self._call("Route", WorkerCall(self.ref), Joined).routing
 
     def leave(self) -> None:
-        self._call("Leave", Worker(self.ref), Answer)
+        self._call("Leave", WorkerCall(self.ref), Answer)
 
     def fail(self, code: str, why: str, detail: str) -> None:
         self._call("Fail", Failed(self.ref, code, why, detail), Answer)
@@ -140,7 +140,7 @@ class TasksLink:
 
         def beat() -> None:
             while not self._ended.wait(BEAT_S):
-                self._call("Beat", Worker(self.ref, memory()), Answer)
+                self._call("Beat", WorkerCall(self.ref, memory()), Answer)
 
         threading.Thread(target=beat, name="beat", daemon=True).start()
 

@@ -47,7 +47,7 @@ class Call(IntEnum):
     INITIALIZE = 3  # Initialize; arrays: the dense values
     PULL = 4  # PullRequest; arrays: ids of each table. Reply: PullReply; arrays: rows of each table, dense parts
     PUSH = 5  # PushRequest; arrays: ids and rows of each table, then the dense parts of this server
-    STATS = 6  # reply: ServerStats
+    STATS = 6  # reply: ServerReport
     BEGIN_CUT = 7  # BeginCut; the reply comes when the server has applied all that the cut names
     END_CUT = 8  # EndCut
     SAVE = 9  # SaveRequest; the reply comes at once, the file has the state of this moment

@@ -31,9 +31,9 @@ from trueline.errors import RecipeError, TruelineError
 from trueline.ps.client import Gradients, PsClient, Pulled
 from trueline.ps.dial import read_address
 from trueline.ps.master.ledger import MinibatchGrid
-from trueline.ps.minibatch import Prediction
-from trueline.ps.strategy import ServedModel
-from trueline.ps.tasks import Commit, Computed, LeaseReply, TasksLink
+from trueline.ps.model.minibatch import LookupPlan
+from trueline.ps.model.strategy import ServedModel
+from trueline.ps.tasks import CommitRequest, Computed, LeaseReply, TasksLink
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.train import devices
@@ -98,7 +98,7 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> tuple[ServedM
 
 
 @dataclass(slots=True)
-class Work:
+class LeasedMinibatch:
     """A leased minibatch. `rows`: on their way, with the ids that they are of."""
 
     lease: LeaseReply
@@ -108,7 +108,7 @@ class Work:
     part: int
     parts: int
     data_ms: float
-    prediction: Prediction | None = None
+    prediction: LookupPlan | None = None
     rows: "Future[Pulled] | None" = None
 
 
@@ -171,7 +171,7 @@ class WorkerLoop:
             self._client.close()
             self.link.close()
 
-    def _works(self) -> Iterator[Work]:
+    def _works(self) -> Iterator[LeasedMinibatch]:
         """Minibatches with their records; rows of the next one are asked for before this one is computed."""
         here = self._fetch(wait=True)
         while here is not None:
@@ -179,7 +179,7 @@ class WorkerLoop:
             yield here
             here = ahead or self._fetch(wait=True)
 
-    def _fetch(self, *, wait: bool) -> Work | None:
+    def _fetch(self, *, wait: bool) -> LeasedMinibatch | None:
         """The next minibatch; None without `wait` if none may begin now, and at the end."""
         while self._next >= self._lease.stop:
             if self._leaving:
@@ -200,12 +200,12 @@ class WorkerLoop:
         self._next += 1
         return work
 
-    def _read(self, lease: LeaseReply, minibatch: int) -> Work:
+    def _read(self, lease: LeaseReply, minibatch: int) -> LeasedMinibatch:
         began = time.perf_counter()
         start, stop, part, parts = self._grid.locate(minibatch)
         ids = self._order.at(np.arange(start, stop), epoch=lease.epoch)
         batch = self._reader.read(ids, epoch=lease.epoch)
-        work = Work(lease, minibatch, batch, stop - start, part, parts, 0.0)
+        work = LeasedMinibatch(lease, minibatch, batch, stop - start, part, parts, 0.0)
         if len(self.served.tables):
             work.prediction = self.served.tables.predict(batch.inputs)
         wanted = {} if work.prediction is None else work.prediction.wanted
@@ -213,7 +213,7 @@ class WorkerLoop:
         work.data_ms = 1e3 * (time.perf_counter() - began)
         return work
 
-    def _train(self, work: Work) -> None:
+    def _train(self, work: LeasedMinibatch) -> None:
         step = work.lease.epoch * self._grid.steps + self._grid.step_of(work.minibatch)
         self._faults.at("before", step)
         began = time.perf_counter()
@@ -270,5 +270,4 @@ class WorkerLoop:
                 computed.append(self._pushed.popleft().computed)
             upto = computed[-1].minibatch + 1
             ref = self.link.ref
-            self.link.commit(Commit(ref, lease.token, lease.epoch, upto, tuple(computed), time.monotonic_ns()))
-
+            self.link.commit(CommitRequest(ref, lease.token, lease.epoch, upto, tuple(computed), time.monotonic_ns()))

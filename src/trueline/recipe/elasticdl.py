@@ -43,7 +43,7 @@ PLACES: dict[str, tuple[str, ...]] = {
 _MODULES = {
     head + tail for head in ("elasticdl", "elasticdl.python.elasticdl") for tail in ("", ".layers", ".layers.embedding")
 } | {"elasticdl.python"}
-_LAYERS = "trueline.ps.elasticdl"
+_LAYERS = "trueline.ps.model.elasticdl"
 """Where the layer is; by name, since that room stands above this one."""
 
 

@@ -4,14 +4,18 @@ import random
 
 import pytest
 
-from trueline.ps.master.ledger import MOST, Ledger, MinibatchGrid
+from trueline.ps.master.ledger import MOST, MinibatchGrid, MinibatchLedger
 
 
 def ledger_of(num_records=100, batch=10, *, parts=1, epochs=2, **kwargs):
-    return Ledger(grid=MinibatchGrid(num_records=num_records, batch=batch, parts=parts), epochs=epochs, **kwargs)
+    return MinibatchLedger(
+        grid=MinibatchGrid(num_records=num_records, batch=batch, parts=parts), epochs=epochs, **kwargs
+    )
 
 
-@pytest.mark.parametrize(("records", "batch", "parts"), [(100, 10, 1), (103, 10, 1), (103, 10, 3), (7, 20, 4), (64, 8, 8)])
+@pytest.mark.parametrize(
+    ("records", "batch", "parts"), [(100, 10, 1), (103, 10, 1), (103, 10, 3), (7, 20, 4), (64, 8, 8)]
+)
 def test_minibatches_cover_an_epoch_once_and_steps_keep_their_records(records, batch, parts):
     grid = MinibatchGrid(num_records=records, batch=batch, parts=parts)
     at = 0

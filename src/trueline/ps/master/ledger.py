@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from trueline.errors import UsageError
-from trueline.ps.applied import count, intersect
 from trueline.ps.messages import Runs
+from trueline.ps.tables.applied import count, intersect
 from trueline.train.membership.leases import Leases, replay
 
 MOST = 8
@@ -88,7 +88,7 @@ class Grant(Struct, frozen=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
+class MinibatchLedger:
     """`staleness`: a minibatch begins while at most this many others are under way; 0: synchronous; -1: no bound."""
 
     grid: MinibatchGrid

@@ -22,12 +22,12 @@ from trueline.engine.contract import Engine, parse_ref
 from trueline.errors import TruelineError
 from trueline.ps.master import cuts
 from trueline.ps.master.checkpoints import Checkpoints
-from trueline.ps.master.ledger import Ledger
+from trueline.ps.master.ledger import MinibatchLedger
 from trueline.ps.master.report import describe, summarize
 from trueline.ps.master.shell import SAVER, SERVER, TICK_S, WORKER, JobShell
-from trueline.ps.messages import Routing, ServerStats
+from trueline.ps.messages import Routing, ServerReport
 from trueline.ps.partition import make_routing
-from trueline.ps.tasks import Commit, Join
+from trueline.ps.tasks import CommitRequest, Join
 from trueline.train.master.journal import Journal
 from trueline.train.master.publisher import NamedEvent
 from trueline.train.settings import JobSettings
@@ -156,7 +156,7 @@ class PsMaster(JobShell):
             self.stats |= {one.ref.partition(".")[0]: one for one in stats}
             applied = [one.applied for one in stats]
             if self.ledger is None:
-                self.ledger = Ledger(grid=self.grid, epochs=self.job.epochs, staleness=self.job.staleness,
+                self.ledger = MinibatchLedger(grid=self.grid, epochs=self.job.epochs, staleness=self.job.staleness,
                                      lease_s=max(self.job.lease_s, 3.0))  # fmt: skip
                 self.ledger.restore(applied)
                 if self.ledger.steps:
@@ -180,7 +180,7 @@ class PsMaster(JobShell):
                 return True
         return False
 
-    async def _configure(self, ref: str) -> ServerStats:
+    async def _configure(self, ref: str) -> ServerReport:
         assert self.spec is not None
         assert self.routing is not None
         link = self.link(ref)
@@ -197,7 +197,7 @@ class PsMaster(JobShell):
 
     # minibatches
 
-    def commit(self, request: Commit) -> bool:
+    def commit(self, request: CommitRequest) -> bool:
         """Enters minibatches that all servers have; False: the worker has lost its lease."""
         assert self.ledger is not None
         self.heard[request.ref] = self.now()

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from trueline.ps.applied import count
 from trueline.ps.master.shell import JobShell
+from trueline.ps.tables.applied import count
 
 RATE_S = 10.0
 COUNTED = "minibatch by minibatch at every server"

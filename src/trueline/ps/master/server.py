@@ -23,7 +23,7 @@ from trueline.engine.contract import Engine
 from trueline.engine.local.process import watch_lifeline
 from trueline.engine.open import open_engine
 from trueline.ps.master.master import PsMaster
-from trueline.ps.tasks import SERVICE, Answer, Commit, Failed, Join, Joined, LeaseReply, LeaseRequest, Worker
+from trueline.ps.tasks import SERVICE, Answer, CommitRequest, Failed, Join, Joined, LeaseReply, LeaseRequest, WorkerCall
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.journal import Journal
@@ -82,20 +82,20 @@ class TasksService:
                 continue
 
     async def _commit(self, data: bytes, context: Context) -> bytes:
-        request = msgspec.msgpack.decode(data, type=Commit)
+        request = msgspec.msgpack.decode(data, type=CommitRequest)
         await self._require(request.ref, context)
         await self.master.ready.wait()
         return _encode(Answer(self.master.commit(request)))
 
     async def _route(self, data: bytes, context: Context) -> bytes:
-        request = msgspec.msgpack.decode(data, type=Worker)
+        request = msgspec.msgpack.decode(data, type=WorkerCall)
         await self._require(request.ref, context)
         await self.master.ready.wait()
         assert self.master.routing is not None
         return _encode(Joined(self.master.routing))
 
     async def _beat(self, data: bytes, context: Context) -> bytes:
-        request, master = msgspec.msgpack.decode(data, type=Worker), self.master
+        request, master = msgspec.msgpack.decode(data, type=WorkerCall), self.master
         await self._require(request.ref, context)
         master.heard[request.ref], master.memory[request.ref] = master.now(), request.memory
         if master.ledger is not None:
@@ -103,7 +103,7 @@ class TasksService:
         return _encode(Answer())
 
     async def _leave(self, data: bytes, context: Context) -> bytes:
-        request = msgspec.msgpack.decode(data, type=Worker)
+        request = msgspec.msgpack.decode(data, type=WorkerCall)
         self.master.emit("worker.leaving", worker=request.ref)
         if self.master.ledger is not None:
             self.master.ledger.release(request.ref)

@@ -16,9 +16,9 @@ from trueline.engine.contract import Engine, ProcessSpec, parse_ref
 from trueline.errors import StorageError
 from trueline.ps.dial import read_address
 from trueline.ps.link import ServerLink
-from trueline.ps.master.ledger import Ledger, MinibatchGrid
-from trueline.ps.master.roster import Roster
-from trueline.ps.messages import ModelSpec, Routing, ServerStats
+from trueline.ps.master.ledger import MinibatchGrid, MinibatchLedger
+from trueline.ps.master.slots import Slots
+from trueline.ps.messages import ModelSpec, Routing, ServerReport
 from trueline.train.job_dir import JobDir
 from trueline.train.master.journal import Journal
 from trueline.train.master.publisher import EventPublisher
@@ -28,7 +28,7 @@ TICK_S = 0.25
 WORKER, SERVER, SAVER = "worker", "server", "saver"
 ENTRIES = {
     WORKER: "trueline.ps.worker:main",
-    SERVER: "trueline.ps.server:main",
+    SERVER: "trueline.ps.server.process:main",
     SAVER: "trueline.ps.saver:main",
 }
 RECENT = 4096
@@ -46,8 +46,8 @@ class JobShell:
         self.folder = JobDir(job_dir)
         self.born = now()
         self.publisher = EventPublisher(self.folder.events)
-        self.workers = Roster(WORKER, job.workers, job.max_failures + 2)
-        self.servers = Roster(SERVER, job.servers, job.max_failures + 2)
+        self.workers = Slots(WORKER, job.workers, job.max_failures + 2)
+        self.servers = Slots(SERVER, job.servers, job.max_failures + 2)
         self.checkpoint_path, self.checkpoint_step = "", -1
         self.spec: ModelSpec | None = None
         self.routing: Routing | None = None
@@ -55,9 +55,9 @@ class JobShell:
         self.parts = job.workers if job.staleness == 0 else 1
         """Minibatches of a step; a resumed job keeps them."""
         self.blocks: tuple[int, ...] = ()
-        self.ledger: Ledger | None = None
+        self.ledger: MinibatchLedger | None = None
         self.links: dict[str, ServerLink] = {}
-        self.stats: dict[str, ServerStats] = {}
+        self.stats: dict[str, ServerReport] = {}
         self.heard: dict[str, float] = {}  # of workers and servers, when something last came from them
         self.memory: dict[str, int] = {}
         self.computed: dict[str, int] = {}  # minibatches, by worker

@@ -26,7 +26,8 @@ _LOOK_BACK = 8
 _INCARNATION = re.compile(r"(?<=worker-)(\d+)\.\d+")
 _CLEAN_EXIT = "exit code 0"  # how a worker ends that has left as planned
 _SILENT = {"step.applied", "worker.running", "worker.receiving", "worker.received", "group.released",
-           "epoch.certified", "workers.measured", "checkpoint.saved", "evaluation.done", "servers.measured"}  # fmt: skip
+           "epoch.certified", "workers.measured", "checkpoint.saved", "evaluation.done",
+           "servers.measured"}  # fmt: skip
 """Frequent events, which the page shows elsewhere."""
 _BAD = {"worker.lost", "worker.killed", "worker.quarantined", "worker.fenced", "record.set_aside", "record.suspected",
         "job.failed", "disk.full", "log.truncated", "checkpoint.failed", "master.lost", "agent.lost"}  # fmt: skip

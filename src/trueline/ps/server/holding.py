@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 
 from trueline.errors import TrainError
-from trueline.ps import snapshot
-from trueline.ps.held import Held, Push
 from trueline.ps.messages import ModelSpec, Routing
+from trueline.ps.server import snapshot
 from trueline.ps.split import widen
+from trueline.ps.tables.held import Held, Push
 from trueline.ps.wire import Array, Call, Configure, FrameError, Initialize, Moved, PushRequest, ReceivedFrame
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from trueline.errors import RecipeError, UsageError, join_names
-from trueline.ps.embedding import Rows, TableModule
 from trueline.ps.messages import DenseSpec, ModelSpec, OptimizerSpec, TableSpec
-from trueline.ps.minibatch import Minibatch, Tables
+from trueline.ps.model.embedding import Rows, TableModule
+from trueline.ps.model.minibatch import Minibatch, Tables
 from trueline.ps.partition import Ids
 from trueline.train.step.joint import JointOptimizer
 
@@ -183,7 +183,7 @@ class ServedModel:
 
     def state_dict(self, dense: Mapping[str, Flat], tables: Mapping[str, tuple[Ids, Rows]]) -> dict[str, torch.Tensor]:
         """The model's state_dict with the servers' values: dense by name, flat, and ids and rows of each table."""
-        from trueline.ps.initial import initial_rows
+        from trueline.ps.tables.initial import initial_rows
 
         self.load(dense)
         state: dict[str, torch.Tensor] = dict(self.model.state_dict())

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from trueline.errors import UsageError
-from trueline.ps.embedding import Rows, TableModule, TableSettings
+from trueline.ps.model.embedding import Rows, TableModule, TableSettings
 from trueline.ps.partition import Ids
 
 Puller = Callable[[dict[str, Ids]], Mapping[str, Rows]]
@@ -41,7 +41,7 @@ class InputColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class LookupPlan:
     """What the calls of a minibatch will look up. `wanted`: sorted unique ids by table."""
 
     wanted: dict[str, Ids]
@@ -103,7 +103,7 @@ class Tables:
         entries = self.modules[name][0].state_entries(ids[order], rows[order], initial)
         return {prefix + key: value for prefix in self.prefixes[name] for key, value in entries.items()}
 
-    def predict(self, inputs: Any) -> Prediction | None:
+    def predict(self, inputs: Any) -> LookupPlan | None:
         """The ids that the calls for `inputs` will look up, as far as earlier minibatches told; None: unknown."""
         if not self._columns:
             return None
@@ -121,7 +121,7 @@ class Tables:
             ends = np.cumsum([len(one) for _, one in called])[:-1]
             for (number, one), where in zip(called, np.split(positions, ends), strict=True):
                 calls[table, number] = one, where
-        return Prediction(wanted, calls)
+        return LookupPlan(wanted, calls)
 
     @contextmanager
     def minibatch(
@@ -129,7 +129,7 @@ class Tables:
         pull: Puller,
         inputs: Any = None,
         *,
-        prediction: Prediction | None = None,
+        prediction: LookupPlan | None = None,
         rows: Mapping[str, Rows] | None = None,
     ) -> Iterator["Minibatch"]:
         """Within the context the model's tables look up rows that `pull` returns, and `rows` for `prediction.wanted`.
@@ -167,7 +167,7 @@ class Minibatch:
     """The lookups of one minibatch; made by `Tables.minibatch`."""
 
     def __init__(
-        self, tables: Tables, pull: Puller, inputs: Any, prediction: Prediction | None, rows: Mapping[str, Rows]
+        self, tables: Tables, pull: Puller, inputs: Any, prediction: LookupPlan | None, rows: Mapping[str, Rows]
     ) -> None:
         self._tables, self._pull, self._inputs = tables, pull, inputs
         self._leaves: list[Ids] | None = None

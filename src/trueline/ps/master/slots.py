@@ -14,7 +14,7 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class Roster:
+class Slots:
     """The slots of one role. `most_failures`: deaths of a slot in a row, before it did anything, that end the job."""
 
     role: str

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from trueline import files
 from trueline.errors import StorageError, TruelineError
-from trueline.ps.listen import CallerLine, CallerLines
-from trueline.ps.snapshot import ForkedWrite, Header
+from trueline.ps.server.listen import CallerLine, CallerLines
+from trueline.ps.server.snapshot import ForkedWrite, Header
 from trueline.ps.wire import Array
 
 _REMEMBERED = 8

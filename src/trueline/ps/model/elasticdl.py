@@ -3,7 +3,7 @@
 from torch import nn
 
 from trueline.errors import RecipeError
-from trueline.ps.embedding import Embedding, EmbeddingBag
+from trueline.ps.model.embedding import Embedding, EmbeddingBag
 
 _INITIALIZERS = {
     "uniform": ("uniform", 0.05),

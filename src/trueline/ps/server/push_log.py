@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trueline import files
 from trueline.errors import StorageError
-from trueline.ps import snapshot
+from trueline.ps.server import snapshot
 from trueline.ps.wire import Array, FrameError, ReceivedFrame, decode
 
 ENTRY = struct.Struct("<QQI4x")  # bytes of the frame, its checksum, CRC-32 of both

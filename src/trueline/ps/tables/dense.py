@@ -7,8 +7,8 @@ import numpy as np
 
 from trueline.errors import TrainError
 from trueline.ps.messages import DensePart, ModelSpec, OptimizerSpec
-from trueline.ps.optimizers import WIDE, Rows, slots_of, update
 from trueline.ps.split import name_part
+from trueline.ps.tables.optimizers import WIDE, Rows, slots_of, update
 
 
 class DenseError(TrainError):
@@ -116,19 +116,19 @@ class DenseStore:
         if keep:
             self._kept = [(other, of) for other, of in self._kept if other != facts]
             self._kept.append((facts, list(arrays)))
-        for part in self._named(facts["name"]):
+        for part in self._find(facts["name"]):
             part.take(facts["start"], facts["stop"], arrays[0], arrays[1:])
 
-    def _named(self, name: str) -> Iterator[_Part]:
+    def _find(self, name: str) -> Iterator[_Part]:
         return (part for part in self._parts if part.name == name)
 
     def place(self, parts: Sequence[DensePart]) -> None:
         """Other parts from now on; what was here before stays where it still is. `load` brings the rest."""
         before, self._parts = self._parts, [self._make(part) for part in parts]
         for old in before:
-            for part in self._named(old.name):
+            for part in self._find(old.name):
                 part.take(old.start, old.stop, old.row, old.slots)
         kept, self._kept = self._kept, []
         for facts, arrays in kept:
-            for part in self._named(facts["name"]):
+            for part in self._find(facts["name"]):
                 part.take(facts["start"], facts["stop"], arrays[0], arrays[1:])

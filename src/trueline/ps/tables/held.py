@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.errors import TrainError
-from trueline.ps.applied import AppliedRanges
-from trueline.ps.dense import DenseStore
 from trueline.ps.messages import ModelSpec, Routing, Runs, TableStats
-from trueline.ps.optimizers import Rows
 from trueline.ps.partition import Ids, buckets_of, owners_of
 from trueline.ps.split import parts_of
-from trueline.ps.table import Table
+from trueline.ps.tables.applied import AppliedRanges
+from trueline.ps.tables.dense import DenseStore
+from trueline.ps.tables.optimizers import Rows
+from trueline.ps.tables.table import ServerTable
 
 Array = npt.NDArray[Any]
 
@@ -56,10 +56,10 @@ class Held:
         self._applied = AppliedRanges()
         self._waiting: dict[tuple[int, int], dict[int, Push]] = {}
         """Of steps that lack parts: (epoch, first minibatch) -> part -> push."""
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, ServerTable] = {}
         for one in spec.tables:
             most = -(-one.max_rows // len(routing.servers))
-            self._tables[one.name] = Table(one, spec.groups[one.group], spec.seed, most)
+            self._tables[one.name] = ServerTable(one, spec.groups[one.group], spec.seed, most)
         self._dense = DenseStore(spec, parts_of(routing, index))
 
     @property
@@ -80,14 +80,14 @@ class Held:
         """Whether a push of it was taken: it would be taken no more."""
         return (epoch, minibatch) in self._applied
 
-    def applied(self) -> dict[int, Runs]:
+    def list_applied(self) -> dict[int, Runs]:
         return self._applied.runs()
 
     def pull(self, tables: Sequence[tuple[str, Ids]], dense: bool) -> tuple[list[Rows], list[Rows]]:
         """Rows of each table's ids, and views of the dense parts. Raises GradientError for an unknown table."""
         return [self._table(name).get(ids) for name, ids in tables], self._dense.values() if dense else []
 
-    def _table(self, name: str) -> Table:
+    def _table(self, name: str) -> ServerTable:
         try:
             return self._tables[name]
         except KeyError:
@@ -191,7 +191,7 @@ class Held:
             arrays += of
         parts = self._dense.dump() if dense else []
         header: dict[str, Any] = {
-            "steps": self.steps, "applied": [(epoch, list(runs)) for epoch, runs in self.applied().items()],
+            "steps": self.steps, "applied": [(epoch, list(runs)) for epoch, runs in self.list_applied().items()],
             "columns": columns, "dense": [facts for facts, _ in parts], "initialized": dense and self.initialized,
             "moved": not whole,
         }  # fmt: skip
@@ -227,7 +227,7 @@ class Held:
             at += count
         if header["initialized"]:
             self._dense.initialized = True
-        if not self.steps and not self.applied():
+        if not self.steps and not self.list_applied():
             self.steps = header["steps"]
             self._applied = AppliedRanges({epoch: [tuple(run) for run in runs] for epoch, runs in header["applied"]})
 

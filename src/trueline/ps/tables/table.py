@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trueline.ps.id_index import IdIndex, Places
-from trueline.ps.initial import initial_rows
 from trueline.ps.messages import OptimizerSpec, TableSpec, TableStats
-from trueline.ps.optimizers import WIDE, Rows, slots_of, update
 from trueline.ps.partition import Ids, buckets_of
-from trueline.ps.slab import MOST_ROWS, reserve
+from trueline.ps.tables.id_index import IdIndex, Places
+from trueline.ps.tables.initial import initial_rows
+from trueline.ps.tables.optimizers import WIDE, Rows, slots_of, update
+from trueline.ps.tables.slab import MOST_ROWS, reserve
 
 Array = npt.NDArray[Any]
 
 
-class Table:
+class ServerTable:
     """`most`: rows that this server may have of it; 0: as many as memory takes."""
 
     def __init__(self, spec: TableSpec, optimizer: OptimizerSpec, seed: int, most: int = 0) -> None:
@@ -29,10 +29,7 @@ class Table:
         self._slots = slots_of(optimizer)
         self._ids: Ids = reserve(1, np.int64)[:, 0]
         self._rows: Rows = reserve(spec.dim, np.float32)
-        self._state: list[Rows] = [
-            reserve(spec.dim if width == WIDE else 1, np.float32)
-            for _, width, _ in self._slots
-        ]
+        self._state: list[Rows] = [reserve(spec.dim if width == WIDE else 1, np.float32) for _, width, _ in self._slots]
         self._used_at: Array | None = reserve(1, np.int64)[:, 0] if spec.evict else None
         """Of each row: when it was last used (lru), or how often (lfu)."""
         self._seen: dict[int, int] = {}

@@ -22,14 +22,15 @@ from trueline import events, files
 from trueline.clock import Clock, monotonic_s
 from trueline.engine.contract import parse_ref
 from trueline.errors import StorageError, TruelineError
-from trueline.ps import dial, snapshot
-from trueline.ps.cut import Cut
-from trueline.ps.holding import Holding
-from trueline.ps.listen import CallerLine, CallerLines
-from trueline.ps.memory import describe_need, keep_freed, resident_bytes
-from trueline.ps.messages import Routing, ServerStats, TableStats
-from trueline.ps.push_log import PushLog
-from trueline.ps.saves import Saves
+from trueline.ps import dial
+from trueline.ps.messages import Routing, ServerReport, TableStats
+from trueline.ps.server import snapshot
+from trueline.ps.server.cut import Cut
+from trueline.ps.server.holding import Holding
+from trueline.ps.server.listen import CallerLine, CallerLines
+from trueline.ps.server.memory import describe_need, keep_freed, resident_bytes
+from trueline.ps.server.push_log import PushLog
+from trueline.ps.server.saves import Saves
 from trueline.ps.wire import (
     BeginCut,
     Call,
@@ -268,7 +269,7 @@ class ParameterServer:
 
     def _tell_stats(self, line: CallerLine, frame: ReceivedFrame) -> None:
         holding = self._holding
-        stats = ServerStats(
+        stats = ServerReport(
             ref=self.ref, pid=os.getpid(), routing=-1, initialized=False, steps=0, pulls=self._pulls,
             pushes=self._pushes, duplicates=self._duplicates, staleness=tuple(self._staleness),
             memory=resident_bytes(), queued=len(self._waiting), lacking=self._lacking,
@@ -277,7 +278,7 @@ class ParameterServer:
             held = holding.held
             stats = msgspec.structs.replace(
                 stats, routing=holding.routing.version, initialized=held.initialized, steps=held.steps,
-                applied=held.applied(), tables=self.describe_tables(),
+                applied=held.list_applied(), tables=self.describe_tables(),
             )  # fmt: skip
         self._lines.reply(line, frame.number, stats)
 
@@ -285,7 +286,7 @@ class ParameterServer:
 
     def _begin_cut(self, line: CallerLine, frame: ReceivedFrame) -> None:
         body, held = frame.read(BeginCut), self._holding.held
-        self._cut = Cut.begin(body.id, body.keys, held.has, held.applied())
+        self._cut = Cut.begin(body.id, body.keys, held.has, held.list_applied())
         self._cut_line, self._cut_number = line, frame.number
         self._try_again()  # a cut in the place of another may admit what waited
         if self._cut is not None and not self._cut.lacking:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from trueline.errors import UsageError
-from trueline.ps.embedding import Embedding, Rows
+from trueline.ps.model.embedding import Embedding, Rows
 from trueline.ps.partition import Ids
 
 _SHAPE = 1.8

@@ -1,0 +1,1 @@
+"""The process of a parameter server: connections, log, snapshots. Without torch."""

@@ -1,0 +1,1 @@
+"""All that one server holds: rows by id, dense parts, what they contain. Pure, and without torch."""
