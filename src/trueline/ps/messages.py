@@ -1,8 +1,8 @@
 """What master, servers and workers of a parameter-server job tell each other, as plain values. No torch.
 
 A **minibatch** is numbered in its epoch; (epoch, minibatch) is the identity under which every server applies its
-gradient once, whoever computed it and however often it is sent. A **step** of the optimizer has one minibatch, or
-`parts` of them in synchronous training.
+gradient once, whichever worker computed it and however often it is sent. A **step** of the optimizer has one
+minibatch, or `parts` of them in synchronous training.
 """
 
 from typing import Literal

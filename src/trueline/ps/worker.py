@@ -172,7 +172,7 @@ class WorkerLoop:
             self.link.close()
 
     def _works(self) -> Iterator[LeasedMinibatch]:
-        """Minibatches with their records; rows of the next one are asked for before this one is computed."""
+        """Minibatches with their records; the pull of the next one begins before this one is computed."""
         here = self._fetch(wait=True)
         while here is not None:
             ahead = self._fetch(wait=False) if self._ahead else None

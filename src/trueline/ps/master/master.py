@@ -1,7 +1,7 @@
-"""The master of a parameter-server job: a shell around ledger and rosters, in one asyncio thread.
+"""The master of a parameter-server job: a shell around ledger and slots, in one asyncio thread.
 
-Workers ask for minibatches and commit them; the engine reports starts and deaths; servers are asked once a second how
-they are. Everything that outlives the master is with the servers, but for routing, spec and checkpoints (the journal).
+Workers request minibatches and commit them; the engine reports starts and deaths; the master polls the servers once a
+second. Everything that outlives the master is with the servers, but for routing, spec and checkpoints (the journal).
 """
 
 import asyncio
@@ -225,7 +225,7 @@ class PsMaster(JobShell):
         return True
 
     def _log_step(self) -> None:
-        """Writes the steps into the journal once a second, for those who read it when nobody answers."""
+        """Writes the steps into the journal once a second: `trueline jobs` reads them there when no master answers."""
         assert self.ledger is not None
         step = self.ledger.steps - 1
         if step > self._step_logged and self.now() >= self._journal_at:

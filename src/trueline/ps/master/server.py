@@ -1,8 +1,8 @@
 """The master's process and its gRPC services: that of operators and launchers, as of every job, and that of workers. No
 torch.
 
-It may be killed at any instant: workers go on with what they have leased, and wait for the next master, which asks the
-servers what is done.
+It may be killed at any instant: workers continue with what they have leased, and wait for the next master, which asks
+the servers what is done.
 """
 
 import argparse

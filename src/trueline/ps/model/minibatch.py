@@ -28,7 +28,7 @@ Puller = Callable[[dict[str, Ids]], Mapping[str, Rows]]
 Call = tuple[str, int]
 """A table, and the number of the call in the minibatch."""
 _TRIES = 8
-"""After so many wrong predictions the ids of a call count as unpredictable."""
+"""After this number of wrong predictions the ids of a call count as unpredictable."""
 
 
 @dataclass(frozen=True, slots=True)

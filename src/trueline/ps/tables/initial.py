@@ -1,6 +1,6 @@
 """The initial value of a row, from a counter hash of (seed, table, id, column).
 
-It depends on nobody's order and on no partition, so every server, and every incarnation of one, computes the same row,
+It depends on no order and on no partition, so every server, and every incarnation of one, computes the same row,
 and a pull creates nothing. The hash is splitmix64's finalizer (Steele, Lea and Flood, 2014); normal values are by Box
 and Muller (1958).
 """
