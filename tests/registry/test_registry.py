@@ -189,7 +189,9 @@ def test_a_model_with_columns_takes_a_table_of_records_and_answers_as_the_server
         assert model.metadata.get_output_schema().input_names() == ["class", "probabilities"]
         with pytest.raises(RequestError, match="column 'visits' of record 0: expected a number, got the text 'many'"):
             model.predict(table.assign(visits="many"))
-        run = client.get_run(client.get_model_version("income", "1").run_id)
+        version = client.get_model_version("income", "1")
+        run = client.get_run(version.run_id)
+    assert "| columns | age, visits, city, review → income |" in version.description
     (used,) = run.inputs.dataset_inputs
     names = [one["name"] for one in json.loads(used.dataset.schema)["mlflow_colspec"]]
     assert names == ["age", "visits", "city", "review", "income"]

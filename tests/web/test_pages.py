@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Callable
 from importlib import resources
 
 import pytest
 
+from trueline.serve.metrics import dashboard
+from trueline.web.messages import Response
 from trueline.web.pages import page_headers
 
 PAGES = {
     "dashboard": resources.files("trueline.serve.metrics").joinpath("dashboard.html"),
+    "home": resources.files("trueline.serve.metrics").joinpath("home.html"),
     "try": resources.files("trueline.serve.metrics").joinpath("try.html"),
     "job": resources.files("trueline.train.monitor").joinpath("page.html"),
 }
@@ -45,6 +49,16 @@ def test_a_page_makes_no_markup_of_text_and_keeps_no_handlers_in_attributes(page
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", html)
     assert not re.search(r"<[^>]*\son\w+\s*=", html), "a handler in an attribute, which the policy does not allow"
     assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", html), "something from another host"
+
+
+@pytest.mark.parametrize(
+    "page", [dashboard.home_page, dashboard.page, dashboard.try_page], ids=lambda page: page.__name__
+)
+def test_the_pages_of_a_server_share_one_style(page: Callable[[], Response]) -> None:
+    html = page().body.decode()
+    assert html.count("--ink:") == html.count("prefers-color-scheme") + 1 == 2
+    defined, used = set(re.findall(r"(--\w+):", html)), set(re.findall(r"var\((--\w+)", html))
+    assert used <= defined
 
 
 def test_a_page_without_a_script_may_run_none() -> None:

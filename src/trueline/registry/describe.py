@@ -202,7 +202,11 @@ def describe_lineage(bundle: Bundle, facts: Mapping[str, Any]) -> str:
     for one in manifest.programs:
         served = ", served" if one.format == manifest.serve else ""
         rows.append((one.format, f"proven on {one.probes} probes{_largest_difference(bundle, one.format)}{served}"))
-    for spec in manifest.signature.inputs:
+    fitted = bundle.columns()
+    if fitted is not None:
+        learned = f" → {', '.join(one.name for one in fitted.labels)}" if fitted.labels else ""
+        rows.append(("columns", f"{', '.join(fitted.input_columns)}{learned}"))
+    for spec in manifest.signature.inputs if fitted is None else ():
         rows.append((f"input `{spec.name}`", f"{spec.datatype} [{', '.join(map(str, spec.shape))}]"))
     for name, size in manifest.signature.dims.items():
         rows.append((f"size `{name}`", f"from {size.min} {f'to {size.max}' if size.max else 'up'}"))

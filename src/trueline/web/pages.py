@@ -1,4 +1,4 @@
-"""The headers of an HTML page: a browser runs the page's own script, and the page connects to its own server. Pure.
+"""An HTML page with its style and headers: a browser runs the page's own script, which asks its own server alone.
 
 Neither text that became markup by mistake nor a page of another origin that frames this one then does anything. Source:
 Content Security Policy Level 3.
@@ -7,11 +7,19 @@ Content Security Policy Level 3.
 import base64
 import hashlib
 import re
+from pathlib import Path
 
 from trueline.web.messages import Request
 
 HTML = b"text/html; charset=utf-8"
+_STYLE = b"/* style.css */"
+"""A page has it where the style that all pages share belongs."""
 _SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
+
+
+def read_page(path: Path) -> bytes:
+    """The page in the file `path`, with the shared style."""
+    return path.read_bytes().replace(_STYLE, Path(__file__).with_name("style.css").read_bytes(), 1)
 
 
 def page_headers(html: bytes, *, cache: str = "no-cache") -> bytes:

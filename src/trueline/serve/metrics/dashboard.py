@@ -20,7 +20,7 @@ from trueline.serve.counters import BOUNDS_S, ServerStats
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.servable import Servable
 from trueline.web.messages import JSON, Response
-from trueline.web.pages import HTML, page_headers
+from trueline.web.pages import HTML, page_headers, read_page
 
 SAMPLE_S = 1.0
 HISTORY_SAMPLES, HISTORY_MODELS = 300, 50
@@ -29,24 +29,26 @@ HISTORY_SAMPLES, HISTORY_MODELS = 300, 50
 @cache
 def _read(name: str) -> tuple[bytes, bytes]:
     """A page and its headers."""
-    html = Path(__file__).with_name(name).read_bytes()
+    html = read_page(Path(__file__).with_name(name))
     return html, page_headers(html)
 
 
-def home_page() -> Response:
-    html, headers = _read("home.html")
+def _page(name: str) -> Response:
+    html, headers = _read(name)
     return Response(200, html, HTML, headers)
+
+
+def home_page() -> Response:
+    return _page("home.html")
 
 
 def page() -> Response:
-    html, headers = _read("dashboard.html")
-    return Response(200, html, HTML, headers)
+    return _page("dashboard.html")
 
 
 def try_page() -> Response:
     """GET /try: a form for each path in the server's OpenAPI document."""
-    html, headers = _read("try.html")
-    return Response(200, html, HTML, headers)
+    return _page("try.html")
 
 
 class History:
