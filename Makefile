@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-large bench-hosts bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-large bench-hosts bench-data bench-first-hour bench-capture bench-compress bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large protos clean
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -177,6 +177,9 @@ ZOO := bench/.venvs/zoo
 
 bench-capture: $(ZOO)/.installed  ## capture every architecture of the zoo; compare each program on a hundred fresh inputs
 	PYTHONPATH=. $(ZOO)/bin/python -m bench.capture $(BENCH)
+
+bench-compress: $(STAMP)  ## speed, accuracy, pruning and kills of compression; BENCH="--only speed" runs a part
+	PYTHONPATH=. $(BIN)/python -m bench.compress $(BENCH)
 
 peers-zoo: $(ZOO)/.installed  ## the environment of the zoo: this one and transformers
 

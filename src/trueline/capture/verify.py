@@ -102,6 +102,11 @@ def verify(
             "a checkpoint holds parameters, and without a recipe there is no model for them",
             hint="add --against RECIPE",
         )
+    if against is not None and "compression" in opened.lineage():
+        raise UsageError(
+            f"bundle '{opened.name}' is compressed: its answers were accepted within a budget, and are not the model's",
+            hint="leave out --against: the golden records have the tolerance that was accepted; or verify its parent",
+        )
     wanted = [opened.program(format)] if format else list(opened.manifest.programs)
     closed = [entry.format for entry in wanted if entry.format in NATIVE and not native]
     if closed and format:
