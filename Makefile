@@ -179,7 +179,7 @@ bench-capture: $(ZOO)/.installed  ## capture every architecture of the zoo; comp
 	PYTHONPATH=. $(ZOO)/bin/python -m bench.capture $(BENCH)
 
 bench-compress: $(STAMP)  ## speed, accuracy, pruning and kills of compression; BENCH="--only speed" runs a part
-	PYTHONPATH=. $(BIN)/python -m bench.compress $(BENCH)
+	OMP_WAIT_POLICY=passive PYTHONPATH=. $(BIN)/python -W ignore -m bench.compress $(BENCH)
 
 peers-zoo: $(ZOO)/.installed  ## the environment of the zoo: this one and transformers
 

@@ -27,7 +27,7 @@ BINS = 2048
 _ENTROPY_BINS = 512
 """The library's search for the least entropy takes seconds a tensor with more."""
 _PERCENTILE = 99.99
-_SHARES = np.linspace(0.2, 1.0, 41)
+_SHARES = np.linspace(0.3, 1.0, 15)
 _LEVELS = 255
 Histogram = tuple[Any, Any, Any, Any]
 """Counts, edges, smallest, largest."""
