@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts protos clean bench-compress
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -180,6 +180,9 @@ ZOO := bench/.venvs/zoo
 
 bench-capture: $(ZOO)/.installed  ## capture every architecture of the zoo; compare each program on a hundred fresh inputs
 	PYTHONPATH=. $(ZOO)/bin/python -m bench.capture $(BENCH)
+
+bench-compress: $(STAMP)  ## speed, accuracy, pruning and kills of compression; BENCH="--only speed" runs a part
+	OMP_WAIT_POLICY=passive PYTHONPATH=. $(BIN)/python -W ignore -m bench.compress $(BENCH)
 
 peers-zoo: $(ZOO)/.installed  ## the environment of the zoo: this one and transformers
 

@@ -276,3 +276,26 @@ def test_the_command_prints_the_table_and_json(
     assert "x eager" in capsys.readouterr().out
     assert app.run(["bundle", "inspect", out]) == 0
     assert "compression.name" in capsys.readouterr().out
+
+
+def test_a_compressed_bundle_is_verified_by_what_was_accepted_and_not_by_the_model(
+    trained: compressible.Compressible, tmp_path: Path
+) -> None:
+    found = trueline.compress(trained.bundle.path, quantize=["static"], out=tmp_path / "small.bundle")
+    assert trueline.verify(found.path).holds
+    with pytest.raises(UsageError, match="is compressed"):
+        trueline.verify(found.path, against=trained.recipe)
+
+
+@pytest.mark.slow
+def test_a_server_proves_and_serves_the_compressed_program(trained: compressible.Compressible, tmp_path: Path) -> None:
+    import httpx
+
+    from trueline.serve.api import start
+
+    found = trueline.compress(trained.bundle.path, quantize=["static"], out=tmp_path / "small.bundle")
+    images = compressible.images(3)
+    expected = open_program(open_bundle(found.path)).run({"input": images})["output"]
+    with start(str(found.path), log=tmp_path / "server.log") as server:
+        answer = httpx.post(f"{server.url}/predictions/{server.model}", json={"input": images.tolist()}, timeout=60)
+    assert np.allclose(np.array(answer.json(), np.float32), expected, atol=1e-5)

@@ -82,4 +82,5 @@ def test_an_operator_that_is_left_out_stays_in_float32(quantizer: Quantizing) ->
     every = count_kernels(quantizer.apply(method))
     fewer = count_kernels(quantizer.apply(CompressMethod(method.kind, method.words, ("last",))))
     assert fewer.quantized == every.quantized - 1
+    assert len(fewer.left) == fewer.floating
     assert onnx.load(quantizer.program.path).graph.node[-1].name == "last"

@@ -97,11 +97,7 @@ def verify(
     a note says so. Raises BundleError, UsageError, RecipeError, CheckpointError, CaptureError.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
-    if checkpoint is not None and against is None:
-        raise UsageError(
-            "a checkpoint holds parameters, and without a recipe there is no model for them",
-            hint="add --against RECIPE",
-        )
+    _check_against(opened, against, checkpoint)
     wanted = [opened.program(format)] if format else list(opened.manifest.programs)
     closed = [entry.format for entry in wanted if entry.format in NATIVE and not native]
     if closed and format:
@@ -129,6 +125,20 @@ def verify(
     return Verified(
         path=opened.path, digest=opened.digest, against=name, seed=seed, programs=tuple(verdicts), notes=tuple(notes)
     )
+
+
+def _check_against(opened: Bundle, against: str | Path | Recipe | None, checkpoint: Location | None) -> None:
+    """Raises UsageError for an oracle that says nothing of this bundle."""
+    if checkpoint is not None and against is None:
+        raise UsageError(
+            "a checkpoint holds parameters, and without a recipe there is no model for them",
+            hint="add --against RECIPE",
+        )
+    if against is not None and "compression" in opened.lineage():
+        raise UsageError(
+            f"bundle '{opened.name}' is compressed: its answers were accepted within a budget, and are not the model's",
+            hint="leave out --against: the golden records have the tolerance that was accepted; or verify its parent",
+        )
 
 
 def _oracle(

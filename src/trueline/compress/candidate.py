@@ -36,6 +36,8 @@ class CompressedCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     quantized: int = 0
     floating: int = 0
     """Heavy kernels in the program as the runtime runs it."""
+    left: tuple[str, ...] = ()
+    """Names of the first operators that stay in float32."""
     timings: dict[int, Timing] = {}
     """By batch size."""
     vs_fp32: dict[int, float] = {}

@@ -54,7 +54,7 @@ def as_table(rows: Iterable[CompressedCandidate]) -> str:
     used = [at for at in range(len(HEADS)) if any(line[at] for line in lines[1:])]
     widths = [max(len(line[at]) for line in lines) for at in used]
     text = ["  ".join(line[at].ljust(width) for at, width in zip(used, widths, strict=True)).rstrip() for line in lines]
-    text += [f"  {row.name}: {row.why}" for row in ordered if row.why]
+    text += [f"  {row.name}: {reason}" for row in ordered if (reason := reasons(row))]
     return "\n".join(text)
 
 
@@ -73,10 +73,17 @@ def as_page(rows: Iterable[CompressedCandidate], facts: Mapping[str, Any]) -> st
         page.section("Lost metric over speed", plot(ordered, facts.get("budget_amount"))),
         page.section("Candidates", page.table(HEADS, [cells(row) for row in ordered])),
         page.section(
-            "Why not", page.table(("candidate", "reason"), [(row.name, row.why) for row in ordered if row.why])
+            "Notes", page.table(("candidate", "reason"), [(row.name, reasons(row)) for row in ordered if reasons(row)])
         ),
     ]
     return page.document(title, "".join(parts))
+
+
+def reasons(row: CompressedCandidate) -> str:
+    """Why the candidate is not offered, and which operators no kernel in int8 was found for."""
+    more = ", ..." if row.floating > len(row.left) else ""
+    left = f"in float32: {', '.join(row.left)}{more}" if row.quantized and row.left else ""
+    return "; ".join(part for part in (row.why, left) if part)
 
 
 def plot(rows: Sequence[CompressedCandidate], budget: float | None) -> str:

@@ -158,6 +158,7 @@ class Search:
         kernels = count_kernels(out)
         facts: dict[str, Any] = {
             "folder": place, "size_bytes": size_of(out), "quantized": kernels.quantized, "floating": kernels.floating,
+            "left": kernels.left,
         }  # fmt: skip
         fault = quantizer.find_fault(kernels)
         if fault:

@@ -27,3 +27,19 @@ def quantizer(request: pytest.FixtureRequest, trained: compressible.Compressible
         lambda: [{"input": compressible.images(32, seed)} for seed in (1, 2)],
     )
     return Quantizing(QUANTIZERS[request.param], program, trained.bundle)
+
+
+def test_weights_beside_the_program_are_quantized_too(trained: compressible.Compressible, tmp_path: Path) -> None:
+    import onnx
+
+    (tmp_path / "large").mkdir()
+    large = tmp_path / "large" / "model.onnx"
+    model = onnx.load(trained.bundle.program_path("onnx"))
+    onnx.save_model(model, large, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    program = ParentProgram(large, tmp_path / "work", lambda: [{"input": compressible.images(32)}])
+    program.work.mkdir()
+    for kind in ("static", "dynamic", "weights", "float16"):
+        found = Quantizing(QUANTIZERS[kind], program, trained.bundle)
+        path = found.apply(QUANTIZERS[kind].list_variants()[0])
+        assert found.answer(path).shape == (64, 10)
+    assert (large.parent / "model.onnx.data").is_file()

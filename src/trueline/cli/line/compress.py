@@ -1,5 +1,6 @@
 """`trueline compress`."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def command(bundle: str, checkpoint: str | None, **options: Any) -> Output:
     """
     from trueline.compress.api import compress
 
+    # Before torch is imported: threads of the eager model that wait would take the processor from what is timed beside.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     start = checkpoint_path(checkpoint) if checkpoint else None
     compressed = compress(Path(bundle), checkpoint=start, **options)
     return Output(compressed.as_text(), compressed.as_dict())

@@ -19,7 +19,7 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, s
 from onnxruntime.quantization.calibrate import HistogramCollector, TensorsData, create_calibrator
 
 from trueline.compress.apply.contract import ParentProgram
-from trueline.compress.apply.graph import fold, quiet
+from trueline.compress.apply.graph import fold, is_large, quiet
 from trueline.errors import CaptureError, DataError, first_line
 
 Floats = npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ BINS = 2048
 _ENTROPY_BINS = 512
 """The library's search for the least entropy takes seconds a tensor with more."""
 _PERCENTILE = 99.99
-_SHARES = np.linspace(0.2, 1.0, 41)
+_SHARES = np.linspace(0.3, 1.0, 15)
 _LEVELS = 255
 Histogram = tuple[Any, Any, Any, Any]
 """Counts, edges, smallest, largest."""
@@ -55,6 +55,7 @@ def _histograms(program: ParentProgram) -> dict[str, Histogram]:
             calibrator = create_calibrator(
                 fold(program), augmented_model_path=str(program.work / "watched.onnx"),
                 calibrate_method=CalibrationMethod.Percentile, extra_options={"num_bins": BINS, "symmetric": False},
+                use_external_data_format=is_large(program.path),
             )  # fmt: skip
             for batch in batches:
                 calibrator.collect_data(_OneBatch(batch))

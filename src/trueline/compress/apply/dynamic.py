@@ -9,7 +9,7 @@ from typing import final
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from trueline.compress.apply.contract import ParentProgram
-from trueline.compress.apply.graph import multiply, quiet
+from trueline.compress.apply.graph import is_large, multiply, quiet
 from trueline.compress.measure.kernels import Kernels
 from trueline.compress.method import CompressMethod
 from trueline.errors import CaptureError, first_line
@@ -30,6 +30,7 @@ class DynamicQuantizer:
                 quantize_dynamic(
                     multiply(program), out, op_types_to_quantize=_OPERATORS, weight_type=_WEIGHTS[method.words[0]],
                     per_channel=True, nodes_to_exclude=list(method.exclude),
+                    use_external_data_format=is_large(program.path),
                     extra_options={"MatMulConstBOnly": True},
                 )  # fmt: skip
         except Exception as error:

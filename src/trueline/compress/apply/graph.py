@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
@@ -42,8 +43,10 @@ def fold(program: ParentProgram) -> Path:
             onnxruntime.InferenceSession(str(program.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise CaptureError(f"ONNX Runtime does not open the program: {first_line(error)}") from error
+        copies = _copy_weights(program.path, out.parent)
         model = onnx.load(partial)
-        partial.unlink()
+        for written in (partial, *copies):
+            written.unlink()
         _name_nodes(model)
         add_pre_process_metadata(model)
         save(model, out)
@@ -73,6 +76,20 @@ def save(model: Any, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     large = sum(len(one.raw_data) for one in model.graph.initializer) > _LARGE
     onnx.save_model(model, str(out), save_as_external_data=large, location=f"{out.name}.data" if large else None)
+
+
+def is_large(path: Path) -> bool:
+    """Whether what is made of the program has to keep its weights beside it."""
+    return sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*")) > _LARGE
+
+
+def _copy_weights(path: Path, folder: Path) -> list[Path]:
+    """Copies the weights that lie beside the program: the rewritten one names them too, and onnx follows no link."""
+    made = []
+    for file in path.parent.glob(f"{path.name}.*"):
+        made.append(folder / file.name)
+        shutil.copyfile(file, made[-1])
+    return made
 
 
 def _name_nodes(model: Any) -> None:

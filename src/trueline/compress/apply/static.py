@@ -15,7 +15,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, 
 
 from trueline.compress.apply import calibrate
 from trueline.compress.apply.contract import ParentProgram
-from trueline.compress.apply.graph import fold, quiet
+from trueline.compress.apply.graph import fold, is_large, quiet
 from trueline.compress.measure.kernels import Kernels
 from trueline.compress.method import CompressMethod
 from trueline.errors import CaptureError, TruelineError, first_line
@@ -27,8 +27,8 @@ _ACTIVATIONS = {"u8s8": QuantType.QUInt8, "s8s8": QuantType.QInt8}
 class StaticQuantizer:
     def list_variants(self) -> Sequence[CompressMethod]:
         ways = (
-            ("u8s8", "minmax"), ("u8s8", "percentile"), ("u8s8", "mse"), ("u8s8", "entropy"), ("s8s8", "minmax"),
-            ("s8s8", "percentile"),
+            ("u8s8", "minmax"), ("u8s8", "percentile"), ("u8s8", "mse"), ("s8s8", "minmax"), ("s8s8", "percentile"),
+            ("u8s8", "entropy"),  # its search takes the longest
         )  # fmt: skip
         return [CompressMethod("static", words) for words in ways]
 
@@ -41,7 +41,7 @@ class StaticQuantizer:
                     fold(program), out, None, quant_format=QuantFormat.QDQ, per_channel=True,
                     activation_type=_ACTIVATIONS[signs], weight_type=QuantType.QInt8,
                     nodes_to_exclude=list(method.exclude), calibrate_method=CalibrationMethod.MinMax,
-                    calibration_cache_path=cache,
+                    calibration_cache_path=cache, use_external_data_format=is_large(program.path),
                     extra_options={"ActivationSymmetric": signs == "s8s8", "MatMulConstBOnly": True},
                 )  # fmt: skip
         except TruelineError:

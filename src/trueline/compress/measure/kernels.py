@@ -23,17 +23,20 @@ QUANTIZED = frozenset(
 FLOATING = frozenset(
     {"Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "ConvTranspose", "LSTM", "GRU"}
 )
+NAMED = 5
 HEAVY = frozenset({"Conv", "MatMul", "Gemm", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})
 """Operators that compress is about, as a captured program has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Heavy kernels of an opened program. `half`: weights that are stored in 16 bits."""
+    """Heavy kernels of an opened program. `half`: weights that are stored in 16 bits; `left`: names of the first
+    operators in float32."""
 
     quantized: int
     floating: int
     half: int = 0
+    left: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -51,11 +54,13 @@ def count_kernels(path: Path) -> Kernels:
             onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise BundleError(f"ONNX Runtime does not open it: {first_line(error)}") from error
-        counts = Counter(node.op_type for node in walk(onnx.load(rewritten, load_external_data=False).graph))
+        nodes = list(walk(onnx.load(rewritten, load_external_data=False).graph))
+    counts = Counter(node.op_type for node in nodes)
+    left = [f"{node.op_type} {node.name}".strip() for node in nodes if node.op_type in FLOATING]
     stored = onnx.load(path, load_external_data=False).graph.initializer
     half = sum(one.data_type in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16) for one in stored)
     return Kernels(
-        quantized=sum(counts[name] for name in QUANTIZED), floating=sum(counts[name] for name in FLOATING), half=half
+        quantized=sum(counts[name] for name in QUANTIZED), floating=len(left), half=half, left=tuple(left[:NAMED])
     )
 
 
