@@ -173,6 +173,9 @@ bench-large: $(STAMP)  ## kills, checkpoints and memory at 2, 60 and 300 million
 bench-hosts: $(STAMP)  ## sums between two hosts, strikes at jobs on them, the master's host, halt and resume; as root
 	$(BIN)/python bench/hosts.py $(BENCH)
 
+chaos-hosts: $(STAMP)  ## KILLS=300 strikes at workers, hosts, links, master and store of a job on two hosts: an hour; as root
+	$(BIN)/python bench/hosts.py --only strikes --strikes $(KILLS) $(BENCH)
+
 bench-ps: $(STAMP)  ## the parameter server beside torch's RPC, and what its death costs
 	$(BIN)/python -m bench.ps $(BENCH)
 
