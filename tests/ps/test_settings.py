@@ -1,0 +1,38 @@
+"""A job with parameter servers refuses the settings that it does not have, by name."""
+
+import pytest
+
+from trueline.errors import UsageError
+from trueline.train.settings import JobSettings, apply_overrides
+
+
+def settings_of(**wanted):
+    job = JobSettings(name="job", recipe="r.py", recipe_digest="", workers=2)
+    return apply_overrides(job, wanted, cores=2)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"bitwise": True}, {"autoscale": True}, {"ema": 0.9}, {"backend": "nccl"}, {"precision": "bf16"}, {"patience": 2},
+     {"listen": "127.0.0.1:0"}, {"readers": 2}],
+    ids=lambda wanted: next(iter(wanted)),
+)  # fmt: skip
+def test_what_servers_do_not_have_is_refused_by_its_option(wanted):
+    (name,) = wanted
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} does not apply to --strategy ps"):
+        settings_of(strategy="ps", **wanted)
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"servers": 2}, {"staleness": 1}, {"half_rows": True}], ids=lambda wanted: next(iter(wanted))
+)
+def test_what_only_servers_have_is_refused_without_them(wanted):
+    with pytest.raises(UsageError, match="does not apply to --strategy allreduce"):
+        settings_of(**wanted)
+
+
+def test_out_of_range_is_named_with_the_range():
+    with pytest.raises(UsageError, match="servers is 0, expected at least 1"):
+        settings_of(strategy="ps", servers=0)
+    with pytest.raises(UsageError, match="staleness is -2, expected at least -1"):
+        settings_of(strategy="ps", staleness=-2)
