@@ -96,9 +96,7 @@ class TrainingSettings(StepSettings, LoopSettings):
         -1, "A minibatch begins while at most this many others are under way; 0: synchronous steps of --batch records, "
         "-1: no bound.", section=_SERVERS, metavar="N", low=-1, recipe=True, fixed=True,
     )  # fmt: skip
-    half_rows: bool = setting(
-        False, "Rows and their gradients travel as float16.", section=_SERVERS, recipe=True
-    )
+    half_rows: bool = setting(False, "Rows and their gradients travel as float16.", section=_SERVERS, recipe=True)
     weights: str = setting(
         "", "Weights that the training starts from: a state_dict of torch.save, safetensors, a Hugging Face folder, a "
         "checkpoint or a job. They fit the model in every name and shape.",

@@ -351,9 +351,7 @@ def test_a_transfer_is_told_with_its_bytes_by_both_ends(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rank", "asked", "readers"),
-    [(0, [], 1), (1, [], 1), (2, [("b:1", 3)], 0), (3, [("a:1", 3)], 0)],
-    ids=str,
+    ("rank", "asked", "readers"), [(0, [], 1), (1, [], 1), (2, [("b:1", 3)], 0), (3, [("a:1", 3)], 0)], ids=str
 )
 def test_a_state_comes_from_a_member_of_the_same_host_where_there_is_one_that_has_it(monkeypatch, rank, asked, readers):
     member = Member(monkeypatch, [5, 5, -1, -1], rank, large=True, at=["a:1", "b:1", "b:2", "c:1"]).heal()
