@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts protos clean bench-compress
+.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts protos clean bench-compress
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker, prove, register, serve, compare
 	$(BIN)/trueline ship examples/digits/recipe.py
+
+demo-ps: $(STAMP)  ## a click log of two million records on parameter servers: kills, evaluation, capture, serving; four minutes
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/clicks/demo.py
 
 # quick: without most tests that start processes, export programs or open MLflow; they are marked slow.
 DEPTH ?= full
