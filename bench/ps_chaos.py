@@ -1,8 +1,8 @@
 """Random kills at jobs with parameter servers: `make chaos-ps KILLS=200`.
 
-Workers, servers and the master get SIGKILL at random moments, a second apart on average. A table with SGD and a gradient
-of -1 for each record counts how often each record was applied, outside of all that the job says of itself. Jobs follow
-each other until the kills are used up. Last comes one line of JSON.
+Workers, servers and the master get SIGKILL at random moments, a second apart on average. A table with SGD and a
+gradient of -1 for each record counts how often each record was applied, outside of all that the job says of itself.
+Jobs follow each other until the kills are used up. Last comes one line of JSON.
 """
 
 from __future__ import annotations
