@@ -331,6 +331,20 @@ CUBE = torch.sin(torch.arange(24.0)).reshape(2, 3, 4)
 IMAGE = torch.sin(torch.arange(210.0)).reshape(2, 3, 7, 5)
 
 
+@shows("onnx/kernels")
+def opens_no_where_of_int16() -> bool:
+    """Of ONNX Runtime: the operator has this dtype."""
+    kinds = {"c": TensorProto.BOOL, "a": TensorProto.INT16, "b": TensorProto.INT16, "y": TensorProto.INT16}
+    *values, result = (helper.make_tensor_value_info(name, kind, [2]) for name, kind in kinds.items())
+    graph = helper.make_graph([helper.make_node("Where", ["c", "a", "b"], ["y"])], "where", values, [result])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    try:
+        onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001 - the class is not public
+        return "NOT_IMPLEMENTED" in str(error)
+    return False
+
+
 @dataclass(frozen=True)
 class Case:
     """A call that torch.onnx cannot write, or writes so that it answers otherwise than torch."""
@@ -427,6 +441,7 @@ CASES: dict[Any, Case] = {
     _ATEN.upsample_nearest3d.vec: nearest(3),
     _ATEN.multinomial.default: of(lambda x: torch.multinomial(x, 6).sort(1)[0], torch.ones(2, 6)),
     torch.ops.higher_order.map_impl: of(lambda x: torch._higher_order_ops.map(lambda row: row * 2, x), R),
+    _ATEN.relu.default: of(torch.relu, (R * 9).to(torch.int64)),
 }
 """Operator of `onnx.translations.TRANSLATIONS` -> a call that needs the translation."""
 
