@@ -384,10 +384,10 @@ def test_a_server_needs_no_torch() -> None:
 
 
 def test_a_long_log_becomes_a_snapshot(servers: World) -> None:
-    """Three pushes of 100 MB."""
+    """Twelve pushes of 24 MB."""
     client = servers.client(servers.begin(1))
-    ids = np.arange(4_000_000)
-    for minibatch in range(3):
+    ids = np.arange(1_000_000)
+    for minibatch in range(12):
         rows = np.full((len(ids), 4), 1, np.float32)
         client.push(Gradients(0, minibatch, 1.0, (1.0,), {TABLE: (ids, rows)}, {"bias": np.zeros(3, np.float32)}))
         client.drain(120)
@@ -396,7 +396,7 @@ def test_a_long_log_becomes_a_snapshot(servers: World) -> None:
         servers.stats("server-0")
     servers.kill("server-0")
     servers.start("server-0")
-    assert set(client.pull({TABLE: ids[::1000]}, timeout_s=60).rows[TABLE].reshape(-1).tolist()) == {-3.0}
+    assert set(client.pull({TABLE: ids[::1000]}, timeout_s=60).rows[TABLE].reshape(-1).tolist()) == {-12.0}
     client.close()
 
 

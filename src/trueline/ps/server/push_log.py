@@ -108,8 +108,8 @@ class PushLog:
         """Whether a snapshot of a state of that many bytes is due."""
         if self._writing is not None:
             return False
-        if self.size > self._due[0]:
-            return self.size > state()
+        if self.size > self._due[0] and self.size > state():
+            return True
         return self.work_s > self._due[1] and self.work_s > WORK_S * state() / 1e9
 
     def begin_snapshot(self, dump: Callable[[], tuple[snapshot.Header, list[Array]]]) -> snapshot.ForkedWrite:
