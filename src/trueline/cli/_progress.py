@@ -129,7 +129,7 @@ _WORDS = {
     "server.started": "  {url} serves {model} version {version}",
 }
 _MINOR = {
-    "server.ready",
+    "server.ready", "servers.measured",
     "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
     "worker.receiving", "worker.received", "checkpoint.saved", "job.finished", "job.stopping", "capture.started",
     "program.emitted", "program.unfollowed", "record.suspected",

@@ -71,7 +71,7 @@ class PsMaster(JobShell):
         for ref in due:
             self.log("START", ref=ref)
             self.heard[ref] = self.now() + START_S  # it imports first
-            self.emit(f"{parse_ref(ref)[0]}.started", worker=ref)
+            self.emit("worker.started", worker=ref)
         if due:
             await self.order(lambda: self.engine.add([self.make_spec(ref) for ref in due]))
 

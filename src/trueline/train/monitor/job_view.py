@@ -46,7 +46,6 @@ _WORDS = {
     "job.scaled": "from {before} to {workers} workers: {why}",
     "job.failed": "the job failed: {why}",
     "job.finished": "the job is finished",
-    "server.started": "{worker} starts",
     "servers.scaling": "from {before} to {servers} parameter servers: rows move",
     "servers.scaled": "{servers} parameter servers from now on",
     "cut.broken": "a checkpoint or a move of rows is tried again: {why}",
