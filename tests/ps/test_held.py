@@ -1,5 +1,6 @@
 """What a server holds: each minibatch counts once, whatever is repeated, and however rows are divided."""
 
+import dataclasses
 import random
 
 import msgspec
@@ -299,3 +300,47 @@ def test_rowwise_adagrad_keeps_one_number_a_row():
                    dense=[np.zeros(15, np.float32), np.zeros(2, np.float32)]))  # fmt: skip
     after = held.pull([("user", np.array([1]))], dense=False)[0][0]
     np.testing.assert_allclose(before - after, 0.5 * gradient / np.sqrt(7.5), rtol=1e-6)
+
+
+def push_of(minibatch, ids, rows):
+    return Push(epoch=0, minibatch=minibatch, part=0, parts=1, weight=1.0, lrs=(0.1, 1.0),
+                tables=[("user", np.array(ids), np.array(rows, np.float32).repeat(4).reshape(-1, 4))],
+                dense=[np.zeros(15, np.float32), np.zeros(2, np.float32)])  # fmt: skip
+
+
+def test_a_push_evicts_no_row_that_it_changes_itself():
+    held = Servers(1, spec_of(max_rows=2, evict="lru", optimizer=SGD, init="zeros")).held[0]
+    held.push(push_of(0, [1, 2], [1.0, 1.0]))
+    held.push(push_of(1, [-5, 1, 2], [10.0, 1.0, 1.0]))
+    values = held.pull([("user", np.array([-5, 1, 2]))], dense=False)[0][0][:, 0]
+    assert (values.tolist(), held.stats[0].refused) == ([0.0, -2.0, -2.0], 1)
+    held.push(push_of(2, [-5, 2], [10.0, 1.0]))
+    values = held.pull([("user", np.array([-5, 1, 2]))], dense=False)[0][0][:, 0]
+    assert values.tolist() == [-10.0, 0.0, -3.0]
+
+
+def test_what_was_used_last_is_known_after_a_move():
+    spec = spec_of(max_rows=2, evict="lru", optimizer=SGD, init="zeros")
+    held, other = Servers(1, spec).held[0], Servers(1, spec).held[0]
+    for minibatch, one in enumerate((1, 2, 1)):
+        held.push(push_of(minibatch, [one], [1.0]))
+    header, arrays = held.export(range(1024))
+    other.take(header, [one.copy() for one in arrays])
+    other.push(push_of(3, [9], [1.0]))
+    values = other.pull([("user", np.array([1, 2, 9]))], dense=False)[0][0][:, 0]
+    assert values.tolist() == [-2.0, 0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lrs": (0.1, float("nan"))}, "the learning rates are"),
+        ({"weight": float("inf")}, "with weight inf"),
+        ({"tables": [("user", np.array([4, 4]), np.ones((2, 4), np.float32))]}, "are not unique"),
+    ],
+    ids=["lr", "weight", "ids"],
+)
+def test_a_push_that_makes_no_sense_is_refused(change, message):
+    held = Servers(1).held[0]
+    with pytest.raises(GradientError, match=message):
+        held.check(dataclasses.replace(push_of(0, [1], [1.0]), **change))

@@ -99,7 +99,9 @@ class Held:
         """Raises GradientError for what `push` cannot apply."""
         if len(push.lrs) != len(self.spec.groups):
             raise GradientError(f"{len(push.lrs)} learning rates, expected {len(self.spec.groups)}")
-        if not 0 <= push.part < push.parts or not push.weight > 0:
+        if not np.isfinite(push.lrs).all():
+            raise GradientError(f"the learning rates are {push.lrs}, expected finite numbers")
+        if not 0 <= push.part < push.parts or not 0 < push.weight < np.inf:
             raise GradientError(f"part {push.part} of {push.parts} with weight {push.weight}")
         for name, ids, rows in push.tables:
             dim = self._table(name).spec.dim
@@ -109,6 +111,8 @@ class Held:
                 raise GradientError(
                     f"table {name}: gradients are {rows.dtype} {rows.shape}, expected float32 {(len(ids), dim)}"
                 )
+            if len(ids) > 1 and not (ids[1:] > ids[:-1]).all() and len(np.unique(ids)) < len(ids):
+                raise GradientError(f"table {name}: the ids of a push are not unique", hint="sum their gradients first")
             if not np.isfinite(rows.sum(dtype=np.float64)):
                 self._refuse_rows(name, ids, rows)
         self._dense.check(push.dense)

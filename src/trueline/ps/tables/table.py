@@ -72,7 +72,7 @@ class ServerTable:
         places = self._index.find(ids)
         missing = np.flatnonzero(places < 0)
         if missing.size:
-            made = missing[self._admit(ids[missing])]
+            made = missing[self._admit(ids[missing], places[places >= 0])]
             places[made] = self._make(ids[made])
             kept = places >= 0
             if not kept.all():
@@ -87,8 +87,8 @@ class ServerTable:
         for slot, values in zip(self._state, state, strict=True):
             slot[places] = values
 
-    def _admit(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of these ids, that have no row, get one now."""
+    def _admit(self, ids: Ids, busy: Places) -> npt.NDArray[np.bool_]:
+        """Which of these ids without a row get one now. `busy`: places of rows that this push changes, which stay."""
         admitted = np.ones(len(ids), bool)
         if self.spec.admit_after:
             for at, one in enumerate(ids.tolist()):
@@ -99,17 +99,22 @@ class ServerTable:
             wanted = np.flatnonzero(admitted)
             lacking = self.rows + len(wanted) - self.most
             if lacking > 0 and self.spec.evict:
-                lacking -= self._evict(min(lacking, self.rows))
+                lacking -= self._evict(lacking, busy)
             if lacking > 0:
                 admitted[wanted[len(wanted) - lacking :]] = False
         return admitted
 
-    def _evict(self, count: int) -> int:
-        """Drops the `count` rows that were used longest ago, or least; of equal ones those of the smallest ids."""
+    def _evict(self, count: int, busy: Places) -> int:
+        """Drops the `count` rows that were used longest ago, or least; of equal ones those of the smallest ids. Returns
+        how many there were beside the `busy` ones."""
         assert self._used_at is not None
         live = self._live()
         if live is None:
             live = np.arange(self._end)
+        live = live[~np.isin(live, busy)]
+        count = min(count, len(live))
+        if not count:
+            return 0
         used = self._used_at[live]
         candidates = live if count == len(live) else live[used <= np.partition(used, count - 1)[count - 1]]
         order = np.lexsort((self._ids[candidates], self._used_at[candidates]))
@@ -195,6 +200,8 @@ class ServerTable:
                 self._index.add(ids[missing], where[missing])
         for own, given in zip(self._all(), arrays, strict=True):
             own[where] = given
+        if self._used_at is not None and self.spec.evict == "lru" and len(ids):
+            self._clock = max(self._clock, int(arrays[-1].max()))
 
     def describe(self) -> dict[str, Any]:
         """What the arrays do not say, for a dump."""
