@@ -51,10 +51,17 @@ class ServerLink:
         return (await self.request(Call.STATS, timeout_s=timeout_s)).read(ServerReport)
 
     async def configure(
-        self, spec: ModelSpec, routing: Routing, restore: tuple[str, ...] = (), timeout_s: float = 300.0
+        self,
+        spec: ModelSpec,
+        routing: Routing,
+        restore: tuple[str, ...] = (),
+        *,
+        fresh: bool = False,
+        timeout_s: float = 300.0,
     ) -> None:
-        """May be repeated. `restore`: the files of all servers of a checkpoint, from which it takes its part."""
-        await self.request(Call.CONFIGURE, Configure(spec, routing, restore), timeout_s=timeout_s)
+        """May be repeated. `restore`: the files of all servers of a checkpoint, from which it takes its part; `fresh`:
+        it forgets what it holds."""
+        await self.request(Call.CONFIGURE, Configure(spec, routing, restore, fresh), timeout_s=timeout_s)
 
     async def begin_cut(self, id: int, keys: Mapping[int, Runs], timeout_s: float = 60.0) -> None:
         """Returns when the server has applied `keys`. The cut ends with `end_cut`, and when this connection does."""

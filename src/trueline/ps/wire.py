@@ -63,6 +63,8 @@ class Configure(msgspec.Struct, frozen=True, array_like=True):
     routing: Routing
     restore: tuple[str, ...] = ()
     """Files that SAVE wrote, of all servers of a checkpoint: a server takes what the routing gives it."""
+    fresh: bool = False
+    """It is about to get rows: what it holds, of an earlier time or of a move that came to nothing, is forgotten."""
 
 
 class Initialize(msgspec.Struct, frozen=True, array_like=True):

@@ -5,16 +5,20 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from trueline import files
 from trueline.errors import DiskFull, TrainError, TruelineError
+from trueline.ps.link import ServerLink
 from trueline.ps.master import cuts
 from trueline.ps.master.report import certify
 from trueline.ps.master.shell import SAVER, JobShell
+from trueline.ps.messages import ServerReport
 
 TRIES = 3
+LONGEST_S = 10.0
+"""Between two tries while cuts break."""
 RESULT, FACTS = "checkpoint.json", "facts.json"
 """What the saver leaves in the folder of the parts, and what it finds there."""
 
@@ -37,6 +41,7 @@ class Checkpoints:
         self._exit: asyncio.Future[tuple[bool, str]] | None = None
         self._ref = ""
         self._failures = 0
+        self._broken, self._retry_at = 0, 0.0
 
     @property
     def step(self) -> int:
@@ -49,9 +54,24 @@ class Checkpoints:
         folder = self.folder / f"step-{self.step}"
         return tuple(str(path) for path in sorted(folder.glob("*.part"))) if self.step >= 0 else ()
 
-    def next_number(self) -> int:
-        self._master.cuts += 1
-        return self._master.cuts
+    @contextlib.asynccontextmanager
+    async def cut(self) -> AsyncIterator[tuple[dict[str, ServerLink], list[ServerReport]]]:
+        """A cut of all servers, with their links and what they say. Raises CutBroken."""
+        master = self._master
+        async with master.cutting, contextlib.AsyncExitStack() as stack:
+            ledger, routing = master.ledger, master.routing
+            assert ledger is not None
+            assert routing is not None
+            links, keys = {ref: master.link(ref) for ref in routing.servers}, ledger.outstanding()
+            master.cuts += 1
+            ledger.set_fence(keys)
+            try:
+                beginning = cuts.cut(links, master.cuts, keys, max(cuts.REACH_S, ledger.reach_s))
+                reports = await stack.enter_async_context(beginning)
+            finally:
+                ledger.set_fence(None)
+                master.wake()
+            yield links, reports
 
     @property
     def _due(self) -> bool:
@@ -71,6 +91,8 @@ class Checkpoints:
         if self._writing is not None and not self._writing.done():
             return
         if self._due:
+            if master.now() < self._retry_at:
+                return
             self._writing = master.spawn(self._write())
         elif master.ledger.finished and master.phase == "running":
             await self._conclude()
@@ -81,11 +103,13 @@ class Checkpoints:
             step = await self._save_parts()
             if step > self.step:
                 await self._assemble(step)
-            master.wanted = False
+            master.wanted, self._broken = False, 0
             if master.halting:
                 await self._stop(master.halting, 0.0)
         except (cuts.CutBroken, OSError) as error:  # a server went away, in the cut or while it wrote
             master.emit("cut.broken", why=str(error))
+            self._broken += 1
+            self._retry_at = master.now() + min(LONGEST_S, 0.25 * 2.0 ** (self._broken - 1))
             await self._settle()
         except DiskFull as error:
             master.emit("disk.full", what="checkpoint", path=str(self.folder), free="", why=error.message,
@@ -99,21 +123,16 @@ class Checkpoints:
 
     async def _save_parts(self) -> int:
         """The steps that the parts contain."""
-        master = self._master
-        assert master.routing is not None
-        assert master.ledger is not None
-        links = {ref: master.link(ref) for ref in master.routing.servers}
-        async with cuts.cut(links, self.next_number(), master.ledger.outstanding()):
-            stats = [await link.stats() for link in links.values()]
-            steps = {one.steps for one in stats}
-            if len(steps) != 1 or len({json.dumps(sorted(one.applied.items())) for one in stats}) != 1:
-                raise TrainError(
-                    f"the servers have applied {sorted(steps)} steps in one cut", hint="please report this with the job"
-                )
-            step = steps.pop()
-            folder = self.folder / f"step-{step}"
-            if step > self.step:
+        async with self.cut() as (links, reports):
+            steps = sorted({one.steps for one in reports})
+            step, folder = steps[0], self.folder / f"step-{steps[0]}"
+            if len(steps) == 1 and step > self.step:
+                shutil.rmtree(folder, ignore_errors=True)  # of a cut that broke, perhaps of other servers
                 paths = await cuts.save(links, folder)
+        if len(steps) > 1:
+            raise TrainError(
+                f"the servers have applied {steps} steps in one cut", hint="please report this with the job"
+            )
         if step > self.step:
             await asyncio.gather(*(links[ref].wait_saved(path) for ref, path in paths.items()))
         return step

@@ -18,11 +18,11 @@ import numpy as np
 
 from trueline.errors import TruelineError
 from trueline.ps.link import ServerLink
-from trueline.ps.messages import BUCKETS, ModelSpec, Routing, Runs
+from trueline.ps.messages import BUCKETS, ModelSpec, Routing, Runs, ServerReport
 from trueline.ps.partition import move_buckets, owners_of
 
 REACH_S = 10.0
-"""How long servers may take to apply what is under way; then the cut is given up, and tried again later."""
+"""How long servers may at least take to apply what is under way; then the cut is given up, and tried again later."""
 STAGE = 128
 """Buckets that move in one cut: training waits for as long as these take."""
 
@@ -32,12 +32,21 @@ class CutBroken(Exception):
 
 
 @contextlib.asynccontextmanager
-async def cut(links: Mapping[str, ServerLink], number: int, keys: Mapping[int, Runs]) -> AsyncIterator[None]:
-    """Within the block all servers of `links` have applied the same: all of `keys`. Raises CutBroken."""
+async def cut(
+    links: Mapping[str, ServerLink], number: int, keys: Mapping[int, Runs], reach_s: float = REACH_S
+) -> AsyncIterator[list[ServerReport]]:
+    """Within the block all servers of `links` have applied the same: all of `keys`. Servers are in one cut at a time.
+    Gives what they say. Raises CutBroken."""
     try:
-        async with asyncio.timeout(REACH_S):
-            await asyncio.gather(*(link.begin_cut(number, keys, REACH_S) for link in links.values()))
-        yield
+        try:
+            async with asyncio.timeout(reach_s):
+                await asyncio.gather(*(link.begin_cut(number, keys, reach_s) for link in links.values()))
+        except TimeoutError:
+            raise CutBroken(f"what is under way was not applied within {reach_s:.0f} s") from None
+        reports = await asyncio.gather(*(link.stats() for link in links.values()))
+        if any(one.applied != reports[0].applied for one in reports):  # of a lease of an earlier master
+            raise CutBroken("the servers do not have the same minibatches yet")
+        yield reports
     except (OSError, TimeoutError, TruelineError) as error:
         raise CutBroken(f"{type(error).__name__}: {error}") from error
     finally:
@@ -84,10 +93,14 @@ async def move(
     `links` has the servers of both."""
     for ref in after.servers:
         if ref not in before.servers:
-            await links[ref].configure(spec, after)
+            await links[ref].configure(spec, after, fresh=True)
     gaining = await _copy(links, before, after)
     keep(after)
     await spread(links, after, first=gaining)
+    for ref in before.servers:
+        if ref not in after.servers:
+            with contextlib.suppress(OSError, TruelineError):  # it refuses clients that have the old routing
+                await links[ref].route(after)
 
 
 async def _copy(links: Mapping[str, ServerLink], before: Routing, after: Routing) -> list[str]:

@@ -5,6 +5,7 @@ and when one may begin: without a bound, while few enough others are under way, 
 master makes it again from what the servers say; what was under way is leased again, and servers that have it ignore it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +16,8 @@ from trueline.ps.messages import Runs
 from trueline.ps.tables.applied import count, intersect
 from trueline.train.membership.leases import Leases, replay
 
-MOST = 8
-"""Minibatches of one lease: a death costs those that were not pushed, a cut waits for them."""
+MOST, LONGEST_S = 8, 2.0
+"""Minibatches and seconds of one lease: a death costs those that were not pushed, a cut waits for them."""
 
 
 class MinibatchGrid(Struct, frozen=True, kw_only=True):
@@ -98,6 +99,8 @@ class MinibatchLedger:
     epoch: int = 0
     _leases: Leases = field(init=False)
     _incarnation: int = 0
+    _begun: int = 0  # minibatches before it may have reached a server
+    _fence: dict[int, Runs] | None = None
 
     def __post_init__(self) -> None:
         if self.grid.num_records < 1:
@@ -107,10 +110,26 @@ class MinibatchLedger:
     def _begin_epoch(self, epoch: int, done: Runs = ()) -> None:
         self.epoch = epoch
         self._incarnation += 1
+        self._begun = max((stop for _, stop in done), default=0)
         head = ("LEASES", {"epoch": epoch, "incarnation": self._incarnation, "num_records": self.grid.minibatches})
         rows = [("DONE", {"epoch": epoch, "start": start, "stop": stop}) for start, stop in done]
+        rates = self._leases.rates if self._incarnation > 1 else {}
         self._leases = replay([head, *rows], epoch=epoch, num_records=self.grid.minibatches, lease_s=self.lease_s)
-        self._leases.most = MOST if self.staleness < 0 else 1
+        self._leases.rates = rates
+        self._pace()
+
+    def _pace(self) -> None:
+        """Leases of slow workers are short."""
+        slowest = min(self._leases.rates.values(), default=math.inf)
+        most = MOST if self.staleness < 0 and self._fence is None else 1
+        self._leases.most = most if slowest == math.inf else max(1, min(most, int(slowest * LONGEST_S)))
+
+    @property
+    def reach_s(self) -> float:
+        """How long a cut may have to wait for what is under way: each worker has a lease, and has read ahead in a
+        second one."""
+        slowest = min(self._leases.rates.values(), default=math.inf)
+        return 4.0 * self._leases.most / slowest
 
     @property
     def finished(self) -> bool:
@@ -145,9 +164,16 @@ class MinibatchLedger:
         if self._leases.next_free is None or not self._may_begin(self._leases.next_free):
             return None
         lease = self._leases.lease(worker, now)
-        return None if lease is None else Grant(lease.token, self.epoch, lease.start, lease.stop)
+        if lease is None:
+            return None
+        self._begun = max(self._begun, lease.stop)
+        return Grant(lease.token, self.epoch, lease.start, lease.stop)
 
     def _may_begin(self, minibatch: int) -> bool:
+        if self._fence is not None:
+            within = self._fence.get(self.epoch, ())
+            if not any(start <= minibatch < stop for start, stop in within):
+                return False
         if self.staleness < 0:
             return True
         if self.staleness == 0:
@@ -156,7 +182,10 @@ class MinibatchLedger:
 
     def commit(self, grant: int, epoch: int, upto: int, now: float) -> bool:
         """Commits minibatches before `upto`, which all servers have acknowledged; False: the lease is lost."""
-        return epoch == self.epoch and self._leases.commit(grant, upto, now) is not None
+        if epoch != self.epoch or self._leases.commit(grant, upto, now) is None:
+            return False
+        self._pace()
+        return True
 
     def beat(self, worker: str, now: float) -> None:
         self._leases.beat(worker, now)
@@ -170,14 +199,25 @@ class MinibatchLedger:
         return self._leases.expire(now)
 
     def outstanding(self) -> dict[int, Runs]:
-        """The minibatches that may be under way, which a cut waits for; all of a synchronous step that has begun."""
-        runs = self._leases.outstanding
+        """The minibatches that some server may have and another may lack, which a cut waits for: what is leased, and
+        what dead workers have left. All of a synchronous step that has begun."""
+        under_way = sorted([*self._leases.outstanding, *self._leases.free])
+        runs = [(start, min(stop, self._begun)) for start, stop in under_way if start < self._begun]
         if self.staleness == 0:
             first = self.grid.step_of(self._leases.oldest) * self.grid.pieces
             last = min(first + self.grid.pieces, self.grid.minibatches)
             begun = any(first < stop and start < last for start, stop in (*runs, *self.done))
             runs = [(first, last)] if begun else []
         return {self.epoch: tuple(runs)} if runs else {}
+
+    @property
+    def is_fenced(self) -> bool:
+        return self._fence is not None
+
+    def set_fence(self, keys: dict[int, Runs] | None) -> None:
+        """Until it is None again, only these minibatches are leased: a cut begins, and not every server knows yet."""
+        self._fence = keys
+        self._pace()
 
     def restore(self, applied: Sequence[dict[int, Runs]]) -> int:
         """Takes what all servers have as done, and leases everything else again; returns how many minibatches of this
@@ -188,5 +228,7 @@ class MinibatchLedger:
                 done = intersect(done, one.get(epoch, ()))
             if count(done) < self.grid.minibatches or epoch == self.epochs - 1:
                 self._begin_epoch(epoch, done)
+                reached = (stop for one in applied for _, stop in one.get(epoch, ()))
+                self._begun = max(reached, default=0)
                 return count(done)
         return 0

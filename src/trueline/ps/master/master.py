@@ -26,7 +26,7 @@ from trueline.ps.master.ledger import MinibatchLedger
 from trueline.ps.master.report import describe, summarize
 from trueline.ps.master.shell import SAVER, SERVER, TICK_S, WORKER, JobShell
 from trueline.ps.messages import Routing, ServerReport
-from trueline.ps.partition import make_routing
+from trueline.ps.partition import make_routing, move_buckets
 from trueline.ps.tasks import CommitRequest, Join
 from trueline.train.master.journal import Journal
 from trueline.train.master.publisher import NamedEvent
@@ -46,7 +46,7 @@ class PsMaster(JobShell):
     ) -> None:
         super().__init__(job, job_dir, journal, engine, secret, now)
         self._step_logged, self._journal_at = -1, 0.0
-        self._settling, self._scaling = asyncio.Lock(), asyncio.Lock()
+        self._scaling = asyncio.Lock()
         self.checkpoints = Checkpoints(self, settle=self.settle, stop=self.stop, conclude=self.conclude)
 
     # processes
@@ -58,8 +58,8 @@ class PsMaster(JobShell):
             if seen.alive and role in (WORKER, SERVER):
                 (self.workers if role == WORKER else self.servers).adopt(seen.ref)
                 self.heard[seen.ref] = self.now()
-        if self.routing is not None:  # more servers are added once those are there
-            self.servers.count = len(self.routing.servers)
+        if self.routing is not None:  # those that will be added or taken are there as well
+            self.servers.count = max(self.wanted_servers, len(self.routing.servers))
         await self.start_due()
         if self.routing is not None:
             self.spawn(self.settle())
@@ -139,19 +139,9 @@ class PsMaster(JobShell):
 
     async def settle(self) -> None:
         """Configures servers that have started, and takes from all of them what is done; waits until all are there."""
-        async with self._settling:
-            assert self.spec is not None
-            while not self.stopped.is_set() and not self.failed:
-                assert self.routing is not None
-                try:
-                    stats = await asyncio.gather(*(self._configure(ref) for ref in self.routing.servers))
-                    break
-                except (OSError, TimeoutError):
-                    await asyncio.sleep(0.05)  # a server is away: the engine starts it
-                except TruelineError as error:
-                    self.fail(error.code, error.message, error.hint)
-                    return
-            else:
+        async with self.cutting:
+            stats = await self._configure_all()
+            if not stats:
                 return
             self.stats |= {one.ref.partition(".")[0]: one for one in stats}
             applied = [one.applied for one in stats]
@@ -169,6 +159,23 @@ class PsMaster(JobShell):
                 self.emit("view.published", generation=1, workers=len(self.workers.alive), why="the servers are there")
             self.ready.set()
             self.wake()
+
+    async def _configure_all(self) -> list[ServerReport]:
+        """What all servers of the routing hold; nothing at the end of the job."""
+        while not self.stopped.is_set() and not self.failed:
+            assert self.routing is not None
+            asked = (self._configure(ref) for ref in self.routing.servers)
+            found = await asyncio.gather(*asked, return_exceptions=True)  # all have ended
+            errors = [one for one in found if isinstance(one, BaseException)]
+            if not errors:
+                return [one for one in found if isinstance(one, ServerReport)]
+            for error in errors:
+                if isinstance(error, TruelineError):
+                    self.fail(error.code, error.message, error.hint)
+                elif not isinstance(error, OSError):
+                    raise error
+            await asyncio.sleep(0.05)  # a server is away: the engine starts it
+        return []
 
     def _lacks(self, applied: list[Any]) -> bool:
         """Whether a server lacks minibatches that are committed: it lost its log. They are trained again."""
@@ -188,8 +195,8 @@ class PsMaster(JobShell):
         if stats.routing < 0:
             await link.configure(self.spec, self.routing, self.checkpoints.parts)
             stats = await link.stats()
+        await link.route(self.routing)  # also if it has it: a move that came to nothing ends with that
         if stats.routing < self.routing.version:
-            await link.route(self.routing)
             stats = await link.stats()
         self.servers.note_progress(stats.ref)
         self.heard[stats.ref] = self.now()
@@ -279,27 +286,36 @@ class PsMaster(JobShell):
         assert self.routing is not None
         assert self.spec is not None
         wanted = [f"{SERVER}-{number}" for number in range(count)]
-        if list(self.routing.servers) == wanted:
+        if move_buckets(self.routing, wanted, self.spec.dense).owners == self.routing.owners:
+            self.servers.count = count
             return
         self.servers.count = max(count, len(self.routing.servers))
         await self.start_due()
         self.emit("servers.scaling", before=len(self.routing.servers), servers=count)
+        for ref in wanted:
+            await self._wait_for(ref)
         for stage in cuts.plan_stages(self.routing, wanted, self.spec):
             await self._move(stage)
         self.servers.count = count
         self.emit("servers.scaled", servers=count)
 
+    async def _wait_for(self, ref: str) -> None:
+        """Until it answers: before, there is no need for a cut."""
+        while not self.stopped.is_set() and not self.failed:
+            with contextlib.suppress(OSError):
+                await self.link(ref).stats()
+                return
+            await asyncio.sleep(0.05)
+
     async def _move(self, stage: Routing) -> None:
-        while not self.stopped.is_set():
+        while not self.stopped.is_set() and not self.failed:
             assert self.routing is not None
             assert self.spec is not None
-            assert self.ledger is not None
             if self.routing.version >= stage.version:
                 return
-            links = {ref: self.link(ref) for ref in self.routing.servers}
-            both = links | {ref: self.link(ref) for ref in stage.servers}
             try:
-                async with cuts.cut(links, self.checkpoints.next_number(), self.ledger.outstanding()):
+                async with self.checkpoints.cut() as (links, _):
+                    both = links | {ref: self.link(ref) for ref in stage.servers}
                     await cuts.move(both, self.routing, stage, self.spec, self.set_routing)
                 return
             except cuts.CutBroken as error:

@@ -70,7 +70,8 @@ class TasksService:
             if master.ready.is_set() and master.ledger is not None:
                 if master.ledger.finished:
                     return _encode(LeaseReply(finished=master.phase == "finished", step=master.ledger.steps))
-                grant = None if master.halting else master.ledger.lease(request.ref, master.now())
+                ends = master.halting and not master.ledger.is_fenced  # of a cut that begins, leases are still needed
+                grant = None if ends else master.ledger.lease(request.ref, master.now())
                 if grant is not None:
                     return _encode(LeaseReply(grant.token, grant.epoch, grant.start, grant.stop, master.ledger.steps))
             left = until - master.now()
@@ -135,6 +136,7 @@ class OperatorService(pb_grpc.MasterServicer):
         if request.servers:
             if not master.ready.is_set():
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the servers are not all there; try again")
+            master.set_servers(request.servers)
             master.spawn(master.scale_servers(request.servers))
         return pb.Ack(committed=master.ledger.steps if master.ledger else 0)
 
@@ -169,6 +171,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     master = PsMaster(job, job_dir, journal, engine, secret, clock.monotonic_s)
     if folder.read_master() is None:  # the launcher starts or resumes the job, and not only its master
         master.workers.count = job.workers
+        master.set_servers(job.servers)
     live = page.Page(job_dir, page.token_of(secret))
     master.publisher.hook = live.add_event
     server = grpc.aio.server(interceptors=[SecretInterceptor(secret, master.fail_unexpectedly)], options=OPTIONS)
@@ -179,8 +182,8 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     folder.write_master(MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url))
     await master.adopt()
     background = [master.spawn(master.run_engine()), master.spawn(master.run_clock())]
-    if master.routing is not None and len(master.routing.servers) != job.servers:
-        background.append(master.spawn(rescale(master, job.servers)))
+    if master.routing is not None:
+        background.append(master.spawn(rescale(master)))
     shown = MasterRecord(address=master.address, pid=os.getpid(), page=await live.open(page_port, master.emit))
     folder.write_master(shown)
     await master.stopped.wait()
@@ -194,10 +197,11 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     return 0
 
 
-async def rescale(master: PsMaster, servers: int) -> None:
-    """A resumed job gets the number of servers in its settings."""
+async def rescale(master: PsMaster) -> None:
+    """A resumed job gets the number of servers in its settings, and a restarted master ends what its predecessor
+    began."""
     await master.ready.wait()
-    await master.scale_servers(servers)
+    await master.scale_servers(master.wanted_servers)
 
 
 def main() -> None:

@@ -48,6 +48,7 @@ class JobShell:
         self.publisher = EventPublisher(self.folder.events)
         self.workers = Slots(WORKER, job.workers, job.max_failures + 2)
         self.servers = Slots(SERVER, job.servers, job.max_failures + 2)
+        self.wanted_servers = job.servers
         self.checkpoint_path, self.checkpoint_step = "", -1
         self.spec: ModelSpec | None = None
         self.routing: Routing | None = None
@@ -75,6 +76,8 @@ class JobShell:
         self.stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.cuts = 0
+        self.cutting = asyncio.Lock()
+        """Servers are in a cut, or learn what they have: one at a time, or what one moves the other drops."""
         self.wanted = False
         """An operator asks for a checkpoint."""
         for kind, body in journal.rows():
@@ -97,6 +100,8 @@ class JobShell:
                 self.checkpoint_path, self.checkpoint_step = body["path"], body["step"]
             case "SCALE":
                 self.workers.count = body["workers"]
+            case "PS_SCALE":
+                self.wanted_servers = body["servers"]
 
     def emit(self, name: str, **fields: Any) -> None:
         self.publisher.publish([(name, fields)])
@@ -166,6 +171,12 @@ class JobShell:
     async def kill(self, ref: str, why: str) -> None:
         self.emit("worker.killed", worker=ref, why=why)
         await self.order(lambda: self.engine.kill(ref))
+
+    def set_servers(self, count: int) -> None:
+        """Notes how many servers the job shall have, for a successor too. Raises StorageError."""
+        if count != self.wanted_servers:
+            self.log("PS_SCALE", servers=count)
+            self.wanted_servers = count
 
     def set_routing(self, routing: Routing) -> None:
         """Raises StorageError: what is not in the journal does not happen."""

@@ -80,7 +80,7 @@ class Holding:
 
     def check_configure(self, body: Configure) -> bool:
         """Whether it is news. Raises SpecChanged when the server holds another model."""
-        if self._held is None:
+        if self._held is None or body.fresh:
             self._index_in(body.routing)
             return True
         if body.spec != self.spec:
@@ -116,7 +116,7 @@ class Holding:
             raise FrameError(f"a log has a frame of kind {frame.kind.name}, which changes nothing")
 
     def configure(self, spec: ModelSpec, routing: Routing) -> None:
-        self.spec, self.routing = spec, routing
+        self.spec, self.routing, self.is_moving = spec, routing, False
         self._held = Held(spec, routing, self._index_in(routing))
 
     def restore(self, body: Configure) -> None:

@@ -196,7 +196,7 @@ class Held:
         parts = self._dense.dump() if dense else []
         header: dict[str, Any] = {
             "steps": self.steps, "applied": [(epoch, list(runs)) for epoch, runs in self.list_applied().items()],
-            "columns": columns, "dense": [facts for facts, _ in parts], "initialized": dense and self.initialized,
+            "columns": columns, "dense": [facts for facts, _ in parts], "initialized": self.initialized,
             "moved": not whole,
         }  # fmt: skip
         for _, of in parts:
