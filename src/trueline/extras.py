@@ -20,6 +20,7 @@ EXTRA_OF = {
     "wandb": "wandb",
     "sqlalchemy": "sql",
     "PIL": "images",
+    "torch_pruning": "prune",
 }
 """Import name of a package: the extra of pyproject.toml that installs it. A test compares both."""
 

@@ -18,10 +18,10 @@ from worlds import bundles
 ROOT = Path(__file__).parents[2]
 DISTRIBUTION = {
     "PIL": "pillow", "google": "protobuf", "grpc": "grpcio", "opentelemetry": "opentelemetry-sdk", "yaml": "pyyaml",
-    "prometheus_client": "prometheus-client",
+    "prometheus_client": "prometheus-client", "torch_pruning": "torch-pruning",
 }  # fmt: skip
 """By import name, where they differ."""
-COME_ALONG = {"onnx_ir": "a dependency of onnxscript", "_typeshed": "read by type checkers alone"}
+COME_ALONG = {"onnx_ir": "a dependency of onnxscript", "pandas": "a dependency of mlflow", "_typeshed": "read by type checkers alone"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -164,7 +164,7 @@ def test_a_cut_queues_other_pushes_and_answers_pulls(servers: World) -> None:
         client.push(gradients(0))
         client.push(gradients(5))
         while [(await link.stats()).queued for link in links] != [1, 1]:
-            await asyncio.sleep(0.01)
+            pass  # the answer comes from another process
         assert not any(task.done() for task in begun)
         assert values(client) == {-1.0}
         client.push(gradients(1))
@@ -194,7 +194,7 @@ def test_a_cut_ends_with_the_connection_of_its_master(servers: World) -> None:
         await link.begin_cut(1, {})
         client.push(gradients(0))
         while not (await link.stats()).queued:
-            await asyncio.sleep(0.01)
+            pass  # the answer comes from another process
         await link.close()
 
     asyncio.run(cut())

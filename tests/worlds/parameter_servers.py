@@ -20,6 +20,7 @@ from trueline.ps.client import Gradients, PsClient
 from trueline.ps.link import ServerLink
 from trueline.ps.messages import DenseSpec, ModelSpec, OptimizerSpec, Routing, ServerReport, TableSpec
 from trueline.ps.partition import make_routing
+from worlds.waiting import until_reached
 
 SECRET = b"the secret of a test"
 TABLE, DIM = "items", 4
@@ -89,12 +90,7 @@ class World:
         async def run() -> _T:
             link = ServerLink(self.addresses, ref, SECRET)
             try:
-                async with asyncio.timeout(30):
-                    while True:
-                        try:
-                            return await question(link)
-                        except ConnectionError:
-                            await asyncio.sleep(0.02)
+                return await until_reached(lambda: question(link), f"an answer of {ref}")
             finally:
                 await link.close()
 

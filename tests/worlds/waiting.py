@@ -10,7 +10,7 @@ import asyncio
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
@@ -35,6 +35,16 @@ async def until_async(condition: Callable[[], T], what: str | Callable[[], objec
         if found := condition():
             return found
         await asyncio.sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+async def until_reached(ask: Callable[[], Awaitable[T]], what: str | Callable[[], object]) -> T:
+    """The first answer of `ask`, which raises ConnectionError as long as nothing listens."""
+    for pause_s in _pauses(what):
+        try:
+            return await ask()
+        except ConnectionError:
+            await asyncio.sleep(pause_s)
     raise AssertionError("unreachable")
 
 

@@ -15,7 +15,9 @@ import msgspec
 from trueline import events, files
 from trueline.bundle import Bundle, open_bundle
 from trueline.compress.derive.plan import DerivePlan, kind_of, parse_amounts
-from trueline.compress.method import TARGETS, UNCHANGED, Budget, CompressMethod, Target, parse_budget, parse_method
+from trueline.compress.method import (
+    BY_DEFAULT, MINUTES, TARGETS, UNCHANGED, Budget, CompressMethod, Target, parse_budget, parse_method,
+)  # fmt: skip
 from trueline.errors import BudgetMissed, BundleError, StorageError, UsageError, closest, join_names
 
 if TYPE_CHECKING:
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location
 
-MINUTES = 15.0
-BY_DEFAULT = "accuracy=1%"
 TEMPERATURE = 2.0
 """Of a teacher's answers."""
 

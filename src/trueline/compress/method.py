@@ -15,6 +15,10 @@ from trueline.errors import UsageError, closest, join_names
 
 Target = Literal["latency", "size", "memory"]
 TARGETS: tuple[Target, ...] = get_args(Target)
+BY_DEFAULT = "accuracy=1%"
+"""The budget of a search for which none was named."""
+MINUTES = 15.0
+"""After which a search tries no further candidate."""
 CONFIDENCE = 0.95
 """Of the one-sided bound of what is lost."""
 _SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "mape", "perplexity", "nll", "wer", "cer")

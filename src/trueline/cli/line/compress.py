@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from trueline.cli.options import Output, checkpoint_path, overwrite_option, verb
-from trueline.compress.api import BY_DEFAULT, MINUTES
-from trueline.compress.method import TARGETS
+from trueline.compress.method import BY_DEFAULT, MINUTES, TARGETS
 
 _EXAMPLES = """
 trueline compress digits.bundle --budget accuracy=1% --target latency

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from trueline.capture.model.arguments import as_arguments
-from trueline.errors import CaptureError, MissingPackage, first_line
+from trueline.errors import CaptureError, first_line
+from trueline.extras import naming_extras
 from trueline.recipe.eager_mode import as_trained
 
 _UNSAFE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.LayerNorm, nn.GroupNorm, nn.Embedding, nn.PReLU)
@@ -28,12 +29,8 @@ _HEADS = ("num_heads", "n_heads", "num_attention_heads", "nhead", "n_head")
 def remove_channels(model: nn.Module, example: Any, share: float) -> nn.Module:
     """`model` without the `share` of the channels of each group that weigh least; its outputs have the shapes that they
     had. Raises MissingPackage, CaptureError with the reason where nothing can be removed."""
-    try:
+    with naming_extras():
         import torch_pruning as pruning
-    except ImportError as error:
-        raise MissingPackage(
-            "pruning of channels needs torch-pruning, which is not installed", hint="pip install 'trueline[prune]'"
-        ) from error
     before, count = _shapes(model, example), _count(model)
     try:
         whole = copy.deepcopy(model)
