@@ -21,7 +21,11 @@ DISTRIBUTION = {
     "prometheus_client": "prometheus-client", "torch_pruning": "torch-pruning",
 }  # fmt: skip
 """By import name, where they differ."""
-COME_ALONG = {"onnx_ir": "a dependency of onnxscript", "pandas": "a dependency of mlflow", "_typeshed": "read by type checkers alone"}
+COME_ALONG = {
+    "onnx_ir": "a dependency of onnxscript",
+    "pandas": "a dependency of mlflow",
+    "_typeshed": "read by type checkers alone",
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -16,7 +16,15 @@ from trueline import events, files
 from trueline.bundle import Bundle, open_bundle
 from trueline.compress.derive.plan import DerivePlan, kind_of, parse_amounts
 from trueline.compress.method import (
-    BY_DEFAULT, MINUTES, TARGETS, UNCHANGED, Budget, CompressMethod, Target, parse_budget, parse_method,
+    BY_DEFAULT,
+    MINUTES,
+    TARGETS,
+    UNCHANGED,
+    Budget,
+    CompressMethod,
+    Target,
+    parse_budget,
+    parse_method,
 )  # fmt: skip
 from trueline.errors import BudgetMissed, BundleError, StorageError, UsageError, closest, join_names
 
