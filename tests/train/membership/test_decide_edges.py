@@ -42,6 +42,39 @@ def test_after_the_end_of_a_job_nothing_that_happens_means_anything(phase):
     assert (world.state.generation, world.state.workers) == (1, 3)
 
 
+def break_for(world: World, minutes: float, times: int) -> World:
+    """The group breaks `times` times, evenly over the time, with all members in each."""
+    for _ in range(times):
+        world.now += 60 * minutes / times
+        world.happen(*(h.Entered(ref, world.state.generation, world.state.committed) for ref in world.state.view))
+        broken(world)
+    return world
+
+
+def test_a_group_that_breaks_for_ten_minutes_while_all_live_ends_the_job_with_the_last_error():
+    world = break_for(broken(running()), 9.9, 50)
+    assert (world.state.phase, world.state.generation) == ("running", 52)
+    world.now += 6.1
+    [failed] = broken(world).of(h.FailJob)
+    assert (failed.code, world.state.phase) == ("train", "failed")
+    assert failed.why == (
+        "the group of workers broke 52 times in 600 s, after step 5, while all of its members lived; "
+        "last: worker-0.0 cannot use generation 52: reset by peer"
+    )
+
+
+def test_groups_that_break_seldom_end_no_job_however_long_no_step_is_applied():
+    world = break_for(broken(running()), 60.0, 8)
+    assert world.state.phase == "running"
+    assert broken(world).of(h.FailJob)
+
+
+@pytest.mark.parametrize("between", [h.Heartbeat(B, 6), h.Death(C, "killed")])
+def test_a_step_or_a_death_begins_the_count_of_broken_groups_anew(between):
+    world = break_for(broken(running()), 9.9, 50).happen(between)
+    assert break_for(broken(world), 9.9, 50).state.phase == "running"
+
+
 def test_a_job_is_finished_once_all_members_of_its_newest_view_are_done():
     world = broken(running())
     world.happen(h.Finished(A, 1), h.Finished(B, 1), h.Finished(C, 1))

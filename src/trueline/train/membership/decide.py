@@ -10,7 +10,7 @@ docs/concepts/generation.md. The state changes in place.
 from trueline.engine.contract import parse_ref
 from trueline.train.membership import events as h
 from trueline.train.membership.events import Action
-from trueline.train.membership.health import count_stranded, find_overdue, forgive, lose_workers, retry
+from trueline.train.membership.health import break_group, count_stranded, find_overdue, forgive, lose_workers, retry
 from trueline.train.membership.poison import suspect
 from trueline.train.membership.state import Member, MembershipPolicy, State, fill, form, settle
 
@@ -76,7 +76,7 @@ def _apply_worker_event(
         case h.GroupBroken():  # also unreleased: a master that came back may not know that the group was released
             if event.generation != state.generation:
                 return []
-            return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", forced=True)
+            return break_group(state, event, now, policy)
 
 
 def scale_fault(workers: int, policy: MembershipPolicy) -> str:

@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 
 from trueline.engine.contract import parse_ref
-from trueline.train.membership.events import Action, Death, FailJob, Log
+from trueline.train.membership.events import Action, Death, FailJob, GroupBroken, Log
 from trueline.train.membership.poison import accuse, note_deaths
-from trueline.train.membership.state import Failures, Member, MembershipPolicy, State, fill, form, join_refs
+from trueline.train.membership.state import Breaks, Failures, Member, MembershipPolicy, State, fill, form, join_refs
 
 BUSY = ("reading", "computing")
 FADE = 0.99  # factor of `State.silence_s` at each tick (0.25 s): half is left after 17 s
@@ -33,6 +33,7 @@ def lose_workers(state: State, deaths: Sequence[Death], now: float, policy: Memb
             return actions
     note_deaths(state, [member for member, _ in in_view])
     if in_view:
+        state.broken = None  # what they died of may have broken the groups before
         refs = [member.ref for member, _ in in_view]
         reason = f"{join_refs(refs)} {'is' if len(refs) == 1 else 'are'} gone: {in_view[0][1]}"
         actions += form(state, reason, forced=True)
@@ -69,6 +70,22 @@ def _blame(state: State, death: Death, member: Member | None, now: float, policy
         state.phase = "failed"
         return [FailJob("train", why)]
     return _quarantine(state, death.ref, why, now, policy)
+
+
+def break_group(state: State, event: GroupBroken, now: float, policy: MembershipPolicy) -> list[Action]:
+    """Forms the group anew, or ends a job whose living members can never use one: their backend is at fault, or no
+    packet passes between their hosts, and each worker answers the master as if all were well."""
+    why = f"{event.ref} cannot use generation {event.generation}: {event.why}"
+    before = state.broken
+    if before is None or before.since_step != state.committed:
+        before = Breaks(0, state.committed, now)
+    state.broken = Breaks(before.count + 1, before.since_step, before.since)
+    lasted_s = now - before.since
+    if state.broken.count < policy.breaks or lasted_s < policy.broken_s:
+        return form(state, why, forced=True)
+    state.phase = "failed"
+    times = f"the group of workers broke {state.broken.count} times in {lasted_s:.0f} s, after step {state.committed}"
+    return [FailJob("train", f"{times}, while all of its members lived; last: {why}")]
 
 
 def _count_crash(state: State, death: Death, now: float, policy: MembershipPolicy) -> list[Action]:

@@ -36,6 +36,9 @@ class MembershipPolicy:
     spell_s: float = 600.0
     """Time in which twice as many failures of one slot, after steps of its own, put it into quarantine if all others
     together have less than half as many."""
+    breaks: int = 10
+    """Groups that break in a row, with no step and no death between them and for `broken_s` at least, end the job."""
+    broken_s: float = 600.0  # longer than a network that recovers by itself usually takes
     set_aside: int = 100  # records that may be set aside; one more ends the job
     still_s: float = 30.0  # a member that gets no byte of its state for longer is given up
     quarantine_s: float = 30.0  # of a slot for the first time; doubled each time, at most four times
@@ -106,6 +109,15 @@ class Failures:
     until: float  # when the slot may be filled again
 
 
+@dataclass(frozen=True, slots=True)
+class Breaks:
+    """Groups of living members that broke in a row."""
+
+    count: int
+    since_step: int  # steps that the job had applied at the first of them
+    since: float
+
+
 @dataclass(slots=True, kw_only=True)
 class State:
     workers: int  # slots to fill: 0 to workers - 1
@@ -137,6 +149,7 @@ class State:
     """Reason of records set aside, without their numbers -> the steps applied when each was."""
     places: dict[int, str] = field(default_factory=dict)  # where these records lie: part, file, record in it
     committed: int = 0  # steps known to be applied
+    broken: Breaks | None = None  # since the last step and the last death of a member
     died_at: int = -1  # steps applied when a member last died in a group
     checkpoint: str = ""
     checkpoint_step: int = -1
