@@ -1,7 +1,9 @@
 """Promises of jobs with parameter servers: whatever dies, each record counts once. The model counts them itself."""
 
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -124,23 +126,41 @@ def test_synchronous_steps_are_those_of_the_allreduce_strategy(tmp_path):
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_servers_are_added_and_taken_while_training_goes_on(tmp_path):
-    scaled = []
+class Scaler(Killer):
+    """Asks for the next number of servers 30 steps after it got the one before; kills `victim` in the middle of each
+    move: when the first of several new routings is in the journal."""
 
-    class Scaler(Killer):
-        def __call__(self, name, fields):
-            super().__call__(name, fields)
-            if name == "servers.scaled":
-                scaled.append(fields["servers"])
-            for done, servers in ((0, 3), (1, 2)):
-                if self.steps >= 10 and len(scaled) == done and servers not in self.asked:
-                    self.asked.append(servers)
-                    ask = partial(jobs.scale, self.job.path, servers=servers)
-                    threading.Thread(target=ask, daemon=True).start()
+    def __init__(self, job_dir, numbers, victim=""):
+        super().__init__(job_dir, [])
+        self.numbers, self.victim, self.reached, self.asked, self.mark, self.struck = numbers, victim, 0, 0, 0, 0
 
-    scaler = Scaler(tmp_path / "job", [])
-    scaler.asked = []
+    def __call__(self, name, fields):
+        super().__call__(name, fields)
+        if name == "servers.scaling" and self.victim and self.struck < self.asked:
+            self.struck = self.asked
+            threading.Thread(target=self.strike, args=[self.count_routings()], daemon=True).start()
+        if name == "servers.scaled" and fields["servers"] == self.numbers[self.asked - 1]:
+            self.reached, self.mark = self.asked, self.steps
+        if self.asked == self.reached < len(self.numbers) and self.steps >= self.mark + 30:
+            self.asked += 1
+            ask = partial(jobs.scale, self.job.path, servers=self.numbers[self.reached])
+            threading.Thread(target=ask, daemon=True).start()
+
+    def count_routings(self):
+        with contextlib.closing(sqlite3.connect(f"file:{self.job.journal}?mode=ro", uri=True)) as journal:
+            return journal.execute("SELECT count(*) FROM log WHERE kind = 'PS_ROUTING'").fetchone()[0]
+
+    def strike(self, before):
+        until(lambda: self.count_routings() > before, "no new routing")
+        os.kill(self.find(self.victim), signal.SIGKILL)
+        self.killed.append(self.victim)
+
+
+@pytest.mark.parametrize("victim", ["", "master", "server-0"])
+def test_servers_are_taken_and_come_back_while_training_goes_on_whoever_dies_meanwhile(tmp_path, victim):
+    scaler = Scaler(tmp_path / "job", [3, 2, 3, 2], victim)
     with events.listening(scaler):
-        found = train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2, epochs=12)
-    assert scaled == [3, 2]
-    assert count_wrong(found, epochs=12) == 0
+        found = train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2, epochs=24)
+    assert (scaler.reached, len(scaler.killed)) == (4, 4 if victim else 0)
+    assert found.summary.exactly_once
+    assert count_wrong(found, epochs=24) == 0
