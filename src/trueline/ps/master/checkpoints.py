@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from trueline import files
 from trueline.errors import DiskFull, TrainError, TruelineError
@@ -95,14 +96,15 @@ class Checkpoints:
                 return
             self._writing = master.spawn(self._write())
         elif master.ledger.finished and master.phase == "running":
-            await self._conclude()
+            with contextlib.suppress(OSError):  # a server is away: once more when the engine has started it
+                await self._conclude()
 
     async def _write(self) -> None:
         master = self._master
         try:
-            step = await self._save_parts()
+            step, certificates = await self._save_parts()
             if step > self.step:
-                await self._assemble(step)
+                await self._assemble(step, certificates)
             master.wanted, self._broken = False, 0
             if master.halting:
                 await self._stop(master.halting, 0.0)
@@ -121,8 +123,8 @@ class Checkpoints:
             if self._failures >= TRIES:
                 master.fail(error.code, f"the checkpoint cannot be written: {error.message}", error.hint)
 
-    async def _save_parts(self) -> int:
-        """The steps that the parts contain."""
+    async def _save_parts(self) -> tuple[int, list[dict[str, Any]]]:
+        """The steps that the parts contain, and their certificates."""
         async with self.cut() as (links, reports):
             steps = sorted({one.steps for one in reports})
             step, folder = steps[0], self.folder / f"step-{steps[0]}"
@@ -135,11 +137,11 @@ class Checkpoints:
             )
         if step > self.step:
             await asyncio.gather(*(links[ref].wait_saved(path) for ref, path in paths.items()))
-        return step
+        return step, certify(self._master.grid, reports)
 
-    async def _assemble(self, step: int) -> None:
+    async def _assemble(self, step: int, certificates: list[dict[str, Any]]) -> None:
         master, folder = self._master, self.folder / f"step-{step}"
-        facts = {"certificates": certify(master, step), "evaluations": []}
+        facts = {"certificates": certificates, "evaluations": []}
         files.write_atomic(folder / FACTS, json.dumps(facts).encode())
         self._exit = asyncio.get_running_loop().create_future()
         self._ref = f"{SAVER}-0.{step}{self._incarnation:03d}"

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from trueline.errors import UsageError
 from trueline.ps.messages import Runs
-from trueline.ps.tables.applied import count, intersect
+from trueline.ps.tables.applied import count, find_common
 from trueline.train.membership.leases import Leases, replay
 
 MOST, LONGEST_S = 8, 2.0
@@ -68,6 +68,14 @@ class MinibatchGrid(Struct, frozen=True, kw_only=True):
         start = step * self.batch + part * self.size
         stop = min(start + self.size, (step + 1) * self.batch, self.num_records)
         return start, stop, part, self.parts_of(step)
+
+    def count_records(self, done: Runs) -> int:
+        """Records of these minibatches.
+
+        >>> MinibatchGrid(num_records=10, batch=4, parts=2).count_records(((0, 3), (4, 5)))
+        8
+        """
+        return sum(self.locate(stop - 1)[1] - self.locate(start)[0] for start, stop in done)
 
     def steps_in(self, done: Runs) -> int:
         """Whole steps among these minibatches."""
@@ -222,10 +230,9 @@ class MinibatchLedger:
     def restore(self, applied: Sequence[dict[int, Runs]]) -> int:
         """Takes what all servers have as done, and leases everything else again; returns how many minibatches of this
         epoch are done. `applied`: what each server has applied, by epoch."""
+        common = find_common(applied)
         for epoch in range(self.epochs):
-            done = applied[0].get(epoch, ())
-            for one in applied[1:]:
-                done = intersect(done, one.get(epoch, ()))
+            done = common.get(epoch, ())
             if count(done) < self.grid.minibatches or epoch == self.epochs - 1:
                 self._begin_epoch(epoch, done)
                 reached = (stop for one in applied for _, stop in one.get(epoch, ()))

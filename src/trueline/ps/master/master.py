@@ -324,9 +324,11 @@ class PsMaster(JobShell):
                 await self.settle()
 
     async def conclude(self) -> None:
-        """All minibatches are done and the last checkpoint is written."""
+        """All minibatches are done and the last checkpoint is written. Raises OSError if a server is away."""
         assert self.ledger is not None
-        summary = summarize(self)
+        assert self.routing is not None
+        reports = await asyncio.gather(*(self.link(ref).stats(SILENT_S) for ref in self.routing.servers))
+        summary = summarize(self, reports)
         files.write_atomic(self.folder.summary, json.dumps(summary, indent=1).encode())
         self.log("END", summary=summary)
         self.phase = "finished"

@@ -1,35 +1,40 @@
 """The job in numbers: for `trueline status`, for the summary, and for the certificates of its checkpoints."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from trueline.ps.master.ledger import MinibatchGrid
 from trueline.ps.master.shell import JobShell
-from trueline.ps.tables.applied import count
+from trueline.ps.messages import ServerReport
+from trueline.ps.tables.applied import count, find_common
 
 RATE_S = 10.0
 COUNTED = "minibatch by minibatch at every server"
 
 
-def certify(master: JobShell, step: int) -> list[dict[str, Any]]:
-    """What was applied of each epoch, as all servers say. -1: records are not tallied one by one."""
-    grid, found = master.grid, []
-    for epoch in range(master.job.epochs):
-        steps = min(max(step - epoch * grid.steps, 0), grid.steps)
-        if steps:
-            records = min(steps * grid.batch, grid.num_records)
-            found.append({"epoch": epoch, "steps": steps, "records": records, "digest": 0, "tally_min": -1,
-                          "tally_max": -1, "reduction": "mean"})  # fmt: skip
-    return found
+def certify(grid: MinibatchGrid, reports: Sequence[ServerReport]) -> list[dict[str, Any]]:
+    """What all servers have applied of each epoch, by their own account, which is in the log of their pushes beside the
+    rows. -1: records are not tallied one by one."""
+    applied = find_common([one.applied for one in reports])
+    return [
+        {
+            "epoch": epoch, "steps": grid.steps_in(runs), "records": grid.count_records(runs), "digest": 0,
+            "tally_min": -1, "tally_max": -1, "reduction": "mean",
+        }
+        for epoch, runs in sorted(applied.items())
+        if runs
+    ]  # fmt: skip
 
 
-def summarize(master: JobShell) -> dict[str, Any]:
-    """The finished job, for users and for the bundle's lineage."""
+def summarize(master: JobShell, reports: Sequence[ServerReport]) -> dict[str, Any]:
+    """The finished job, for users and for the bundle's lineage; `reports` are of its servers at the end."""
     job, ledger = master.job, master.ledger
     assert ledger is not None
     return {
         "name": job.name, "epochs": job.epochs, "steps": ledger.steps, "records": master.num_records,
         "global_batch": job.global_batch, "workers_started": master.workers.started, "generations": 1,
-        "regroups": [], "certificates": certify(master, ledger.steps), "checkpoint": master.checkpoint_path,
+        "regroups": [], "certificates": certify(master.grid, reports), "checkpoint": master.checkpoint_path,
         "evaluations": [], "best": None, "reading_s": 0.0, "steps_s": 0.0, "stopped_early": False, "set_aside": [],
         "quarantined": [], "counted": COUNTED, "servers_started": master.servers.started,
         "servers": [master.describe_server(ref) for ref in sorted(master.stats)],

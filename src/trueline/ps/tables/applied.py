@@ -1,7 +1,7 @@
 """Which minibatches of each epoch a server has applied, as ranges. Pure."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from trueline.ps.messages import Runs
 
@@ -62,3 +62,15 @@ def intersect(one: Runs, other: Runs) -> Runs:
         else:
             j += 1
     return tuple(found)
+
+
+def find_common(applied: Sequence[Mapping[int, Runs]]) -> dict[int, Runs]:
+    """What all of these have, by epoch.
+
+    >>> find_common([{0: ((0, 5),), 1: ((0, 2),)}, {0: ((0, 4),)}])
+    {0: ((0, 4),), 1: ()}
+    """
+    common = dict(applied[0])
+    for one in applied[1:]:
+        common = {epoch: intersect(runs, one.get(epoch, ())) for epoch, runs in common.items()}
+    return common
