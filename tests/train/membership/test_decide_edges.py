@@ -70,7 +70,7 @@ def test_groups_that_break_seldom_end_no_job_however_long_no_step_is_applied():
 
 
 @pytest.mark.parametrize("between", [h.Heartbeat(B, 6), h.Death(C, "killed")])
-def test_a_step_or_a_death_begins_the_count_of_broken_groups_anew(between):
+def test_a_step_or_a_death_begins_the_count_of_broken_groups_again(between):
     world = break_for(broken(running()), 9.9, 50).happen(between)
     assert break_for(broken(world), 9.9, 50).state.phase == "running"
 

@@ -73,7 +73,7 @@ def _blame(state: State, death: Death, member: Member | None, now: float, policy
 
 
 def break_group(state: State, event: GroupBroken, now: float, policy: MembershipPolicy) -> list[Action]:
-    """Forms the group anew, or ends a job whose living members can never use one: their backend is at fault, or no
+    """Forms the group again, or ends a job whose living members can never use one: their backend is at fault, or no
     packet passes between their hosts, and each worker answers the master as if all were well."""
     why = f"{event.ref} cannot use generation {event.generation}: {event.why}"
     before = state.broken
