@@ -74,6 +74,24 @@ def test_workers_servers_and_the_master_die_and_each_record_counts_once(tmp_path
     assert count_wrong(found) == 0
 
 
+class LateKiller(Killer):
+    """Kills a server when the last checkpoint is there, before the job ends."""
+
+    def __call__(self, name, fields):
+        super().__call__(name, fields)
+        if name == "checkpoint.saved" and fields["step"] == 2 * RECORDS // 16 and not self.killed:
+            os.kill(self.find("server-0"), signal.SIGKILL)
+            self.killed.append("server-0")
+
+
+def test_a_server_that_dies_after_the_last_checkpoint_is_counted_when_it_is_back(tmp_path):
+    killer = LateKiller(tmp_path / "job", [])
+    with events.listening(killer):
+        found = train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2)
+    assert killer.killed == ["server-0"]
+    assert found.summary.exactly_once
+
+
 class Halter(Killer):
     """Halts the job after a number of steps, as `trueline halt` does."""
 

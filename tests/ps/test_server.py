@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from trueline.ps.partition import make_routing
 from trueline.ps.server import snapshot
 from trueline.ps.wire import HEAD, FrameError
 from worlds.parameter_servers import IDS, SECRET, SPEC, TABLE, World, gradients, values, world
+from worlds.waiting import until_told
 
 pytestmark = pytest.mark.slow
 
@@ -153,6 +155,10 @@ def test_a_client_waits_for_a_server_that_is_away_and_names_it(servers: World) -
     client.close()
 
 
+async def count_queued(link: ServerLink) -> int:
+    return (await link.stats()).queued
+
+
 def test_a_cut_queues_other_pushes_and_answers_pulls(servers: World) -> None:
     routing = servers.begin(2)
     client = servers.client(routing, outstanding=4)
@@ -163,8 +169,8 @@ def test_a_cut_queues_other_pushes_and_answers_pulls(servers: World) -> None:
         await asyncio.gather(*(link.stats() for link in links))  # the cuts have begun
         client.push(gradients(0))
         client.push(gradients(5))
-        while [(await link.stats()).queued for link in links] != [1, 1]:
-            pass  # the answer comes from another process
+        for link in links:
+            await until_told(partial(count_queued, link), "a queued push")
         assert not any(task.done() for task in begun)
         assert values(client) == {-1.0}
         client.push(gradients(1))
@@ -193,8 +199,7 @@ def test_a_cut_ends_with_the_connection_of_its_master(servers: World) -> None:
         link = ServerLink(servers.addresses, "server-0", SECRET)
         await link.begin_cut(1, {})
         client.push(gradients(0))
-        while not (await link.stats()).queued:
-            pass  # the answer comes from another process
+        await until_told(partial(count_queued, link), "a queued push")
         await link.close()
 
     asyncio.run(cut())

@@ -48,6 +48,15 @@ async def until_reached(ask: Callable[[], Awaitable[T]], what: str | Callable[[]
     raise AssertionError("unreachable")
 
 
+async def until_told(ask: Callable[[], Awaitable[T]], what: str | Callable[[], object]) -> T:
+    """The first true answer of `ask`."""
+    for pause_s in _pauses(what):
+        if found := await ask():
+            return found
+        await asyncio.sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
 def _pauses(what: str | Callable[[], object]) -> Iterator[float]:
     ends, pause_s = time.monotonic() + LIMIT_S, 0.001
     while time.monotonic() < ends:

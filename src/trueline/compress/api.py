@@ -25,7 +25,7 @@ from trueline.compress.method import (
     Target,
     parse_budget,
     parse_method,
-)  # fmt: skip
+)
 from trueline.errors import BudgetMissed, BundleError, StorageError, UsageError, closest, join_names
 
 if TYPE_CHECKING:

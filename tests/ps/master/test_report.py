@@ -1,8 +1,12 @@
 """A certificate counts what the servers have applied, not what the master believes."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
-from trueline.ps.master.ledger import MinibatchGrid
+from trueline.ps.master.ledger import MinibatchGrid, MinibatchLedger
+from trueline.ps.master.master import PsMaster
 from trueline.ps.master.report import certify
 from trueline.ps.messages import ServerReport
 from trueline.train.api import JobSummary
@@ -42,3 +46,16 @@ def test_a_minibatch_that_one_server_lacks_is_not_certified(lacking):
 def test_a_step_of_several_minibatches_counts_when_it_is_whole_and_records_count_at_once(runs, steps, records):
     [one] = certificates({0: runs}, grid=MinibatchGrid(num_records=103, batch=10, parts=3))
     assert (one["steps"], one["records"]) == (steps, records)
+
+
+def test_a_job_does_not_end_on_the_word_of_a_server_that_has_begun_again_and_holds_nothing_yet():
+    async def stats(_: float) -> ServerReport:
+        return ServerReport(ref="server-0.1", pid=1, routing=-1, initialized=False, steps=0)
+
+    rows = []
+    master = SimpleNamespace(
+        ledger=MinibatchLedger(grid=GRID, epochs=1), routing=SimpleNamespace(servers=("server-0",), version=1),
+        link=lambda ref: SimpleNamespace(stats=stats), phase="running", log=lambda kind, **body: rows.append(kind),
+    )  # fmt: skip
+    asyncio.run(PsMaster.conclude(master))
+    assert (master.phase, rows) == ("running", [])

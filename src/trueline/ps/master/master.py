@@ -328,6 +328,8 @@ class PsMaster(JobShell):
         assert self.ledger is not None
         assert self.routing is not None
         reports = await asyncio.gather(*(self.link(ref).stats(SILENT_S) for ref in self.routing.servers))
+        if any(one.routing < self.routing.version for one in reports):
+            return  # it has begun again, and holds nothing until it is configured; this is called at the next tick too
         summary = summarize(self, reports)
         files.write_atomic(self.folder.summary, json.dumps(summary, indent=1).encode())
         self.log("END", summary=summary)
