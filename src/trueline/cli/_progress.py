@@ -35,6 +35,7 @@ _COUNTS = {
     "evaluation.advanced": ("evaluating", "done", "total"),
     "prediction.advanced": ("predicting", "done", "total"),
     "comparison.advanced": ("comparing", "done", "total"),
+    "ranges.measured": ("measuring the ranges of inputs", "done", "total"),
     "sensitivity.advanced": ("looking for the operators to blame", "done", "total"),
 }
 """Events that count: the bar's label, the field of the count and the field of its end.
@@ -129,7 +130,7 @@ _WORDS = {
     "server.started": "  {url} serves {model} version {version}",
 }
 _MINOR = {
-    "server.ready", "servers.measured",
+    "server.ready", "servers.measured", "workers.measured",
     "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
     "worker.receiving", "worker.received", "checkpoint.saved", "job.finished", "job.stopping", "capture.started",
     "program.emitted", "program.unfollowed", "record.suspected",

@@ -14,7 +14,7 @@ import msgspec
 
 from trueline import events, files
 from trueline.bundle import Bundle, open_bundle
-from trueline.compress.derive.plan import DerivePlan, kind_of, parse_amounts
+from trueline.compress.derive.plan import RATE, SHORTER, DerivePlan, kind_of, parse_amounts
 from trueline.compress.method import (
     BY_DEFAULT,
     MINUTES,
@@ -86,6 +86,7 @@ def compress(
     quantize: Sequence[str] = (),
     prune: str | None = None,
     distill: str | Path | None = None,
+    qat: bool = False,
     checkpoint: Location | None = None,
     minutes: float = MINUTES,
     overwrite: bool = False,
@@ -95,25 +96,25 @@ def compress(
     Candidates are judged on the recipe's evaluation records; `recipe` is looked for by its digest when left out.
     `budget` says how much of a metric may be lost (`accuracy=1%`: 0.01, with 95 % confidence), 1 % of accuracy by
     default. `target` is what to make small. `quantize` names ways by hand (`static`, `static:s8s8,entropy`).
-    `prune` (`conv=0.2,linear=0.4`: masks; `channels=0.3`: a smaller model) starts from `checkpoint`, looked for by its
-    digest, and trains a third of the recipe's epochs at a tenth of its learning rate. `distill` is the recipe of a
-    student, which learns from the bundle's answers too. Both are captured and proven like a new model, then quantized:
-    by `quantize`, or, with a budget, in every way. Without a budget the best of what was named is sealed whatever it
-    loses. After `minutes` no further candidate is tried. A call that was killed continues in OUT.search, which also
-    holds the best so far.
+    `prune` (`conv=0.2,linear=0.4`: masks; `channels=0.3`: a smaller model) starts from `checkpoint`, looked for by
+    its digest, and trains a third of the recipe's epochs at a tenth of its learning rate. `qat` trains as long from
+    there with weights and inputs rounded to int8. `distill` is the recipe of a student, which learns from the
+    bundle's answers too. Each is captured and proven like a new model, then quantized: by `quantize`, or, with a
+    budget, in every way. Without a budget the best of what was named is sealed whatever it loses. After `minutes`
+    no further candidate is tried. A call that was killed continues in OUT.search, which also holds the best so far.
 
     Raises BudgetMissed with the table of all candidates when none keeps the budget, UsageError, RecipeError, DataError,
     BundleError, StorageError, and what training and capture raise. The parent is never changed; nothing is then left
     at `out`.
     """
-    by_hand = bool(quantize or prune or distill)
+    by_hand = bool(quantize or prune or distill or qat)
     methods, wanted = _check(quantize, target, minutes), _read_budget(budget, by_hand=by_hand)
     amounts = parse_amounts(prune) if prune else {}
     parent = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     place = _check_free(parent, out, target, overwrite=overwrite)
     _check_parent(parent)
     reference = _open_reference(parent, recipe, wanted)
-    plans = _make_plans(reference, amounts, distill, checkpoint)
+    plans = _make_plans(reference, amounts, distill, checkpoint, qat=qat)
     search = _open_search(reference, place, target, [plan.name for plan in plans] + [one.name for one in methods])
     _derive(search, plans)
     search.ends = time.monotonic() + 60 * minutes
@@ -228,20 +229,26 @@ def _check_promise(reference: Reference) -> None:
 
 
 def _make_plans(
-    reference: Reference, amounts: dict[str, float], distill: str | Path | None, checkpoint: Location | None
-) -> list[DerivePlan]:
-    """What to train before anything is quantized. Raises UsageError, RecipeError, CheckpointError."""
+    reference: Reference, amounts: dict[str, float], distill: str | Path | None, checkpoint: Location | None, *,
+    qat: bool,
+) -> list[DerivePlan]:  # fmt: skip
+    """What to train before anything is quantized. Raises UsageError, RecipeError, CheckpointError, CaptureError."""
     from trueline.compress.derive.bundles import check_checkpoint, find_checkpoint
+    from trueline.compress.derive.qat import plan_qat
     from trueline.recipe.load import load_recipe, locate_recipe
 
     plans = []
     recipe = reference.recipe
-    if amounts:
+    if amounts or qat:
         start = find_checkpoint(reference.bundle, checkpoint)
         check_checkpoint(start)
-        where, epochs = locate_recipe(recipe, recipe.path and str(recipe.path)), max(1, recipe.defaults.epochs // 3)
+        where = locate_recipe(recipe, recipe.path and str(recipe.path))
+        epochs = max(1, recipe.defaults.epochs // SHORTER)
+    if amounts:
         kind = kind_of(amounts)
-        plans.append(DerivePlan(kind=kind, recipe=where, checkpoint=start, amounts=amounts, epochs=epochs, rate=0.1))
+        plans.append(DerivePlan(kind=kind, recipe=where, checkpoint=start, amounts=amounts, epochs=epochs, rate=RATE))
+    if qat:
+        plans.append(plan_qat(recipe, where, start))
     if distill is not None:
         student = load_recipe(distill)
         where, epochs = locate_recipe(student, str(distill)), student.defaults.epochs

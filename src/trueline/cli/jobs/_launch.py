@@ -47,6 +47,21 @@ how_options = combine(
     _job("--tracking-uri", metavar="URI", help="To this store; else MLFLOW_TRACKING_URI, else ./mlflow.db."),
 )
 kill_option = _job("--kill", "kills", multiple=True, metavar="STEP[:WORKER]", help="Kill a worker there, to see.")
+qat_option = _job("--qat", is_flag=True, help="Train --weights further for int8: as NAME-qat.py beside RECIPE.")
+
+
+def derive_qat(recipe: str, weights: str | None, *, resume: bool) -> str:
+    """The recipe that trains `recipe` for int8. Raises UsageError, and what deriving it raises."""
+    from trueline.compress.derive.qat import write_qat_recipe
+
+    if resume:
+        raise UsageError("--qat is for a new job; a job that trains for int8 keeps its own recipe", hint="leave it out")
+    if not weights:
+        raise UsageError(
+            "--qat needs the trained weights that it begins with",
+            hint="train first, then: trueline train RECIPE --qat --weights CHECKPOINT",
+        )
+    return str(write_qat_recipe(recipe, weights))
 
 
 def parse_fault(text: str) -> Fault:

@@ -22,6 +22,9 @@ trueline compress digits.bundle --prune channels=0.3 --quantize static
 trueline compress digits.bundle --distill student/recipe.py --budget accuracy=1%
     trains the student on the bundle's answers; it, its quantized forms and the bundle's compete
 
+trueline compress digits.bundle --qat --quantize static
+    trains further as int8 kernels compute, captures, quantizes
+
 trueline compress digits.bundle --quantize static --quantize dynamic -o small.bundle
     the faster of the two, whatever it loses: the report says how much
 """
@@ -38,7 +41,8 @@ trueline compress digits.bundle --quantize static --quantize dynamic -o small.bu
 )
 @click.option("--prune", metavar="LAYER=SHARE", help="conv=0.2,linear=0.4: zero weights; channels=0.3: fewer channels.")
 @click.option("--distill", metavar="RECIPE", help="Train this student on the bundle's answers.")
-@click.option("--checkpoint", metavar="CHECKPOINT", help="Pruning starts with it; else looked for by its digest.")
+@click.option("--qat", is_flag=True, help="Train further with weights and inputs rounded to int8.")
+@click.option("--checkpoint", metavar="CHECKPOINT", help="--prune and --qat start with it; else found by its digest.")
 @click.option(
     "--minutes", type=click.FloatRange(0, min_open=True), default=MINUTES, show_default=True,
     help="No further candidate is tried afterwards.",

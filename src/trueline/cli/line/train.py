@@ -18,6 +18,9 @@ trueline train digits/recipe.py --monitor -accuracy --patience 3 --detach
 trueline train flowers/recipe.py --weights resnet18.safetensors --new-layers fc
     starts from weights of a file, all but the layer fc, which has another number of classes here
 
+trueline train digits/recipe.py --qat --weights runs/digits-1/checkpoints/step-00000276
+    trains on, with weights and inputs rounded as int8 kernels round them; then capture, and compress --quantize static
+
 trueline train digits/recipe.py --job runs/digits-1 --resume
     continues a job that lost every process, from its newest checkpoint
 """
@@ -31,8 +34,9 @@ trueline train digits/recipe.py --job runs/digits-1 --resume
 @_launch.job_option
 @_launch.resume_option
 @_launch.how_options
+@_launch.qat_option
 @_launch.kill_option
-def command(recipe: str, kills: tuple[str, ...], **given: Any) -> Output:
+def command(recipe: str, kills: tuple[str, ...], qat: bool, **given: Any) -> Output:
     """Train the recipe's model with elastic worker processes.
 
     Each optimizer step takes --batch records, however many workers share it: workers may join, leave and be
@@ -45,4 +49,6 @@ def command(recipe: str, kills: tuple[str, ...], **given: Any) -> Output:
     faults = [_launch.parse_fault(kill) for kill in kills]
     if given["weights"]:
         given["weights"] = str(checkpoint_path(given["weights"]))
+    if qat:
+        recipe = _launch.derive_qat(recipe, given["weights"], resume=given["resume"])
     return _launch.launch(lambda **job: prepare(recipe, faults=faults, **job), given)

@@ -119,11 +119,14 @@ def _split_gemm(node: Any, weights: dict[str, Any]) -> Iterator[Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What quantizers print and log goes nowhere: stdout is data."""
+    """What quantizers print and log goes nowhere: stdout is data. A handler that they give to the root logger goes too
+    (onnxruntime's matmul_nbits_quantizer calls logging.basicConfig as it is imported)."""
     logger, level = logging.getLogger(), logging.getLogger().level
+    handlers = logger.handlers[:]
     logger.setLevel(logging.CRITICAL)
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             yield
     finally:
+        logger.handlers[:] = handlers
         logger.setLevel(level)

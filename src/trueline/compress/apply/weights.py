@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import final
 
 import onnx
-from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
 
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.graph import multiply, quiet, save
 from trueline.compress.measure.kernels import Kernels
 from trueline.compress.method import CompressMethod
 from trueline.errors import CaptureError, first_line
+
+with quiet():
+    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
 
 _BITS = {"int8": 8, "int4": 4}
 _BLOCK = 32

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from trueline.checkpoint.checkpoint import load_model
-from trueline.compress.derive import channels, masks
+from trueline.compress.derive import channels, masks, qat
 from trueline.compress.derive.plan import DerivePlan
 from trueline.data.source import Mode
 from trueline.recipe.contract import Recipe
@@ -29,10 +30,11 @@ _APPLIED = ("feed", "columns", "augment", "tokenizer")
 """What the Source of a taught recipe has done already."""
 
 
-def define(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of the recipe that the plan `given` describes."""
+def define(given: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The names of the recipe that the plan `given`, which stands in `file`, describes."""
     plan = msgspec.convert(given, DerivePlan)
-    base = load_recipe(plan.recipe)
+    near = Path(file).parent / plan.recipe
+    base = load_recipe(near if near.exists() else plan.recipe)
     taught = plan.kind == "taught"
     kept = [name for name in _TAKEN_OVER if not (taught and name in _APPLIED)]
     found = {name: value for name in kept if (value := getattr(base, name)) is not None}
@@ -58,8 +60,10 @@ def define(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derive_model(base: Recipe, plan: DerivePlan) -> torch.nn.Module:
-    """The base's trained model, pruned as the plan says: with masks as parametrizations, or with fewer channels."""
-    model = load_model(base, parse_location(plan.checkpoint))
+    """The base's trained model, changed as the plan says: with masks, fewer channels, or layers that round."""
+    model = load_model(base, parse_location(plan.checkpoint) if plan.checkpoint else None)
+    if plan.kind == "qat":
+        return qat.prepare_qat(model, plan.ranges)
     if plan.kind == "masks":
         return masks.mask(model, plan.amounts)
     return channels.remove_channels(model, read_example(base), plan.amounts["channels"])

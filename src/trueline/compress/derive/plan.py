@@ -11,12 +11,15 @@ import msgspec
 from trueline.errors import UsageError
 
 CHANNELS, GLOBAL = "channels", "global"
-Kind = Literal["masks", "channels", "taught"]
+Kind = Literal["masks", "channels", "taught", "qat"]
+SHORTER, RATE = 3, 0.1
+"""A model that is trained already gets a third of the recipe's epochs, at a tenth of its learning rate."""
 _HINT = "conv=0.2,linear=0.4 sets weights of these layers to zero; channels=0.3 removes whole channels"
 
 
 class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A recipe (path or import path) whose model, with the parameters of `checkpoint`, is changed and trained."""
+    """A recipe (import path, or path, relative to the derived recipe) whose model, with the parameters of `checkpoint`
+    if there is one, is changed and trained."""
 
     kind: Kind
     recipe: str
@@ -30,26 +33,30 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float = 1.0
     share: float = 0.5
     """Of the loss that is the teacher's."""
+    ranges: dict[str, tuple[float, float]] = {}
+    """Of the inputs of each layer that computes in int8."""
 
     @property
     def name(self) -> str:
         """As in the rows of the report."""
         amounts = ",".join(f"{name}={amount:g}" for name, amount in self.amounts.items())
-        return f"distill:{self.temperature:g}" if self.kind == "taught" else f"prune:{amounts}"
+        return {"taught": f"distill:{self.temperature:g}", "qat": "qat"}.get(self.kind, f"prune:{amounts}")
 
     @property
     def text(self) -> str:
         """The file of the derived recipe."""
         plan = pprint.pformat(msgspec.to_builtins(self), width=110, sort_dicts=True)
-        return _FILE.format(plan=plan)
+        return _FILE.format(derived=DERIVED, plan=plan)
 
 
-_FILE = '''"""A recipe that `trueline compress` derived from another one; PLAN says how."""
+DERIVED = "A recipe that Trueline derived from another one"
+"""How such a file begins."""
+_FILE = '''"""{derived}; PLAN says how."""
 
 from trueline.compress.derive.define import define
 
 PLAN = {plan}
-globals().update(define(PLAN))
+globals().update(define(PLAN, __file__))
 '''
 
 
