@@ -254,7 +254,7 @@ def test_the_options_of_train_are_settings_of_a_job() -> None:
     from trueline.train.settings import Overrides
 
     ours = {"recipe", "workers", "job_dir", "resume", "detach", "kills", "debug", "as_json", "quiet"}
-    ours |= {"mlflow", "tracking_uri", "trackers"}
+    ours |= {"mlflow", "tracking_uri", "trackers", "qat"}
     assert {param.name for param in command.params} - ours == set(Overrides.__annotations__)
 
 
