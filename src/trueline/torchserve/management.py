@@ -282,6 +282,8 @@ class Management:
             max_latency_ratio=number_of(query, "max_latency_ratio", canary.MAX_LATENCY_RATIO),
             min_requests=parse_int(query.get("min_requests"), canary.MIN_REQUESTS),
             promote_after=parse_int(query.get("promote_after"), 0),
+            max_disagreement=number_of(query, "max_disagreement", 0.0) if "max_disagreement" in query else None,
+            max_difference=number_of(query, "max_difference", 0.0) if "max_difference" in query else None,
         )
         weight = number_of(query, "weight", 10.0) / 100
         self._traffic.begin_canary(model, version, weight, rule)

@@ -52,6 +52,9 @@ class Shadow:
     failed: int = 0
     agreed: int = 0
     differed: int = 0
+    records: int = 0
+    changed: int = 0
+    """Decisions that are others: the largest element of a row, a whole number, a text; of `records` compared."""
     max_abs_error: float = 0.0
     first_difference: str = ""
     _pending: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
@@ -92,6 +95,8 @@ class Shadow:
     def _compare(self, answer: Mapping[str, Array], found: Mapping[str, Array]) -> None:
         one = compare(answer, found)
         self.max_abs_error = max(self.max_abs_error, one.max_abs_error)
+        self.records += max((len(array) for array in answer.values() if array.ndim), default=1)
+        self.changed += one.decisions_changed
         if one.agrees:
             self.agreed += 1
             return
@@ -108,6 +113,8 @@ class Shadow:
             "differed": self.differed,
             "failed": self.failed,
             "leftOut": self.left_out,
+            "records": self.records,
+            "decisionsChanged": self.changed,
             "maxAbsError": self.max_abs_error,
             "firstDifference": self.first_difference,
         }

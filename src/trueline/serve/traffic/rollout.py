@@ -1,7 +1,7 @@
 """Canaries and shadows: new versions that are tried on real requests.
 
-A canary gets a share of the requests and is rolled back when it fails or is slow; a shadow gets copies, and its answers
-are only compared. Both end when their version is retired.
+A canary gets a share of the requests and is rolled back when it fails, is slow or, as its rule says, answers otherwise;
+a shadow gets copies, and its answers are only compared. Both end when their version is retired.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from trueline.errors import NotFound, RequestError, TruelineError
 from trueline.serve.models.catalog import Shadow
 from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.servable import Servable
-from trueline.serve.traffic.canary import CanaryRule, CanaryVerdict, Sample, judge, sample
+from trueline.serve.traffic.canary import CanaryRule, CanaryVerdict, Disagreement, Sample, judge, sample
 
 TICK_S = 0.2  # between checks of canaries
 
@@ -30,7 +30,16 @@ class Canary:
     base_before: Sample
     before: Sample
     verdict: CanaryVerdict
+    shadow: Shadow | None = None
+    """By which its answers are compared, where the rule says so."""
     over: bool = False
+
+    @property
+    def beside(self) -> Disagreement:
+        seen = self.shadow
+        if seen is None:
+            return Disagreement()
+        return Disagreement(records=seen.records, changed=seen.changed, largest=seen.max_abs_error)
 
 
 class Traffic:
@@ -57,7 +66,10 @@ class Traffic:
         if version == default:
             raise Conflict(f"version {version} answers model {model} already")
         found, base = self._models.find(model, version), self._models.find(model, default)
+        shadow = self._compare(model, found) if rule.compares else None
         self._fleet.set_split(model, {default: 1 - weight, version: weight})
+        if shadow is not None:
+            self._models.shadows[model] = shadow
         self._canaries[model] = Canary(
             model=model,
             version=found,
@@ -67,9 +79,21 @@ class Traffic:
             base_before=sample(base.stats),
             before=sample(found.stats),
             verdict=CanaryVerdict("watch"),
+            shadow=shadow,
         )
         events.emit("canary.begun", model=model, version=version, weight=weight)
         self._wait()
+
+    def _compare(self, model: str, canary: Servable) -> Shadow:
+        """A new shadow for the canary. Raises Conflict where the model has one of another version."""
+        other = self._models.shadows.get(model)
+        if other is not None and other.version is not canary:
+            raise Conflict(
+                f"version {other.version.version} of model {model} is its shadow, and the canary's answers would be "
+                "compared in its place",
+                hint=f"end it first: DELETE /models/{model}/shadow",
+            )
+        return Shadow(canary)
 
     def end_canary(self, model: str) -> None:
         """Sends all requests to the default version. Raises NotFound when there is no canary, Conflict when the default
@@ -91,15 +115,16 @@ class Traffic:
         for found in [one for one in self._canaries.values() if not one.over]:
             split = self._models.split(found.model)
             if split is None or found.version.version not in split.weights:
-                found.over = True  # an operator has changed the split
+                self._stop(found)  # an operator has changed the split
                 continue
             base = sample(found.base.stats, found.base_before)
-            found.verdict = judge(base, sample(found.version.stats, found.before), found.rule)
+            found.verdict = judge(base, sample(found.version.stats, found.before), found.rule, found.beside)
             if found.verdict.act != "watch":
                 self._end(found, found.verdict)
 
     def _end(self, canary: Canary, verdict: CanaryVerdict) -> None:
-        canary.over, canary.verdict = True, verdict
+        canary.verdict = verdict
+        self._stop(canary)
         to, other = (canary.version, canary.base) if verdict.act == "promote" else (canary.base, canary.version)
         if to.obstacle and not other.obstacle:  # an operator scaled it to nothing, or its workers died
             events.emit("canary.kept", model=canary.model, version=other.version, why=to.obstacle)
@@ -111,6 +136,11 @@ class Traffic:
             events.emit("canary.not_written", model=canary.model, why=error.message)
         word = "canary.promoted" if to is canary.version else "canary.rolled_back"
         events.emit(word, model=canary.model, version=canary.version.version, why=verdict.why)
+
+    def _stop(self, canary: Canary) -> None:
+        canary.over = True
+        if canary.shadow is not None and self._models.shadows.get(canary.model) is canary.shadow:
+            del self._models.shadows[canary.model]
 
     def _wait(self) -> None:
         if self._timer is None:
@@ -152,4 +182,6 @@ class Traffic:
                 "verdict": canary.verdict.act,
                 "why": canary.verdict.why,
             }
+            if canary.shadow is not None:
+                found["canary"]["compared"] = canary.shadow.facts()
         return found
