@@ -61,6 +61,7 @@ CACHE := .pytest_cache
 SUITES_full := suite-programs suite-train suite-rooms suite-line
 SUITES_quick := quick-rooms quick-train quick-programs
 SUITES_jobs := suite-jobs
+SUITES_long := suite-long
 QUICK := -m 'not slow and not chaos and not line and not jobs and not long'
 PROGRAMS := tests/capture tests/doctor tests/runtime
 TRAIN := tests/train tests/engine tests/data tests/checkpoint tests/parallel tests/batch tests/chaos tests/storage
@@ -102,8 +103,8 @@ mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many
 patches: $(STAMP)  ## the workarounds for upstream defects: issue, versions, cost, models that need each
 	$(BIN)/python tests/patches.py
 
-test-long: $(STAMP)  ## long variants of tests in the suite
-	$(BIN)/python -m pytest -m long $(call MARKED,long)
+test-long: $(STAMP)  ## attacks and long variants, beside neighbours in the suite that try nearly the same
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-long -m long $(call MARKED,long); $(call SUMMARY,long)
 
 S3 := bench/.venvs/s3
 

@@ -7,6 +7,8 @@ from bench.attack import grammar
 from bench.attack.sealed import attempt
 from bench.attack.shrink import kinds
 
+from worlds.cases import few
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # captures each
 IDIOMS = {idiom.name: idiom for idiom in grammar.idioms()}
 
@@ -41,7 +43,7 @@ def source_of(*names: str) -> str:
     return grammar.source(grammar.Sketch(grammar.SHAPES[chosen[0].start] or "D", chosen, sizes=1))
 
 
-@pytest.mark.parametrize("why", TOGETHER)
+@pytest.mark.parametrize("why", few(TOGETHER, 1))
 def test_what_was_wrong_together_is_right(why: str) -> None:
     record = attempt(source_of(*TOGETHER[why]))
     assert kinds(record) == set(), record
@@ -53,6 +55,7 @@ def test_an_error_of_torch_that_a_model_catches_ends_no_process() -> None:
     assert record["refusal"].startswith("NotProven"), record
 
 
+@pytest.mark.long
 def test_a_check_of_values_holds_in_what_the_doctor_writes() -> None:
     record = attempt(source_of("glu", "refused_values"), rewrite=True)
     assert kinds(record) == set(), record
@@ -60,7 +63,7 @@ def test_a_check_of_values_holds_in_what_the_doctor_writes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "name"), [pytest.param(why, name, id=name) for why, names in FOUND.items() for name in names]
+    ("why", "name"), few([pytest.param(why, name, id=name) for why, names in FOUND.items() for name in names], 4)
 )
 def test_what_the_generator_found_is_right_or_refused(why: str, name: str) -> None:
     record = attempt(source_of(name))

@@ -213,6 +213,7 @@ class LooksBack(Attends):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_exported")
+@pytest.mark.long
 def test_a_program_that_is_proven_for_fewer_masks_speaks_against_no_other_when_a_bundle_is_verified(
     tmp_path: Path,
 ) -> None:
@@ -232,6 +233,7 @@ def test_a_program_that_is_proven_for_fewer_masks_speaks_against_no_other_when_a
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_row_that_an_added_mask_hides_whole_is_zero_in_onnx_too(tmp_path: Path) -> None:
     recipe = untrained(
         LooksBack, name="decoder",

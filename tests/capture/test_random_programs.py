@@ -129,6 +129,7 @@ def test_a_memory_beside_the_dice_is_refused_all_the_same(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_format_that_can_draw_is_proven_beside_one_that_cannot_and_verify_asks_again(tmp_path: Path) -> None:
     model = Dropping()
     captured = capture(recipe(lambda: model), None, tmp_path / "b", allow_random=True)

@@ -22,6 +22,7 @@ from trueline.capture.proof.far_sizes import FarSizes
 from trueline.errors import RequestError
 from trueline.runtime.open import open_program
 from worlds import recipes
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -142,7 +143,7 @@ def captured(model: type[nn.Module], out: Path, *, lengths: bool = False) -> Bun
 
 
 @pytest.mark.parametrize(
-    ("model", "most"), [(First, 50), (Many, 99), (Window, 70), (Breaks, 64), (Pairs, 60), (Cached, 89)]
+    ("model", "most"), few([(First, 50), (Many, 99), (Window, 70), (Breaks, 64), (Pairs, 60), (Cached, 89)], 2)
 )
 def test_records_that_are_traced_one_by_one_are_claimed_up_to_the_last_batch_that_agrees(
     model: type[nn.Module], most: int, tmp_path: Path
@@ -236,6 +237,7 @@ def test_a_guard_in_functions_of_torch_is_read(tmp_path: Path) -> None:
     assert captured(Root, tmp_path / "b", lengths=True).signature.dims["length"] == Dim(max=80)
 
 
+@pytest.mark.long
 def test_sizes_that_are_large_together_are_compared_too(tmp_path: Path) -> None:
     bundle = captured(Both, tmp_path / "b", lengths=True)
     for size in (64, 110, 128, 200):

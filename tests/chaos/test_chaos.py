@@ -47,6 +47,7 @@ def rage(tmp_path: Path, asked: runner.StormPlan, *, kills: int, seed: int) -> d
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_strikes_at_a_worker_the_master_its_zygote_the_agent_and_all_change_no_answer(tmp_path):
     """Nor lose or repeat a record. The seed has these kinds in one short storm."""
     settings = {"epochs": 22, "checkpoint_every": 20, "evaluate_every": 40}

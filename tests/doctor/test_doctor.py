@@ -59,6 +59,7 @@ def test_a_whole_that_is_torchs_own_container_is_a_row_as_any_other() -> None:
     assert rows["(model)"].status == "blocked"
 
 
+@pytest.mark.long
 def test_a_submodule_whose_examination_does_not_end_is_listed_with_its_line_and_the_others_are_examined() -> None:
     model = nn.Sequential(_Root(), _Endless()).eval()
     limit = TimeLimit(minutes=0.1)

@@ -34,6 +34,7 @@ def examples():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_tables_are_proven_in_every_format_and_answer_zeros_for_unknown_ids(tmp_path):
     model = Tabled()
     state = model.state_dict()

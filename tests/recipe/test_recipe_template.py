@@ -72,6 +72,7 @@ def test_the_tabular_template_has_what_tables_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_own_loop_template_trains_in_one_process(tmp_path: Path) -> None:
     written = template.write_template("mine", tmp_path, "own-loop")
     command = [sys.executable, str(written.path), "--epochs", "2"]
@@ -115,6 +116,7 @@ def test_a_name_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_digits_example_reads_its_held_out_scans() -> None:
     pytest.importorskip("sklearn")
     path = Path(__file__).parents[2] / "examples" / "digits" / "recipe.py"

@@ -188,6 +188,7 @@ def test_a_run_is_closed_as_its_job_ended_and_only_a_finished_one_says_exactly_o
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_follower_that_is_killed_goes_on_with_the_same_run_and_logs_nothing_twice(
     registry: Path, tmp_path: Path
 ) -> None:

@@ -262,6 +262,7 @@ def test_the_child_process_says_its_errors_as_one_line_of_json(
     assert said["hint"]
 
 
+@pytest.mark.long
 def test_registering_is_quiet_needs_no_torch_and_defaults_to_the_current_folder(
     registered: Path, tmp_path: Path
 ) -> None:

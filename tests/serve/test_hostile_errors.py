@@ -122,6 +122,7 @@ def test_no_request_chooses_a_file_that_the_server_writes(target: Target, path: 
     assert target.files() == before
 
 
+@pytest.mark.long
 def test_a_handler_that_repeats_a_client_splits_no_response(target: Target) -> None:
     """A line feed in a header of a handler ends the request, not the header (CWE-113)."""
     for text in (b"a\r\nset-cookie: x=1", b"a\nx: y", b"a\r\n\r\nHTTP/1.1 200 OK", b"a\0b", b"\x7f"):

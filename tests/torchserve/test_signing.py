@@ -205,6 +205,7 @@ def test_a_workflow_is_signed_as_models_are(signed_server: serve.RunningServer, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_registered_version_brings_the_signature_that_lay_beside_its_bundle(
     tmp_path: Path, new_registry: Callable[[Path], str]
 ) -> None:

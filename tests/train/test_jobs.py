@@ -260,6 +260,7 @@ def test_a_planned_departure_fails_no_step(tmp_path, gate):
     assert seen_counts(result.checkpoint) == [12.0]
 
 
+@pytest.mark.jobs
 def test_a_worker_that_hangs_is_given_up_when_its_lease_is_over(tmp_path):
     heard = Heard()
 
@@ -290,6 +291,7 @@ with events.listening(tell):
 """
 
 
+@pytest.mark.jobs
 def test_after_ctrl_c_no_process_is_left_and_no_torn_file(tmp_path):
     job = tmp_path / "job"
     launcher = subprocess.Popen([sys.executable, "-c", SCRIPT, str(TINY), str(job)], stdout=subprocess.PIPE)
@@ -326,6 +328,7 @@ def test_a_job_that_lost_every_process_resumes_exactly_with_another_number_of_wo
         train(TINY, job_dir=job, epochs=12, resume=True)
 
 
+@pytest.mark.jobs
 def test_an_exception_in_the_recipe_ends_the_job_with_its_message_and_place(tmp_path, monkeypatch):
     monkeypatch.setenv("TINY_RAISES", "1")
     with pytest.raises(errors.TrainError, match="ValueError: the labels look odd") as caught:
@@ -334,6 +337,7 @@ def test_an_exception_in_the_recipe_ends_the_job_with_its_message_and_place(tmp_
     assert psutil_left(tmp_path) == []
 
 
+@pytest.mark.jobs
 def test_an_unused_parameter_is_named_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("TINY_UNUSED", "1")
     with pytest.raises(errors.RecipeError, match="took no part in the loss of a step") as caught:
@@ -346,6 +350,7 @@ def test_the_master_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.jobs
 def test_a_disk_that_is_full_for_a_while_is_a_pause_that_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "full_disk"))
     monkeypatch.setenv("FULL_TIMES", "3")
@@ -356,6 +361,7 @@ def test_a_disk_that_is_full_for_a_while_is_a_pause_that_loses_nothing(tmp_path,
     assert checkpoint.read(result.checkpoint).step == STEPS
 
 
+@pytest.mark.jobs
 def test_a_read_only_disk_at_the_last_checkpoint_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "full_disk"))
     monkeypatch.setenv("FULL_ERROR", "EROFS")

@@ -13,6 +13,7 @@ SIXTY = TESTS / "train" / "recipes" / "sixty.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.jobs
 def test_a_replacement_receives_half_a_gigabyte_and_every_record_counts_once(tmp_path):
     seen = []
     with events.listening(lambda name, fields: seen.append((name, dict(fields)))):

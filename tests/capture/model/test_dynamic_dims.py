@@ -161,8 +161,8 @@ def test_a_number_for_all_records_is_asked_in_other_values_too() -> None:
 @pytest.mark.parametrize(
     ("build", "example", "free", "other"),
     [
-        (Recurrent, lambda: (torch.randn(3, 6, 4), torch.randn(2, 3, 5)), {"x": {1: "length"}},
-         lambda: (torch.randn(7, 2, 4), torch.randn(2, 7, 5))),
+        pytest.param(Recurrent, lambda: (torch.randn(3, 6, 4), torch.randn(2, 3, 5)), {"x": {1: "length"}},
+         lambda: (torch.randn(7, 2, 4), torch.randn(2, 7, 5)), marks=pytest.mark.long),
         (Edges, lambda: (torch.randn(5, 4), torch.randint(0, 5, (2, 8))), {"edges": {1: "edges"}},
          lambda: (torch.randn(9, 4), torch.randint(0, 9, (2, 3)))),
         (Cooled, lambda: (torch.randn(5, 4), torch.tensor(0.7), torch.tensor(True)), {},

@@ -34,6 +34,7 @@ from trueline.capture.onnx import emit, indices
 from trueline.capture.onnx.translations import TRANSLATIONS
 from trueline.capture.patches import recurrent as recurrent_patch
 from trueline.capture.patches import symbolic_sizes
+from worlds.cases import few
 
 FREE = torch.export.Dim.DYNAMIC
 X = torch.linspace(-2, 2, 60).reshape(3, 5, 4)
@@ -469,7 +470,7 @@ def is_right(case: Case, operators: Mapping[Any, Any]) -> bool:
 
 
 @pytest.mark.slow  # exports programs
-@pytest.mark.parametrize("operator", CASES, ids=str)
+@pytest.mark.parametrize("operator", few(CASES, 5), ids=str)
 def test_torch_onnx_still_needs_the_translation(operator: Any) -> None:
     others = {name: written for name, written in TRANSLATIONS.items() if name is not operator}
     assert is_right(CASES[operator], TRANSLATIONS)
@@ -485,7 +486,7 @@ def test_each_translation_has_a_case() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", sorted(REPRODUCERS))
+@pytest.mark.parametrize("name", few(sorted(REPRODUCERS), 5))
 def test_upstream_still_has_the_defect(name: str) -> None:
     assert REPRODUCERS[name](), f"{name} is no longer needed: delete it with its tests"
 

@@ -73,7 +73,10 @@ def captured(model: type[nn.Module], out: Path) -> Bundle:
     return open_bundle(out)
 
 
-@pytest.mark.parametrize("model", [MaskOfLength, Cached, Rotating])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(MaskOfLength, marks=pytest.mark.long), pytest.param(Cached, marks=pytest.mark.long), Rotating],
+)
 def test_a_table_made_for_a_size_is_made_for_all_in_a_graph(model: type[nn.Module], tmp_path: Path) -> None:
     bundle = captured(model, tmp_path / "b")
     length = bundle.signature.dims["length"]

@@ -97,6 +97,7 @@ class Walked(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_whose_positions_are_lists_is_proven_for_every_length_in_both_formats(tmp_path: Path) -> None:
     torch.manual_seed(0)
     eager = EagerSession(Pooled().eval(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})

@@ -60,6 +60,7 @@ def test_a_pruned_model_is_trained_proven_quantized_and_smaller(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_masks_alone_say_that_they_are_not_faster(
     trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

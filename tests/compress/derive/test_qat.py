@@ -58,6 +58,7 @@ def read_int8(program: Path) -> dict[tuple[int, ...], np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_static_quantizer_changes_no_weight_of_a_model_that_was_trained_for_int8(
     trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,12 +53,14 @@ def test_decoding_that_ends_early_appends_zeros_where_it_was_filled_up() -> None
     assert "torch.zeros_like(scores)" in diff
 
 
+@pytest.mark.long
 def test_greedy_suppression_is_a_scan_over_what_is_left() -> None:
     boxes = [torch.rand(n, 4) * 2 for n in (1, 2, 9, 17)]
     diff = healed(loops.Kept(), torch.rand(5, 4) * 2, *boxes)
     assert "keep = order[left]" in diff
 
 
+@pytest.mark.long
 def test_a_loop_that_begins_with_numbers_carries_them_as_tensors() -> None:
     diff = healed(loops.Centres(), torch.randn(7, 4), torch.randn(1, 4), torch.randn(12, 4))
     assert "torch.full((), shift, dtype=torch.float32)" in diff
@@ -106,6 +108,7 @@ def test_what_stands_still_is_asked_as_a_tensor() -> None:
     assert "torch.isclose(new, v, atol=0.001).all()" in diff
 
 
+@pytest.mark.long
 def test_a_part_that_a_number_names_is_taken_from_what_all_answer() -> None:
     diff = healed(loops.Adapted(), torch.randn(5, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
     assert "for part in self.adapters" in diff
@@ -117,6 +120,7 @@ def test_names_that_are_given_their_values_at_once_are_chosen_together() -> None
 
 
 @pytest.mark.parametrize("kind", [loops.Mixes, loops.MixesWhereItCan])
+@pytest.mark.long
 def test_a_loop_in_a_function_that_is_not_called_by_the_model_itself_is_rewritten_there(kind: type[nn.Module]) -> None:
     diff = healed(kind(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4), onnx=True)
     assert diff.count(" = scan(") == 1
@@ -129,6 +133,7 @@ def test_nothing_waits_for_a_part_that_is_never_called() -> None:
     assert "spare" not in found.rows["(model)"].why_not
 
 
+@pytest.mark.long
 def test_what_is_missing_is_filled_from_what_was_filled_before_it() -> None:
     diff = healed(
         loops.FilledForward(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4) - 1, onnx=True
@@ -155,6 +160,7 @@ def test_what_is_to_come_is_added_up_from_the_end() -> None:
     assert ".flip(0)" in diff
 
 
+@pytest.mark.long
 def test_a_tensor_that_is_written_where_values_say_is_carried_as_a_whole() -> None:
     diff = healed(loops.Family(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 3 * torch.randn(4, 9, 4))
     assert "h.index_put(" in diff
@@ -166,11 +172,13 @@ def test_a_step_may_put_what_it_finds_into_a_list_of_its_own() -> None:
     assert "scan(" in diff
 
 
+@pytest.mark.long
 def test_a_loop_that_ends_in_the_middle_of_a_step_leaves_the_rest_of_it() -> None:
     diff = healed(loops.Joined(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.5 * torch.randn(2, 9, 4))
     assert "while_loop(" in diff
 
 
+@pytest.mark.long
 def test_a_loop_without_end_is_run_once_where_a_name_begins_in_it() -> None:
     diff = healed(loops.Balanced(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.1 * torch.randn(1, 7, 4))
     assert diff.count("v = 1 / ") > 1

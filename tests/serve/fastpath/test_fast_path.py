@@ -612,6 +612,7 @@ def in_bytes_of(value: float, request_id: str | None, more: dict[str, Any]) -> b
         max_size=12,
     )
 )
+@pytest.mark.long
 def test_requests_with_ids_and_parameters_of_their_own_are_answered_as_the_uncached_path_answers(
     world: World, requests: list[tuple[Callable[..., bytes], str | None, float, dict[str, Any]]]
 ) -> None:

@@ -126,6 +126,7 @@ def test_threads_of_torch_are_left_as_they_are_unless_they_are_asked_for(path: P
         torch.set_num_threads(before)
 
 
+@pytest.mark.long
 def test_a_model_that_loops_over_its_records_is_served_unbatched_and_says_so(tmp_path: Path) -> None:
     bundle = open_bundle(sealed(tmp_path / "looped.bundle", ["onnx", "torch_export"], lambda: EachRow().eval()))
     for format in ("onnx", "torch_export"):
@@ -166,6 +167,7 @@ def dataset(mode): ...
 """
 
 
+@pytest.mark.long
 def test_an_answer_of_a_recipes_archive_is_explained_at_torchserves_path_and_kserves(tmp_path: Path) -> None:
     pytest.importorskip("captum", reason="Captum is not installed: pip install 'trueline[explain]'")
     bundle = sealed(tmp_path / "scaled.bundle", ["onnx", "torch_export"])

@@ -92,6 +92,7 @@ def test_a_run_that_is_long_takes_its_process_share_of_the_cores(
     assert loaded.session._session.get_session_options().intra_op_num_threads == threads
 
 
+@pytest.mark.long
 def test_each_further_version_takes_its_weights_and_little_more_and_its_place_is_the_next_ones(
     wide_and_thin: Path,
 ) -> None:
@@ -149,6 +150,7 @@ def dataset(mode): ...
 """
 
 
+@pytest.mark.long
 def test_workers_of_a_recipes_archive_have_its_weights_once_also_one_that_is_replaced(
     wide_and_thin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

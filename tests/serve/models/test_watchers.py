@@ -182,6 +182,7 @@ def test_a_watch_says_what_is_new_and_nothing_twice(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_server_follows_an_alias_that_moves_in_a_real_registry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_registry: Callable[[Path], str]
 ) -> None:

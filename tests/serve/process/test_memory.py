@@ -46,6 +46,7 @@ def test_small_growth_is_left_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_server_keeps_little_of_its_largest_request(tmp_path: Path) -> None:
     with servers.running(bundles.double_plus(tmp_path / "b").path) as server:
         process = psutil.Process(server.pid)
