@@ -72,6 +72,7 @@ again: $(STAMP)  ## the few tests that failed in the last `make test`, alone; wh
 
 # The files that have a test with a mark: collecting all files would take half a minute.
 MARKED = $$(grep -rl --include='test_*.py' 'mark\.$(1)' tests)
+LONG = $$(grep -rlE --include='test_*.py' 'mark\.long|few\(' tests)
 
 suite-line: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'line and not long' $(call MARKED,line)
@@ -104,7 +105,7 @@ patches: $(STAMP)  ## the workarounds for upstream defects: issue, versions, cos
 	$(BIN)/python tests/patches.py
 
 test-long: $(STAMP)  ## attacks and long variants, beside neighbours in the suite that try nearly the same
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-long -m long $(call MARKED,long); $(call SUMMARY,long)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-long -m long $(LONG); $(call SUMMARY,long)
 
 S3 := bench/.venvs/s3
 

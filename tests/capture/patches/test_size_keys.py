@@ -14,6 +14,7 @@ from trueline.bundle.signature import Dim
 from trueline.capture.api import capture
 from trueline.capture.patches import size_keys
 from worlds import recipes
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -73,10 +74,7 @@ def captured(model: type[nn.Module], out: Path) -> Bundle:
     return open_bundle(out)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(MaskOfLength, marks=pytest.mark.long), pytest.param(Cached, marks=pytest.mark.long), Rotating],
-)
+@pytest.mark.parametrize("model", few([Rotating, MaskOfLength, Cached], 1))
 def test_a_table_made_for_a_size_is_made_for_all_in_a_graph(model: type[nn.Module], tmp_path: Path) -> None:
     bundle = captured(model, tmp_path / "b")
     length = bundle.signature.dims["length"]
