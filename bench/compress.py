@@ -137,12 +137,11 @@ def measure_speed(quick: bool) -> Figures:
 
 
 def _time_variants(model: nn.Module, shape: tuple[int, ...], folder: Path, seconds: float) -> Figures:
-    import onnxruntime
-
     from trueline.compress.apply.contract import ParentProgram
     from trueline.compress.apply.quantizers import QUANTIZERS
     from trueline.compress.measure.kernels import count_kernels, size_of
     from trueline.compress.measure.latency import measure_alternately
+    from trueline.errors import MissingPackage
     from trueline.recipe.eager_mode import as_trained
     from trueline.runtime.onnx import open_model
     from trueline.runtime.session import DEFAULTS
@@ -159,19 +158,21 @@ def _time_variants(model: nn.Module, shape: tuple[int, ...], folder: Path, secon
         for method in quantizer.list_variants():
             out = folder / method.name.replace(":", "-") / "model.onnx"
             out.parent.mkdir()
-            quantizer.apply(method, program, out)
-            if not quantizer.find_fault(count_kernels(out)):
-                paths[method.name] = out
-    sessions = {name: open_model(one, DEFAULTS) for name, one in paths.items()}
-
-    def run(session: onnxruntime.InferenceSession) -> None:
-        session.run(None, batches[0])
+            try:
+                quantizer.apply(method, program, out)
+                if not quantizer.find_fault(count_kernels(out, method.format)):
+                    paths[method.name] = out
+            except MissingPackage as error:
+                print(f"  {method.name}: not tried: {error.message}")
+    sessions = {name: open_model(one, DEFAULTS) for name, one in paths.items() if not name.startswith("openvino")}
+    compiled = {name: _compile(one) for name, one in paths.items() if name.startswith("openvino")}
 
     def eager() -> None:
         with torch.no_grad(), as_trained():
             model(example)
 
-    runs = {name: partial(run, session) for name, session in sessions.items()}
+    runs = {name: partial(session.run, None, batches[0]) for name, session in sessions.items()}
+    runs |= {name: partial(request.infer, batches[0]) for name, request in compiled.items()}
     first = measure_alternately({**runs, "eager": eager}, seconds=seconds / 2, slow="eager")
     rounds = measure_alternately({**runs, "eager": eager}, seconds=seconds, slow="eager")
     ways = [name for name in runs if name != "parent"]
@@ -184,6 +185,14 @@ def _time_variants(model: nn.Module, shape: tuple[int, ...], folder: Path, secon
         "of_best": rounds.speedup(best, "parent")[0] / fastest, "chosen": best,
         "size_ratio": size_of(path) / size_of(paths[best]),
     }  # fmt: skip
+
+
+def _compile(path: Path) -> Any:
+    """A request of the program in OpenVINO, as a server opens it."""
+    import openvino
+
+    how = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    return openvino.Core().compile_model(path, "CPU", how).create_infer_request()
 
 
 RECIPE = """

@@ -44,7 +44,7 @@ def test_the_smallest_that_keeps_the_budget_is_sealed_and_proven_and_the_parent_
     sealed = open_bundle(found.path)
     replay(sealed, open_program(sealed))
     assert files_of(trained.bundle.path) == before
-    assert found.row.kind == "static"
+    assert found.row.kind in ("static", "openvino")  # where OpenVINO is installed, its programs compete
     assert found.row.loss_high is not None
     assert found.row.loss_high <= 0.03
     assert sealed.manifest.lineage.parent == trained.bundle.digest == sealed.lineage()["parent"]

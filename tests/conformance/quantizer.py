@@ -33,8 +33,8 @@ class Quantizing(NamedTuple):
         self.quantizer.apply(method, self.program, out)
         return out
 
-    def answer(self, path: Path) -> np.ndarray:
-        session = open_session("onnx", path, self.bundle.signature)
+    def answer(self, path: Path, method: CompressMethod | None = None) -> np.ndarray:
+        session = open_session(method.format if method else "onnx", path, self.bundle.signature)
         return session.run({"input": compressible.images()})["output"]
 
 
@@ -42,19 +42,22 @@ def test_every_variant_answers_almost_as_the_parent_and_is_smaller(quantizer: Qu
     expected = quantizer.answer(quantizer.program.path)
     for method in quantizer.quantizer.list_variants():
         path = quantizer.apply(method)
-        found = quantizer.answer(path)
+        found = quantizer.answer(path, method)
         gap = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert gap < 0.15, method.name
-        assert size_of(path) < size_of(quantizer.program.path), method.name
+        if method.kind != "openvino-fp32":
+            assert size_of(path) < size_of(quantizer.program.path), method.name
 
 
 def test_every_variant_is_what_its_name_says(quantizer: Quantizing) -> None:
     for method in quantizer.quantizer.list_variants():
-        assert quantizer.quantizer.find_fault(count_kernels(quantizer.apply(method))) == ""
+        assert quantizer.quantizer.find_fault(count_kernels(quantizer.apply(method), method.format)) == ""
         assert parse_method(method.name) == method
 
 
 def test_a_program_that_stayed_as_it_was_is_found_out(quantizer: Quantizing) -> None:
+    if quantizer.quantizer.list_variants()[0].kind == "openvino-fp32":
+        pytest.skip("what is not to be compressed has no such fault")
     assert quantizer.quantizer.find_fault(Kernels(quantized=0, floating=3))
 
 
@@ -79,8 +82,8 @@ def test_an_operator_that_is_left_out_stays_in_float32(quantizer: Quantizing) ->
     method = quantizer.quantizer.list_variants()[0]
     if not method.words:
         pytest.skip("16-bit weights leave no operator out")
-    every = count_kernels(quantizer.apply(method))
-    fewer = count_kernels(quantizer.apply(CompressMethod(method.kind, method.words, ("last",))))
+    every = count_kernels(quantizer.apply(method), method.format)
+    fewer = count_kernels(quantizer.apply(CompressMethod(method.kind, method.words, ("last",))), method.format)
     assert fewer.quantized == every.quantized - 1
     assert len(fewer.left) == fewer.floating
     assert onnx.load(quantizer.program.path).graph.node[-1].name == "last"

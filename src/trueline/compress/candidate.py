@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from trueline.compress.measure.latency import Timing
+from trueline.compress.method import format_of
 
 Verdict = Literal["offered", "over budget", "not compressed", "no gain", "failed"]
 
@@ -50,6 +51,10 @@ class CompressedCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     """Spent on it by the search."""
     folder: str = ""
     """Of its program, in the search's folder."""
+
+    @property
+    def format(self) -> str:
+        return format_of(self.kind)
 
     @property
     def throughput(self) -> float | None:

@@ -29,11 +29,18 @@ UNCHANGED = "unchanged"
 VARIANTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "dynamic": (("u8", "s8"),),
     "static": (("u8s8", "s8s8"), ("minmax", "percentile", "entropy", "mse")),
+    "openvino": (("mixed", "performance"),),
+    "openvino-fp32": (),
     "float16": (),
     "bfloat16": (),
     "weights": (("int8", "int4"),),
 }
 """Kind of a method: groups of words, of which a method has one each. The first word is the usual one."""
+
+
+def format_of(kind: str) -> Literal["onnx", "openvino"]:
+    """The format of the program that a method of `kind` makes: which runtime proves, times and serves it."""
+    return "openvino" if kind.startswith("openvino") else "onnx"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,10 @@ class CompressMethod:
     words: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     base: str = ""
+
+    @property
+    def format(self) -> Literal["onnx", "openvino"]:
+        return format_of(self.kind)
 
     @property
     def name(self) -> str:

@@ -53,11 +53,11 @@ def seal(
     """
     began = time.monotonic()
     parent = reference.bundle
-    session = open_session("onnx", program, base.signature_of("onnx"))
+    session = open_session(row.format, program, base.signature_of("onnx"))
     answers = reference.answer(session)
     errors = accuracy.largest_errors(reference.answers, answers, session.signature)
     golden = [_golden(session, one, errors) for one in parent.golden() if takes(session.signature, one.inputs)]
-    evidence = [*_evidence(reference, answers), *_evidence_of_sizes(reference, session, errors)]
+    evidence = [*_evidence(reference, answers, row.format), *_evidence_of_sizes(reference, session, errors)]
     old = base.program("onnx")
     with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=out.parent) as work:
         folder = Path(work)
@@ -65,7 +65,7 @@ def seal(
         for file in program.parent.glob(f"{program.name}*"):
             shutil.copyfile(file, folder / "programs" / file.name)
         entry = ProgramEntry(
-            format="onnx", file=f"programs/{program.name}", proven=True, seconds=round(time.monotonic() - began, 3),
+            format=row.format, file=f"programs/{program.name}", proven=True, seconds=round(time.monotonic() - began, 3),
             probes=len(evidence), max_abs_error=max((worst for worst, _ in errors.values()), default=0.0),
             versions=versions(), notes=f"{row.name}; compared with its parent, by the tolerance that was accepted",
             rows=old.rows, values=_finite_values(parent, old.values) if row.quantized else old.values,
@@ -73,7 +73,7 @@ def seal(
         summary = msgspec.structs.replace(parent.manifest.lineage, parent=parent.digest)
         columns = parent.columns()
         contents = Contents(
-            name=parent.name, signature=base.signature, programs=[(entry, folder)], serve="onnx", golden=golden,
+            name=parent.name, signature=base.signature, programs=[(entry, folder)], serve=row.format, golden=golden,
             evidence=evidence, lineage=_lineage(parent, row, facts), summary=Summary(**msgspec.to_builtins(summary)),
             columns=columns, records=parent.golden_records() if columns is not None else (),
         )  # fmt: skip
@@ -107,10 +107,10 @@ def _finite_values(parent: Bundle, values: Mapping[str, Values]) -> dict[str, Va
     return found
 
 
-def _evidence(reference: Reference, answers: Answers) -> list[Evidence]:
+def _evidence(reference: Reference, answers: Answers, format: str) -> list[Evidence]:
     pairs = zip(reference.batches, reference.answers.outputs, answers.outputs, strict=True)
     return [
-        _compare(f"evaluation records, part {number}", batch.inputs, one, other, "given")
+        _compare(f"evaluation records, part {number}", batch.inputs, one, other, "given", format)
         for number, (batch, one, other) in enumerate(pairs, 1)
     ]
 
@@ -129,7 +129,7 @@ def _evidence_of_sizes(reference: Reference, session: Session, errors: Errors) -
                     "evaluation records",
                     hint="evaluation records of more sizes would show what it does there",
                 )
-        found.append(_compare(probe, inputs, want, have, "made"))
+        found.append(_compare(probe, inputs, want, have, "made", session.format))
     return found
 
 
@@ -152,14 +152,14 @@ def _sized_inputs(parent: Bundle, signature: Signature) -> Iterator[tuple[str, d
 
 def _compare(
     probe: str, inputs: Mapping[str, Array], want: Mapping[str, Array], have: Mapping[str, Array],
-    origin: Literal["given", "made"],
+    origin: Literal["given", "made"], format: str,
 ) -> Evidence:  # fmt: skip
     gaps = {
         name: float(np.abs(array.astype(np.float64) - have[name].astype(np.float64)).max(initial=0.0))
         for name, array in want.items()
     }
     return Evidence(
-        format="onnx", against="parent", probe=probe, origin=origin, inputs_sha256=digest(inputs),
+        format=format, against="parent", probe=probe, origin=origin, inputs_sha256=digest(inputs),
         shapes={name: array.shape for name, array in inputs.items()}, verdict="agrees",
         max_abs_error=max(gaps.values(), default=0.0), tolerance="accepted by the budget",
     )  # fmt: skip

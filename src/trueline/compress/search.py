@@ -32,7 +32,7 @@ from trueline.compress.measure.latency import Rounds
 from trueline.compress.measure.memory import measure_memory
 from trueline.compress.measure.reference import EAGER, PARENT, Reference
 from trueline.compress.method import UNCHANGED, CompressMethod, Target
-from trueline.errors import StorageError, TruelineError
+from trueline.errors import MissingPackage, StorageError, TruelineError
 
 QUICK_S, FULL_S = 1.0, 6.0
 """Seconds that programs are timed: a candidate beside its parent, and all together at the end."""
@@ -126,7 +126,8 @@ class Search:
         except StorageError:
             raise
         except TruelineError as error:
-            row = _row_of(method, verdict="failed", why=error.message)
+            install = f"; {error.hint}" if isinstance(error, MissingPackage) else ""
+            row = _row_of(method, verdict="failed", why=f"{error.message}{install}")
         except OSError as error:
             raise files.storage_error(error, self.folder) from error
         row = msgspec.structs.replace(row, seconds=round(self.clock() - began, 2))
@@ -155,7 +156,7 @@ class Search:
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir(parents=True)
         quantizer.apply(method, self.program(method.base), out)
-        kernels = count_kernels(out)
+        kernels = count_kernels(out, method.format)
         facts: dict[str, Any] = {
             "folder": place, "size_bytes": size_of(out), "quantized": kernels.quantized, "floating": kernels.floating,
             "left": kernels.left,
@@ -163,7 +164,7 @@ class Search:
         fault = quantizer.find_fault(kernels)
         if fault:
             return _row_of(method, verdict="not compressed", why=fault, **facts)
-        session = reference.open(out)
+        session = reference.open(out, method.format)
         answers = reference.answer(session)
         verdict = gate.judge(reference.budget, reference.answers.values, answers.values)
         facts |= {
@@ -198,7 +199,7 @@ class Search:
         """Times every candidate that was judged, the parent and the eager model alternately in one run, and measures
         their memory; rows of candidates that are no gain then are not offered."""
         judged = [row for row in self.rows.values() if row.loss is not None and self.path_of(row).is_file()]
-        sessions = {row.name: self.reference.open(self.path_of(row)) for row in judged}
+        sessions = {row.name: self.reference.open(self.path_of(row), row.format) for row in judged}
         timings: dict[str, dict[str, Any]] = {}
         for batch in self.reference.timed:
             rounds = self.reference.time(sessions, batch=batch, seconds=FULL_S, eager=True)
@@ -209,7 +210,10 @@ class Search:
         del sessions
         bundle = self.reference.bundle
         paths = {PARENT: bundle.program_path("onnx"), **{row.name: self.path_of(row) for row in judged}}
-        memory = measure_memory(paths, self.reference.write_inputs(self.program().work / "inputs.safetensors"))
+        in_openvino = {row.name for row in judged if row.format == "openvino"}
+        memory = measure_memory(
+            paths, self.reference.write_inputs(self.program().work / "inputs.safetensors"), in_openvino
+        )
         value = self.reference.value
         for name in (EAGER, PARENT):
             size = size_of(paths[PARENT]) if name == PARENT else 0

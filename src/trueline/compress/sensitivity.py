@@ -34,7 +34,7 @@ def rank_operators(
         out.parent.mkdir(parents=True)
         try:
             QUANTIZERS[method.kind].apply(CompressMethod(method.kind, method.words, others), program, out)
-            found = reference.open(out).run(inputs)
+            found = reference.open(out, method.format).run(inputs)
         except TruelineError:
             errors[operator] = np.inf
             continue

@@ -21,6 +21,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressib
 
 @pytest.fixture(params=[kind for kind in QUANTIZERS if kind != UNCHANGED])
 def quantizer(request: pytest.FixtureRequest, trained: compressible.Compressible, tmp_path: Path) -> Quantizing:
+    if request.param.startswith("openvino"):
+        pytest.importorskip("nncf", reason="NNCF is not installed: pip install 'trueline[openvino]'")
     program = ParentProgram(
         trained.bundle.program_path("onnx"),
         tmp_path,

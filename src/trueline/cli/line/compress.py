@@ -37,7 +37,10 @@ trueline compress digits.bundle --quantize static --quantize dynamic -o small.bu
 @click.option("-o", "--out", metavar="BUNDLE", help="The bundle to write; else NAME-TARGET.bundle beside BUNDLE.")
 @click.option("--recipe", metavar="RECIPE", help="Has the records; else looked for by the digest in the lineage.")
 @click.option(
-    "--quantize", multiple=True, metavar="WAY", help="A way by hand: static, dynamic, weights, float16, bfloat16."
+    "--quantize",
+    multiple=True,
+    metavar="WAY",
+    help="A way by hand: static, dynamic, openvino, weights, float16, bfloat16.",
 )
 @click.option("--prune", metavar="LAYER=SHARE", help="conv=0.2,linear=0.4: zero weights; channels=0.3: fewer channels.")
 @click.option("--distill", metavar="RECIPE", help="Train this student on the bundle's answers.")
@@ -51,11 +54,12 @@ trueline compress digits.bundle --quantize static --quantize dynamic -o small.bu
 def command(bundle: str, checkpoint: str | None, **options: Any) -> Output:
     """Make a bundle smaller or faster, within a budget.
 
-    Quantizes the bundle's ONNX program in several ways and measures every candidate on the recipe's evaluation records
-    and on this machine: the metric with its confidence bound, changed decisions, latency, throughput, size and memory,
-    against the parent in the same runtime and against the eager model. What is not really quantized, not better or over
-    the budget is not offered. The best is sealed as a bundle like any other, whose golden records have the tolerance
-    that was accepted. If none keeps the budget, nothing is sealed and the table says why (exit code 1).
+    Quantizes the bundle's ONNX program in several ways, for ONNX Runtime and OpenVINO, and measures every candidate
+    on the recipe's evaluation records and on this machine: the metric with its confidence bound, changed decisions,
+    latency, throughput, size and memory, against the parent in the same runtime and against the eager model. What
+    is not really quantized, not better or over the budget is not offered. The best is sealed as a bundle like any
+    other, whose golden records have the tolerance that was accepted. If none keeps the budget, nothing is sealed
+    and the table says why (exit code 1).
 
     A command that was killed continues where it was: typed again, it finds the candidates in BUNDLE.search.
     """

@@ -1,4 +1,4 @@
-"""Is a program compressed at all? ONNX Runtime rewrites it when it opens it; the kernels that are left tell."""
+"""Is a program compressed at all? The runtime rewrites it when it opens it; the kernels that are left tell."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import onnx
 import onnxruntime
 
 from trueline.errors import BundleError, first_line
+from trueline.extras import naming_extras
 
 QUANTIZED = frozenset(
     """
@@ -23,6 +24,7 @@ QUANTIZED = frozenset(
 FLOATING = frozenset(
     {"Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "ConvTranspose", "LSTM", "GRU"}
 )
+_OPENVINO_HEAVY = frozenset({"Convolution", "FullyConnected", "MatMul", "Deconvolution", "RNNSeq", "RNNCell"})
 NAMED = 5
 HEAVY = frozenset({"Conv", "MatMul", "Gemm", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})
 """Operators that compress is about, as a captured program has them."""
@@ -43,8 +45,11 @@ class Kernels:
         return f"{self.quantized} of {self.quantized + self.floating}"
 
 
-def count_kernels(path: Path) -> Kernels:
-    """The kernels of the program at `path` once ONNX Runtime has rewritten it for this machine. Raises BundleError."""
+def count_kernels(path: Path, format: str = "onnx") -> Kernels:
+    """The kernels of the program at `path` once its runtime (ONNX Runtime, or OpenVINO for the format `openvino`) has
+    rewritten it for this machine. Raises BundleError, MissingPackage."""
+    if format == "openvino":
+        return _count_in_openvino(path)
     with tempfile.TemporaryDirectory() as folder:
         rewritten = Path(folder) / "model.onnx"
         options = onnxruntime.SessionOptions()
@@ -62,6 +67,25 @@ def count_kernels(path: Path) -> Kernels:
     return Kernels(
         quantized=sum(counts[name] for name in QUANTIZED), floating=len(left), half=half, left=tuple(left[:NAMED])
     )
+
+
+def _count_in_openvino(path: Path) -> Kernels:
+    with naming_extras():
+        import openvino
+    try:
+        compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    except Exception as error:
+        raise BundleError(f"OpenVINO does not open it: {first_line(error)}") from error
+    heavy = []
+    for node in compiled.get_runtime_model().get_ops():
+        facts = node.get_rt_info()
+        kind, precision = (
+            str(facts[name].astype(str)) if name in facts else "" for name in ("layerType", "runtimePrecision")
+        )
+        if kind in _OPENVINO_HEAVY:
+            heavy.append((precision in ("i8", "u8"), f"{kind} {node.get_friendly_name()}"))
+    left = [name for quantized, name in heavy if not quantized]
+    return Kernels(quantized=len(heavy) - len(left), floating=len(left), left=tuple(left[:NAMED]))
 
 
 def walk(graph: Any) -> Iterator[Any]:

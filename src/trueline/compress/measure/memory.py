@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,13 @@ _STATUS = Path("/proc/self/status")
 TIMEOUT_S = 600.0
 
 
-def measure_memory(programs: Mapping[str, Path], inputs: Path) -> dict[str, int]:
-    """Bytes by program; those that cannot be measured are left out. `inputs`: a batch by input name, as safetensors."""
-    request = {"programs": {name: str(path) for name, path in programs.items()}, "inputs": str(inputs)}
+def measure_memory(programs: Mapping[str, Path], inputs: Path, in_openvino: Collection[str] = ()) -> dict[str, int]:
+    """Bytes by program; those that cannot be measured are left out. `inputs`: a batch by input name, as safetensors;
+    `in_openvino`: programs that OpenVINO runs instead of ONNX Runtime."""
+    request = {
+        "programs": {name: str(path) for name, path in programs.items()}, "inputs": str(inputs),
+        "in_openvino": sorted(in_openvino),
+    }  # fmt: skip
     try:
         done = subprocess.run(
             [sys.executable, "-m", "trueline.compress.measure.memory"], input=json.dumps(request).encode(),
@@ -45,6 +49,16 @@ def _resident() -> int:
     return int(line.split()[1]) * 1024
 
 
+def _run_in_openvino(path: str, arrays: Mapping[str, Any]) -> int:
+    import openvino
+
+    before = _resident()
+    request = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+    for _ in range(2):
+        request.infer(dict(arrays))
+    return _peak() - before
+
+
 def _run_alone(path: str, arrays: Mapping[str, Any]) -> int:
     import onnxruntime
 
@@ -63,13 +77,16 @@ def main(requests: Sequence[bytes]) -> None:
 
     request = json.loads(b"".join(requests))
     arrays = load_file(request["inputs"])
+    if request["in_openvino"]:
+        import openvino  # noqa: F401 - for the same reason
     for name, path in request["programs"].items():
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                line = json.dumps([name, _run_alone(path, arrays)]) + "\n"
+                run = _run_in_openvino if name in request["in_openvino"] else _run_alone
+                line = json.dumps([name, run(path, arrays)]) + "\n"
                 os.write(1, line.encode())
                 code = 0
             finally:

@@ -68,9 +68,9 @@ class Reference:
         """The parent's metric."""
         return float(self.answers.values.mean())
 
-    def open(self, program: Path) -> Session:
-        """A candidate as a server would open it."""
-        return open_session("onnx", program, self.bundle.signature_of("onnx"))
+    def open(self, program: Path, format: str) -> Session:
+        """A candidate as a server would open it. Raises UsageError where its runtime is not installed."""
+        return open_session(format, program, self.bundle.signature_of("onnx"))
 
     def answer(self, session: Session) -> Answers:
         return accuracy.answer(session, self.batches, self.metric)
