@@ -92,6 +92,8 @@ class Answer(Struct, frozen=True, array_like=True):
 class TasksLink:
     """A worker's calls. They wait for a master that is away; a worker that was given up ends at once."""
 
+    service = SERVICE
+
     def __init__(self, ref: str) -> None:
         self.ref = ref
         self._channel = open_channel(os.environ["TRUELINE_MASTER"], RECONNECTING)
@@ -100,7 +102,7 @@ class TasksLink:
 
     def _call(self, name: str, request: object, of: type[_T], timeout_s: float | None = None) -> _T:
         channel: Any = self._channel
-        call = channel.unary_unary(f"/{SERVICE}/{name}")
+        call = channel.unary_unary(f"/{self.service}/{name}")
         while True:
             try:
                 reply: bytes = call(

@@ -8,7 +8,7 @@ from trueline.settings import setting
 Precision = Literal["fp32", "bf16", "fp16"]
 Shuffle = Literal["full", "windows", "none"]
 LossReduction = Literal["auto", "mean", "sum"]
-Strategy = Literal["allreduce", "ps"]
+Strategy = Literal["allreduce", "ps", "hybrid"]
 
 _RESULT = "What is computed (a resumed job keeps it)"
 _WORKERS = "The workers (a resumed job may have others)"
@@ -86,7 +86,8 @@ class TrainingSettings(StepSettings, LoopSettings):
 
     strategy: Strategy = setting(
         "allreduce", "allreduce: every worker has the whole model; ps: parameter servers hold it, with embedding "
-        "tables of any size, and workers train asynchronously.", section=_SERVERS, recipe=True, fixed=True,
+        "tables of any size, and workers train asynchronously; hybrid: servers hold the tables, every worker all else.",
+        section=_SERVERS, recipe=True, fixed=True,
     )  # fmt: skip
     servers: int = setting(
         1, "Parameter servers that share tables and dense parameters.",

@@ -17,6 +17,7 @@ from trueline.errors import StorageError
 from trueline.ps.dial import read_address
 from trueline.ps.link import ServerLink
 from trueline.ps.master.ledger import MinibatchGrid, MinibatchLedger
+from trueline.ps.master.servers import describe_server
 from trueline.ps.master.slots import Slots
 from trueline.ps.messages import ModelSpec, Routing, ServerReport
 from trueline.train.job_dir import JobDir
@@ -192,12 +193,4 @@ class JobShell:
         return self.grid.steps * self.job.epochs if self.num_records else 0
 
     def describe_server(self, ref: str) -> dict[str, Any]:
-        one = self.stats[ref]
-        pushes = sum(one.staleness)
-        return {
-            "ref": one.ref, "rows": sum(table.rows for table in one.tables),
-            "bytes": sum(table.bytes for table in one.tables), "memory": one.memory, "pulls": one.pulls,
-            "pushes": one.pushes, "duplicates": one.duplicates, "queued": one.queued, "lacking": one.lacking,
-            "staleness": round(sum(n * c for n, c in enumerate(one.staleness)) / pushes, 2) if pushes else 0.0,
-            "largest": max(one.tables, key=lambda table: table.bytes).name if one.tables else "",
-        }  # fmt: skip
+        return describe_server(self.stats[ref])
