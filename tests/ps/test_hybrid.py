@@ -62,6 +62,11 @@ def test_workers_servers_and_the_master_die_and_each_record_counts_once(tmp_path
     assert count_wrong(run(tmp_path / "job", *strikes, workers=2, servers=2)) == 0
 
 
+def test_a_server_that_dies_while_the_master_is_away_is_started_by_the_next_one(tmp_path):
+    strikes = [(10, "server-1"), (30, "master"), (30, "server-1")]
+    assert count_wrong(run(tmp_path / "job", *strikes, workers=2, servers=2)) == 0
+
+
 @pytest.mark.parametrize("phase", ["backward", "allreduced", "applied"])
 def test_a_worker_dies_in_any_part_of_a_step_and_each_record_counts_once(tmp_path, phase):
     faults = [Fault(step=step, slot=slot, incarnation=-1, phase=phase) for slot, step in enumerate((9, 30))]

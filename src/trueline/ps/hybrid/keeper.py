@@ -91,8 +91,8 @@ class ServerKeeper:
             return
         with contextlib.suppress(OSError):  # the agent is away: its next one runs nothing
             for seen in await master.engine.list():
-                if seen.alive and parse_ref(seen.ref)[0] == SERVER:
-                    self._servers.adopt(seen.ref)
+                if parse_ref(seen.ref)[0] == SERVER:  # the engine starts no ref a second time
+                    (self._servers.adopt if seen.alive else self._servers.note_started)(seen.ref)
         await asyncio.gather(self._watch(), self._tick())
 
     async def _watch(self) -> None:
