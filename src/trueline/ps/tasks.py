@@ -33,6 +33,11 @@ class Joined(Struct, frozen=True, array_like=True):
     parts: int = 1
 
 
+class Described(Struct, frozen=True, array_like=True):
+    spec: ModelSpec
+    routing: Routing
+
+
 class LeaseRequest(Struct, frozen=True, array_like=True):
     ref: str
     wait_s: float
@@ -130,6 +135,11 @@ class TasksLink:
 
     def route(self) -> Routing:
         return self._call("Route", WorkerCall(self.ref), Joined).routing
+
+    def describe(self) -> tuple[ModelSpec, Routing]:
+        """Returns when all servers hold the model."""
+        found = self._call("Describe", WorkerCall(self.ref), Described)
+        return found.spec, found.routing
 
     def leave(self) -> None:
         self._call("Leave", WorkerCall(self.ref), Answer)

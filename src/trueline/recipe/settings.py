@@ -98,6 +98,10 @@ class TrainingSettings(StepSettings, LoopSettings):
         "-1: no bound.", section=_SERVERS, metavar="N", low=-1, recipe=True, fixed=True,
     )  # fmt: skip
     half_rows: bool = setting(False, "Rows and their gradients travel as float16.", section=_SERVERS, recipe=True)
+    grpc_port: int = setting(
+        0, "Port on which the servers are one gRPC service for other clients (parameter_server.proto); 0: none.",
+        section=_SERVERS, metavar="PORT", low=0, high=65535,
+    )  # fmt: skip
     weights: str = setting(
         "", "Weights that the training starts from: a state_dict of torch.save, safetensors, a Hugging Face folder, a "
         "checkpoint or a job. They fit the model in every name and shape.",

@@ -31,10 +31,10 @@ WORKERS: Mapping[Strategy, str] = {
     "ps": "trueline.ps.worker",
     "hybrid": "trueline.ps.hybrid.worker",
 }
-OF_SERVERS = ("servers", "staleness", "half_rows")
+OF_SERVERS = ("servers", "staleness", "half_rows", "grpc_port")
 NOT_OF_HYBRID = (
-    "staleness", "bitwise", "precision", "clip_norm", "ema", "compile", "evaluate_every", "monitor", "patience",
-    "hosts", "listen",
+    "staleness", "grpc_port", "bitwise", "precision", "clip_norm", "ema", "compile", "evaluate_every", "monitor",
+    "patience", "hosts", "listen",
 )  # fmt: skip
 NOT_OF_SERVERS = (
     "micro_batch", "bitwise", "precision", "ema", "find_unused_parameters", "compile", "readers", "backend",
@@ -249,6 +249,7 @@ class Overrides(TypedDict, total=False):
     servers: int | None
     staleness: int | None
     half_rows: bool | None
+    grpc_port: int | None
     find_unused_parameters: bool | None
     weights: str | None
     new_layers: str | None

@@ -55,8 +55,8 @@ class PsMaster(JobShell):
         """Takes over what the engine runs."""
         for seen in await self.engine.list():
             role = parse_ref(seen.ref)[0]
-            if seen.alive and role in (WORKER, SERVER):
-                (self.workers if role == WORKER else self.servers).adopt(seen.ref)
+            if seen.alive and role in self.rosters:
+                self.rosters[role].adopt(seen.ref)
                 self.heard[seen.ref] = self.now()
         if self.routing is not None:  # those that will be added or taken are there as well
             self.servers.count = max(self.wanted_servers, len(self.routing.servers))
@@ -67,7 +67,7 @@ class PsMaster(JobShell):
     async def start_due(self) -> None:
         if self.failed or self.phase == "finished":
             return
-        due = [*self.servers.start_due(self.now()), *self.workers.start_due(self.now())]
+        due = [ref for roster in self.rosters.values() for ref in roster.start_due(self.now())]
         for ref in due:
             self.log("START", ref=ref)
             self.heard[ref] = self.now() + START_S  # it imports first
@@ -91,7 +91,7 @@ class PsMaster(JobShell):
         if role == SAVER:
             self.checkpoints.note_exit(ref, clean, why)
             return
-        roster = self.workers if role == WORKER else self.servers
+        roster = self.rosters[role]
         if not roster.note_death(ref, self.now()):
             return
         self.heard.pop(ref, None)
@@ -104,7 +104,7 @@ class PsMaster(JobShell):
             if self.ledger is not None:
                 self.ledger.release(ref)
             self.wake()
-        elif self.routing is not None:
+        elif role == SERVER and self.routing is not None:
             self.spawn(self.settle())
         if (slot := roster.hopeless) >= 0:
             self.fail("train", f"{role} {slot} died {roster.most_failures} times in a row, the last time: {why}",

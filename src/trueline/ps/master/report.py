@@ -23,7 +23,7 @@ def certify(grid: MinibatchGrid, reports: Sequence[ServerReport]) -> list[dict[s
             "tally_min": -1, "tally_max": -1, "reduction": "mean",
         }
         for epoch, runs in sorted(applied.items())
-        if runs
+        if runs and epoch >= 0
     ]  # fmt: skip
 
 

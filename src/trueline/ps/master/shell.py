@@ -26,11 +26,12 @@ from trueline.train.master.publisher import EventPublisher
 from trueline.train.settings import JobSettings
 
 TICK_S = 0.25
-WORKER, SERVER, SAVER = "worker", "server", "saver"
+WORKER, SERVER, SAVER, FACE = "worker", "server", "saver", "face"
 ENTRIES = {
     WORKER: "trueline.ps.worker:main",
     SERVER: "trueline.ps.server.process:main",
     SAVER: "trueline.ps.saver:main",
+    FACE: "trueline.ps.face:main",
 }
 RECENT = 4096
 
@@ -49,6 +50,8 @@ class JobShell:
         self.publisher = EventPublisher(self.folder.events)
         self.workers = Slots(WORKER, job.workers, job.max_failures + 2)
         self.servers = Slots(SERVER, job.servers, job.max_failures + 2)
+        faces = Slots(FACE, 1 if job.grpc_port else 0, job.max_failures + 2)
+        self.rosters = {SERVER: self.servers, WORKER: self.workers, FACE: faces}
         self.wanted_servers = job.servers
         self.checkpoint_path, self.checkpoint_step = "", -1
         self.spec: ModelSpec | None = None
@@ -89,8 +92,8 @@ class JobShell:
         match kind:
             case "START":
                 role = parse_ref(body["ref"])[0]
-                if role in (WORKER, SERVER):
-                    (self.workers if role == WORKER else self.servers).note_started(body["ref"])
+                if role in self.rosters:
+                    self.rosters[role].note_started(body["ref"])
             case "PS_MODEL":
                 self.spec = msgspec.msgpack.decode(base64.b64decode(body["spec"]), type=ModelSpec)
                 self.num_records, self.blocks = body["num_records"], tuple(body["blocks"])

@@ -172,7 +172,7 @@ class Held:
                 table = self._tables[name]
                 table.apply(ids, rows, push.lrs[table.spec.group])
         self._dense.apply(push.dense, push.lrs)
-        self.steps += 1
+        self.steps += push.epoch >= 0  # those below 0 are of other clients than the job's workers
 
     def dump(self) -> tuple[dict[str, Any], list[Array]]:
         """Everything, as a header for msgpack and arrays; `load` makes an equal server of it."""
