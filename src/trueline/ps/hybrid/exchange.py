@@ -120,7 +120,8 @@ class TableExchange:
         step, group = self._at(), self._group
         self._client.push(Gradients(
             epoch=0, minibatch=step, weight=1.0 if rows else 0.0, lrs=self._tables.lrs, tables=rows, dense={},
-            part=group.rank, parts=group.size, attempt=group.generation + 1,
+            pulled=dict.fromkeys(self._client.routing.servers, step), part=group.rank, parts=group.size,
+            attempt=group.generation + 1,
         ))  # fmt: skip
         self._client.drain()
         self._client.take_acknowledged()

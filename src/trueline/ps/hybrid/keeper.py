@@ -23,9 +23,9 @@ from trueline.errors import StorageError, TrainError, TruelineError
 from trueline.ps.dial import read_address
 from trueline.ps.hybrid.calls import SERVICE, AlignTables, HybridAnswer, OpenTables, SaveTables
 from trueline.ps.link import ServerLink
-from trueline.ps.master.servers import describe_server
+from trueline.ps.master.servers import ServerMeter
 from trueline.ps.master.slots import Slots
-from trueline.ps.messages import ModelSpec, Routing, ServerReport
+from trueline.ps.messages import ModelSpec, Routing
 from trueline.ps.partition import make_routing
 from trueline.train.master.master import TICK_S, Master
 
@@ -51,7 +51,7 @@ class ServerKeeper:
         self._master, self._folder = master, master.job_dir / "ps"
         self._servers = Slots(SERVER, master.job.servers, master.job.max_failures + 2)
         self._links: dict[str, ServerLink] = {}
-        self._stats: dict[str, ServerReport] = {}
+        self._meter = ServerMeter()
         self._changing = asyncio.Lock()
         """One at a time opens the tables or brings them to a step."""
         self._kept = self._read()
@@ -147,7 +147,8 @@ class ServerKeeper:
         assert self._kept is not None
         for name in self._kept.routing.servers:
             try:
-                report = self._stats[name] = await self._link(name).stats(SILENT_S)
+                report = await self._link(name).stats(SILENT_S)
+                self._meter.add(name, report, self._master.now())
                 self._servers.note_progress(report.ref)
                 if report.routing < 0 and self._aligned and not self._changing.locked():
                     self._master.fail("train", f"{report.ref} has lost what {name} held", "continue with --resume")
@@ -161,7 +162,7 @@ class ServerKeeper:
         self._master.emit("servers.measured", servers=json.dumps(self.describe()["servers"]))
 
     def describe(self) -> dict[str, Any]:
-        return {"servers": [describe_server(self._stats[name]) for name in sorted(self._stats)]}
+        return {"servers": self._meter.describe()}
 
     # what workers ask
 

@@ -143,7 +143,8 @@ class PsMaster(JobShell):
             stats = await self._configure_all()
             if not stats:
                 return
-            self.stats |= {one.ref.partition(".")[0]: one for one in stats}
+            for one in stats:
+                self.note_report(one)
             applied = [one.applied for one in stats]
             if self.ledger is None:
                 self.ledger = MinibatchLedger(grid=self.grid, epochs=self.job.epochs, staleness=self.job.staleness,
@@ -264,7 +265,7 @@ class PsMaster(JobShell):
         for ref in self.routing.servers:
             try:
                 stats = await self.link(ref).stats(SILENT_S)
-                self.stats[ref] = stats
+                self.note_report(stats)
                 self.heard[stats.ref] = self.now()
             except TimeoutError:
                 for alive in self.servers.alive:
@@ -272,8 +273,7 @@ class PsMaster(JobShell):
                         await self.kill(alive, f"no answer for {SILENT_S:.0f} s")
             except (OSError, TruelineError):
                 continue  # it is away; the engine reports its death
-        rows = {ref: sum(table.rows for table in one.tables) for ref, one in self.stats.items()}
-        self.emit("servers.measured", servers=json.dumps([self.describe_server(ref) for ref in sorted(rows)]))
+        self.emit("servers.measured", servers=json.dumps(self.meter.describe()))
 
     # the end
 

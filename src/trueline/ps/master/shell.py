@@ -17,7 +17,7 @@ from trueline.errors import StorageError
 from trueline.ps.dial import read_address
 from trueline.ps.link import ServerLink
 from trueline.ps.master.ledger import MinibatchGrid, MinibatchLedger
-from trueline.ps.master.servers import describe_server
+from trueline.ps.master.servers import ServerMeter
 from trueline.ps.master.slots import Slots
 from trueline.ps.messages import ModelSpec, Routing, ServerReport
 from trueline.train.job_dir import JobDir
@@ -63,6 +63,7 @@ class JobShell:
         self.ledger: MinibatchLedger | None = None
         self.links: dict[str, ServerLink] = {}
         self.stats: dict[str, ServerReport] = {}
+        self.meter = ServerMeter()
         self.heard: dict[str, float] = {}  # of workers and servers, when something last came from them
         self.memory: dict[str, int] = {}
         self.computed: dict[str, int] = {}  # minibatches, by worker
@@ -195,5 +196,7 @@ class JobShell:
     def total_steps(self) -> int:
         return self.grid.steps * self.job.epochs if self.num_records else 0
 
-    def describe_server(self, ref: str) -> dict[str, Any]:
-        return describe_server(self.stats[ref])
+    def note_report(self, report: ServerReport) -> None:
+        name = report.ref.partition(".")[0]
+        self.stats[name] = report
+        self.meter.add(name, report, self.now())

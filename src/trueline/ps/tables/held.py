@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from trueline.clock import Clock
 from trueline.errors import TrainError
 from trueline.ps.messages import ModelSpec, Routing, Runs, TableStats
 from trueline.ps.partition import Ids, buckets_of, owners_of
@@ -50,7 +51,9 @@ class Push:
 
 
 class Held:
-    """`index`: the number of this server in the routing."""
+    """`index`: the number of this server in the routing. `clock`: seconds, for `TableStats.busy_s`."""
+
+    clock: Clock = staticmethod(lambda: 0.0)
 
     def __init__(self, spec: ModelSpec, routing: Routing, index: int) -> None:
         self.spec, self.routing, self.index = spec, routing, index
@@ -87,7 +90,12 @@ class Held:
 
     def pull(self, tables: Sequence[tuple[str, Ids]], dense: bool) -> tuple[list[Rows], list[Rows]]:
         """Rows of each table's ids, and views of the dense parts. Raises GradientError for an unknown table."""
-        return [self._table(name).get(ids) for name, ids in tables], self._dense.values() if dense else []
+        rows = []
+        for name, ids in tables:
+            table, began = self._table(name), self.clock()
+            rows.append(table.get(ids))
+            table.busy_s += self.clock() - began
+        return rows, self._dense.values() if dense else []
 
     def _table(self, name: str) -> ServerTable:
         try:
@@ -169,8 +177,9 @@ class Held:
     def _step(self, push: Push) -> None:
         for name, ids, rows in push.tables:
             if len(ids):
-                table = self._tables[name]
+                table, began = self._tables[name], self.clock()
                 table.apply(ids, rows, push.lrs[table.spec.group])
+                table.busy_s += self.clock() - began
         self._dense.apply(push.dense, push.lrs)
         self.steps += push.epoch >= 0  # those below 0 are of other clients than the job's workers
 
