@@ -220,7 +220,7 @@ protos: $(STAMP)  ## generate the code of the wire protos
 	cd src && PATH="$(CURDIR)/$(BIN):$$PATH" ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. \
 	  --mypy_out=. --mypy_grpc_out=. trueline/wire/train.proto
 	cd src && PATH="$(CURDIR)/$(BIN):$$PATH" ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. \
-	  trueline/wire/inference.proto trueline/wire/torchserve.proto
+	  trueline/wire/inference.proto trueline/wire/torchserve.proto trueline/wire/parameter_server.proto
 
 clean:  ## remove the environment, caches and the demo's output
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache mutants runs mlruns mlartifacts mlflow.db

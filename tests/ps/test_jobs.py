@@ -18,37 +18,13 @@ from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.errors import JobStopped
 from trueline.train.api import train
-from trueline.train.job_dir import JobDir
 from trueline.train.launch import jobs
+from worlds.killer import Killer
 from worlds.waiting import until
 
 pytestmark = pytest.mark.jobs
 COUNTING = Path(__file__).parent / "recipes" / "counting.py"
 RECORDS = 640
-
-
-class Killer:
-    """Kills processes of a job after a number of steps, each once; `master` by the job's folder."""
-
-    def __init__(self, job_dir: Path, strikes: list[tuple[int, str]]) -> None:
-        self.job, self.left, self.pids, self.steps = JobDir(job_dir), list(strikes), {}, 0
-        self.killed: list[str] = []
-
-    def __call__(self, name, fields):
-        if name == "worker.running":
-            self.pids[fields["worker"].partition(".")[0]] = fields["pid"]
-        elif name in ("worker.lost", "worker.killed"):
-            self.pids.pop(fields["worker"].partition(".")[0], None)
-        elif name == "step.applied":
-            self.steps += 1
-        while self.left and self.steps >= self.left[0][0] and self.find(self.left[0][1]):
-            _, what = self.left.pop(0)
-            os.kill(self.find(what), signal.SIGKILL)
-            self.pids.pop(what, None)
-            self.killed.append(what)
-
-    def find(self, what):
-        return self.job.read_master().pid if what == "master" else self.pids.get(what)
 
 
 def run(job_dir, *strikes, recipe=COUNTING, **settings):

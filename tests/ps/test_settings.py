@@ -31,6 +31,14 @@ def test_what_only_servers_have_is_refused_without_them(wanted):
         settings_of(**wanted)
 
 
+@pytest.mark.parametrize("wanted", [{"staleness": 1}, {"bitwise": True}, {"clip_norm": 1.0}, {"ema": 0.9}],
+                         ids=lambda wanted: next(iter(wanted)))  # fmt: skip
+def test_what_hybrid_jobs_do_not_have_is_refused_by_its_option(wanted):
+    (name,) = wanted
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} does not apply to --strategy hybrid"):
+        settings_of(strategy="hybrid", servers=2, half_rows=True, **wanted)
+
+
 def test_out_of_range_is_named_with_the_range():
     with pytest.raises(UsageError, match="servers is 0, expected at least 1"):
         settings_of(strategy="ps", servers=0)

@@ -60,6 +60,7 @@ class Gradients:
     pulled: Mapping[str, int] = field(default_factory=dict)
     part: int = 0
     parts: int = 1
+    attempt: int = 0
 
     @property
     def key(self) -> Key:
@@ -307,7 +308,7 @@ class _Push:
             body = PushRequest(
                 routing=routing.version, pulled=given.pulled.get(ref, -1), epoch=given.epoch,
                 minibatch=given.minibatch, part=given.part, parts=given.parts, weight=given.weight, lrs=given.lrs,
-                tables=names,
+                tables=names, attempt=given.attempt,
             )  # fmt: skip
             arrays += slice_dense(parts_of(routing, index), given.dense)
             requests.append(PeerRequest(ref, Call.PUSH, body, arrays, functools.partial(self._take, self._attempt)))

@@ -91,6 +91,7 @@ class TableStats(Struct, frozen=True, kw_only=True):
     lookups: int = 0
     evicted: int = 0
     refused: int = 0  # gradients of ids that got no row: not yet admitted, or the table was full
+    busy_s: float = 0.0  # processor time of its pulls and pushes
 
 
 class ServerReport(Struct, frozen=True, kw_only=True):

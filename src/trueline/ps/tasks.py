@@ -33,6 +33,11 @@ class Joined(Struct, frozen=True, array_like=True):
     parts: int = 1
 
 
+class Described(Struct, frozen=True, array_like=True):
+    spec: ModelSpec
+    routing: Routing
+
+
 class LeaseRequest(Struct, frozen=True, array_like=True):
     ref: str
     wait_s: float
@@ -92,6 +97,8 @@ class Answer(Struct, frozen=True, array_like=True):
 class TasksLink:
     """A worker's calls. They wait for a master that is away; a worker that was given up ends at once."""
 
+    service = SERVICE
+
     def __init__(self, ref: str) -> None:
         self.ref = ref
         self._channel = open_channel(os.environ["TRUELINE_MASTER"], RECONNECTING)
@@ -100,7 +107,7 @@ class TasksLink:
 
     def _call(self, name: str, request: object, of: type[_T], timeout_s: float | None = None) -> _T:
         channel: Any = self._channel
-        call = channel.unary_unary(f"/{SERVICE}/{name}")
+        call = channel.unary_unary(f"/{self.service}/{name}")
         while True:
             try:
                 reply: bytes = call(
@@ -128,6 +135,11 @@ class TasksLink:
 
     def route(self) -> Routing:
         return self._call("Route", WorkerCall(self.ref), Joined).routing
+
+    def describe(self) -> tuple[ModelSpec, Routing]:
+        """Returns when all servers hold the model."""
+        found = self._call("Describe", WorkerCall(self.ref), Described)
+        return found.spec, found.routing
 
     def leave(self) -> None:
         self._call("Leave", WorkerCall(self.ref), Answer)

@@ -92,6 +92,7 @@ class PushRequest(msgspec.Struct, frozen=True, array_like=True):
     weight: float
     lrs: tuple[float, ...]
     tables: tuple[str, ...]
+    attempt: int = 0  # above 0: `minibatch` is a step, of which each attempt has parts of its own
 
 
 class BeginCut(msgspec.Struct, frozen=True, array_like=True):

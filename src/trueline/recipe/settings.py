@@ -8,7 +8,7 @@ from trueline.settings import setting
 Precision = Literal["fp32", "bf16", "fp16"]
 Shuffle = Literal["full", "windows", "none"]
 LossReduction = Literal["auto", "mean", "sum"]
-Strategy = Literal["allreduce", "ps"]
+Strategy = Literal["allreduce", "ps", "hybrid"]
 
 _RESULT = "What is computed (a resumed job keeps it)"
 _WORKERS = "The workers (a resumed job may have others)"
@@ -86,7 +86,8 @@ class TrainingSettings(StepSettings, LoopSettings):
 
     strategy: Strategy = setting(
         "allreduce", "allreduce: every worker has the whole model; ps: parameter servers hold it, with embedding "
-        "tables of any size, and workers train asynchronously.", section=_SERVERS, recipe=True, fixed=True,
+        "tables of any size, and workers train asynchronously; hybrid: servers hold the tables, every worker all else.",
+        section=_SERVERS, recipe=True, fixed=True,
     )  # fmt: skip
     servers: int = setting(
         1, "Parameter servers that share tables and dense parameters.",
@@ -97,6 +98,10 @@ class TrainingSettings(StepSettings, LoopSettings):
         "-1: no bound.", section=_SERVERS, metavar="N", low=-1, recipe=True, fixed=True,
     )  # fmt: skip
     half_rows: bool = setting(False, "Rows and their gradients travel as float16.", section=_SERVERS, recipe=True)
+    grpc_port: int = setting(
+        0, "Port on which the servers are one gRPC service for other clients (parameter_server.proto); 0: none.",
+        section=_SERVERS, metavar="PORT", low=0, high=65535,
+    )  # fmt: skip
     weights: str = setting(
         "", "Weights that the training starts from: a state_dict of torch.save, safetensors, a Hugging Face folder, a "
         "checkpoint or a job. They fit the model in every name and shape.",

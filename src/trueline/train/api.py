@@ -278,7 +278,7 @@ def prepare_resume(
     refuse_changes(earlier, later, str(folder))
     if JobDir(folder).summary.exists():
         raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")
-    if later.strategy == "allreduce":  # parameter servers read their own logs, which are further
+    if later.strategy != "ps":  # parameter servers read their own logs, which are further
         _restore_checkpoint(folder, later)
     job_settings.save(replace(later, checkpoints=_absolute(later.checkpoints)), folder)
     return folder

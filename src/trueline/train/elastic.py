@@ -47,7 +47,7 @@ from trueline.train.step.plan import ForwardPiece, Ints, JobPlan
 from trueline.train.step.reduction import Share, as_weight, count_loss
 from trueline.train.step.replica import Replica
 from trueline.train.step.trial import LossTrial, TrialInputs
-from trueline.train.step.validation import Evaluations, LoopExtras
+from trueline.train.step.validation import Evaluations, LoopExtras, keep_exchange
 from trueline.wire import train_pb2 as pb
 
 
@@ -58,6 +58,8 @@ class Elastic(LoopView):
     reduces: docs/guides/own-loop.md. The model, the optimizer and the arguments must be the same in all workers;
     batches come on the model's device. `validation`: evaluations while training.
     """
+
+    _batch: StepBatch | None = None
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class Elastic(LoopView):
             checkpointer, faults = Checkpointer.of_script(plan, source)
         self._timer, self._faults = timer, Faults(faults, link.ref)
         group = self._group = WorkerGroup(link, process_group, self._faults)
+        replica.exchange = extras.get("exchange", keep_exchange)(replica.exchange, group, lambda: self._at)
         self._step_reader = StepReader(plan, self._reader, group, timer, seed)
         self._recovery = Recovery(replica, group, self._faults, global_batch=global_batch)
         self._evaluations = Evaluations(extras.get("validation"), plan, replica, group, link, checkpointer)
@@ -107,7 +110,6 @@ class Elastic(LoopView):
                               reporter=self._reporter, checkpointer=checkpointer, faults=self._faults)  # fmt: skip
         self._trials = Trials(link, plan, source, self._reader, replica)
         self._profiler, self._host_waits = StepProfiler.of_job(), device.type == "cpu"
-        self._batch: StepBatch | None = None
         self._failed, self._contribution, self._wishes = False, Contribution(), 0
 
     def __iter__(self) -> Iterator[StepBatch]:

@@ -37,7 +37,8 @@ class Faults:
             while due:
                 self._strike(*due.pop(0), step)
 
-        next(iter(model.parameters())).register_post_accumulate_grad_hook(strike_once)  # type: ignore[no-untyped-call]
+        first = next(one for one in model.parameters() if one.requires_grad)
+        first.register_post_accumulate_grad_hook(strike_once)  # type: ignore[no-untyped-call]
 
     def _pop_due(self, phase: Phase, step: int) -> list[tuple[int, Fault]]:
         popped = [due for due in self._due if due[1].phase == phase and step >= due[1].step]

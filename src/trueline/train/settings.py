@@ -20,15 +20,29 @@ Phase = Literal[
 ]  # fmt: skip
 
 
-MASTERS: Mapping[Strategy, str] = {"allreduce": "trueline.train.master.server", "ps": "trueline.ps.master.server"}
+MASTERS: Mapping[Strategy, str] = {
+    "allreduce": "trueline.train.master.server",
+    "ps": "trueline.ps.master.server",
+    "hybrid": "trueline.ps.hybrid.master",
+}
 """The module of each strategy's master, by name: what stands above train is never imported here."""
-WORKERS: Mapping[Strategy, str] = {"allreduce": "trueline.train.worker.main", "ps": "trueline.ps.worker"}
+WORKERS: Mapping[Strategy, str] = {
+    "allreduce": "trueline.train.worker.main",
+    "ps": "trueline.ps.worker",
+    "hybrid": "trueline.ps.hybrid.worker",
+}
+OF_SERVERS = ("servers", "staleness", "half_rows", "grpc_port")
+NOT_OF_HYBRID = (
+    "staleness", "grpc_port", "bitwise", "precision", "clip_norm", "ema", "compile", "evaluate_every", "monitor",
+    "patience", "hosts", "listen",
+)  # fmt: skip
 NOT_OF_SERVERS = (
     "micro_batch", "bitwise", "precision", "ema", "find_unused_parameters", "compile", "readers", "backend",
     "evaluate_every", "monitor", "patience", "profile", "autoscale", "hosts", "listen",
 )  # fmt: skip
 """Settings that a job with parameter servers does not have."""
-OF_SERVERS = ("servers", "staleness", "half_rows")
+NOT_OF: Mapping[Strategy, tuple[str, ...]] = {"allreduce": OF_SERVERS, "ps": NOT_OF_SERVERS, "hybrid": NOT_OF_HYBRID}
+"""By strategy: the settings that its jobs do not have."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,17 +114,17 @@ def device_kind(wanted: str) -> tuple[str, int | None]:
 
 def check_strategy(job: JobSettings) -> None:
     """Raises UsageError for settings that the job's strategy does not have."""
-    unused = NOT_OF_SERVERS if job.strategy == "ps" else OF_SERVERS
+    unused = NOT_OF[job.strategy]
     for one in declared_settings(TrainingSettings):
         if one.name in unused and getattr(job, one.name) != one.default:
             raise UsageError(
                 f"--{one.flag} does not apply to --strategy {job.strategy}",
-                hint="leave it out, or choose the other strategy; docs/guides/parameter-server.md has the settings",
+                hint="leave it out, or choose another strategy; docs/guides/parameter-server.md has the settings",
             )
-    if job.script and job.strategy == "ps":
+    if job.script and job.strategy != "allreduce":
         raise UsageError(
             "a script with a loop of its own has no parameter servers",
-            hint="write the model as a recipe: trueline train RECIPE --strategy ps",
+            hint=f"write the model as a recipe: trueline train RECIPE --strategy {job.strategy}",
         )
 
 
@@ -235,6 +249,7 @@ class Overrides(TypedDict, total=False):
     servers: int | None
     staleness: int | None
     half_rows: bool | None
+    grpc_port: int | None
     find_unused_parameters: bool | None
     weights: str | None
     new_layers: str | None

@@ -94,7 +94,7 @@ def test_a_death_that_is_told_twice_counts_once():
     view.apply("worker.killed", {"worker": "worker-0.0", "why": "silent for 3.1 s"}, 5)
     view.apply("worker.lost", {"worker": "worker-0.0", "why": "killed by SIGKILL"}, 6)
     assert view.deaths == {"silent": 1}
-    assert view.lanes.by_slot[0].spans[0].row() == ["worker-0.0", 1, 2, 5, "died", 1, "silent for 3.1 s"]
+    assert view.lanes.by_slot["worker", 0].spans[0].row() == ["worker-0.0", 1, 2, 5, "died", 1, "silent for 3.1 s"]
 
 
 def test_who_leaves_as_planned_is_not_dead_and_stays_until_the_next_view():
@@ -104,7 +104,7 @@ def test_who_leaves_as_planned_is_not_dead_and_stays_until_the_next_view():
     lanes.mark_leaving("worker-1.0")
     assert len(lanes.living()) == 2
     lanes.apply_view(3.0)
-    gone = lanes.by_slot[1].spans[0]
+    gone = lanes.by_slot["worker", 1].spans[0]
     assert (gone.end, gone.how, gone.deaths) == (3.0, "left", 0)
 
 
@@ -123,7 +123,7 @@ def test_a_job_that_is_made_smaller_lets_its_highest_slots_go_without_a_death():
 def test_a_worker_whose_end_nobody_saw_ends_with_the_last_step_before_its_successor():
     view = board_of([("worker.started", {"worker": "worker-0.0"}, 1), (*step(0), 4)])
     view.apply("worker.started", {"worker": "worker-0.1"}, 900)
-    assert [(span.end, span.how) for span in view.lanes.by_slot[0].spans] == [(4, "unseen"), (None, "")]
+    assert [(span.end, span.how) for span in view.lanes.by_slot["worker", 0].spans] == [(4, "unseen"), (None, "")]
 
 
 def test_steps_that_a_master_hears_of_late_stand_where_the_workers_clocks_put_them():
@@ -141,7 +141,10 @@ def test_who_has_a_successor_does_not_come_back():
     lanes = Lanes()
     for ref in ("worker-0.0", "worker-0.1", "worker-0.0", "worker-0.1"):  # started twice, then seen running
         lanes.start(ref, 2.0, 1.0)
-    assert [(span.ref, span.how) for span in lanes.by_slot[0].spans] == [("worker-0.0", "unseen"), ("worker-0.1", "")]
+    assert [(span.ref, span.how) for span in lanes.by_slot["worker", 0].spans] == [
+        ("worker-0.0", "unseen"),
+        ("worker-0.1", ""),
+    ]
 
 
 def test_a_regroup_keeps_its_gap_and_its_reason():
@@ -269,3 +272,21 @@ def test_a_slot_in_quarantine_is_told_with_its_reason_until_it_is_tried_again():
     view.apply("worker.retried", {"slot": 1, "times": 1}, 31)
     view.apply("worker.started", {"worker": "worker-1.4"}, 31)
     assert [lane["quarantined"] for lane in view.state(31.0)["lanes"]] == [""]
+
+
+def test_parameter_servers_have_lanes_of_their_own_and_their_last_measures():
+    view = JobView({"workers": 1})
+    for at, ref in enumerate(("server-0.0", "worker-0.0")):
+        view.apply("worker.started", {"worker": ref}, at)
+    view.apply("worker.lost", {"worker": "server-0.0", "why": "killed by SIGKILL"}, 3)
+    view.apply("worker.started", {"worker": "server-0.1"}, 4)
+    view.apply("servers.measured", {"servers": json.dumps([{"ref": "server-0.1", "rows": 3}])}, 5)
+    view.apply("worker.running", {"worker": "saver-0.8", "pid": 3}, 5)
+    view.apply("job.scaled", {"workers": 0, "before": 1, "why": ""}, 6)
+    state = view.state(7)
+    assert [(lane["role"], lane["slot"], len(lane["spans"])) for lane in state["lanes"]] == [
+        ("worker", 0, 1),
+        ("server", 0, 2),
+    ]
+    assert state["servers"] == [{"ref": "server-0.1", "rows": 3}]
+    assert {span.ref: span.leaving for span in view.lanes.living()} == {"worker-0.0": True, "server-0.1": False}

@@ -14,7 +14,7 @@ trueline status runs/digits-1 --json
     the same for a script
 """
 HOST_HEAD = ("HOST", "ADDRESS", "STATE", "CORES", "LOAD", "WORKERS")
-SERVER_HEAD = ("SERVER", "ROWS", "MEMORY", "PULLS", "PUSHES", "REPEATED", "STALENESS", "LARGEST TABLE")
+SERVER_HEAD = ("SERVER", "ROWS", "TABLES", "MEMORY", "PULLS/S", "PUSHES/S", "REPEATED", "STALENESS", "SLOWEST TABLE")
 _EVALUATIONS = {"evaluation": "last evaluation", "best": "best evaluation"}
 
 
@@ -70,9 +70,13 @@ def format_status(facts: dict[str, Any], now: float) -> str:
 
 def _server(one: dict[str, Any]) -> tuple[str, ...]:
     waits = f", waits: {one['lacking']}" if one["lacking"] else ""
+    busy = f", {one['busy']:.1%} of a core" if one["busy"] else ""
+    total = sum(one["stale"])
+    zero = f", {one['stale'][0] / total:.0%} are 0" if total else ""
     return (
-        one["ref"], f"{one['rows']:,}", f"{one['memory'] / 1e6:,.0f} MB", f"{one['pulls']:,}", f"{one['pushes']:,}",
-        str(one["duplicates"]), f"{one['staleness']:.2f}", f"{one['largest']}{waits}",
+        one["ref"], f"{one['rows']:,}", f"{one['bytes'] / 1e6:,.1f} MB", f"{one['memory'] / 1e6:,.0f} MB",
+        f"{one['pulls_per_s']:,.1f}", f"{one['pushes_per_s']:,.1f}", str(one["duplicates"]),
+        f"{one['staleness']:.2f}{zero}", f"{one['slowest'] or '-'}{busy}{waits}",
     )  # fmt: skip
 
 

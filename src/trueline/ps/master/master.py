@@ -55,8 +55,8 @@ class PsMaster(JobShell):
         """Takes over what the engine runs."""
         for seen in await self.engine.list():
             role = parse_ref(seen.ref)[0]
-            if seen.alive and role in (WORKER, SERVER):
-                (self.workers if role == WORKER else self.servers).adopt(seen.ref)
+            if seen.alive and role in self.rosters:
+                self.rosters[role].adopt(seen.ref)
                 self.heard[seen.ref] = self.now()
         if self.routing is not None:  # those that will be added or taken are there as well
             self.servers.count = max(self.wanted_servers, len(self.routing.servers))
@@ -67,7 +67,7 @@ class PsMaster(JobShell):
     async def start_due(self) -> None:
         if self.failed or self.phase == "finished":
             return
-        due = [*self.servers.start_due(self.now()), *self.workers.start_due(self.now())]
+        due = [ref for roster in self.rosters.values() for ref in roster.start_due(self.now())]
         for ref in due:
             self.log("START", ref=ref)
             self.heard[ref] = self.now() + START_S  # it imports first
@@ -91,7 +91,7 @@ class PsMaster(JobShell):
         if role == SAVER:
             self.checkpoints.note_exit(ref, clean, why)
             return
-        roster = self.workers if role == WORKER else self.servers
+        roster = self.rosters[role]
         if not roster.note_death(ref, self.now()):
             return
         self.heard.pop(ref, None)
@@ -104,7 +104,7 @@ class PsMaster(JobShell):
             if self.ledger is not None:
                 self.ledger.release(ref)
             self.wake()
-        elif self.routing is not None:
+        elif role == SERVER and self.routing is not None:
             self.spawn(self.settle())
         if (slot := roster.hopeless) >= 0:
             self.fail("train", f"{role} {slot} died {roster.most_failures} times in a row, the last time: {why}",
@@ -143,7 +143,8 @@ class PsMaster(JobShell):
             stats = await self._configure_all()
             if not stats:
                 return
-            self.stats |= {one.ref.partition(".")[0]: one for one in stats}
+            for one in stats:
+                self.note_report(one)
             applied = [one.applied for one in stats]
             if self.ledger is None:
                 self.ledger = MinibatchLedger(grid=self.grid, epochs=self.job.epochs, staleness=self.job.staleness,
@@ -264,7 +265,7 @@ class PsMaster(JobShell):
         for ref in self.routing.servers:
             try:
                 stats = await self.link(ref).stats(SILENT_S)
-                self.stats[ref] = stats
+                self.note_report(stats)
                 self.heard[stats.ref] = self.now()
             except TimeoutError:
                 for alive in self.servers.alive:
@@ -272,8 +273,7 @@ class PsMaster(JobShell):
                         await self.kill(alive, f"no answer for {SILENT_S:.0f} s")
             except (OSError, TruelineError):
                 continue  # it is away; the engine reports its death
-        rows = {ref: sum(table.rows for table in one.tables) for ref, one in self.stats.items()}
-        self.emit("servers.measured", servers=json.dumps([self.describe_server(ref) for ref in sorted(rows)]))
+        self.emit("servers.measured", servers=json.dumps(self.meter.describe()))
 
     # the end
 

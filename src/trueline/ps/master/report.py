@@ -23,7 +23,7 @@ def certify(grid: MinibatchGrid, reports: Sequence[ServerReport]) -> list[dict[s
             "tally_min": -1, "tally_max": -1, "reduction": "mean",
         }
         for epoch, runs in sorted(applied.items())
-        if runs
+        if runs and epoch >= 0
     ]  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def summarize(master: JobShell, reports: Sequence[ServerReport]) -> dict[str, An
         "regroups": [], "certificates": certify(master.grid, reports), "checkpoint": master.checkpoint_path,
         "evaluations": [], "best": None, "reading_s": 0.0, "steps_s": 0.0, "stopped_early": False, "set_aside": [],
         "quarantined": [], "counted": COUNTED, "servers_started": master.servers.started,
-        "servers": [master.describe_server(ref) for ref in sorted(master.stats)],
+        "servers": master.meter.describe(),
     }  # fmt: skip
 
 
@@ -64,5 +64,5 @@ def describe(master: JobShell, now: float) -> dict[str, Any]:
         "checkpoint": master.checkpoint_path, "checkpoint_step": master.checkpoint_step,
         "evaluations": {"last": None, "best": None}, "uptime_s": round(master.now() - master.born, 1),
         "under_way": sum(count(runs) for runs in ledger.outstanding().values()) if ledger is not None else 0,
-        "servers": [master.describe_server(ref) for ref in sorted(master.stats)], "at": now,
+        "servers": master.meter.describe(), "at": now,
     }  # fmt: skip

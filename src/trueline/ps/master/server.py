@@ -23,7 +23,19 @@ from trueline.engine.contract import Engine
 from trueline.engine.local.process import watch_lifeline
 from trueline.engine.open import open_engine
 from trueline.ps.master.master import PsMaster
-from trueline.ps.tasks import SERVICE, Answer, CommitRequest, Failed, Join, Joined, LeaseReply, LeaseRequest, WorkerCall
+from trueline.ps.master.shell import FACE, WORKER
+from trueline.ps.tasks import (
+    SERVICE,
+    Answer,
+    CommitRequest,
+    Described,
+    Failed,
+    Join,
+    Joined,
+    LeaseReply,
+    LeaseRequest,
+    WorkerCall,
+)
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.journal import Journal
@@ -45,14 +57,14 @@ class TasksService:
     def make_handler(self) -> Any:
         calls = {
             "Join": self._join, "Lease": self._lease, "Commit": self._commit, "Route": self._route,
-            "Beat": self._beat, "Leave": self._leave, "Fail": self._fail,
+            "Beat": self._beat, "Leave": self._leave, "Fail": self._fail, "Describe": self._describe,
         }  # fmt: skip
         return grpc.method_handlers_generic_handler(
             SERVICE, {name: grpc.unary_unary_rpc_method_handler(call, bytes, bytes) for name, call in calls.items()}
         )
 
     async def _require(self, ref: str, context: Context) -> None:
-        if ref not in self.master.workers.alive:
+        if not any(ref in self.master.rosters[role].alive for role in (WORKER, FACE)):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"fenced: {ref} is not of this job any more")
 
     async def _join(self, data: bytes, context: Context) -> bytes:
@@ -94,6 +106,15 @@ class TasksService:
         await self.master.ready.wait()
         assert self.master.routing is not None
         return _encode(Joined(self.master.routing))
+
+    async def _describe(self, data: bytes, context: Context) -> bytes:
+        request, master = msgspec.msgpack.decode(data, type=WorkerCall), self.master
+        await self._require(request.ref, context)
+        await master.ready.wait()
+        assert master.spec is not None
+        assert master.routing is not None
+        master.rosters[FACE].note_progress(request.ref)
+        return _encode(Described(master.spec, master.routing))
 
     async def _beat(self, data: bytes, context: Context) -> bytes:
         request, master = msgspec.msgpack.decode(data, type=WorkerCall), self.master

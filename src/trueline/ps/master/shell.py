@@ -17,6 +17,7 @@ from trueline.errors import StorageError
 from trueline.ps.dial import read_address
 from trueline.ps.link import ServerLink
 from trueline.ps.master.ledger import MinibatchGrid, MinibatchLedger
+from trueline.ps.master.servers import ServerMeter
 from trueline.ps.master.slots import Slots
 from trueline.ps.messages import ModelSpec, Routing, ServerReport
 from trueline.train.job_dir import JobDir
@@ -25,11 +26,12 @@ from trueline.train.master.publisher import EventPublisher
 from trueline.train.settings import JobSettings
 
 TICK_S = 0.25
-WORKER, SERVER, SAVER = "worker", "server", "saver"
+WORKER, SERVER, SAVER, FACE = "worker", "server", "saver", "face"
 ENTRIES = {
     WORKER: "trueline.ps.worker:main",
     SERVER: "trueline.ps.server.process:main",
     SAVER: "trueline.ps.saver:main",
+    FACE: "trueline.ps.face:main",
 }
 RECENT = 4096
 
@@ -48,6 +50,8 @@ class JobShell:
         self.publisher = EventPublisher(self.folder.events)
         self.workers = Slots(WORKER, job.workers, job.max_failures + 2)
         self.servers = Slots(SERVER, job.servers, job.max_failures + 2)
+        faces = Slots(FACE, 1 if job.grpc_port else 0, job.max_failures + 2)
+        self.rosters = {SERVER: self.servers, WORKER: self.workers, FACE: faces}
         self.wanted_servers = job.servers
         self.checkpoint_path, self.checkpoint_step = "", -1
         self.spec: ModelSpec | None = None
@@ -59,6 +63,7 @@ class JobShell:
         self.ledger: MinibatchLedger | None = None
         self.links: dict[str, ServerLink] = {}
         self.stats: dict[str, ServerReport] = {}
+        self.meter = ServerMeter()
         self.heard: dict[str, float] = {}  # of workers and servers, when something last came from them
         self.memory: dict[str, int] = {}
         self.computed: dict[str, int] = {}  # minibatches, by worker
@@ -88,8 +93,8 @@ class JobShell:
         match kind:
             case "START":
                 role = parse_ref(body["ref"])[0]
-                if role in (WORKER, SERVER):
-                    (self.workers if role == WORKER else self.servers).note_started(body["ref"])
+                if role in self.rosters:
+                    self.rosters[role].note_started(body["ref"])
             case "PS_MODEL":
                 self.spec = msgspec.msgpack.decode(base64.b64decode(body["spec"]), type=ModelSpec)
                 self.num_records, self.blocks = body["num_records"], tuple(body["blocks"])
@@ -191,13 +196,7 @@ class JobShell:
     def total_steps(self) -> int:
         return self.grid.steps * self.job.epochs if self.num_records else 0
 
-    def describe_server(self, ref: str) -> dict[str, Any]:
-        one = self.stats[ref]
-        pushes = sum(one.staleness)
-        return {
-            "ref": one.ref, "rows": sum(table.rows for table in one.tables),
-            "bytes": sum(table.bytes for table in one.tables), "memory": one.memory, "pulls": one.pulls,
-            "pushes": one.pushes, "duplicates": one.duplicates, "queued": one.queued, "lacking": one.lacking,
-            "staleness": round(sum(n * c for n, c in enumerate(one.staleness)) / pushes, 2) if pushes else 0.0,
-            "largest": max(one.tables, key=lambda table: table.bytes).name if one.tables else "",
-        }  # fmt: skip
+    def note_report(self, report: ServerReport) -> None:
+        name = report.ref.partition(".")[0]
+        self.stats[name] = report
+        self.meter.add(name, report, self.now())

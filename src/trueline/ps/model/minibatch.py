@@ -232,7 +232,7 @@ class Minibatch:
             if len(parts) == 1:
                 found[table] = parts[0]
             elif parts:
-                found[table] = _sum_by_id(parts)
+                found[table] = sum_by_id(parts)
         return {table: (ids, rows) for table, (ids, rows) in found.items() if len(ids)}
 
 
@@ -250,7 +250,8 @@ def _gradient(lookup: Lookup) -> tuple[Ids, Rows]:
     return (ids, rows) if kept is None else (ids[kept], rows[kept])
 
 
-def _sum_by_id(parts: list[tuple[Ids, Rows]]) -> tuple[Ids, Rows]:
+def sum_by_id(parts: list[tuple[Ids, Rows]]) -> tuple[Ids, Rows]:
+    """Unique ids, sorted, and the sums of their rows."""
     ids, positions = np.unique(np.concatenate([ids for ids, _ in parts]), return_inverse=True)
     rows = torch.from_numpy(np.concatenate([rows for _, rows in parts]))
     total = torch.zeros(len(ids), rows.shape[1])

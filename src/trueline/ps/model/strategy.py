@@ -105,7 +105,7 @@ class ServedModel:
             for n, one in self._parameters.items()
         ]
         dense += [DenseSpec(name=name, shape=tuple(one.shape), group=-1) for name, one in self._buffers.items()]
-        tables = tuple(self._describe_table(name) for name in self.tables.modules)
+        tables = describe_tables(self.tables, self._group_of)
         self.spec = ModelSpec(seed=seed, groups=groups, tables=tables, dense=tuple(dense))
         if not tables and not dense:
             raise RecipeError("the model has no parameter that its optimizer trains")
@@ -119,23 +119,6 @@ class ServedModel:
                 hint="model().float() makes all parameters float32",
             )
         return True
-
-    def _describe_table(self, name: str) -> TableSpec:
-        module = self.tables.modules[name][0]
-        group = next((self._group_of[id(one.anchor)] for one in self.tables.modules[name] if self._has(one)), None)
-        if group is None:
-            raise RecipeError(
-                f"the optimizer was not given table '{name}'",
-                hint="give it model.parameters(); each table has one without elements, for its group",
-            )
-        one = module.settings
-        return TableSpec(
-            name=name, dim=one.dim, group=group, init=one.init, scale=one.scale, admit_after=one.admit_after,
-            max_rows=one.max_rows, evict=one.evict,
-        )  # fmt: skip
-
-    def _has(self, module: TableModule) -> bool:
-        return id(module.anchor) in self._group_of
 
     def initial(self) -> dict[str, Flat]:
         """The values of dense parameters and buffers, flat, as the recipe made them."""
@@ -194,6 +177,24 @@ class ServedModel:
                     del state[prefix + key]
             state.update(self.tables.state(spec.name, ids, rows, partial(initial_rows, spec, self.spec.seed)))
         return state
+
+
+def describe_tables(tables: Tables, group_of: Mapping[int, int]) -> tuple[TableSpec, ...]:
+    """`group_of`: the parameter group of each parameter, by its id(). Raises RecipeError for a table without one."""
+    found = []
+    for name, modules in tables.modules.items():
+        groups = [group_of[id(one.anchor)] for one in modules if id(one.anchor) in group_of]
+        if not groups:
+            raise RecipeError(
+                f"the optimizer was not given table '{name}'",
+                hint="give it model.parameters(); each table has one without elements, for its group",
+            )
+        one = modules[0].settings
+        found.append(TableSpec(
+            name=name, dim=one.dim, group=groups[0], init=one.init, scale=one.scale, admit_after=one.admit_after,
+            max_rows=one.max_rows, evict=one.evict,
+        ))  # fmt: skip
+    return tuple(found)
 
 
 def _find_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

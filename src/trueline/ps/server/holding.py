@@ -75,7 +75,7 @@ class Holding:
             tables=[
                 (name, arrays[2 * at], widen(arrays[2 * at + 1])) for at, name in enumerate(request.tables)
             ],
-            dense=list(arrays[2 * tables :]),
+            dense=list(arrays[2 * tables :]), attempt=request.attempt,
         )  # fmt: skip
 
     def check_configure(self, body: Configure) -> bool:

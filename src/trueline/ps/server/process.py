@@ -177,6 +177,7 @@ class ParameterServer:
         """`owned`: the frame's buffer is its own."""
         holding, request = self._holding, frame.read(PushRequest)
         held, key = holding.held, (request.epoch, request.minibatch)
+        held.clock = time.thread_time
         if held.has(*key):
             self._duplicates += 1
             self._lines.reply(line, frame.number)
@@ -251,6 +252,7 @@ class ParameterServer:
 
     def _pull(self, line: CallerLine, frame: ReceivedFrame) -> None:
         request, held = frame.read(PullRequest), self._holding.held
+        held.clock = time.thread_time
         self._holding.check_routing(request.routing)
         if request.dense:
             self._holding.check_ready()

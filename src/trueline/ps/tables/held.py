@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from trueline.clock import Clock
 from trueline.errors import TrainError
 from trueline.ps.messages import ModelSpec, Routing, Runs, TableStats
 from trueline.ps.partition import Ids, buckets_of, owners_of
@@ -45,10 +46,14 @@ class Push:
     """Name, unique int64 ids, float32 (n, dim) gradients."""
     dense: list[Rows]
     """Flat float32, in the order of the routing's parts for this server; of buffers their values."""
+    attempt: int = 0
+    """Above 0: the push is part `part` of this attempt at step `minibatch`, whose gradient is the sum of its parts."""
 
 
 class Held:
-    """`index`: the number of this server in the routing."""
+    """`index`: the number of this server in the routing. `clock`: seconds, for `TableStats.busy_s`."""
+
+    clock: Clock = staticmethod(lambda: 0.0)
 
     def __init__(self, spec: ModelSpec, routing: Routing, index: int) -> None:
         self.spec, self.routing, self.index = spec, routing, index
@@ -85,7 +90,12 @@ class Held:
 
     def pull(self, tables: Sequence[tuple[str, Ids]], dense: bool) -> tuple[list[Rows], list[Rows]]:
         """Rows of each table's ids, and views of the dense parts. Raises GradientError for an unknown table."""
-        return [self._table(name).get(ids) for name, ids in tables], self._dense.values() if dense else []
+        rows = []
+        for name, ids in tables:
+            table, began = self._table(name), self.clock()
+            rows.append(table.get(ids))
+            table.busy_s += self.clock() - began
+        return rows, self._dense.values() if dense else []
 
     def _table(self, name: str) -> ServerTable:
         try:
@@ -101,8 +111,11 @@ class Held:
             raise GradientError(f"{len(push.lrs)} learning rates, expected {len(self.spec.groups)}")
         if not np.isfinite(push.lrs).all():
             raise GradientError(f"the learning rates are {push.lrs}, expected finite numbers")
-        if not 0 <= push.part < push.parts or not 0 < push.weight < np.inf:
+        weighs = 0 < push.weight < np.inf or (push.attempt and push.weight == 0)
+        if not 0 <= push.part < push.parts or not weighs:
             raise GradientError(f"part {push.part} of {push.parts} with weight {push.weight}")
+        if push.attempt and push.minibatch != self.steps:
+            raise GradientError(f"a part of step {push.minibatch} after {self.steps} steps")
         for name, ids, rows in push.tables:
             dim = self._table(name).spec.dim
             if ids.dtype != np.int64:
@@ -128,6 +141,8 @@ class Held:
 
     def push(self, push: Push) -> bool:
         """Applies a checked push, or keeps it until its step is complete. False: it was taken before."""
+        if push.attempt:
+            return self._gather(push)
         if not self._applied.add(push.epoch, push.minibatch):
             return False
         if push.parts == 1:
@@ -141,13 +156,32 @@ class Held:
             self._step(_merge([parts[part] for part in sorted(parts)], self._dense.buffers()))
         return True
 
+    def _gather(self, push: Push) -> bool:
+        """Keeps a part of an attempt at a step, in the place of earlier attempts, until all parts are there."""
+        key = push.epoch, push.minibatch
+        if self.has(*key):
+            return False
+        parts = self._waiting.setdefault(key, {})
+        newest = max((one.attempt for one in parts.values()), default=push.attempt)
+        if push.attempt < newest:
+            return False
+        if push.attempt > newest:
+            parts.clear()
+        parts[push.part] = _copy(push)
+        if len(parts) == push.parts:
+            del self._waiting[key]
+            self._applied.add(*key)
+            self._step(_merge([parts[part] for part in sorted(parts)], ()))
+        return True
+
     def _step(self, push: Push) -> None:
         for name, ids, rows in push.tables:
             if len(ids):
-                table = self._tables[name]
+                table, began = self._tables[name], self.clock()
                 table.apply(ids, rows, push.lrs[table.spec.group])
+                table.busy_s += self.clock() - began
         self._dense.apply(push.dense, push.lrs)
-        self.steps += 1
+        self.steps += push.epoch >= 0  # those below 0 are of other clients than the job's workers
 
     def dump(self) -> tuple[dict[str, Any], list[Array]]:
         """Everything, as a header for msgpack and arrays; `load` makes an equal server of it."""
@@ -164,7 +198,8 @@ class Held:
         at = header["waiting_from"]
         for facts in header["waiting"]:
             push, at = _unpack_push(facts, arrays, at)
-            held._waiting.setdefault((push.epoch, push.minibatch - push.part), {})[push.part] = push
+            first = push.minibatch if push.attempt else push.minibatch - push.part
+            held._waiting.setdefault((push.epoch, first), {})[push.part] = push
         return held
 
     def export(self, buckets: Sequence[int]) -> tuple[dict[str, Any], list[Array]]:
@@ -237,9 +272,10 @@ class Held:
 
 
 def _merge(parts: Sequence[Push], buffers: Sequence[int]) -> Push:
-    """One push with the weighted mean of the gradients of `parts`, added in their order; of buffers the last values."""
+    """One push with the weighted mean of the gradients of `parts`, added in their order; of buffers the last values. Of
+    an attempt it is their sum, and only parts with a weight tell learning rates."""
     total = sum(push.weight for push in parts)
-    shares = [np.float32(push.weight / total) for push in parts]
+    shares = [np.float32(1.0 if push.attempt else push.weight / total) for push in parts]
     names = list(dict.fromkeys(name for push in parts for name, _, _ in push.tables))
     tables = []
     for name in names:
@@ -251,7 +287,7 @@ def _merge(parts: Sequence[Push], buffers: Sequence[int]) -> Push:
         unique, first = np.unique(ids[order], return_index=True)
         tables.append((name, unique, np.add.reduceat(rows[order], first, axis=0) if len(first) else rows))
     dense = [sum_in_order([push.dense[at] for push in parts], shares) for at in range(len(parts[0].dense))]
-    last = parts[-1]
+    last = next((push for push in reversed(parts) if push.weight), parts[-1])
     for at in buffers:
         dense[at] = last.dense[at]
     return Push(
@@ -273,7 +309,7 @@ def _copy(push: Push) -> Push:
     tables = [(name, ids.copy(), rows.copy()) for name, ids, rows in push.tables]
     return Push(
         epoch=push.epoch, minibatch=push.minibatch, part=push.part, parts=push.parts, weight=push.weight, lrs=push.lrs,
-        tables=tables, dense=[one.copy() for one in push.dense],
+        tables=tables, dense=[one.copy() for one in push.dense], attempt=push.attempt,
     )  # fmt: skip
 
 
@@ -284,7 +320,7 @@ def _pack_push(push: Push, arrays: list[Array]) -> dict[str, Any]:
     return {
         "epoch": push.epoch, "minibatch": push.minibatch, "part": push.part, "parts": push.parts,
         "weight": push.weight, "lrs": list(push.lrs), "tables": [name for name, _, _ in push.tables],
-        "dense": len(push.dense),
+        "dense": len(push.dense), "attempt": push.attempt,
     }  # fmt: skip
 
 
@@ -295,5 +331,6 @@ def _unpack_push(facts: dict[str, Any], arrays: Sequence[Array], at: int) -> tup
     push = Push(
         epoch=facts["epoch"], minibatch=facts["minibatch"], part=facts["part"], parts=facts["parts"],
         weight=facts["weight"], lrs=tuple(facts["lrs"]), tables=tables, dense=list(arrays[at:stop]),
+        attempt=facts["attempt"],
     )  # fmt: skip
     return push, stop

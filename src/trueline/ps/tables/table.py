@@ -38,6 +38,7 @@ class ServerTable:
         self._free: Places = np.empty(0, np.int64)  # of them, those without a row
         self._clock = 0
         self.lookups = self.evicted = self.refused = 0
+        self.busy_s = 0.0
 
     @property
     def rows(self) -> int:
@@ -53,7 +54,7 @@ class ServerTable:
     def stats(self) -> TableStats:
         return TableStats(
             name=self.spec.name, rows=self.rows, bytes=self.rows * self.row_bytes + self._index.nbytes,
-            lookups=self.lookups, evicted=self.evicted, refused=self.refused,
+            lookups=self.lookups, evicted=self.evicted, refused=self.refused, busy_s=self.busy_s,
         )  # fmt: skip
 
     def get(self, ids: Ids) -> Rows:

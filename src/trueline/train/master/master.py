@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline import clock, events, files
-from trueline.engine.contract import Engine, Kind, ProcessSpec
+from trueline.engine.contract import Engine, Kind, ProcessSpec, parse_ref
 from trueline.errors import DiskFull, StorageError
 from trueline.train.job_dir import JobDir
 from trueline.train.master.claims import SUPERSEDED, Leadership
@@ -26,12 +26,11 @@ from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
 from trueline.train.membership.health import describe_transfer
 from trueline.train.membership.state import MembershipPolicy, State
-from trueline.train.settings import JobSettings
+from trueline.train.settings import WORKERS, JobSettings
 from trueline.wire import train_pb2 as pb
 
 TICK_S = 0.25
 MEMORY_S = 10.0
-ENTRIES = {h.WORKER: "trueline.train.worker.main:main"}  # what a process of each role runs
 _HINTS = {
     "train": "the workers' logs in the job's folder say more",
     "state_lost": "begin again, with more workers or with --checkpoint-every, so that a state survives",
@@ -153,7 +152,7 @@ class Master:
             "TRUELINE_REF": start.ref, "OMP_NUM_THREADS": str(self.job.threads),
         }  # fmt: skip
         return self.localize(ProcessSpec(
-            role=start.role, slot=start.slot, incarnation=start.incarnation, entry=ENTRIES[start.role],
+            role=start.role, slot=start.slot, incarnation=start.incarnation, entry=f"{WORKERS[self.job.strategy]}:main",
             log=str(self.folder.log(start.ref)), env=env,
         ))  # fmt: skip
 
@@ -340,7 +339,8 @@ class Master:
 
     async def adopt(self, *, launch: bool = True) -> None:
         """Adopts the running workers. `launch`: the launcher starts or resumes the job, not only its master."""
-        alive = {seen.ref for seen in await self.engine.list() if seen.alive}
+        running = [seen.ref for seen in await self.engine.list() if seen.alive]
+        alive = {ref for ref in running if parse_ref(ref)[0] == h.WORKER}
         if alive and self.state.phase == "running":
             for ref in self.state.members.keys() - alive:
                 self.emit("worker.lost", worker=ref, why="died while the master was away")

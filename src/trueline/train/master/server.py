@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import msgspec
@@ -53,9 +53,25 @@ Written = TypeVar("Written")
 Context = Any  # grpc.aio.ServicerContext, whose stubs are generic to no use here
 
 
+class Attendant(Protocol):
+    """What a strategy that stands above train adds to the master."""
+
+    def attach(self, server: Any) -> None:
+        """Adds its services to the gRPC server, which is not started yet."""
+
+    async def run(self) -> None:
+        """Works beside the master until it is cancelled."""
+
+    def describe(self) -> dict[str, Any]:
+        """What it adds to the job's status."""
+
+
+Accompany = Callable[[Master], Attendant]
+
+
 class MasterService(pb_grpc.MasterServicer):
-    def __init__(self, master: Master) -> None:
-        self.master = master
+    def __init__(self, master: Master, attendant: Attendant | None = None) -> None:
+        self.master, self.attendant = master, attendant
 
     async def _require(self, known: bool, ref: str, context: Context) -> None:
         if not known:
@@ -160,7 +176,8 @@ class MasterService(pb_grpc.MasterServicer):
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.Ack:
         fault = scale_fault(request.workers, self.master.policy)
-        fault = "this job has no parameter servers: it runs without --strategy ps" if request.servers else fault
+        if request.servers:
+            fault = f"a job with --strategy {self.master.job.strategy} does not change its number of parameter servers"
         if fault:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
         self.master.handle(h.Scale(request.workers, request.why or "asked for"))
@@ -175,6 +192,7 @@ class MasterService(pb_grpc.MasterServicer):
         master, now = self.master, self.master.now()
         facts = master.progress.describe(master.job, master.state, now=now, uptime_s=now - master.born)
         more = {"waiting": list(master.room.waiting.values()), "hosts": list(master.hosts())}
+        more |= self.attendant.describe() if self.attendant is not None else {}
         return pb.JobStatus(json=json.dumps({**facts, **more}))
 
     async def Follow(self, request: pb.Cursor, context: Context) -> AsyncIterator[pb.Events]:
@@ -263,12 +281,10 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return call
 
 
-async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> int:
+async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, accompany: Accompany | None = None) -> int:
     """Serves the job in `job_dir` until it is stopped; returns the exit code."""
-    job = settings.load(job_dir)
-    folder = JobDir(job_dir)
-    lock = folder.hold_master()
-    secret = folder.read_secret()
+    job, folder = settings.load(job_dir), JobDir(job_dir)
+    lock, secret = folder.hold_master(), folder.read_secret()
     journal = await _when_there_is_room(lambda: Journal(folder.journal))
     hosts = open_hosts(job, folder, engine, secret)
     master = Master(job, job_dir, journal, engine if hosts is None else hosts.fleet, secret, clock.monotonic_s)
@@ -277,19 +293,21 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     launch = folder.read_master() is None  # the launcher removes that of an earlier launch
     interceptors = [SecretInterceptor(secret, master.fail_unexpectedly, hosts.find_fault if hosts else None)]
     server = grpc.aio.server(interceptors=interceptors, options=OPTIONS if hosts is None else [*OPTIONS, *PULSES])
-    pb_grpc.add_MasterServicer_to_server(MasterService(master), server)
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
-    master.address = f"127.0.0.1:{bound}"
+    attendant = None if accompany is None else accompany(master)
+    pb_grpc.add_MasterServicer_to_server(MasterService(master, attendant), server)
+    master.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     if hosts is not None:
         await hosts.attach(master, server)
+    if attendant is not None:
+        attendant.attach(server)
     await server.start()
     where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
     await _when_there_is_room(lambda: folder.write_master(where))
     await master.adopt(launch=launch)
-    background = [master.spawn(master.run_engine()), master.spawn(master.run_clock())]
-    background += [] if hosts is None else [master.spawn(hosts.fleet.run())]
-    if job.autoscale:
-        background.append(master.spawn(run_scaling(master)))
+    beside = [] if hosts is None else [hosts.fleet.run()]
+    beside += [] if attendant is None else [attendant.run()]
+    beside += [run_scaling(master)] if job.autoscale else []
+    background = [master.spawn(one) for one in (master.run_engine(), master.run_clock(), *beside)]
 
     async def show() -> None:
         shown = msgspec.structs.replace(where, page=await live.open(page_port, master.emit))
@@ -325,7 +343,7 @@ async def _when_there_is_room(write: Callable[[], Written]) -> Written:
             await asyncio.sleep(TICK_S)
 
 
-def main() -> None:
+def main(accompany: Accompany | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m trueline.train.master.server")
     parser.add_argument("job_dir", type=Path)
     parser.add_argument("--agent", required=True, help="Unix socket of the local engine's agent")
@@ -335,7 +353,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch_lifeline()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    sys.exit(asyncio.run(run(arguments.job_dir, open_engine(arguments.agent), arguments.port, arguments.page_port)))
+    engine = open_engine(arguments.agent)
+    sys.exit(asyncio.run(run(arguments.job_dir, engine, arguments.port, arguments.page_port, accompany)))
 
 
 if __name__ == "__main__":

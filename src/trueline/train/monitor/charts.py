@@ -20,6 +20,7 @@ CAPACITY = 512
 PHASES = ("data", "compute", "wait", "commit")
 WINDOW_S = 10.0  # over how long a rate is measured
 End = Literal["", "died", "left", "finished", "stopped", "unseen"]
+WORKER = "worker"
 MAX_SPANS = 24
 MAX_LANES = 200  # lanes that the page shows; more are counted
 
@@ -191,12 +192,13 @@ class Lane:
 
 class Lanes:
     def __init__(self) -> None:
-        self.by_slot: dict[int, Lane] = {}
+        self.by_slot: dict[tuple[str, int], Lane] = {}
+        """By role and slot."""
         self._leaving = 0
 
     def start(self, ref: str, at: float, last: float) -> None:
         """Begins a life; the one before in the same slot, if its end was not seen, ended by `last`."""
-        lane = self.by_slot.setdefault(parse_ref(ref)[1], Lane())
+        lane = self.by_slot.setdefault(parse_ref(ref)[:2], Lane())
         lane.quarantined, lane.does, span = "", "", lane.alive
         if lane.spans and parse_ref(ref)[2] <= parse_ref(lane.spans[-1].ref)[2]:
             return  # known already, or followed by another
@@ -238,24 +240,26 @@ class Lanes:
             self._close(span, at, how, "")
 
     def note(self, ref: str, does: str) -> None:
-        self.by_slot.setdefault(parse_ref(ref)[1], Lane()).does = does
+        self.by_slot.setdefault(parse_ref(ref)[:2], Lane()).does = does
 
     def quarantine(self, slot: int, why: str) -> None:
-        self.by_slot.setdefault(slot, Lane()).quarantined = why or "it kept dying"
+        self.by_slot.setdefault((WORKER, slot), Lane()).quarantined = why or "it kept dying"
 
     def living(self) -> list[Span]:
         return [lane.alive for lane in self.by_slot.values() if lane.alive is not None]
 
     def rows(self) -> list[dict[str, object]]:
-        """For the page, the lowest slots first."""
+        """For the page, workers and the lowest slots first."""
+        ordered = sorted(self.by_slot.items(), key=lambda item: (item[0][0] != WORKER, item[0]))
         return [
             {
+                "role": role,
                 "slot": slot,
                 "quarantined": lane.quarantined,
                 "does": lane.does if lane.alive else "",
                 "spans": [span.row() for span in lane.spans],
             }
-            for slot, lane in sorted(self.by_slot.items())[:MAX_LANES]
+            for (role, slot), lane in ordered[:MAX_LANES]
         ]
 
     def _close(self, span: Span, at: float, how: End, why: str) -> None:
@@ -263,6 +267,6 @@ class Lanes:
         span.end, span.how, span.why, span.leaving = max(at, span.start), how, why, False
 
     def _living(self, ref: str) -> Span | None:
-        lane = self.by_slot.get(parse_ref(ref)[1])
+        lane = self.by_slot.get(parse_ref(ref)[:2])
         span = lane.alive if lane is not None else None
         return span if span is not None and span.ref == ref else None

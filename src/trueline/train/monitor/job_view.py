@@ -15,7 +15,7 @@ from typing import Any
 
 from trueline.engine.contract import parse_ref
 from trueline.events import Field, render
-from trueline.train.monitor.charts import PHASES, CumulativeHistogram, Lanes, Point, Recent, Series, finite
+from trueline.train.monitor.charts import PHASES, WORKER, CumulativeHistogram, Lanes, Point, Recent, Series, finite
 from trueline.train.reasons import group_by_reason
 
 Fields = Mapping[str, Field]
@@ -85,6 +85,7 @@ class JobView:
         self.shares: list[int] = []
         self.measured: list[tuple[float, int, float, float | None]] = []  # time, step, learning rate, gradient norm
         self.memory: dict[str, int] = {}  # bytes, by worker
+        self.servers: list[dict[str, Any]] = []  # parameter servers, as the master measured them last
         self.redone = self.checkpoints = self.num_regroups = 0
         self.phase_ms = dict.fromkeys(PHASES, 0.0)
         self.gaps_s = CumulativeHistogram((0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0))
@@ -207,6 +208,8 @@ class JobView:
             self.phase, self.why, self.hint = "starting", "", ""
 
     def _on_worker_running(self, fields: Fields, at: float) -> None:
+        if parse_ref(str(fields["worker"]))[0] == "saver":  # of each checkpoint another one
+            return
         self.lanes.start(str(fields["worker"]), at, self._last_step_at or at)
 
     def _on_worker_joined(self, fields: Fields, at: float) -> None:
@@ -230,7 +233,8 @@ class JobView:
         workers = int(_number(fields, "workers"))
         self.facts = {**self.facts, "workers": workers}
         for span in self.lanes.living():
-            if parse_ref(span.ref)[1] >= workers:
+            role, slot, _ = parse_ref(span.ref)
+            if role == WORKER and slot >= workers:
                 self.lanes.mark_leaving(span.ref)
 
     def _on_worker_receiving(self, fields: Fields, at: float) -> None:
@@ -240,6 +244,11 @@ class JobView:
 
     def _on_workers_measured(self, fields: Fields, at: float) -> None:
         self.memory = {str(ref): int(size) for ref, size in json.loads(str(fields["memory"])).items()}
+
+    def _on_servers_measured(self, fields: Fields, at: float) -> None:
+        self.servers = [dict(one) for one in json.loads(str(fields["servers"]))][:MAX_KEPT]
+        for one in self.servers:
+            self.lanes.mark_ready(str(one["ref"]), at)
 
     def _on_worker_quarantined(self, fields: Fields, at: float) -> None:
         slot = fields.get("slot")
@@ -322,7 +331,7 @@ class JobView:
             "records_per_s": round(records_per_s, 2),
             "left_s": round(left / steps_per_s) if steps_per_s and left else None,
             "measured": self.measured, "memory": dict(list(self.memory.items())[:MAX_KEPT]),
-            "shares": self.shares[:64], "redone": self.redone,
+            "servers": self.servers, "shares": self.shares[:64], "redone": self.redone,
             "series": {"width": self.series.width, **self.series.columns()},
             "lanes": self.lanes.rows(), "num_lanes": len(self.lanes.by_slot),
             "regroups": list(self.regroups), "num_regroups": self.num_regroups, "deaths": dict(self.deaths),

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -58,7 +58,7 @@ class Checkpointer:
         self.wants_best = False  # the job's result is the checkpoint of its best evaluation
 
     @classmethod
-    def of(cls, settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> Checkpointer:
+    def of(cls, settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> Self:
         """The checkpointer of a job; `facts` describe what it trains."""
         where = settings.checkpoints or str(JobDir(job_dir).checkpoints)
         job = {name: getattr(settings, name) for name in ("name", "seed", "global_batch", "epochs")}
@@ -179,7 +179,7 @@ class Checkpointer:
         self._failure = error
         events.emit("checkpoint.failed", step=step, why=error.message)
 
-    def _write(self, snapshot: Snapshot, ledger: dict[str, Any], link: ProgressReporter) -> None:
+    def _write(self, snapshot: Snapshot | dict[str, Any], ledger: dict[str, Any], link: ProgressReporter) -> None:
         step, evaluations = ledger["steps"], ledger.get("evaluations") or []
         facts = {**self.facts, "certificates": ledger["certificates"], "evaluations": evaluations}
         if ledger.get("loss"):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from trueline.data.order import permutation
 from trueline.errors import UsageError, join_names
+from trueline.parallel.exchange import GradientExchange
 from trueline.train.link.contract import ProgressReporter
 from trueline.train.settings import Fault
 from trueline.train.step import model_traits
@@ -117,6 +118,15 @@ def as_message(evaluation: dict[str, Any]) -> pb.Evaluation:
     return pb.Evaluation(**{**evaluation, "metrics": json.dumps(evaluation["metrics"])})
 
 
+Surround = Callable[[GradientExchange, WorkerGroup, Callable[[], int]], GradientExchange]
+"""What takes the place of an exchange of gradients in a group, at the step that the callable returns."""
+
+
+def keep_exchange(exchange: GradientExchange, group: WorkerGroup, at: Callable[[], int]) -> GradientExchange:
+    """Changes nothing."""
+    return exchange
+
+
 class LoopExtras(TypedDict, total=False):
     """Further arguments of `Elastic`; a recipe's job has all of them."""
 
@@ -126,6 +136,8 @@ class LoopExtras(TypedDict, total=False):
     traits: model_traits.ModelTraits | None
     owned: bool
     """Whether the loop is Trueline's own: between steps nothing changes the model, and a forward may be given up."""
+    exchange: Surround
+    """Stands around the exchange of gradients."""
 
 
 class Evaluations:

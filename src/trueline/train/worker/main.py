@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,29 +46,43 @@ from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.options import Options
 from trueline.train.step.reduction import as_weight
-from trueline.train.step.validation import Rule, Validation
+from trueline.train.step.validation import Rule, Surround, Validation, keep_exchange
 from trueline.train.worker import failure
 from trueline.train.worker.measure import call_model, make_measure
 
 TRIED = 8  # records in the trial forward before the first step
 
 
-def main() -> int:
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What a strategy that stands above train puts in the place of parts of the worker."""
+
+    recipe: Recipe
+    checkpointer: Callable[[JobSettings, Path, dict[str, Any]], Checkpointer] = Checkpointer.of
+    exchange: Surround = keep_exchange
+
+
+def main(replace_parts: Callable[[Recipe, JobSettings], WorkerParts] | None = None) -> int:
     """Trains in the job that the environment names (TRUELINE_JOB, _MASTER, _SECRET, _REF); returns the exit code."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     job_dir = Path(os.environ["TRUELINE_JOB"])
     settings = job_settings.load(job_dir)
     torch.set_num_threads(settings.threads)
-    return _run_script(settings, job_dir) if settings.script else _run_recipe(settings, job_dir)
+    if settings.script:
+        return _run_script(settings, job_dir)
+    return _run_recipe(settings, job_dir, replace_parts or (lambda recipe, _: WorkerParts(recipe)))
 
 
-def _run_recipe(settings: JobSettings, job_dir: Path) -> int:
+def _run_recipe(
+    settings: JobSettings, job_dir: Path, replace_parts: Callable[[Recipe, JobSettings], WorkerParts]
+) -> int:
     job: Elastic | None = None
     try:
         recipe = load_recipe(settings.recipe)
         check_digest(recipe.digest, "recipe", settings.recipe, settings)
         recipe = bind_columns(recipe, job_dir)
-        job = build(recipe, settings, job_dir)
+        parts = replace_parts(recipe, settings)
+        job = build(parts, settings, job_dir)
         _leave_on_sigterm(job.leave)
         train(recipe, job, Options.of(settings))
         return 0
@@ -107,8 +122,9 @@ def bind_columns(recipe: Recipe, job_dir: Path) -> Recipe:
     return recipe.with_columns(decode_columns(path.read_bytes(), str(path)) if path.exists() else None)
 
 
-def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
+def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
     """The job's loop: same seed, same model in every worker."""
+    recipe = parts.recipe
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)
@@ -131,8 +147,8 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
     return Elastic(
         model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
         scheduler=scheduler, options=Options.of(settings), validation=validation_of(recipe, model, settings),
-        checkpointer=Checkpointer.of(settings, job_dir, facts), faults=settings.faults,
-        traits=_try_model(recipe, model, source, settings), owned=True,
+        checkpointer=parts.checkpointer(settings, job_dir, facts), faults=settings.faults,
+        traits=_try_model(recipe, model, source, settings), owned=True, exchange=parts.exchange,
     )  # fmt: skip
 
 

@@ -1,0 +1,60 @@
+"""Checkpoints of a hybrid job: the worker's state of a step, and the tables of the same step in it.
+
+Rank 0 has the servers fork at its step. None of them can continue without its part of the next step, so what they write
+is of that step as well.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trueline import events
+from trueline.checkpoint import checkpoint, model_files, tree
+from trueline.checkpoint.snapshot import Snapshot
+from trueline.errors import TruelineError
+from trueline.ps.hybrid.calls import HybridLink
+from trueline.ps.hybrid.rows import HybridTables
+from trueline.ps.saver import join_parts
+from trueline.train.link.contract import ProgressReporter
+from trueline.train.step.checkpointer import Checkpointer
+from trueline.train.step.replica import Replica
+
+
+class TableCheckpointer(Checkpointer):
+    tables: HybridTables
+    link: HybridLink
+
+    def _begin(self, replica: Replica, link: ProgressReporter) -> None:
+        step = replica.ledger.steps
+        self._folders = {**getattr(self, "_folders", {}), step: self.link.save(step)}
+        super()._begin(replica, link)
+
+    def _write(self, snapshot: Snapshot | dict[str, Any], ledger: dict[str, Any], link: ProgressReporter) -> None:
+        assert isinstance(snapshot, Snapshot)
+        folder = self.link.wait_saved(ledger["steps"], self._folders.pop(ledger["steps"]))
+        _, _, rows = join_parts(sorted(Path(folder).glob("*.part")))
+        state = _read(snapshot)
+        for name in self.tables.list_names():
+            state["model"].pop(name, None)
+        state["model"].update(self.tables.state(rows))
+        super()._write(state, ledger, link)
+
+    def _write_model(self, replica: Replica) -> None:
+        try:
+            newest = checkpoint.latest(self.folder)
+            assert newest is not None
+            path = model_files.write_model(self.folder, replica.model, newest.state["model"])
+            events.emit("model.written", path=str(path))
+        except TruelineError as error:
+            events.emit("model.not_written", why=error.message)
+
+
+def _read(snapshot: Snapshot) -> Any:
+    """The state of a snapshot, in memory of its own."""
+    tensors = []
+    for index, like in enumerate(snapshot.layout):
+        data = bytearray().join(snapshot.pieces(index))
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        tensors.append(flat.view(like.dtype).view(like.shape))
+    return tree.decode(snapshot.skeleton, tensors)

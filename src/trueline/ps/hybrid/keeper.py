@@ -1,0 +1,282 @@
+"""Keeps the servers of a hybrid job, in the master's process: starts them, and brings them to the step of the workers.
+
+The workers say where training stands. A server has applied as many steps, or one more: every member of the group had
+pushed its part, and none had applied the step. Any other state is of a time that is lost (all workers died, and
+training goes back to a checkpoint), so the server takes the tables of that checkpoint again. No torch.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from trueline import files
+from trueline.engine.contract import ProcessSpec, parse_ref
+from trueline.errors import StorageError, TrainError, TruelineError
+from trueline.ps.dial import read_address
+from trueline.ps.hybrid.calls import SERVICE, AlignTables, HybridAnswer, OpenTables, SaveTables
+from trueline.ps.link import ServerLink
+from trueline.ps.master.servers import ServerMeter
+from trueline.ps.master.slots import Slots
+from trueline.ps.messages import ModelSpec, Routing
+from trueline.ps.partition import make_routing
+from trueline.train.master.master import TICK_S, Master
+
+SERVER = "server"
+ENTRY = "trueline.ps.server.process:main"
+STATS_S, SILENT_S = 1.0, 10.0
+RETRY_S = 0.05
+Context = Any
+
+
+class KeptTables(msgspec.Struct, frozen=True, kw_only=True):
+    """What the servers were made for, in JOB/ps/tables.json. `held`: they held it once."""
+
+    spec: ModelSpec
+    routing: Routing
+    held: bool = False
+
+
+class ServerKeeper:
+    """One job's servers. All of it is used in the master's asyncio thread."""
+
+    def __init__(self, master: Master) -> None:
+        self._master, self._folder = master, master.job_dir / "ps"
+        self._servers = Slots(SERVER, master.job.servers, master.job.max_failures + 2)
+        self._links: dict[str, ServerLink] = {}
+        self._meter = ServerMeter()
+        self._changing = asyncio.Lock()
+        """One at a time opens the tables or brings them to a step."""
+        self._kept = self._read()
+        self._aligned = False
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / "tables.json"
+
+    @property
+    def _cuts(self) -> Path:
+        return self._folder / "cuts"
+
+    def _read(self) -> KeptTables | None:
+        with contextlib.suppress(FileNotFoundError):
+            return msgspec.json.decode(self._file.read_bytes(), type=KeptTables)
+        return None
+
+    def _keep(self, kept: KeptTables) -> None:
+        self._folder.mkdir(exist_ok=True)
+        files.write_atomic(self._file, msgspec.json.encode(kept))
+        self._kept = kept
+
+    @property
+    def _over(self) -> bool:
+        return self._master.failed or self._master.stopped.is_set() or self._master.state.phase == "finished"
+
+    # processes
+
+    async def run(self) -> None:
+        """Starts servers whenever they are not there, and measures them, until the job ends."""
+        master = self._master
+        if self._kept is not None and len(self._kept.routing.servers) != master.job.servers:
+            count = len(self._kept.routing.servers)
+            master.fail("usage", f"--servers is {master.job.servers}, and this job has {count} servers",
+                        f"continue it with --servers {count}")  # fmt: skip
+            return
+        with contextlib.suppress(OSError):  # the agent is away: its next one runs nothing
+            for seen in await master.engine.list():
+                if parse_ref(seen.ref)[0] == SERVER:  # the engine starts no ref a second time
+                    (self._servers.adopt if seen.alive else self._servers.note_started)(seen.ref)
+        await asyncio.gather(self._watch(), self._tick())
+
+    async def _watch(self) -> None:
+        while not self._over:
+            with contextlib.suppress(OSError):  # the launcher starts the agent again
+                async for seen in self._master.engine.watch():
+                    if not seen.alive and parse_ref(seen.ref)[0] == SERVER:
+                        self._note_death(seen.ref, seen.reason)
+            await asyncio.sleep(TICK_S)
+
+    def _note_death(self, ref: str, why: str) -> None:
+        if self._over or not self._servers.note_death(ref, self._master.now()):
+            return
+        self._master.emit("worker.lost", worker=ref, why=why)
+        if (slot := self._servers.hopeless) >= 0:
+            times = self._servers.most_failures
+            self._master.fail("train", f"server {slot} died {times} times in a row, the last time: {why}",
+                              f"see {self._master.folder.log(ref)}")  # fmt: skip
+
+    async def _tick(self) -> None:
+        measured = 0.0
+        while not self._over:
+            await self._start_due()
+            if self._kept is not None and self._master.now() >= measured + STATS_S:
+                measured = self._master.now()
+                await self._measure()
+            await asyncio.sleep(TICK_S / 5)
+
+    async def _start_due(self) -> None:
+        due = self._servers.start_due(self._master.now())
+        for ref in due:
+            self._master.emit("worker.started", worker=ref)
+        specs = [self._make_spec(ref) for ref in due]
+        while specs and not self._over:
+            try:
+                await self._master.engine.add(specs)
+                return
+            except OSError:
+                await asyncio.sleep(TICK_S)  # the launcher starts the agent again
+
+    def _make_spec(self, ref: str) -> ProcessSpec:
+        master = self._master
+        role, slot, incarnation = parse_ref(ref)
+        env = {
+            "TRUELINE_JOB": str(master.job_dir), "TRUELINE_MASTER": master.address, "TRUELINE_SECRET": master.secret,
+            "TRUELINE_REF": ref, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        return ProcessSpec(role=role, slot=slot, incarnation=incarnation, entry=ENTRY, env=env,
+                           log=str(master.folder.log(ref)))  # fmt: skip
+
+    async def _measure(self) -> None:
+        assert self._kept is not None
+        for name in self._kept.routing.servers:
+            try:
+                report = await self._link(name).stats(SILENT_S)
+                self._meter.add(name, report, self._master.now())
+                self._servers.note_progress(report.ref)
+                if report.routing < 0 and self._aligned and not self._changing.locked():
+                    self._master.fail("train", f"{report.ref} has lost what {name} held", "continue with --resume")
+            except TimeoutError:
+                for ref in self._servers.alive:
+                    if ref.partition(".")[0] == name:
+                        self._master.emit("worker.killed", worker=ref, why=f"no answer for {SILENT_S:.0f} s")
+                        await self._master.engine.kill(ref)
+            except (OSError, TruelineError):
+                continue  # it is away; the engine reports its death
+        self._master.emit("servers.measured", servers=json.dumps(self.describe()["servers"]))
+
+    def describe(self) -> dict[str, Any]:
+        return {"servers": self._meter.describe()}
+
+    # what workers ask
+
+    def attach(self, server: Any) -> None:
+        calls = {
+            "Open": self._serve(OpenTables, lambda request: self.open(request.spec)),
+            "Align": self._serve(AlignTables, lambda request: self.align(request.step)),
+            "Save": self._serve(SaveTables, lambda request: self.save(request.step)),
+            "Saved": self._serve(SaveTables, lambda request: self.wait_saved(request.step, request.folder)),
+        }
+        handlers = {name: grpc.unary_unary_rpc_method_handler(call, bytes, bytes) for name, call in calls.items()}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    def _serve(self, of: type[Any], act: Callable[[Any], Coroutine[Any, Any, HybridAnswer]]) -> Any:
+        async def call(data: bytes, context: Context) -> bytes:
+            request = msgspec.msgpack.decode(data, type=of)
+            state = self._master.state
+            if request.ref not in state.members and request.ref not in state.pending:
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION, f"fenced: {request.ref} is not of this job any more"
+                )
+            try:
+                return msgspec.msgpack.encode(await act(request))
+            except TruelineError as error:
+                await context.abort(grpc.StatusCode.ABORTED, error.message)
+            raise AssertionError("abort raises")
+
+        return call
+
+    async def open(self, spec: ModelSpec) -> HybridAnswer:
+        """Configures the servers for the first worker's tables. Raises TrainError for other tables than the first's."""
+        async with self._changing:
+            if self._kept is None:
+                names = [f"{SERVER}-{slot}" for slot in range(self._servers.count)]
+                self._keep(KeptTables(spec=spec, routing=make_routing(names, spec.dense)))
+            assert self._kept is not None
+            if self._kept.spec != spec:
+                raise TrainError("a worker has other tables than the others", hint="every worker builds one model")
+            if not self._kept.held:
+                for name in self._kept.routing.servers:
+                    await self._repeat(name, self._configure)
+                self._keep(msgspec.structs.replace(self._kept, held=True))
+            return HybridAnswer(self._kept.routing)
+
+    async def _configure(self, link: ServerLink) -> None:
+        assert self._kept is not None
+        await link.configure(self._kept.spec, self._kept.routing)
+
+    async def align(self, step: int) -> HybridAnswer:
+        """Gives servers that are not at `step` the tables of its checkpoint. Raises TrainError when there are none."""
+        async with self._changing:
+            assert self._kept is not None
+            for name in self._kept.routing.servers:
+                await self._repeat(name, lambda link: self._bring(link, step))
+            self._aligned = True
+        return HybridAnswer()
+
+    async def _bring(self, link: ServerLink, step: int) -> None:
+        assert self._kept is not None
+        report = await link.stats()
+        if report.routing >= 0 and report.steps in (step, step + 1):
+            return
+        parts = tuple(str(path) for path in sorted((self._cuts / f"step-{step}").glob("*.part")))
+        if step and not parts:
+            raise TrainError(
+                f"{link.ref} has {report.steps} steps, the workers have {step}, and no checkpoint of theirs has tables"
+            )
+        await link.configure(self._kept.spec, self._kept.routing, parts, fresh=True)
+        self._master.emit("tables.restored", server=link.ref, step=step, before=report.steps)
+
+    async def save(self, step: int) -> HybridAnswer:
+        assert self._kept is not None
+        folder = f"{step}.{secrets.token_hex(4)}"
+        for name in self._kept.routing.servers:
+            await self._repeat(name, lambda link: link.save(str(self._cuts / folder / f"{link.ref}.part")))
+        return HybridAnswer(folder=folder)
+
+    async def wait_saved(self, step: int, folder: str) -> HybridAnswer:
+        """Raises StorageError when a server that died while it wrote has gone on since."""
+        assert self._kept is not None
+        written, final = self._cuts / folder, self._cuts / f"step-{step}"
+        for name in self._kept.routing.servers if written.exists() or not final.exists() else ():
+            await self._repeat(name, lambda link: self._finish(link, step, written))
+        if written.exists():
+            shutil.rmtree(final, ignore_errors=True)
+            written.rename(final)
+        newest = sorted(self._cuts.glob("step-*"), key=lambda one: one.stat().st_mtime, reverse=True)
+        torn = [one for one in self._cuts.iterdir() if one.name.partition(".")[0].isdecimal() and one != written]
+        for old in (*newest[max(2, self._master.job.keep) :], *torn):
+            shutil.rmtree(old, ignore_errors=True)
+        return HybridAnswer(folder=str(final))
+
+    async def _finish(self, link: ServerLink, step: int, folder: Path) -> None:
+        path = folder / f"{link.ref}.part"
+        try:
+            await link.wait_saved(str(path))
+        except StorageError:
+            if path.exists() or (await link.stats()).steps != step:
+                raise
+            await link.save(str(path))  # it has begun again, and nothing was applied since
+            await link.wait_saved(str(path))
+
+    def _link(self, name: str) -> ServerLink:
+        if name not in self._links:
+            master = self._master
+            self._links[name] = ServerLink(lambda ref: read_address(master.job_dir, ref), name, master.secret.encode())
+        return self._links[name]
+
+    async def _repeat(self, name: str, act: Callable[[ServerLink], Coroutine[Any, Any, None]]) -> None:
+        """Repeats `act` until the server is there. Raises the TruelineError with which it refuses."""
+        while not self._over:
+            try:
+                await act(self._link(name))
+                return
+            except (OSError, TimeoutError):
+                await asyncio.sleep(RETRY_S)  # the server is away: it is started again
+        raise TrainError("the job is ending")

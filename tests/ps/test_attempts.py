@@ -1,0 +1,42 @@
+"""Steps of a hybrid job at one server: an attempt counts as a whole, and a step counts once."""
+
+import numpy as np
+import pytest
+
+from trueline.ps.messages import ModelSpec, OptimizerSpec, TableSpec
+from trueline.ps.partition import make_routing
+from trueline.ps.tables.held import GradientError, Held, Push
+
+IDS = np.array([7], np.int64)
+
+
+def make_held():
+    tables = (TableSpec(name="t", dim=2, group=0, init="zeros"),)
+    spec = ModelSpec(seed=0, groups=(OptimizerSpec(kind="sgd"),), tables=tables)
+    return Held(spec, make_routing(["server-0"], ()), 0)
+
+
+def part_of(step, part, value, *, attempt, parts=2, weight=1.0, lr=1.0):
+    rows = np.full((1, 2), value, np.float32)
+    return Push(
+        epoch=0, minibatch=step, part=part, parts=parts, weight=weight, lrs=(lr,), tables=[("t", IDS, rows)],
+        dense=[], attempt=attempt,
+    )  # fmt: skip
+
+
+def test_an_attempt_takes_the_place_of_the_parts_of_the_one_before_and_a_step_is_applied_once():
+    held = make_held()
+    assert held.push(part_of(0, 0, 100.0, attempt=1))
+    assert held.push(part_of(0, 1, 1.0, attempt=2, lr=9.0, weight=0.0))
+    assert not held.push(part_of(0, 1, 50.0, attempt=1))  # of a member that the group has left behind
+    held = Held.load(*held.dump())
+    assert held.push(part_of(0, 0, 2.0, attempt=2))
+    assert held.steps == 1
+    assert not held.push(part_of(0, 0, 2.0, attempt=3))
+    (rows,), _ = held.pull([("t", IDS)], dense=False)
+    assert rows.tolist() == [[-3.0, -3.0]]  # the sum of the parts, with the learning rate of the one that weighs
+
+
+def test_a_part_of_another_step_than_the_next_one_is_refused():
+    with pytest.raises(GradientError, match="a part of step 3 after 0 steps"):
+        make_held().check(part_of(3, 0, 1.0, attempt=1))
