@@ -1,0 +1,16 @@
+"""Opens the scheduler of an engine's settings. Nothing is connected before its first use."""
+
+from trueline.engine.cluster.contract import Scheduler
+from trueline.engine.cluster.settings import AnySettings, LocalSettings, SlurmSettings
+
+
+def open_scheduler(settings: AnySettings) -> Scheduler:
+    match settings:
+        case LocalSettings():
+            from trueline.engine.cluster.local import LocalScheduler
+
+            return LocalScheduler(settings)
+        case SlurmSettings():
+            from trueline.engine.cluster.slurm import SlurmScheduler
+
+            return SlurmScheduler(settings)
