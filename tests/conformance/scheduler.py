@@ -48,6 +48,11 @@ class Scheduled:
 
         return until(reached, lambda: f"{name} is {state}: {self.find(name)}, {self.scheduler.read_log(name)!r}")
 
+    def wait_ready(self, name: str) -> None:
+        """Until the process has written it, and the scheduler knows that it runs."""
+        self.wait_log(name, b"ready")
+        self.wait(name, RUNNING)
+
     def wait_log(self, name: str, word: bytes) -> None:
         until(lambda: word in self.scheduler.read_log(name), lambda: f"{word!r} in {self.scheduler.read_log(name)!r}")
 
@@ -68,7 +73,7 @@ def test_an_end_without_an_error_is_told_from_one_with_an_error(scheduled):
 def test_submitting_twice_starts_one_process(scheduled):
     for _ in range(2):
         name = scheduled.submit("head", POLITE)
-    scheduled.wait_log(name, b"ready")
+    scheduled.wait_ready(name)
     assert len(scheduled.scheduler.list(name.rpartition(".")[0])) == 1
     scheduled.scheduler.cancel(name, grace=False)
     scheduled.wait(name, ENDED)
@@ -85,8 +90,7 @@ def test_what_has_ended_is_not_started_again(scheduled):
 
 def test_a_graceful_cancel_gives_the_process_time_to_end_by_itself(scheduled):
     name = scheduled.submit("head", POLITE)
-    scheduled.wait_log(name, b"ready")
-    assert scheduled.find(name).state is RUNNING
+    scheduled.wait_ready(name)
     scheduled.scheduler.cancel(name)
     scheduled.wait(name, ENDED)
     assert b"left" in scheduled.scheduler.read_log(name)
@@ -94,7 +98,7 @@ def test_a_graceful_cancel_gives_the_process_time_to_end_by_itself(scheduled):
 
 def test_a_cancel_without_grace_ends_what_ignores_sigterm(scheduled):
     name = scheduled.submit("head", STUBBORN)
-    scheduled.wait_log(name, b"ready")
+    scheduled.wait_ready(name)
     scheduled.scheduler.cancel(name, grace=False)
     assert scheduled.wait(name, ENDED).reason
 
@@ -138,7 +142,7 @@ def test_arguments_arrive_as_they_are(scheduled):
 
 def test_a_second_client_finds_what_the_first_one_has_submitted(scheduled, other_client):
     name = scheduled.submit("head", POLITE)
-    scheduled.wait_log(name, b"ready")
+    scheduled.wait_ready(name)
     assert [one.state for one in other_client.list(name.rpartition(".")[0])] == [RUNNING]
     assert b"ready" in other_client.read_log(name)
     other_client.cancel(name, grace=False)
@@ -160,7 +164,7 @@ def test_what_waits_has_a_reason_and_is_withdrawn_at_once(scheduled):
         pytest.skip("this engine takes any number of slots")
     slots = int(scheduled.waits_for)
     first = scheduled.submit("head", POLITE, slots=slots)
-    scheduled.wait_log(first, b"ready")
+    scheduled.wait_ready(first)
     second = scheduled.submit("host-1", "echo began", slots=slots)
     found = until(lambda: (one := scheduled.find(second)) and one.reason and one, "a reason")
     assert found.state is QUEUED
@@ -177,7 +181,7 @@ def test_what_waits_starts_when_there_is_room(scheduled):
         pytest.skip("this engine takes any number of slots")
     slots = int(scheduled.waits_for)
     first = scheduled.submit("head", POLITE, slots=slots)
-    scheduled.wait_log(first, b"ready")
+    scheduled.wait_ready(first)
     second = scheduled.submit("host-1", "echo began", slots=slots)
     assert scheduled.find(second).state is QUEUED
     scheduled.scheduler.cancel(first, grace=False)
@@ -196,7 +200,6 @@ def test_a_process_outlives_the_client_that_submitted_it(scheduled):
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     name = make_name(scheduled.job, scheduled.launch, "head")
-    scheduled.wait_log(name, b"ready")
-    assert scheduled.find(name).state is RUNNING
+    scheduled.wait_ready(name)
     scheduled.scheduler.cancel(name, grace=False)
     scheduled.wait(name, ENDED)

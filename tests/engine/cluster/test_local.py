@@ -40,7 +40,7 @@ def test_what_needs_more_slots_than_the_machine_has_is_refused(scheduled):
 
 def test_heads_start_by_priority_and_each_with_room_for_its_whole_job(scheduled):
     first = scheduled.submit("head", POLITE, gang=2)
-    scheduled.wait_log(first, b"ready")
+    scheduled.wait_ready(first)
     worlds = {priority: Scheduled(scheduled.scheduler, scheduled.folder, f"job-{priority}") for priority in (1, 5)}
     order = scheduled.folder / "order"
     names = [
@@ -50,7 +50,7 @@ def test_heads_start_by_priority_and_each_with_room_for_its_whole_job(scheduled)
     reason = until(lambda: "waits" in (why := scheduled.find(names[0]).reason) and why, "a reason")
     assert reason == "waits behind job-5.1 (priority 5)"
     host = scheduled.submit("host-1", POLITE)
-    scheduled.wait_log(host, b"ready")  # its job has it reserved
+    scheduled.wait_ready(host)  # its job has it reserved
     assert [scheduled.find(name).state for name in names] == [QUEUED, QUEUED]
     for name in (first, host):
         scheduled.scheduler.cancel(name)
@@ -61,7 +61,7 @@ def test_heads_start_by_priority_and_each_with_room_for_its_whole_job(scheduled)
 
 def test_a_keeper_that_is_killed_leaves_its_process_running_and_listed(scheduled):
     name = scheduled.submit("head", POLITE)
-    scheduled.wait_log(name, b"ready")
+    scheduled.wait_ready(name)
     folder = SubmissionFolder(scheduled.folder / "engine")
     keeper = folder.read(name, "pid", KeptProcess)
     os.kill(keeper.pid, signal.SIGKILL)

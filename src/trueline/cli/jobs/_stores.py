@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def on_option(*, required: bool = False) -> Decorator[Any]:
     return click.option(
-        "--on", required=required, metavar="ENGINE[:NAME]", help="local or slurm; NAME: a table in trueline.toml."
+        "--on",
+        required=required,
+        metavar="ENGINE[:NAME]",
+        help="local, podman or slurm; NAME: a table in trueline.toml.",
     )
 
 

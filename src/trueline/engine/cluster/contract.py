@@ -45,6 +45,15 @@ def make_name(job: str, launch: int, role: str) -> str:
     return f"{job}.{launch}.{role}"
 
 
+def make_group(job: str, launch: int) -> str:
+    """What `Scheduler.list` takes: the submissions of one launch.
+
+    >>> make_group("digits-1", 2)
+    'digits-1.2'
+    """
+    return f"{job}.{launch}"
+
+
 def job_of(name: str) -> str:
     """
     >>> job_of("digits-1.2.host-3")

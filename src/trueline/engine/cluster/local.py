@@ -5,8 +5,8 @@
     FOLDER/NAME.end    how it ended
 
 The keeper is a small process of its own session: it waits for its turn (`line.py`), starts the submission's command,
-and writes how that ended. No service runs, and the client may go. Pids are reused, so pid and start time identify a
-process.
+and writes how that ended. No service runs, and the client may go. A head in a container cannot start a keeper outside:
+those of its job start the keepers that are missing. Pids are reused, so pid and start time identify a process.
 """
 
 import os
@@ -30,6 +30,8 @@ from trueline.engine.local.process import LIFELINE, read_start, signal_group
 from trueline.errors import UsageError
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
+INSIDE = "TRUELINE_KEPT"
+"""Environment variable of a process in a container of this machine."""
 POLL_S = 0.1
 KEPT_S = 86_400.0
 """How long the records of an ended submission stay."""
@@ -41,6 +43,8 @@ class QueuedSubmission(msgspec.Struct, frozen=True, kw_only=True):
     submission: Submission
     submitted_at: float
     capacity: int
+    kill: tuple[str, ...] = ()
+    """Command that ends the process at once; empty: SIGKILL for its group."""
 
 
 class KeptProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +71,8 @@ class LocalScheduler:
         self._folder = SubmissionFolder(folder or default_folder())
         self._capacity = settings.capacity or len(os.sched_getaffinity(0))
 
-    def submit(self, submission: Submission) -> str:
+    def submit(self, submission: Submission, *, kill: tuple[str, ...] = ()) -> str:
+        """As the contract has it. `kill`: a command that ends the process at once, where SIGKILL does not."""
         need = max(submission.slots, submission.gang)
         if need > self._capacity:
             raise UsageError(
@@ -76,30 +81,29 @@ class LocalScheduler:
             )
         own = self._folder
         own.sweep(time.time())
-        queued = QueuedSubmission(submission=submission, submitted_at=time.time(), capacity=self._capacity)
-        if own.add(queued):
-            Path(submission.log).parent.mkdir(parents=True, exist_ok=True)
-            env = {name: value for name, value in os.environ.items() if name != LIFELINE}
-            with Path(submission.log).open("ab") as log:
-                command = [sys.executable, "-m", "trueline.engine.cluster.local", str(own.path), submission.name]
-                subprocess.run(
-                    ["sh", "-c", '"$@" &', "sh", *command],  # so that the keeper is no child of this process
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=env, cwd="/",
-                    check=True,
-                )  # fmt: skip
+        queued = QueuedSubmission(submission=submission, submitted_at=time.time(), capacity=self._capacity, kill=kill)
+        if own.add(queued) and INSIDE not in os.environ:
+            start_keeper(own, queued)
         return submission.name
 
     def cancel(self, name: str, *, grace: bool = True) -> None:
         if self._folder.withdraw(name):
             return
+        queued = self._folder.read(name, "json", QueuedSubmission)
         keeper, process = self._folder.read(name, "pid", KeptProcess), self._folder.read(name, "run", KeptProcess)
         for one in (keeper, process):
-            if one is not None and one.alive:
-                if not grace:
-                    signal_group(os.getpgid(one.pid), signal.SIGKILL)
-                else:
-                    os.kill(one.pid, signal.SIGTERM)
+            if one is None or not one.alive:
+                continue
+            if queued is not None and queued.kill and not grace:
+                if one is keeper:
+                    os.kill(one.pid, signal.SIGUSR1)
                     return
+                subprocess.run(queued.kill, capture_output=True, check=False)
+            elif not grace:
+                signal_group(os.getpgid(one.pid), signal.SIGKILL)
+            else:
+                os.kill(one.pid, signal.SIGTERM)
+                return
 
     def list(self, job: str) -> Sequence[SubmissionReport]:
         now = time.time()
@@ -110,6 +114,19 @@ class LocalScheduler:
         with suppress(OSError):
             return Path(queued.submission.log).read_bytes() if queued is not None else b""
         return b""
+
+
+def start_keeper(folder: "SubmissionFolder", queued: QueuedSubmission) -> None:
+    """Starts the keeper of a submission, as no child of this process."""
+    own = queued.submission
+    Path(own.log).parent.mkdir(parents=True, exist_ok=True)
+    env = {name: value for name, value in os.environ.items() if name != LIFELINE}
+    command = [sys.executable, "-m", "trueline.engine.cluster.local", str(folder.path), own.name]
+    with Path(own.log).open("ab") as log:
+        subprocess.run(
+            ["sh", "-c", '"$@" &', "sh", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True, env=env, cwd="/", check=True,
+        )  # fmt: skip
 
 
 class SubmissionFolder:
@@ -133,8 +150,9 @@ class SubmissionFolder:
         except (OSError, msgspec.DecodeError):
             return None
 
-    def write(self, name: str, kind: str, record: msgspec.Struct | str) -> None:
-        files.write_atomic(self.path / f"{name}.{kind}", msgspec.json.encode(record), mode=0o600)
+    def write(self, name: str, kind: str, record: msgspec.Struct | str, *, replace: bool = True) -> bool:
+        data = msgspec.json.encode(record)
+        return files.write_atomic(self.path / f"{name}.{kind}", data, mode=0o600, replace=replace)
 
     def report(self, name: str, now: float) -> SubmissionReport:
         keeper, process = self.read(name, "pid", KeptProcess), self.read(name, "run", KeptProcess)
@@ -207,14 +225,19 @@ class _Keeper:
         self._child: subprocess.Popen[bytes] | None = None
         self._cancelled = False
         signal.signal(signal.SIGTERM, self._cancel)
+        signal.signal(signal.SIGUSR1, self._kill)
 
     def _cancel(self, number: int, frame: FrameType | None) -> None:
         self._cancelled = True
         if self._child is not None:
             self._child.terminate()
 
+    def _kill(self, number: int, frame: FrameType | None) -> None:
+        subprocess.run(self._queued.kill, capture_output=True, check=False)
+
     def run(self) -> None:
-        self._folder.write(self._name, "pid", _own_process(os.getpid()))
+        if not self._folder.write(self._name, "pid", _own_process(os.getpid()), replace=False):
+            return  # another keeper was first
         before = ""
         while self._child is None:
             with files.hold_lock(self._folder.path / "lock"):
@@ -229,7 +252,17 @@ class _Keeper:
             before = why
             time.sleep(POLL_S)  # another process frees slots, by ending in any way
         assert self._child is not None
-        self._folder.write(self._name, "end", _describe(self._child.wait()))
+        while (code := self._child.poll()) is None:
+            self._start_missing()
+            time.sleep(POLL_S)  # submissions of a container arrive without a notice
+        self._folder.write(self._name, "end", _describe(code))
+
+    def _start_missing(self) -> None:
+        for name in self._folder.names():
+            if job_of(name) == job_of(self._name) and not (self._folder.path / f"{name}.pid").exists():
+                queued = self._folder.read(name, "json", QueuedSubmission)
+                if queued is not None and self._folder.read(name, "end", ProcessEnd) is None:
+                    start_keeper(self._folder, queued)
 
     def _find_obstacle(self) -> str:
         living = self._folder.living()

@@ -1,7 +1,7 @@
 """Opens the scheduler of an engine's settings. Nothing is connected before its first use."""
 
 from trueline.engine.cluster.contract import Scheduler
-from trueline.engine.cluster.settings import AnySettings, LocalSettings, SlurmSettings
+from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, SlurmSettings
 
 
 def open_scheduler(settings: AnySettings) -> Scheduler:
@@ -10,6 +10,10 @@ def open_scheduler(settings: AnySettings) -> Scheduler:
             from trueline.engine.cluster.local import LocalScheduler
 
             return LocalScheduler(settings)
+        case PodmanSettings():
+            from trueline.engine.cluster.podman import PodmanScheduler
+
+            return PodmanScheduler(settings)
         case SlurmSettings():
             from trueline.engine.cluster.slurm import SlurmScheduler
 

@@ -44,8 +44,25 @@ class SlurmSettings(EngineSettings, frozen=True, kw_only=True, tag="slurm"):
     """More options of sbatch, as `--gres=gpu:1`."""
 
 
-AnySettings = LocalSettings | SlurmSettings
-KINDS: Mapping[str, type[AnySettings]] = {"local": LocalSettings, "slurm": SlurmSettings}
+class PodmanSettings(EngineSettings, frozen=True, kw_only=True, tag="podman"):
+    """Containers of this machine."""
+
+    image: str = ""
+    """With Python and Trueline; `python` names another one than python3 in it."""
+    rootfs: str = ""
+    """Folder that stands for an image: `/` is this machine, whose files the container cannot change."""
+    capacity: int = 0
+    """Slots of this machine for all jobs of the user; 0: its CPUs."""
+    mounts: tuple[str, ...] = ()
+    """FOLDER or FOLDER:THERE[:ro], beside the store."""
+    env: tuple[str, ...] = ()
+    """Names of variables that the container gets, such as those of the store's credentials."""
+    options: tuple[str, ...] = ()
+    """More options of `podman run`."""
+
+
+AnySettings = LocalSettings | SlurmSettings | PodmanSettings
+KINDS: Mapping[str, type[AnySettings]] = {"local": LocalSettings, "slurm": SlurmSettings, "podman": PodmanSettings}
 
 
 def parse_engine(on: str, tables: Mapping[str, Any], where: str = "trueline.toml") -> AnySettings:

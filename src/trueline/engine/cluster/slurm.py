@@ -32,6 +32,7 @@ WAITS: Mapping[str, str] = {
     "None": "Slurm has not looked at it yet",
     "Priority": "it waits behind jobs of a higher priority",
     "Resources": "it waits for free cores or memory",
+    "PartitionConfig": "it asks for more than a node of its partition has, so that it never starts",
     "PartitionDown": "its partition is down",
     "PartitionInactive": "its partition takes no jobs",
     "PartitionNodeLimit": "it asks for more than its partition allows, so that it never starts",
@@ -80,12 +81,12 @@ class SlurmScheduler:
 
     def cancel(self, name: str, *, grace: bool = True) -> None:
         for number in self._find(name):
-            how = () if grace else ("--signal=KILL", "--full")
-            with suppress(UsageError):  # it has ended meanwhile
-                _call("scancel", *how, number)
-            if not grace:  # one that waits gets no signal
-                with suppress(UsageError):
-                    _call("scancel", "--state=PENDING", number)
+            # --full would take KillWait; what the command has started ends with it, or is killed by slurmd then. A job
+            # that waits gets no signal.
+            ways: tuple[tuple[str, ...], ...] = ((),) if grace else (("--signal=KILL", "--batch"), ("--state=PENDING",))
+            for how in ways:
+                with suppress(UsageError):  # it has ended meanwhile
+                    _call("scancel", *how, number)
 
     def list(self, job: str) -> Sequence[SubmissionReport]:
         text = _call("squeue", "--noheader", "--states=all", "--me", f"--format={FORMAT}")
@@ -163,7 +164,7 @@ def _call(*command: str, stdin: str = "") -> str:
     if done.returncode == 0:
         return done.stdout
     why = done.stderr.strip().splitlines()
-    shown = why[-1] if why else f"exit code {done.returncode}"
+    shown = why[-1].rpartition("error: ")[2] if why else f"exit code {done.returncode}"
     if any(words in done.stderr for words in AWAY):
         raise EngineAway(f"Slurm's controller does not answer: {shown}", hint="try again; what runs continues")
     raise UsageError(f"Slurm refuses it: {shown}", hint="correct [engine.slurm] in trueline.toml")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trueline import files
 from trueline.engine.cluster.contract import Submission, make_name
-from trueline.engine.cluster.settings import LocalSettings, SlurmSettings
+from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, SlurmSettings
 from trueline.train.cluster.store import JobLaunch, JobStore, SubmittedJob
 from trueline.train.settings import parse_workers
 
@@ -18,14 +18,18 @@ def describe_submission(store: JobStore, job: SubmittedJob, launch: JobLaunch, r
     module = "head" if role == HEAD else "host"
     where = [str(store.where), str(launch.number)]
     low, _ = parse_workers(launch.workers or job.workers)
-    name = make_name(job.name, launch.number, role)
+    name = make_name(job.unique_name, launch.number, role)
     return Submission(
         name=name,
-        command=(engine.python or sys.executable, "-m", f"trueline.train.cluster.{module}", *where,
+        command=(engine.python or _find_python(engine), "-m", f"trueline.train.cluster.{module}", *where,
                  *(() if role == HEAD else (role,))),
         slots=engine.slots, memory_mb=engine.memory_mb, log=str(_find_log_folder(store, launch) / f"{name}.log"),
         priority=job.priority, gang=max(low, engine.slots) if role == HEAD else 0,
     )  # fmt: skip
+
+
+def _find_python(engine: AnySettings) -> str:
+    return "python3" if isinstance(engine, PodmanSettings) and engine.image else sys.executable
 
 
 def _find_log_folder(store: JobStore, launch: JobLaunch) -> Path:
@@ -33,4 +37,6 @@ def _find_log_folder(store: JobStore, launch: JobLaunch) -> Path:
         return Path(launch.engine.logs)
     if isinstance(store.where, Path):
         return store.where / "logs"
-    return files.user_cache() / "submitted" if isinstance(launch.engine, LocalSettings) else Path("/tmp")
+    return (
+        files.user_cache() / "submitted" if isinstance(launch.engine, LocalSettings | PodmanSettings) else Path("/tmp")
+    )

@@ -23,6 +23,7 @@ from trueline.engine.cluster.contract import (
     Submission,
     SubmissionReport,
     SubmissionState,
+    make_group,
     make_name,
     role_of,
 )
@@ -70,7 +71,7 @@ class LeaderDuties:
     ) -> None:
         self._store, self._submitted, self._launch, self._scheduler = store, job, launch, scheduler
         self._role, self._leader, self._folder = role, leader, leader.folder
-        self._group = make_name(job.name, launch.number, "").rstrip(".")
+        self._group = make_group(job.unique_name, launch.number)
         self._plan = plans.HostPlan()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="duties", daemon=True)
@@ -106,7 +107,7 @@ class LeaderDuties:
         with self._noting("the scheduler"):
             for role, report in self._list().items():
                 if role != self._role and report.state is not SubmissionState.ENDED:
-                    self._scheduler.cancel(make_name(self._submitted.name, self._launch.number, role))
+                    self._scheduler.cancel(make_name(self._submitted.unique_name, self._launch.number, role))
         outcome, why = describe_end(error)
         with self._noting("the store"):
             self._keep_files((*KEPT, "journal"))
@@ -189,7 +190,7 @@ class LeaderDuties:
             self._carry_out(action)
 
     def _carry_out(self, action: plans.HostAction) -> None:
-        name = make_name(self._submitted.name, self._launch.number, action.role)
+        name = make_name(self._submitted.unique_name, self._launch.number, action.role)
         match action:
             case plans.SubmitHost(role=role, why=why):
                 try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trueline import files
 from trueline.engine.cluster.open import open_scheduler
-from trueline.engine.cluster.settings import LocalSettings
+from trueline.engine.cluster.settings import LocalSettings, PodmanSettings
 from trueline.engine.hosts import folder as travel
 from trueline.engine.hosts import route
 from trueline.errors import JobStopped, StorageError, TruelineError, UsageError
@@ -52,7 +52,7 @@ def prepare_folder(store: JobStore, job: SubmittedJob, launch: JobLaunch, folder
     """The job's folder, ready to be launched. Raises what `train` raises before a job begins."""
     fetch_code(store, job, folder)
     engine = launch.engine
-    interface = engine.interface or ("127.0.0.1" if isinstance(engine, LocalSettings) else "")
+    interface = engine.interface or ("127.0.0.1" if isinstance(engine, LocalSettings | PodmanSettings) else "")
     address = find_address(interface)
     where = {
         "listen": route.join_address(address, 0), "interface": interface or address, "cores": engine.slots,

@@ -7,6 +7,8 @@ ended. No torch.
 import ast
 import contextlib
 import json
+import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from trueline.engine.cluster.contract import (
     Scheduler,
     SubmissionReport,
     SubmissionState,
-    make_name,
+    make_group,
     role_of,
 )
 from trueline.engine.cluster.open import open_scheduler
@@ -84,8 +86,8 @@ def submit(
     code, there, base = _locate(recipe)
     _note_shadowed(code)
     job = SubmittedJob(
-        name="", recipe=there, files=(), workers=workers, settings=dict(settings or {}), priority=priority,
-        submitted=time.time(),
+        name="", id=secrets.token_hex(3), recipe=there, files=(), workers=workers, settings=dict(settings or {}),
+        priority=priority, submitted=time.time(),
     )  # fmt: skip
     where = _add_job(store, name or base, job, code)
     launch = JobLaunch(number=1, on=on, engine=engine, submitted=time.time())
@@ -122,9 +124,9 @@ def _add_job(store: Location, base: str, job: SubmittedJob, code: Path) -> JobSt
     with TemporaryDirectory(prefix="trueline-") as scratch:
         packed = travel.pack(travel.code_files(code), Path(scratch))
         blobs = {one.digest: (Path(scratch) / one.digest).read_bytes() for one in packed}
-    number = 1
+    number, plain = 1, re.sub("[^A-Za-z0-9_.-]+", "-", base).strip("-.") or "job"
     while True:
-        name = f"{base}-{number}"
+        name = f"{plain}-{number}"
         where = JobStore(join_location(store, name))
         with contextlib.suppress(FileNotFoundError):
             if where.get("submitted.json") is None:
@@ -183,7 +185,7 @@ def _sum_core_hours(where: JobStore, launches: int) -> float:
 
 def find_head(where: JobStore, launch: JobLaunch) -> tuple[SubmissionReport | None, bool]:
     """What the scheduler says of the head, and whether it answered."""
-    group = make_name(where.name, launch.number, "").rstrip(".")
+    group = make_group(where.read_job().unique_name, launch.number)
     try:
         listed = open_scheduler(launch.engine).list(group)
     except EngineAway:
@@ -273,7 +275,7 @@ def clear(where: JobStore, launch: JobLaunch, *, why: str) -> None:
 
 
 def _list_living(scheduler: Scheduler, where: JobStore, launch: JobLaunch) -> list[SubmissionReport]:
-    listed = scheduler.list(make_name(where.name, launch.number, "").rstrip("."))
+    listed = scheduler.list(make_group(where.read_job().unique_name, launch.number))
     return [one for one in listed if one.state is not SubmissionState.ENDED]
 
 

@@ -34,12 +34,19 @@ class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
     1970."""
 
     name: str
+    id: str
+    """Random: another store may have a job of this name, on the same scheduler."""
     recipe: str
     files: tuple[TravelledFile, ...]
     workers: str
     settings: dict[str, Any]
     priority: int = 0
     submitted: float
+
+    @property
+    def unique_name(self) -> str:
+        """The job in the names of its submissions."""
+        return f"{self.name}-{self.id}"
 
 
 class JobLaunch(msgspec.Struct, frozen=True, kw_only=True):
