@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from trueline.cli._progress import DEBUG
+from trueline.cli.options import ENGINE, find_config, read_config
 from trueline.errors import TruelineError, UsageError, closest
 from trueline.events import printable
 from trueline.extras import naming_extras
@@ -47,7 +48,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
         ),
         "line",
     ),
-    "Jobs": dict.fromkeys(("join", "jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
+    "Jobs": dict.fromkeys(("submit", "join", "jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
     "Bundles, records, TorchServe": dict.fromkeys(("bundle", "data", "torchserve"), ""),
     "This machine": {"env": "line"},
 }
@@ -139,8 +140,7 @@ def read_defaults(command: click.Command, path: Sequence[str]) -> dict[str, Any]
 
     Raises UsageError that names the file, the key and the nearest one that exists.
     """
-    folders = (Path.cwd(), *Path.cwd().parents)
-    file = next((place for folder in folders if (place := folder / "trueline.toml").is_file()), None)
+    file = find_config()
     if file is None:
         return {}
     options = flags_of(command)
@@ -155,14 +155,10 @@ def read_defaults(command: click.Command, path: Sequence[str]) -> dict[str, Any]
 
 
 def _read_tables(file: Path) -> dict[tuple[str, ...], Mapping[str, Any]]:
-    import tomllib
-
-    try:
-        content = tomllib.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}", hint="correct it, or move it away") from error
     tables: dict[tuple[str, ...], Mapping[str, Any]] = {}
-    for name, value in content.items():
+    for name, value in read_config(file).items():
+        if name == ENGINE:  # read by the verbs that have --on
+            continue
         for sub, table in value.items() if name in GROUPS and isinstance(value, dict) else [("", value)]:
             path = (name, sub) if sub else (name,)
             dotted = ".".join(path)

@@ -214,6 +214,26 @@ def checkpoint_path(given: str) -> Location:
     return newest.path
 
 
+ENGINE = "engine"
+"""The table of trueline.toml that describes engines, not a verb."""
+
+
+def find_config() -> Path | None:
+    """The nearest trueline.toml, in the working directory or a folder above it."""
+    folders = (Path.cwd(), *Path.cwd().parents)
+    return next((place for folder in folders if (place := folder / "trueline.toml").is_file()), None)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Raises UsageError."""
+    import tomllib
+
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}", hint="correct it, or move it away") from error
+
+
 def parse_pairs(given: tuple[str, ...], flag: str) -> dict[str, str]:
     """`("lr=0.1",)` as `{"lr": "0.1"}`. Raises UsageError."""
     pairs = {}

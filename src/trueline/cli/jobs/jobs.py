@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trueline.cli.jobs import _stores
 from trueline.cli.options import Output, verb
 
 if TYPE_CHECKING:
+    from trueline.train.cluster.operate import StoredJob
     from trueline.train.launch.jobs import JobRecord
 
 _EXAMPLES = """
@@ -20,25 +22,61 @@ trueline jobs
 
 trueline jobs --runs /data/runs --json
     the jobs of another folder, one line of JSON for a script
+
+trueline jobs --store s3://bucket/jobs
+    the submitted jobs of a store: on which engine, why one waits, what each has cost
 """
 
 
 @verb("jobs", examples=_EXAMPLES)
 @click.option("--runs", default="runs", metavar="FOLDER", show_default=True, help="Where the jobs' folders are.")
-def command(runs: str) -> Output:
-    """List the training jobs of a folder.
+@_stores.store_option
+def command(runs: str, store: str | None) -> Output:
+    """List the training jobs of a folder, and those that were submitted.
 
     Shows each job's state (running, finished, failed, stopped; dead when its processes vanished without an end, e.g. in
-    a power cut), its step, workers, loss and age, and why it ended.
+    a power cut), its step, workers, loss and age, and why it ended. Submitted jobs are those of --store, else of all
+    stores that were used on this machine; they may also be queued, with the engine's reason.
     """
     from trueline.train.launch.jobs import list_jobs
 
-    found = sorted(list_jobs(Path(runs)), key=lambda job: job.started)
-    if not found:
-        click.echo(f"no jobs in {runs}", err=True)
+    found = [] if store else sorted(list_jobs(Path(runs)), key=lambda job: job.started)
+    stored = _list_stored(_stores.list_stores(store))
+    if not found and not stored:
+        click.echo(f"no jobs in {store or runs}", err=True)
     head = ("JOB", "STATE", "STEP", "WORKERS", "LOSS", "AGE", "WHY")
-    text = format_table([head, *(_row(job, time.time()) for job in found)]) if found else ""
-    return Output(text, [job.as_dict() for job in found])
+    tables = [format_table([head, *(_row(job, time.time()) for job in found)])] if found else []
+    tables += [format_stored(of, jobs, time.time()) for of, jobs in stored.items()]
+    facts = [job.as_dict() for job in found] + [job.as_dict() for jobs in stored.values() for job in jobs]
+    return Output("\n\n".join(tables), facts)
+
+
+def _list_stored(stores: Sequence[str]) -> dict[str, list[StoredJob]]:
+    """The jobs of each store that has some; one that does not answer is named."""
+    from trueline.errors import TruelineError
+    from trueline.train.cluster import operate
+
+    found = {}
+    for store in stores:
+        try:
+            found[store] = operate.list_jobs(store)
+        except (TruelineError, OSError) as error:
+            click.echo(f"the store {store} cannot be read: {error}", err=True)
+    return {store: jobs for store, jobs in found.items() if jobs}
+
+
+def format_stored(store: str, jobs: Sequence[StoredJob], now: float) -> str:
+    """The jobs of a store, and the hosts of those that run."""
+    head = ("JOB", "ENGINE", "STATE", "STEP", "WORKERS", "LOSS", "CORE-H", "AGE", "WHY")
+    rows = [
+        (
+            job.name, job.engine, job.state, f"{job.step}/{job.total}" if job.total else "-", str(job.workers or "-"),
+            "-" if job.loss is None else f"{job.loss:.4g}", f"{job.core_h:.2f}", format_age(now - job.started),
+            job.why[:100],
+        )
+        for job in jobs
+    ]  # fmt: skip
+    return f"{store}\n{format_table([head, *rows])}"
 
 
 def _row(job: JobRecord, now: float) -> tuple[str, ...]:

@@ -1,18 +1,13 @@
 """`trueline join`."""
 
 import os
-import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from trueline.cli.options import Output, verb
 from trueline.errors import UsageError
-
-if TYPE_CHECKING:
-    from trueline.engine.hosts.relay import Relay
 
 _EXAMPLES = """
 trueline join host-a:7700 --token-file token
@@ -49,6 +44,7 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
     from trueline.engine.hosts.tls import fingerprint
     from trueline.engine.hosts.token import read_token
     from trueline.train.launch.hosts import own_versions
+    from trueline.train.launch.lend import lend
     from trueline.train.launch.standby import StandbyMaster
 
     versions, piped = own_versions(), token_file == "-"
@@ -66,34 +62,8 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
         interface=interface, ports=ports, versions=versions,
     )  # fmt: skip
     try:
-        why = asyncio.run(_lend(Relay(request, StandbyMaster(request)), piped=piped))
+        why = asyncio.run(lend(Relay(request, StandbyMaster(request)), piped=piped))
     finally:
         if lock is not None:
             os.close(lock)
     return Output(f"left {token.job}: {why}", {"job": token.job, "why": why})
-
-
-async def _lend(relay: "Relay", *, piped: bool) -> str:
-    import asyncio
-
-    loop = asyncio.get_running_loop()
-    lending = asyncio.ensure_future(relay.run())
-
-    def stop() -> None:
-        if not relay.withdraw():
-            lending.cancel()
-
-    def read_end() -> None:
-        if not os.read(0, 1 << 10):
-            loop.remove_reader(0)
-            if relay.is_led_from_start:  # else the host that began the job is dead, and another one leads
-                lending.cancel()
-
-    if piped:
-        loop.add_reader(0, read_end)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    try:
-        return await lending
-    except asyncio.CancelledError:
-        return "its workers were ended at once"

@@ -12,9 +12,11 @@ import click
 
 from trueline import events
 from trueline.cli._progress import Lines, progress
+from trueline.cli.jobs import _stores
 from trueline.cli.options import job_argument, verb
 
 if TYPE_CHECKING:
+    from trueline.train.cluster.store import JobStore
     from trueline.train.job_dir import JobDir
 
 _EXAMPLES = """
@@ -34,15 +36,20 @@ POLL_S = 0.2
 @job_argument
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job ends.")
 @click.option("--worker", "which", metavar="REF|NAME", help="The log of one process, or the events as JSON.")
-def command(job: str, follow: bool, which: str | None) -> None:
+@_stores.store_option
+def command(job: str, follow: bool, which: str | None, store: str | None) -> None:
     """Show the events of a job, or the output of one of its processes.
 
     Without --worker: workers that came and went and why, checkpoints, evaluations, progress. JOB is a job's folder, or
-    its name under ./runs; it may run or have ended. --json prints the events, one JSON object on each line.
+    its name under ./runs, or in a store; it may wait, run or have ended. --json prints the events, one JSON object on
+    each line.
     """
     from trueline.train.job_dir import JobDir, parse_events
     from trueline.train.launch.jobs import find_job
 
+    if (where := _stores.find_stored(job, store)) is not None:
+        show_stored(where, follow, which)
+        return
     folder = JobDir(find_job(job))
     is_running: Callable[[], bool] = folder.is_held if follow else (lambda: False)
     if click.get_current_context().params["as_json"] and which is None:
@@ -60,6 +67,67 @@ def command(job: str, follow: bool, which: str | None) -> None:
     writer = Lines(sys.stdout)
     for name, fields, at in parsed:
         writer.hear(name, fields, at=at)
+
+
+def show_stored(where: JobStore, follow: bool, which: str | None) -> None:
+    """The log of a submitted job, and while there is none why it waits."""
+    from trueline.train.job_dir import parse_events
+
+    as_json = click.get_current_context().params["as_json"] and which is None
+    name = "events" if which is None else find_stored_log(where, which)
+    lines = read_stored(where, f"logs/{name}.log", follow)
+    if which is not None or as_json:
+        for line in lines:
+            click.echo(line, nl=False)
+        return
+    writer = Lines(sys.stdout)
+    for event, fields, at in parse_events(lines):
+        writer.hear(event, fields, at=at)
+    if not follow:
+        say_state(where, "")
+
+
+def read_stored(where: JobStore, name: str, follow: bool) -> Iterator[str]:
+    """Whole lines of a log in a store, until the launch has ended."""
+    at, said = 0, ""
+    while True:
+        launch = where.last_launch()
+        more = follow and launch is not None and where.read_end(launch.number) is None
+        data = where.read_log(name)
+        end = data.rfind(b"\n") + 1
+        yield from data[at:end].decode(errors="replace").splitlines(keepends=True)
+        if not more:
+            return
+        if end == at:
+            said = say_state(where, said)
+            if said.startswith("dead"):
+                return
+        at = end
+        time.sleep(POLL_S)  # as tail -f does
+
+
+def say_state(where: JobStore, before: str) -> str:
+    """Tells the state of a job that does not run, if it is another one than `before`; returns it."""
+    from trueline.train.cluster import operate
+
+    job = operate.read(where)
+    said = f"{job.state}: {job.why}" if job.state != "running" or job.why else job.state
+    if said != before and said != "running":
+        click.echo(f"  {job.name} is {said}")
+    return said
+
+
+def find_stored_log(where: JobStore, which: str) -> str:
+    """The name of a log in a store. Raises UsageError that lists the logs."""
+    from trueline.errors import UsageError, join_names
+
+    files = {name.partition(".log")[0] for name in where.names("logs")}
+    name = f"worker-{which}" if which[:1].isdecimal() else which
+    alike = [other for other in files if other.rpartition(".")[0] == name or other.endswith(f".{name}")]
+    name = name if name in files else max(alike, default=name)
+    if name not in files:
+        raise UsageError(f"{where.name} has no log of '{which}' (has: {join_names(sorted(files))})")
+    return name
 
 
 def read_lines(path: Path, is_running: Callable[[], bool]) -> Iterator[str]:

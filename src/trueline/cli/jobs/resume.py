@@ -1,9 +1,15 @@
 """`trueline resume`."""
 
-from typing import Any
+from __future__ import annotations
 
-from trueline.cli.jobs import _launch
+from typing import TYPE_CHECKING, Any
+
+from trueline.cli.jobs import _launch, _stores
 from trueline.cli.options import Output, job_argument, verb
+from trueline.errors import UsageError
+
+if TYPE_CHECKING:
+    from trueline.train.cluster.store import JobStore
 
 _EXAMPLES = """
 trueline resume digits-1
@@ -11,6 +17,9 @@ trueline resume digits-1
 
 trueline resume runs/digits-1 --workers 8 --detach
     the same with other workers, in the background; the result does not depend on them
+
+trueline resume digits-1 --on slurm
+    a submitted job continues on this engine, whichever it ran on before
 """
 
 
@@ -18,14 +27,35 @@ trueline resume runs/digits-1 --workers 8 --detach
 @job_argument
 @_launch.training_options(without=_launch.FIXED)
 @_launch.how_options
-def command(job: str, **given: Any) -> Output:
+@_stores.on_option()
+@_stores.store_option
+def command(job: str, on: str | None, store: str | None, **given: Any) -> Output:
     """Continue a job that halted, failed or lost its processes.
 
     It starts from the newest checkpoint that verifies, and without a checkpoint from its first step. Settings
-    that decide what is computed stay as they were, and the recipe must not have changed. JOB is a job's
-    folder, or its name under ./runs.
+    that decide what is computed stay as they were, and the recipe must not have changed. JOB is a job's folder, its
+    name under ./runs, or in a store: then it is submitted again, to the engine that it had or another one (--on).
     """
+    if (where := _stores.find_stored(job, store)) is not None:
+        return _resume_stored(where, on, given)
+    if on:
+        raise UsageError(f"job '{job}' is in no store, so that no engine can have it", hint="leave --on out")
     from trueline.train.api import prepare_resume
     from trueline.train.launch.jobs import find_job
 
     return _launch.launch(lambda **changed: prepare_resume(find_job(job), **changed), given)
+
+
+def _resume_stored(where: JobStore, on: str | None, given: dict[str, Any]) -> Output:
+    from trueline.train.cluster import operate
+
+    workers = given.pop("workers")
+    if other := [name for name, value in given.items() if value]:
+        raise UsageError(
+            f"a submitted job keeps its settings: {', '.join(other)} cannot be given",
+            hint="only --workers and --on can",
+        )
+    engine = _stores.read_engine(on) if on else None
+    launch = operate.resume(where, on=on or "", engine=engine, workers=workers or "")
+    text = f"{where.name} is submitted to {launch.on} again\n  trueline logs -f {where.name}    follow it"
+    return Output(text, {"job": where.name, "store": str(where.where), "engine": launch.on, "launch": launch.number})

@@ -2,6 +2,7 @@
 
 import click
 
+from trueline.cli.jobs import _stores
 from trueline.cli.options import Output, job_argument, verb
 
 _EXAMPLES = """
@@ -20,11 +21,13 @@ trueline scale clicks-1 --servers 3
 @job_argument
 @click.argument("workers", type=int, required=False)
 @click.option("--servers", type=int, metavar="N", help="Parameter servers, of a job with --strategy ps.")
-def command(job: str, workers: int | None, servers: int | None) -> Output:
+@_stores.store_option
+def command(job: str, workers: int | None, servers: int | None, store: str | None) -> Output:
     """Give a running job another number of workers.
 
     Workers join and leave between two steps, and the result does not depend on their number. A slot in
-    quarantine is tried again. The number stays until the next scale. JOB is a job's folder, or its name under ./runs.
+    quarantine is tried again. The number stays until the next scale. JOB is a job's folder, its name under ./runs, or
+    in a store; there the head submits the hosts that are missing.
     """
     from trueline.errors import UsageError
     from trueline.train.launch import jobs
@@ -34,6 +37,13 @@ def command(job: str, workers: int | None, servers: int | None) -> Output:
             raise UsageError(f"{name} is {number}, expected at least 1")
     if workers is None and servers is None:
         raise UsageError("nothing to scale", hint="trueline scale JOB 5, or trueline scale JOB --servers 3")
+    if (where := _stores.find_stored(job, store)) is not None:
+        from trueline.train.cluster import operate
+
+        if workers is None:
+            raise UsageError("a submitted job has no parameter servers", hint="trueline scale JOB 5")
+        operate.scale(where, workers)
+        return Output(f"{where.name}: {workers} workers from now on", {"job": where.name, "workers": workers})
     folder = jobs.find_job(job)
     jobs.scale(folder, workers or 0, servers=servers or 0)
     wanted = [f"{number} {what}" for number, what in ((workers, "workers"), (servers, "servers")) if number]

@@ -3,7 +3,8 @@
 import time
 from typing import Any
 
-from trueline.cli.jobs.jobs import format_age, format_table
+from trueline.cli.jobs import _stores
+from trueline.cli.jobs.jobs import format_age, format_stored, format_table
 from trueline.cli.options import Output, job_argument, verb
 
 _EXAMPLES = """
@@ -20,15 +21,23 @@ _EVALUATIONS = {"evaluation": "last evaluation", "best": "best evaluation"}
 
 @verb("status", examples=_EXAMPLES)
 @job_argument
-def command(job: str) -> Output:
+@_stores.store_option
+def command(job: str, store: str | None) -> Output:
     """Show a job's state, step, loss and workers.
 
     A running job's master sends them; when it does not answer, and for a job that has ended, they come from the job's
-    folder as far as it has them. JOB is a job's folder, or its name under ./runs.
+    folder as far as it has them. JOB is a job's folder, its name under ./runs, or in a store.
     """
     from trueline.train.job_dir import JobDir
     from trueline.train.launch import jobs
 
+    if (where := _stores.find_stored(job, store)) is not None:
+        from trueline.train.cluster import operate
+
+        stored = operate.read(where)
+        rows = [(host.role, host.state, str(host.workers), host.reason) for host in stored.hosts]
+        hosts = "\n" + format_table([("HOST", "STATE", "WORKERS", "WHY"), *rows]) if rows else ""
+        return Output(format_stored(stored.store, [stored], time.time()) + hosts, stored.as_dict())
     folder = jobs.find_job(job)
     found = jobs.read_job(folder)
     live = jobs.status(folder) if found.state == "running" else None

@@ -18,8 +18,8 @@ MOST_BYTES = 512 << 20
 CODE = "code"
 """The folder of the recipe, in the job's folder on a joined host."""
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
-_MARKS = ("pyvenv.cfg", "job.json")
-"""Files that mark the folder of a virtual environment or a job."""
+_MARKS = ("pyvenv.cfg", "job.json", "submitted.json")
+"""Files that mark the folder of a virtual environment, or of a job on this machine or in a store."""
 _SPARE = {".pyc", ".pyo"}
 _DIGEST = re.compile("[0-9a-f]{64}")
 

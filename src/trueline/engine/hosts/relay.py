@@ -129,6 +129,11 @@ class Relay:
         """Whether its master is the one that it joined, and no successor on another host."""
         return self._door.target == self._request.address
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether no master answers for so long that it has given up what ran here."""
+        return self._fenced
+
     def _turn(self) -> None:
         """Tries the next host that could lead the job."""
         masters = [self._request.address, *self._standby.others]

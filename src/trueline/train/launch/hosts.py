@@ -102,12 +102,16 @@ def expect_leader(folder: JobDir, job: JobSettings) -> None:
 
 
 def reserve_listen(job: JobSettings) -> tuple[JobSettings, socket.socket | None]:
-    """Reserves the port for other hosts; for --hosts alone any one on the way to them. Raises PortInUse, UsageError."""
+    """Reserves the port for other hosts: a free one if --listen names port 0, and for --hosts alone a free one on the
+    way to them. Raises PortInUse, UsageError."""
     if not job.listen and not job.hosts:
         return job, None
-    if job.listen:
+    if job.listen and route.split_address(job.listen)[1]:
         return job, reserve_port(job.listen)
-    address = route.announce(job.interface, "") if job.interface else find_listen_address(parse_hosts(job.hosts))
+    if job.listen:
+        address = route.split_address(job.listen)[0]
+    else:
+        address = route.announce(job.interface, "") if job.interface else find_listen_address(parse_hosts(job.hosts))
     reserved = reserve_port(route.join_address(address, 0))
     return replace(job, listen=route.join_address(address, reserved.getsockname()[1])), reserved
 

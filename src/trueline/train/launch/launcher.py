@@ -81,14 +81,14 @@ class LocalJob:
         with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
             exits.callback(os.close, self.folder.hold())
             exits.enter_context(event_file.writing(self.job_dir))
-            exits.enter_context(shutdown.signals_as_errors(self.job_dir, self._halt))
+            exits.enter_context(shutdown.signals_as_errors(self.job_dir, self.halt))
             _kill_leftovers(self.folder.read_launch())
             self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
             launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
             self.folder.write_launch(launch)
             exits.push(lambda kind, error, trace: self._record_end(launch, error))
             job = self.settings
-            self._emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
+            self.emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
             self._prepare(exits)
             self._start_master()
             if self._ssh is not None:
@@ -111,19 +111,19 @@ class LocalJob:
             exits.enter_context(listening)
         line = hosts.prepare(self.folder, self.settings, self._preload())
         if line:
-            self._emit("hosts.listening", line=line)
+            self.emit("hosts.listening", line=line)
         if self.settings.hosts:
-            self._ssh = hosts.connect_ssh(self.folder, self.settings, self._emit)
+            self._ssh = hosts.connect_ssh(self.folder, self.settings, self.emit)
             exits.callback(self._ssh.close)
         exits.callback(self._end_processes)
         self.agent = self._start_agent()
 
-    def _emit(self, name: str, /, **fields: events.Field) -> None:
+    def emit(self, name: str, /, **fields: events.Field) -> None:
         """Emits an event of the launcher, in this process and in the job's folder."""
         events.emit(name, **fields)
         self.folder.record(name, **fields)
 
-    def _halt(self, why: str) -> bool:
+    def halt(self, why: str) -> bool:
         """Begins to end the job after a checkpoint, in a thread: a signal handler calls this. False: no job runs."""
         if not self._listened or self._closing:
             return False
@@ -304,7 +304,7 @@ class LocalJob:
                 f"the job's {role} and its like died {self.restarts} times; last exit code {code}",
                 hint=f"see {self.folder.log(role)}; continue with --resume",
             )
-        self._emit(f"{role}.lost", code=code, restarts=self.restarts)
+        self.emit(f"{role}.lost", code=code, restarts=self.restarts)
 
 
 def detach(job_dir: Path) -> int:

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,9 +44,14 @@ leaves each host before it in the list to lead."""
 
 
 class StandbyMaster:
-    """The `Standby` of `engine/hosts/relay.py`."""
+    """The `Standby` of `engine/hosts/relay.py`. `around`: what surrounds a job that this host leads."""
 
-    def __init__(self, request: JoinRequest) -> None:
+    def __init__(
+        self,
+        request: JoinRequest,
+        around: Callable[[LocalJob], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        self._around = around
         self._own_address = route.announce(request.interface, route.split_address(request.address)[0])
         self._reserved = _reserve(self._own_address, request.ports)
         self.address = ""
@@ -128,7 +134,7 @@ class StandbyMaster:
         folder, line = self._make_folder(host, host_id)
         self._job = SuccessorJob(folder, host, line)
         try:
-            with self._job as job:
+            with self._job as job, self._around(job):
                 job.run()
         except Superseded:
             shutil.rmtree(folder, ignore_errors=True)  # another host has the job
@@ -187,16 +193,12 @@ class SuccessorJob(LocalJob):
         super().__init__(job_dir)
         self._host, self._line = host, line
 
-    def halt(self, why: str) -> bool:
-        """Begins to end the job after a checkpoint; False: it has not begun, or ends already."""
-        return self._halt(why)
-
     def _prepare(self, exits: contextlib.ExitStack) -> None:
         self.socket, self.lifeline = self._host.socket, self._host.lifeline
         self._master_life = Lifeline()
         exits.callback(self._clean)
         self._reserved = exits.enter_context(reserve_port())
-        self._emit("hosts.listening", line=self._line)
+        self.emit("hosts.listening", line=self._line)
         exits.callback(self._end_processes)
         self.agent = self._host.agent
 

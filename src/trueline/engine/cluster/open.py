@@ -1,0 +1,20 @@
+"""Opens the scheduler of an engine's settings. Nothing is connected before its first use."""
+
+from trueline.engine.cluster.contract import Scheduler
+from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, SlurmSettings
+
+
+def open_scheduler(settings: AnySettings) -> Scheduler:
+    match settings:
+        case LocalSettings():
+            from trueline.engine.cluster.local import LocalScheduler
+
+            return LocalScheduler(settings)
+        case PodmanSettings():
+            from trueline.engine.cluster.podman import PodmanScheduler
+
+            return PodmanScheduler(settings)
+        case SlurmSettings():
+            from trueline.engine.cluster.slurm import SlurmScheduler
+
+            return SlurmScheduler(settings)

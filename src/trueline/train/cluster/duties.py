@@ -1,0 +1,311 @@
+"""What the process that leads a submitted job does beside training: orders, hosts, status and logs.
+
+A thread beside the launcher. It reads the clients' orders from the store, keeps the number of hosts that the job has
+room for (`engine/cluster/decide.py`), and writes how the job is. The store and the scheduler may be away: training
+continues, and the thread tells so once.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trueline import events
+from trueline.engine.cluster import decide as plans
+from trueline.engine.cluster.contract import (
+    Scheduler,
+    Submission,
+    SubmissionReport,
+    SubmissionState,
+    make_group,
+    make_name,
+    role_of,
+)
+from trueline.engine.hosts.token import read_token
+from trueline.errors import TruelineError, UsageError, first_line
+from trueline.storage.location import is_remote
+from trueline.train.cluster.commands import describe_submission
+from trueline.train.cluster.store import (
+    HostStatus,
+    JobLaunch,
+    JobStore,
+    JoinKit,
+    LaunchEnd,
+    LaunchStatus,
+    OrderAnswer,
+    SubmittedJob,
+)
+from trueline.train.job_dir import JobDir
+from trueline.train.launch import jobs
+from trueline.train.launch.launcher import LocalJob, Superseded
+from trueline.train.launch.shutdown import describe_end
+from trueline.train.master.claims import SUPERSEDED
+from trueline.train.master.hosts import HostsFolder
+
+TICK_S = 0.25
+STATUS_S, LISTING_S = 1.0, 1.0
+REMOTE_S = 2.0
+"""Time between two writes of logs to an object store: each is an object."""
+KEPT = ("job.json", "columns.json", "loss.json", "weights.safetensors", "summary.json")
+"""Files of the job's folder that the next launch needs, beside the journal."""
+
+
+class LeaderDuties:
+    """`role`: the submission that leads: head, or a host after the head's death."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        job: SubmittedJob,
+        launch: JobLaunch,
+        scheduler: Scheduler,
+        *,
+        role: str,
+        leader: LocalJob,
+    ) -> None:
+        self._store, self._submitted, self._launch, self._scheduler = store, job, launch, scheduler
+        self._role, self._leader, self._folder = role, leader, leader.folder
+        self._group = make_group(job.unique_name, launch.number)
+        self._plan = plans.HostPlan()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="duties", daemon=True)
+        self._away: dict[str, str] = {}
+        self._offsets: dict[str, int] = {}
+        self._live: dict[str, Any] = {}
+        self._listed: dict[str, SubmissionReport] = {}
+        self._due = dict.fromkeys(("hosts", "status", "logs"), 0.0)
+        self._kept_step = -1
+        self._core_s, self._counted_at = 0.0, time.monotonic()
+        self._halting = False
+
+    def begin(self) -> None:
+        """Lets hosts join, and takes over those of a leader before."""
+        before = self._store.read_status(self._launch.number)
+        if before is not None:
+            self._plan.next, self._core_s = before.next_host, before.core_s
+        launch = HostsFolder(self._folder).read_launch()
+        assert launch is not None
+        token = read_token(HostsFolder(self._folder).token)
+        self._store.write_kit(self._launch.number, JoinKit(address=launch.leader.address, token=token))
+        with self._noting("the scheduler"):
+            plans.adopt(self._plan, self._list(), self._role, time.monotonic())
+        self._keep_files(())
+        self._thread.start()
+
+    def end(self, error: BaseException | None) -> None:
+        """Writes what is left to write: logs, files for the next launch, how this one ended."""
+        self._stop.set()
+        self._thread.join()
+        if isinstance(error, Superseded):
+            return
+        with self._noting("the scheduler"):
+            for role, report in self._list().items():
+                if role != self._role and report.state is not SubmissionState.ENDED:
+                    self._scheduler.cancel(make_name(self._submitted.unique_name, self._launch.number, role))
+        outcome, why = describe_end(error)
+        with self._noting("the store"):
+            self._keep_files((*KEPT, "journal"))
+            self._copy_logs()
+            record = jobs.read_job(self._folder.path)
+            self._store.end_launch(self._launch.number, LaunchEnd(
+                outcome=outcome, why=why, step=record.step, total=record.total, checkpoint=record.checkpoint,
+                ended=time.time(),
+            ))  # fmt: skip
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_S):
+            for what, work in (
+                ("the store", self._take_orders),
+                ("the scheduler", self._follow_hosts),
+                ("the store", self._publish),
+            ):
+                with self._noting(what):
+                    work()
+
+    @contextlib.contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Reports once that `what` is away, and once that it is back."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - training does not end for it
+            why = error.message if isinstance(error, TruelineError) else f"{type(error).__name__}: {first_line(error)}"
+            if self._away.get(what) != why:
+                self._leader.emit("duties.delayed", what=what, why=why)
+            self._away[what] = why
+        else:
+            if self._away.pop(what, None) is not None and what not in self._away:
+                self._leader.emit("duties.resumed", what=what)
+
+    def _is_due(self, what: str, every_s: float) -> bool:
+        now = time.monotonic()
+        if now < self._due[what]:
+            return False
+        self._due[what] = now + every_s
+        return True
+
+    def _list(self) -> dict[str, SubmissionReport]:
+        return {role_of(one.name): one for one in self._scheduler.list(self._group)}
+
+    def _expect_leadership(self) -> None:
+        """Ends this process, and with it all workers, where a client has declared the launch dead: it was cut off."""
+        number = self._launch.number
+        newest = self._store.last_launch()
+        if newest is not None and newest.number == number and self._store.read_end(number) is None:
+            return
+        self._leader.emit("job.superseded", host="a later launch", address=str(self._store.where), token="")
+        os._exit(SUPERSEDED)
+
+    def _take_orders(self) -> None:
+        self._expect_leadership()
+        for name, order in self._store.list_orders(self._launch.number):
+            fault = ""
+            try:
+                if order.workers:
+                    jobs.scale(self._folder.path, order.workers)
+                else:
+                    self._halting = True
+                    self._leader.halt(order.why)
+            except TruelineError as error:
+                if not isinstance(error, UsageError):
+                    raise  # the master does not answer at the moment
+                fault = error.message
+            self._store.answer_order(name, OrderAnswer(fault=fault))
+
+    def _follow_hosts(self) -> None:
+        if self._halting or not self._is_due("hosts", LISTING_S):
+            return
+        live = jobs.status(self._folder.path)
+        self._live = live or self._live
+        self._listed = self._list()
+        here = {host["host"]: host for host in live["hosts"] if host["cores"]} if live else None
+        target = self._live.get("workers", self._leader.settings.workers)
+        count = plans.count_hosts(target, self._launch.engine.slots)
+        for action in plans.decide(self._plan, count, self._listed, here, time.monotonic()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: plans.HostAction) -> None:
+        name = make_name(self._submitted.unique_name, self._launch.number, action.role)
+        match action:
+            case plans.SubmitHost(role=role, why=why):
+                try:
+                    self._scheduler.submit(self._describe(role))
+                except TruelineError as error:
+                    del self._plan.hosts[role]
+                    wait_s = plans.fail(self._plan, time.monotonic())
+                    self._leader.emit("host.not_submitted", host=role, why=error.message, again_s=wait_s)
+                else:
+                    self._leader.emit("host.submitted", host=role, why=why)
+            case plans.CancelHost(role=role, why=why, grace=grace):
+                self._scheduler.cancel(name, grace=grace)
+                self._leader.emit("host.cancelled", host=role, why=why)
+            case plans.HostEnded(role=role, why=why):
+                self._leader.emit("host.ended", host=role, why=why)
+
+    def _describe(self, role: str) -> Submission:
+        return describe_submission(self._store, self._submitted, self._launch, role)
+
+    def _publish(self) -> None:
+        if self._is_due("logs", REMOTE_S if is_remote(str(self._store.where)) else TICK_S):
+            self._copy_logs()
+        if not self._is_due("status", STATUS_S):
+            return
+        record, live, now = jobs.read_job(self._folder.path), self._live, time.monotonic()
+        joined = [host for host in live.get("hosts", ()) if host["cores"]]
+        self._core_s += sum(host["cores"] for host in joined) * (now - self._counted_at)
+        self._counted_at = now
+        self._store.write_status(self._launch.number, LaunchStatus(
+            leader=self._role, host=socket.gethostname(), step=record.step, total=record.total, loss=record.loss,
+            workers=record.workers, target=live.get("workers", 0), checkpoint=record.checkpoint, core_s=self._core_s,
+            next_host=self._plan.next, hosts=self._describe_hosts(joined), at=time.time(),
+        ))  # fmt: skip
+        if record.checkpoint != self._kept_step:
+            self._kept_step = record.checkpoint
+            self._keep_files((*KEPT, "journal"))
+
+    def _describe_hosts(self, joined: Sequence[dict[str, Any]]) -> tuple[HostStatus, ...]:
+        found = [
+            HostStatus(
+                role=host["host"] if host["host"] != "this host" else self._role, state=host["state"],
+                workers=len(host["workers"]),
+            )
+            for host in joined
+        ]  # fmt: skip
+        there = {one.role for one in found}
+        for role, entry in sorted(self._plan.hosts.items()):
+            if role not in there:
+                state = "starting" if entry.running_at else "queued"
+                found.append(HostStatus(role=role, state=state, reason=entry.reason))
+        return tuple(found)
+
+    def _copy_logs(self) -> None:
+        """Appends to the store what events and processes have written since the last time."""
+        logs = {f"logs/{path.name}": path for path in sorted(self._folder.logs.glob("*.log"))}
+        for name, path in {"logs/events.log": self._folder.events, **logs}.items():
+            at = self._offsets.get(name, 0)
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(at)
+                data = file.read()
+                whole = data[: data.rfind(b"\n") + 1]
+                if whole:
+                    self._store.append(name, whole)
+                    self._offsets[name] = at + len(whole)
+
+    def _keep_files(self, names: Sequence[str]) -> None:
+        """Copies to the store what another launch needs of the job's folder."""
+        for name in names or KEPT:
+            path = self._folder.path / name
+            if name == "journal" and self._folder.journal.exists():
+                self._store.write("kept/journal.sqlite", copy_journal(self._folder))
+            elif path.is_file():
+                self._store.write(f"kept/{name}", path.read_bytes())
+
+
+def copy_journal(folder: JobDir) -> bytes:
+    """The journal as one file, also while the master appends to it."""
+    with (
+        contextlib.closing(sqlite3.connect(f"file:{folder.journal}?mode=ro", uri=True)) as source,
+        contextlib.closing(sqlite3.connect(":memory:")) as copy,
+    ):
+        source.backup(copy)
+        return copy.serialize()
+
+
+def restore_files(store: JobStore, folder: Path) -> bool:
+    """Fetches what the launch before has left in the store; False: there is nothing."""
+    found = False
+    for name in (*KEPT, "journal.sqlite"):
+        data = store.get(f"kept/{name}")
+        if data is not None:
+            (folder / name).write_bytes(data)
+            found = found or name == "job.json"
+    return found
+
+
+@contextlib.contextmanager
+def leading(
+    store: JobStore, job: SubmittedJob, launch: JobLaunch, scheduler: Scheduler, *, role: str, leader: LocalJob
+) -> Iterator[None]:
+    """Leads a submitted job while the block runs, and writes how it ended."""
+    duties = LeaderDuties(store, job, launch, scheduler, role=role, leader=leader)
+    duties.begin()
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        duties.end(error)
+
+
+def note_start(store: JobStore, name: str, /, **fields: events.Field) -> None:
+    """Writes an event from before the job has a folder."""
+    events.emit(name, **fields)
+    line = {"at": time.time(), "seq": 0, "name": name, "fields": fields}
+    store.append("logs/events.log", json.dumps(line).encode() + b"\n")

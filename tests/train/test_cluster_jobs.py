@@ -1,0 +1,223 @@
+"""Submitted jobs on real engines: local processes, and Slurm with two nodes where it is installed."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from trueline.checkpoint import checkpoint
+from trueline.recipe.load import load_recipe
+from worlds import slurm as slurms
+from worlds.clusters import Client
+from worlds.jobs import TINY, plain_loop
+from worlds.waiting import until
+
+pytestmark = pytest.mark.jobs
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    if lack := slurms.find_lack():
+        pytest.skip(f"no Slurm here: {lack}")
+    cluster = slurms.Slurm(tmp_path_factory.mktemp("slurm"))
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def client(tmp_path):
+    made = Client(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slurm_client(client, slurm):
+    client.env |= slurm.env
+    yield client
+    slurm.call("scancel", "--signal=KILL", "--batch", "--user=root")
+    slurm.call("scancel", "--user=root")
+    until(lambda: slurm.count_idle() == 2, lambda: slurm.call("sinfo") + slurm.call("squeue"))
+
+
+@pytest.fixture(params=["local", "slurm"])
+def engine(request, client):
+    """The name of an engine, on which `client` submits."""
+    if request.param == "slurm":
+        request.getfixturevalue("slurm_client")
+    return request.param
+
+
+def test_a_job_is_submitted_followed_scaled_halted_and_resumed_by_clients_that_come_and_go(engine, client):
+    job = client.submit(engine, "--workers", "1:2")
+    client.wait_workers(2)
+    facts = client.read()
+    assert (facts["state"], facts["engine"]) == ("running", engine)
+    assert {host["role"] for host in facts["hosts"]} == {"head", "host-1"}
+    at = time.time()
+    client.run("scale", job, "1")
+    client.wait_workers(1, after=at)
+    client.wait("host.ended", after=at)
+    assert "0 hosts are enough" in client.run("logs", job)
+    assert re.search(r"stopped .*after step \d+", client.run("halt", job))
+    until(lambda: not client.processes(), "the end of all processes")
+    steps, *wrong = client.count()
+    assert wrong == [0, 0]
+    assert client.read()["step"] == steps
+    assert "is not running: it is stopped (trueline halt)" in client.run("halt", job, code=2)
+
+    at = time.time()
+    client.run("resume", job, "--workers", "2:2")
+    client.wait_workers(2, after=at)
+    client.run("halt", job)
+    after, *wrong = client.count()
+    assert wrong == [0, 0]
+    assert after > steps
+    assert "generation" in client.run("logs", job)
+    assert "worker-0.0" in " ".join(os.listdir(client.store / job / "logs"))
+
+
+def test_what_dies_is_replaced_and_no_record_is_lost_or_repeated(engine, client):
+    job = client.submit(engine, "--workers", "1:2")
+    client.wait_workers(2)
+
+    at = time.time()
+    client.kill("host-1")
+    client.wait_workers(1, after=at)
+    client.wait_workers(2, after=client.wait("host.submitted", after=at, host="host-2"))
+
+    at = time.time()
+    client.kill("head")
+    client.wait_workers(1, after=at)
+    client.wait_workers(2, after=client.wait("host.submitted", after=at, host="host-3"))
+    assert client.read()["state"] == "running"
+    client.run("halt", job)
+    assert client.count()[1:] == (0, 0)
+    until(lambda: not client.processes(), "the end of all processes")
+
+
+def test_a_head_that_dies_alone_leaves_a_dead_job_that_resume_continues(engine, client):
+    job = client.submit(engine, "--workers", "1:1")
+    client.wait_workers(1)
+    client.wait("checkpoint.saved")
+    client.kill("head")
+    facts = until(lambda: (one := client.read())["state"] == "dead" and one, lambda: client.read())
+    assert "its head has ended" in facts["why"]
+    at = time.time()
+    client.run("resume", job)
+    client.wait_workers(1, after=at)
+    client.run("halt", job)
+    assert client.count()[1:] == (0, 0)
+
+
+@pytest.mark.parametrize(("first", "then"), [("local", "slurm"), ("slurm", "local")])
+def test_a_job_halts_on_one_engine_and_ends_on_another_with_the_same_parameters(
+    first, then, slurm_client, tmp_path, monkeypatch
+):
+    client, gate = slurm_client, tmp_path / "gate"
+    client.env["TINY_GATE"] = f"10:{gate}"
+    job = client.submit(first, "--workers", "2:2", epochs=6)
+    client.wait("step.applied", step=12)
+    client.run("halt", job)
+    assert 12 <= client.read()["step"] < 48
+    gate.touch()
+    client.run("resume", job, "--on", then, "--workers", "1")
+    assert client.wait_end().outcome == "finished"
+    assert client.count() == (48, 0, 0)
+    monkeypatch.delenv("TINY_GATE", raising=False)
+    expected = plain_loop(load_recipe(TINY), 48)
+    state = checkpoint.latest(client.where.checkpoints).state["model"]
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+    assert client.read()["state"] == "finished"
+    assert "has finished already" in client.run("resume", job, code=2)
+
+
+def test_a_node_of_slurm_that_dies_is_replaced_before_slurm_knows(slurm_client, slurm):
+    client = slurm_client
+    job = client.submit("slurm", "--workers", "1:3")
+    client.wait_workers(3)
+    node = slurm.call("squeue", "--noheader", f"--name={client.unique}.1.host-2", "--format=%N").strip()
+    head = slurm.call("squeue", "--noheader", f"--name={client.unique}.1.head", "--format=%N").strip()
+    assert node != head
+    at = time.time()
+    slurm.kill_node(node)
+    client.wait("host.submitted", after=at)
+    assert slurm.call("sinfo", "--noheader", "-N", "-n", node, "-p", "cpu", "-o", "%t").strip() in ("mix", "alloc")
+    client.wait("step.applied", after=at)
+    slurm.start_node(node)
+    client.wait_workers(3, after=client.wait_workers(2, after=at))
+    client.run("halt", job)
+    assert client.count()[1:] == (0, 0)
+
+
+def test_what_is_cancelled_behind_our_back_leaves_between_two_steps(slurm_client, slurm):
+    client = slurm_client
+    client.submit("slurm", "--workers", "1:2")
+    client.wait_workers(2)
+    at = time.time()
+    slurm.call("scancel", f"--name={client.unique}.1.host-1")
+    client.wait("host.leaving", after=at)
+    client.wait_workers(2, after=client.wait("host.submitted", after=at, host="host-2"))
+    slurm.call("scancel", f"--name={client.unique}.1.head")
+    end = client.wait_end()
+    assert (end.outcome, end.why) == ("stopped", "the launcher got SIGTERM")
+    assert client.count() == (end.step, 0, 0)
+    until(lambda: not client.processes(), "the end of all processes")
+
+
+def test_why_a_job_waits_is_shown_and_halt_withdraws_it(slurm_client, slurm):
+    client = slurm_client
+    for _ in slurms.NODES:
+        slurm.call("sbatch", "--exclusive", "-N1", "--output=/dev/null", "--wrap=exec sleep 1000")
+    until(lambda: slurm.count_idle() == 0, lambda: slurm.call("sinfo"))
+    job = client.submit("slurm", "--workers", "1:2")
+    shown = until(lambda: "free cores" in (text := client.run("jobs")) and text, lambda: client.run("jobs"))
+    assert re.search(rf"{job} +slurm +queued .*it waits for free cores or memory \(Resources\)", shown)
+    assert "is queued: it waits for free cores" in client.run("logs", job)
+    assert "halted while it waited" in client.run("halt", job)
+    assert client.unique not in slurm.call("squeue", "--noheader", "--format=%j")
+    assert client.read()["state"] == "stopped"
+
+
+def test_a_recipe_that_cannot_be_trained_fails_with_its_reason(engine, client):
+    recipe = client.folder / "tiny" / "recipe.py"
+    recipe.write_text(recipe.read_text().replace("def optimizer(", "def optimzer("))
+    client.submit(engine)
+    end = client.wait_end()
+    assert end.outcome == "failed"
+    assert "optimizer" in end.why
+    assert "optimizer" in client.run("logs", client.job)
+
+
+def test_two_jobs_that_each_need_all_slots_both_end_in_the_order_of_their_priority(client):
+    (client.folder / "trueline.toml").write_text("[engine.local]\ncapacity = 2\n")
+    gate = client.folder / "gate"
+    client.env["TINY_GATE"] = f"1:{gate}"
+    jobs = [client.submit("local", "--workers", "2:2", epochs=1)]
+    client.wait("step.applied")
+    jobs += [client.submit("local", "--workers", "2:2", "--priority", str(priority), epochs=1) for priority in (1, 2)]
+    until(lambda: "waits" in client.read()["why"], lambda: client.read())
+    gate.touch()
+    ended = []
+    for client.job in jobs:
+        end = client.wait_end()
+        assert end.outcome == "finished", end
+        ended.append(end.ended)
+        assert client.count() == (8, 0, 0)
+    assert ended[0] < ended[2] < ended[1]
+
+
+def test_a_client_that_is_killed_has_submitted_the_job(client):
+    job = client.submit("local", "--workers", "1")
+    client.wait_workers(1)
+    (head,) = client.processes("head")
+    assert os.getsid(head.pid) != os.getsid(0)
+    head.send_signal(signal.SIGTERM)
+    assert client.wait_end().outcome == "stopped"
+    assert client.count()[1:] == (0, 0)
+    assert job in client.run("jobs")

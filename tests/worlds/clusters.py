@@ -1,0 +1,131 @@
+"""A client of submitted jobs: its commands, and what the store says afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trueline.checkpoint import checkpoint
+from trueline.train.cluster.store import JobStore
+from trueline.train.job_dir import parse_events
+from worlds.jobs import TINY
+from worlds.waiting import until
+
+TRUELINE = str(Path(sys.executable).with_name("trueline"))
+BATCH, RECORDS = 30, 240
+ENGINES = '[engine.slurm]\ninterface = "127.0.0.1"\n[engine.local]\ncapacity = 4\n'
+
+
+class Client:
+    """Submits a tiny recipe from `folder` into `folder`/store. `env` is that of all processes of its jobs."""
+
+    def __init__(self, folder: Path, **env: str) -> None:
+        self.folder, self.store = folder, folder / "store"
+        self.env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | env
+        (folder / "tiny").mkdir()
+        shutil.copy(TINY, folder / "tiny" / "recipe.py")
+        (folder / "trueline.toml").write_text(ENGINES)
+        self.job = ""
+
+    def run(self, *command: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [TRUELINE, *command], cwd=self.folder, env=self.env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
+        return done.stdout + done.stderr
+
+    def submit(self, on: str, *options: str, epochs: int = 1_000_000) -> str:
+        text = self.run(
+            "submit", "tiny", "--on", on, "--store", str(self.store), "--epochs", str(epochs), "--checkpoint-every",
+            "1000", "--json", *options,
+        )  # fmt: skip
+        self.job = str(json.loads(text)["job"])
+        return self.job
+
+    @property
+    def where(self) -> JobStore:
+        return JobStore(self.store / self.job)
+
+    @property
+    def unique(self) -> str:
+        """The job in the names of its submissions."""
+        return self.where.read_job().unique_name
+
+    def read(self) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads(self.run("status", self.job, "--json"))
+        return facts
+
+    def wait(self, what: str, *, after: float = 0.0, **fields: Any) -> float:
+        """When the first event of this name happened after a time."""
+
+        def find() -> float:
+            for name, event, at in self.events():
+                if name == what and at > after and all(event.get(key) == value for key, value in fields.items()):
+                    return at
+            launch = self.where.last_launch()
+            end = self.where.read_end(launch.number) if launch is not None else None
+            assert end is None or end.ended < after or what == "end", f"{end}: {self.logs()}"
+            return 0.0
+
+        return until(find, lambda: f"{what} {fields}: {self.logs()}")
+
+    def wait_workers(self, workers: int, *, after: float = 0.0) -> float:
+        """When this number of workers has applied a step together."""
+        return self.wait("step.applied", after=after, workers=workers)
+
+    def wait_end(self) -> Any:
+        launch = self.where.last_launch()
+        assert launch is not None
+        return until(lambda: self.where.read_end(launch.number), self.logs)
+
+    def events(self) -> list[tuple[str, dict[str, Any], float]]:
+        return list(parse_events(self.where.read_log("logs/events.log").splitlines()))
+
+    def logs(self) -> str:
+        found = sorted((self.store / self.job / "logs").glob("*.log")) if self.job else []
+        return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-1500:]}" for path in found)
+
+    def processes(self, role: str = "") -> list[psutil.Process]:
+        """The heads and hosts of this client's jobs that run, or those of one role."""
+        found = []
+        for one in psutil.process_iter(["cmdline"]):
+            words = one.info["cmdline"] or []
+            module = next((word for word in words if word.startswith("trueline.train.cluster.")), "")
+            own = module and str(self.store) in " ".join(words)
+            if own and (not role or words[-1] == role or module.endswith(f".{role}")):
+                found.append(one)
+        return found
+
+    def kill(self, role: str) -> None:
+        """SIGKILL for a head or host and all that it has started, as its machine's end would be."""
+        (process,) = self.processes(role)
+        for one in (*process.children(recursive=True), process):
+            os.kill(one.pid, signal.SIGKILL)
+
+    def count(self) -> tuple[int, int, int]:
+        """Steps of the newest checkpoint, records that are missing in it, and records that are too many."""
+        newest = checkpoint.latest(self.where.checkpoints)
+        assert newest is not None
+        seen, steps = newest.state["model"]["seen"].round().long(), newest.step
+        whole, rest = divmod(steps, RECORDS // BATCH)
+        lost = int((whole - seen).clamp(min=0).sum())
+        repeated = max(0, int(seen.sum()) - steps * BATCH) + int((seen - whole - 1).clamp(min=0).sum())
+        assert int((seen == whole + 1).sum()) == rest * BATCH
+        return steps, lost, repeated
+
+    def close(self) -> None:
+        for process in self.processes():
+            for one in (*process.children(recursive=True), process):
+                try:
+                    one.kill()
+                except psutil.NoSuchProcess:
+                    continue
+        until(lambda: not self.processes(), lambda: f"left: {self.processes()}")
