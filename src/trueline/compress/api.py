@@ -14,7 +14,7 @@ import msgspec
 
 from trueline import events, files
 from trueline.bundle import Bundle, open_bundle
-from trueline.compress.derive.plan import RATE, SHORTER, DerivePlan, kind_of, parse_amounts
+from trueline.compress.derive.wishes import DeriveWishes
 from trueline.compress.method import (
     BY_DEFAULT,
     MINUTES,
@@ -26,18 +26,15 @@ from trueline.compress.method import (
     parse_budget,
     parse_method,
 )
+from trueline.compress.planning import derive_bundles, make_plans
 from trueline.errors import BudgetMissed, BundleError, StorageError, UsageError, closest, join_names
 
 if TYPE_CHECKING:
-    from trueline.bundle.signature import Signature
     from trueline.compress.candidate import CompressedCandidate
     from trueline.compress.measure.reference import Reference
     from trueline.compress.search import Search
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location
-
-TEMPERATURE = 2.0
-"""Of a teacher's answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +83,8 @@ def compress(
     quantize: Sequence[str] = (),
     prune: str | None = None,
     distill: str | Path | None = None,
+    drop: str | None = None,
+    match: Sequence[str] = (),
     qat: bool = False,
     checkpoint: Location | None = None,
     minutes: float = MINUTES,
@@ -99,7 +98,8 @@ def compress(
     `prune` (`conv=0.2,linear=0.4`: masks; `channels=0.3`: a smaller model) starts from `checkpoint`, looked for by
     its digest, and trains a third of the recipe's epochs at a tenth of its learning rate. `qat` trains as long from
     there with weights and inputs rounded to int8. `distill` is the recipe of a student, which learns from the
-    bundle's answers too. Each is captured and proven like a new model, then quantized: by `quantize`, or, with a
+    bundle's answers; `drop` (`0.5`, `encoder.layers=0.5`) makes one of the model's own layers, and `match`
+    (`STUDENT=TEACHER`) lets submodules learn from the outputs of others. Each is captured and proven like a new model, then quantized: by `quantize`, or, with a
     budget, in every way. Without a budget the best of what was named is sealed whatever it loses. After `minutes`
     no further candidate is tried. A call that was killed continues in OUT.search, which also holds the best so far.
 
@@ -107,16 +107,16 @@ def compress(
     BundleError, StorageError, and what training and capture raise. The parent is never changed; nothing is then left
     at `out`.
     """
-    by_hand = bool(quantize or prune or distill or qat)
+    wishes = DeriveWishes.of(prune=prune, distill=distill, drop=drop, match=match, qat=qat, checkpoint=checkpoint)
+    by_hand = bool(quantize or wishes)
     methods, wanted = _check(quantize, target, minutes), _read_budget(budget, by_hand=by_hand)
-    amounts = parse_amounts(prune) if prune else {}
     parent = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     place = _check_free(parent, out, target, overwrite=overwrite)
     _check_parent(parent)
     reference = _open_reference(parent, recipe, wanted)
-    plans = _make_plans(reference, amounts, distill, checkpoint, qat=qat)
+    plans = make_plans(reference, wishes)
     search = _open_search(reference, place, target, [plan.name for plan in plans] + [one.name for one in methods])
-    _derive(search, plans)
+    derive_bundles(search, plans)
     search.ends = time.monotonic() + 60 * minutes
     search.run(_choose_methods(search, methods, budgeted=budget is not None))
     search.measure_all()
@@ -226,68 +226,6 @@ def _check_promise(reference: Reference) -> None:
         f"to {least:.4f} may be lost (95 % confidence); it needs at least {needed} records",
         hint=f"give dataset('evaluation') more records, or allow more: --budget {budget.metric}={100 * least:.2g}%",
     )
-
-
-def _make_plans(
-    reference: Reference, amounts: dict[str, float], distill: str | Path | None, checkpoint: Location | None, *,
-    qat: bool,
-) -> list[DerivePlan]:  # fmt: skip
-    """What to train before anything is quantized. Raises UsageError, RecipeError, CheckpointError, CaptureError."""
-    from trueline.compress.derive.bundles import check_checkpoint, find_checkpoint
-    from trueline.compress.derive.qat import plan_qat
-    from trueline.recipe.load import load_recipe, locate_recipe
-
-    plans = []
-    recipe = reference.recipe
-    if amounts or qat:
-        start = find_checkpoint(reference.bundle, checkpoint)
-        check_checkpoint(start)
-        where = locate_recipe(recipe, recipe.path and str(recipe.path))
-        epochs = max(1, recipe.defaults.epochs // SHORTER)
-    if amounts:
-        kind = kind_of(amounts)
-        plans.append(DerivePlan(kind=kind, recipe=where, checkpoint=start, amounts=amounts, epochs=epochs, rate=RATE))
-    if qat:
-        plans.append(plan_qat(recipe, where, start))
-    if distill is not None:
-        student = load_recipe(distill)
-        where, epochs = locate_recipe(student, str(distill)), student.defaults.epochs
-        plans.append(DerivePlan(kind="taught", recipe=where, epochs=epochs, temperature=TEMPERATURE))
-    return plans
-
-
-def _derive(search: Search, plans: Sequence[DerivePlan]) -> None:
-    from trueline.capture.model.eager import EagerSession
-    from trueline.compress.derive.bundles import derive
-    from trueline.compress.derive.define import read_example
-    from trueline.compress.derive.taught import write_answers
-    from trueline.compress.measure.records import open_records
-    from trueline.recipe.load import load_recipe
-
-    reference = search.reference
-    for number, plan in enumerate(plans):
-        folder = search.folder / "derived" / str(number)
-        if plan.kind == "taught":
-            signature, student = reference.bundle.signature_of("onnx"), load_recipe(plan.recipe)
-            check_alike(signature, EagerSession(student.make_model().eval(), read_example(student)).signature)
-            records = open_records(student, "training", signature)
-            answers = write_answers(folder / "answers", reference.session, records, reference.bundle.digest)
-            plan = msgspec.structs.replace(plan, answers=str(answers.absolute()))
-        made = derive(plan, folder)
-        check_alike(reference.bundle.signature, made.signature)
-        search.bases[plan.name] = made
-
-
-def check_alike(parent: Signature, made: Signature) -> None:
-    """Raises UsageError unless a derived model is called as its parent."""
-    sides = [
-        [(spec.name, spec.datatype, len(spec.shape)) for spec in (*one.inputs, *one.outputs)] for one in (parent, made)
-    ]
-    if sides[0] != sides[1]:
-        raise UsageError(
-            f"the derived model takes and returns {sides[1]}, its parent {sides[0]}",
-            hint="a student has the inputs and outputs of its teacher, by name",
-        )
 
 
 def _choose_methods(search: Search, methods: Sequence[CompressMethod], *, budgeted: bool) -> list[CompressMethod]:

@@ -74,6 +74,28 @@ def test_masks_alone_say_that_they_are_not_faster(
     assert (numpy_helper.to_array(large) == 0).mean() == pytest.approx(0.5, abs=0.01)
 
 
+DEEP = RECIPE.replace(
+    "nn.MaxPool2d(2),\n", "nn.Sequential(*(nn.Conv2d(16, 16, 1) for _ in range(4))), nn.MaxPool2d(2),\n"
+).replace('name = "drawn"', 'name = "deep"')
+
+
+@pytest.mark.slow
+def test_a_ready_student_is_taught_by_answers_and_outputs_inside_and_competes(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(DEEP)
+    trained = trueline.train(recipe, workers="1", job_dir=tmp_path / "job")
+    trueline.capture(recipe, trained.checkpoint, tmp_path / "deep.bundle", formats=["onnx"])
+    found = trueline.compress(
+        tmp_path / "deep.bundle", recipe=recipe, checkpoint=trained.checkpoint, drop="4=0.5", match=["4.1=4.3"],
+        out=tmp_path / "small.bundle",
+    )  # fmt: skip
+    assert found.row.name == "distill:2,2 of 4,features"
+    parent, small = open_bundle(tmp_path / "deep.bundle"), open_bundle(tmp_path / "small.bundle")
+    convolutions = [sum(size == 16 * 16 for size in weights_of(one.program_path("onnx"))) for one in (parent, small)]
+    assert convolutions == [4, 2]
+    replay(small, open_program(small))
+
+
 def test_a_checkpoint_that_is_nowhere_is_asked_for(
     trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +106,7 @@ def test_a_checkpoint_that_is_nowhere_is_asked_for(
 
 
 def test_a_student_with_other_inputs_is_refused(trained: compressible.Compressible, tmp_path: Path) -> None:
-    from trueline.compress.api import check_alike
+    from trueline.compress.planning import check_alike
     from worlds.bundles import double_plus
 
     other = double_plus(tmp_path / "other.bundle")

@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional
 
 from trueline.compress.derive import taught
+from trueline.compress.derive.features import FeatureWatch
 from trueline.compress.measure.records import open_records
+from trueline.errors import RecipeError, UsageError
 from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program
 from worlds import compressible
@@ -53,3 +55,58 @@ def test_numbers_are_taught_by_squares() -> None:
     loss = taught.make_loss(functional.mse_loss, 2.0, 0.5)
     outputs, labels, answers = torch.zeros(4), torch.full((4,), 2.0), torch.ones(4)
     assert loss(outputs, (labels, answers)).item() == pytest.approx(0.5 * 4 + 0.5 * 1)
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def test_a_student_learns_what_a_submodule_of_the_teacher_returns() -> None:
+    watch = FeatureWatch({"first": "body.5"}, [0.25])
+    student = watch.attach(Two())
+    loss = taught.make_loss(lambda outputs, labels: outputs.sum() * 0, 2.0, 1.0, watch)
+    inputs, labels = torch.randn(6, 3), torch.zeros(6)
+    outputs = student(inputs)
+    right = student.first(inputs).detach()
+    outputs = student(inputs)
+    assert loss(outputs, (labels, outputs.detach(), right)).item() == pytest.approx(0.0, abs=1e-6)
+    outputs = student(inputs)
+    distance = loss(outputs, (labels, outputs.detach(), right + 0.5))
+    assert distance.item() == pytest.approx(1.0, rel=0.01)  # in units of the variance
+    distance.backward()
+    assert student.first.weight.grad.abs().sum() > 0
+
+
+def test_shapes_that_differ_and_names_that_are_none_are_told() -> None:
+    watch = FeatureWatch({"first": "body.5"}, [1.0])
+    student = watch.attach(Two())
+    student(torch.randn(6, 3))
+    with pytest.raises(RecipeError, match=r"'first' of the student returns \[6, 4\], 'body.5' of its teacher \[6, 5\]"):
+        watch.measure_distance([torch.zeros(6, 5)])
+    with pytest.raises(UsageError, match="no submodule of that name") as missing:
+        FeatureWatch({"firts": "body.5"}).attach(Two())
+    assert "'first'" in missing.value.hint
+
+
+def test_outputs_inside_the_teacher_lie_beside_its_answers_by_record(tmp_path: Path) -> None:
+    made = compressible.make(tmp_path)
+    program = open_program(made.bundle)
+    records = open_records(load_recipe(made.recipe), "training", program.signature)
+    insides = taught.Insides(made.module, ["3"])
+    folder = taught.write_answers(tmp_path / "answers", program, records, made.bundle.digest, insides)
+    source = taught.TaughtSource(records.source, str(folder))
+    batch = source.read(np.array([7, 3]))
+    label, _, inside = batch.labels
+    with torch.no_grad():
+        torch.testing.assert_close(inside, made.module[:4](batch.inputs), atol=1e-5, rtol=1e-5)
+    assert torch.equal(label, records.source.read(np.array([7, 3])).labels)
+    with torch.no_grad():
+        every = made.module[:4](records.source.read(np.arange(1000)).inputs)
+    assert taught.read_variances(str(folder)) == [pytest.approx(every.var().item(), rel=1e-3)]
+    with pytest.raises(UsageError, match="match names '33'"):
+        taught.write_answers(tmp_path / "other", program, records, "x", taught.Insides(made.module, ["33"]))

@@ -22,6 +22,9 @@ trueline compress digits.bundle --prune channels=0.3 --quantize static
 trueline compress digits.bundle --distill student/recipe.py --budget accuracy=1%
     trains the student on the bundle's answers; it, its quantized forms and the bundle's compete
 
+trueline compress digits.bundle --drop 0.5 --match encoder.layers.2=encoder.layers.5 --quantize static
+    every second layer, taught by the whole model's answers and by what its layer 5 returns
+
 trueline compress digits.bundle --qat --quantize static
     trains further as int8 kernels compute, captures, quantizes
 
@@ -44,8 +47,12 @@ trueline compress digits.bundle --quantize static --quantize dynamic -o small.bu
 )
 @click.option("--prune", metavar="LAYER=SHARE", help="conv=0.2,linear=0.4: zero weights; channels=0.3: fewer channels.")
 @click.option("--distill", metavar="RECIPE", help="Train this student on the bundle's answers.")
+@click.option("--drop", metavar="[STACK=]SHARE", help="A ready student: the model without this share of its layers.")
+@click.option(
+    "--match", multiple=True, metavar="STUDENT=TEACHER", help="A submodule of the student learns another's outputs."
+)
 @click.option("--qat", is_flag=True, help="Train further with weights and inputs rounded to int8.")
-@click.option("--checkpoint", metavar="CHECKPOINT", help="--prune and --qat start with it; else found by its digest.")
+@click.option("--checkpoint", metavar="CHECKPOINT", help="Further training starts with it; else found by its digest.")
 @click.option(
     "--minutes", type=click.FloatRange(0, min_open=True), default=MINUTES, show_default=True,
     help="No further candidate is tried afterwards.",

@@ -10,8 +10,10 @@ import msgspec
 import torch
 
 from trueline.checkpoint.checkpoint import load_model
-from trueline.compress.derive import channels, masks, qat
+from trueline.compress.derive import channels, layers, masks, qat
+from trueline.compress.derive.features import FeatureWatch
 from trueline.compress.derive.plan import DerivePlan
+from trueline.compress.derive.taught import read_variances
 from trueline.data.source import Mode
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
@@ -44,8 +46,10 @@ def define(given: Mapping[str, Any], file: str) -> dict[str, Any]:
               if one.setting.recipe and getattr(base.defaults, one.name) != one.default}  # fmt: skip
     found |= {"name": base.name, "epochs": plan.epochs}
 
+    watch = FeatureWatch(plan.matches, read_variances(plan.answers) if plan.matches else ())
+
     def model() -> torch.nn.Module:
-        return base.make_model() if taught else derive_model(base, plan)
+        return watch.attach(make_student(base, plan) if taught else derive_model(base, plan))
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         made = base.optimizer(params)
@@ -55,13 +59,20 @@ def define(given: Mapping[str, Any], file: str) -> dict[str, Any]:
 
     found |= {"model": model, "optimizer": optimizer, "dataset": base.records}
     if taught:
-        found |= _teach(base, plan)
+        found |= _teach(base, plan, watch)
     return found
 
 
+def make_student(base: Recipe, plan: DerivePlan) -> torch.nn.Module:
+    """The model that a plan `taught` trains: the student recipe's own, or the teacher's without some layers."""
+    return derive_model(base, plan) if plan.layers else base.make_model()
+
+
 def derive_model(base: Recipe, plan: DerivePlan) -> torch.nn.Module:
-    """The base's trained model, changed as the plan says: with masks, fewer channels, or layers that round."""
+    """The base's trained model, changed as the plan says: masks, fewer channels, fewer layers, or layers that round."""
     model = load_model(base, parse_location(plan.checkpoint) if plan.checkpoint else None)
+    if plan.layers:
+        return layers.drop_layers(model, plan.layers)
     if plan.kind == "qat":
         return qat.prepare_qat(model, plan.ranges)
     if plan.kind == "masks":
@@ -79,10 +90,10 @@ def read_example(recipe: Recipe) -> Any:
     return source.read(np.arange(2, dtype=np.int64) % source.num_records).inputs
 
 
-def _teach(base: Recipe, plan: DerivePlan) -> dict[str, Any]:
+def _teach(base: Recipe, plan: DerivePlan, watch: FeatureWatch) -> dict[str, Any]:
     from trueline.compress.derive import taught
 
     def dataset(mode: Mode) -> Any:
         return taught.TaughtSource(base.source(mode), plan.answers) if mode == "training" else base.source(mode)
 
-    return {"dataset": dataset, "loss": taught.make_loss(base.loss, plan.temperature, plan.share)}
+    return {"dataset": dataset, "loss": taught.make_loss(base.loss, plan.temperature, plan.share, watch)}

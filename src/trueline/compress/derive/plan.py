@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pprint
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -33,6 +33,10 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float = 1.0
     share: float = 0.5
     """Of the loss that is the teacher's."""
+    layers: dict[str, list[int]] = {}
+    """Of a ready student, which is the teacher's model: the layers that stay, by the name of their stack."""
+    matches: dict[str, str] = {}
+    """Submodule of the student -> submodule of the teacher whose output it learns."""
     ranges: dict[str, tuple[float, float]] = {}
     """Of the inputs of each layer that computes in int8."""
 
@@ -40,7 +44,9 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def name(self) -> str:
         """As in the rows of the report."""
         amounts = ",".join(f"{name}={amount:g}" for name, amount in self.amounts.items())
-        return {"taught": f"distill:{self.temperature:g}", "qat": "qat"}.get(self.kind, f"prune:{amounts}")
+        kept = "".join(f",{len(places)} of {name or 'the layers'}" for name, places in self.layers.items())
+        taught = f"distill:{self.temperature:g}{kept}" + ",features" * bool(self.matches)
+        return {"taught": taught, "qat": "qat"}.get(self.kind, f"prune:{amounts}")
 
     @property
     def text(self) -> str:
@@ -81,6 +87,21 @@ def parse_amounts(text: str) -> dict[str, float]:
     if CHANNELS in amounts and len(amounts) > 1:
         raise UsageError(f"prune is '{text}': channels are removed alone, not beside masks", hint=_HINT)
     return amounts
+
+
+def parse_matches(texts: Sequence[str]) -> dict[str, str]:
+    """`STUDENT=TEACHER`, names of submodules whose outputs have one shape. Raises UsageError.
+
+    >>> parse_matches(["encoder.layers.2=encoder.layers.5"])
+    {'encoder.layers.2': 'encoder.layers.5'}
+    """
+    matches = {}
+    for text in texts:
+        student, separator, teacher = (part.strip() for part in text.partition("="))
+        if not separator or not student or not teacher:
+            raise UsageError(f"match is '{text}', expected STUDENT=TEACHER, the names of two submodules")
+        matches[student] = teacher
+    return matches
 
 
 def kind_of(amounts: Mapping[str, float]) -> Kind:

@@ -1,12 +1,15 @@
 """Distillation: a student is trained on the labels and on a teacher's answers, softened by a temperature.
 
 The teacher, a bundle's program, answers every training record once, before the training; its answers lie in a file, by
-record, so that an epoch costs what it costs without a teacher. Source: Hinton et al., arXiv 1503.02531.
+record, so that an epoch costs what it costs without a teacher. Outputs inside of the teacher's eager model, by name,
+lie beside them. Source: Hinton et al., arXiv 1503.02531.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +19,12 @@ import torch
 from torch.nn import functional
 
 from trueline import events, files
+from trueline.compress.derive.features import FeatureWatch, watch_outputs
+from trueline.compress.measure.records import CHUNK
 from trueline.data.source import Batch, Source, Unit
 from trueline.errors import CaptureError
+from trueline.recipe.eager_mode import as_trained
+from trueline.train.worker.measure import call_model
 
 if TYPE_CHECKING:
     from trueline.compress.measure.records import ProgramRecords
@@ -34,11 +41,23 @@ class AnswersHead(msgspec.Struct, frozen=True, kw_only=True):
     records: str
     output: str
     shape: tuple[int, ...]
+    features: list[tuple[tuple[int, ...], float]] = []
+    """Shape for a record, and variance, of the outputs of the teacher's submodules; the Nth lies in feature-N.f32."""
 
 
-def write_answers(folder: Path, teacher: Session, records: ProgramRecords, digest: str) -> Path:
+@dataclass(frozen=True, slots=True)
+class Insides:
+    """The teacher's eager model, and the submodules whose outputs are wanted."""
+
+    model: torch.nn.Module
+    names: Sequence[str]
+
+
+def write_answers(
+    folder: Path, teacher: Session, records: ProgramRecords, digest: str, insides: Insides | None = None
+) -> Path:
     """The teacher's first output for every record, in `folder`; what is there already stays. Raises CaptureError for an
-    output that has no fixed shape, StorageError."""
+    output that has no fixed shape, StorageError, UsageError for a submodule that is not there."""
     spec = teacher.signature.outputs[0]
     shape = spec.shape[1:]
     if not all(isinstance(size, int) for size in shape) or spec.dtype.kind != "f":
@@ -47,8 +66,9 @@ def write_answers(folder: Path, teacher: Session, records: ProgramRecords, diges
             "of a fixed size for each record"
         )
     head = AnswersHead(
-        teacher=digest, records=records.source.fingerprint(), output=spec.name, shape=tuple(map(int, shape))
-    )
+        teacher=digest, records=records.source.fingerprint(), output=spec.name, shape=tuple(map(int, shape)),
+        features=_write_insides(folder, insides, records) if insides is not None else [],
+    )  # fmt: skip
     kept = folder / _HEAD
     if kept.is_file() and msgspec.json.decode(kept.read_bytes(), type=AnswersHead) == head:
         return folder
@@ -62,14 +82,54 @@ def write_answers(folder: Path, teacher: Session, records: ProgramRecords, diges
     return folder
 
 
+def _write_insides(folder: Path, insides: Insides, records: ProgramRecords) -> list[tuple[tuple[int, ...], float]]:
+    seen: dict[str, torch.Tensor] = {}
+    watch_outputs(insides.model, insides.names, seen)
+    shapes: dict[str, tuple[int, ...]] = {}
+    sums = np.zeros((len(insides.names), 3))
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as opened, torch.no_grad(), as_trained():
+        bodies = [opened.enter_context(files.atomic_file(folder / _feature(at))) for at in range(len(insides.names))]
+        for start in range(0, records.count, CHUNK):
+            stop = min(start + CHUNK, records.count)
+            call_model(insides.model, records.source.read(np.arange(start, stop, dtype=np.int64)).inputs)
+            for at, (name, body) in enumerate(zip(insides.names, bodies, strict=True)):
+                array = seen[name].float().numpy()
+                if len(array) != stop - start or shapes.setdefault(name, array.shape[1:]) != array.shape[1:]:
+                    raise CaptureError(f"'{name}' of the teacher returns no output of one size for each record")
+                body.write(np.ascontiguousarray(array).tobytes())
+                exact = array.astype(np.float64)
+                sums[at] += exact.size, exact.sum(), np.square(exact).sum()
+            events.emit("teacher.advanced", done=stop, total=records.count)
+    variances = [float(squares / count - (total / count) ** 2) for count, total, squares in sums]
+    return [(shapes[name], variance) for name, variance in zip(insides.names, variances, strict=True)]
+
+
+def read_variances(folder: str) -> list[float]:
+    """Of the outputs inside the teacher, in their order."""
+    return [variance for _, variance in _read_head(folder).features]
+
+
+def _read_head(folder: str) -> AnswersHead:
+    return msgspec.json.decode(Path(folder, _HEAD).read_bytes(), type=AnswersHead)
+
+
+def _feature(at: int) -> str:
+    return f"feature-{at}.f32"
+
+
 class TaughtSource:
-    """The records of `source` with labels (label, teacher's answer)."""
+    """The records of `source` with labels (label, teacher's answer, its outputs inside)."""
 
     def __init__(self, source: Source, answers: str) -> None:
-        head = msgspec.json.decode(Path(answers, _HEAD).read_bytes(), type=AnswersHead)
+        head = _read_head(answers)
         self._source = source
         self._answers = np.memmap(Path(answers, _BODY), np.float32, "r", shape=(source.num_records, *head.shape))
-        self._digest = f"{head.teacher}-{head.output}"
+        self._features = [
+            np.memmap(Path(answers, _feature(at)), np.float32, "r", shape=(source.num_records, *shape))
+            for at, (shape, _) in enumerate(head.features)
+        ]
+        self._digest = "-".join([head.teacher, head.output, *map(str, head.features)])
 
     @property
     def num_records(self) -> int:
@@ -81,20 +141,25 @@ class TaughtSource:
 
     def read(self, indices: Indices) -> Batch:
         batch = self._source.read(indices)
-        return Batch(batch.inputs, (batch.labels, torch.from_numpy(np.array(self._answers[indices]))))
+        told = [torch.from_numpy(np.array(one[indices])) for one in (self._answers, *self._features)]
+        return Batch(batch.inputs, (batch.labels, *told))
 
     def fingerprint(self) -> str:
         return files.sha256_bytes(f"{self._source.fingerprint()}|{self._digest}".encode())
 
 
-def make_loss(loss: Callable[[Any, Any], Any], temperature: float, share: float) -> Callable[[Any, Any], Any]:
+def make_loss(
+    loss: Callable[[Any, Any], Any], temperature: float, share: float, watch: FeatureWatch | None = None
+) -> Callable[[Any, Any], Any]:
     """`loss` of the recipe for plain labels; for those of a TaughtSource, (1 - share) of it and `share` of the distance
-    to the teacher: the divergence of softened classes, or the squared difference where there is one number a record."""
+    to the teacher: the divergence of softened classes, or the squared difference where there is one number a record;
+    and the distance of the outputs inside that `watch` has seen."""
+    parts = 2 + len(watch.matches if watch is not None else ())
 
     def taught_loss(outputs: Any, labels: Any) -> Any:
-        if not (isinstance(labels, tuple | list) and len(labels) == 2 and isinstance(labels[1], torch.Tensor)):
+        if not (isinstance(labels, tuple | list) and len(labels) == parts and isinstance(labels[1], torch.Tensor)):
             return loss(outputs, labels)
-        label, answers = labels
+        label, answers, *inside = labels
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         if first.ndim > 1 and first.shape[-1] > 1:
             told = functional.log_softmax(answers.to(first) / temperature, dim=-1)
@@ -102,6 +167,8 @@ def make_loss(loss: Callable[[Any, Any], Any], temperature: float, share: float)
             each = (told.exp() * (told - said)).sum(dim=-1).reshape(len(first), -1).mean(dim=1) * temperature**2
         else:
             each = ((first - answers.to(first).reshape(first.shape)) ** 2).reshape(len(first), -1).mean(dim=1)
+        if watch is not None and inside:
+            each = each + watch.measure_distance(inside).to(each)
         own = loss(outputs, label)
         distance = each if own.ndim else each.mean()
         return (1 - share) * own + share * distance
