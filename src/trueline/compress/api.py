@@ -99,9 +99,10 @@ def compress(
     its digest, and trains a third of the recipe's epochs at a tenth of its learning rate. `qat` trains as long from
     there with weights and inputs rounded to int8. `distill` is the recipe of a student, which learns from the
     bundle's answers; `drop` (`0.5`, `encoder.layers=0.5`) makes one of the model's own layers, and `match`
-    (`STUDENT=TEACHER`) lets submodules learn from the outputs of others. Each is captured and proven like a new model, then quantized: by `quantize`, or, with a
-    budget, in every way. Without a budget the best of what was named is sealed whatever it loses. After `minutes`
-    no further candidate is tried. A call that was killed continues in OUT.search, which also holds the best so far.
+    (`STUDENT=TEACHER`) lets submodules learn from the outputs of others. Each is captured and proven like a new
+    model, then quantized: by `quantize`, or, with a budget, in every way. Without a budget the best of what was
+    named is sealed whatever it loses. After `minutes` no further candidate is tried. A call that was killed
+    continues in OUT.search, which also holds the best so far.
 
     Raises BudgetMissed with the table of all candidates when none keeps the budget, UsageError, RecipeError, DataError,
     BundleError, StorageError, and what training and capture raise. The parent is never changed; nothing is then left

@@ -1,7 +1,7 @@
 """A ready student: the teacher's model without some of its equal layers, which begins with the weights of the others.
 
-Layers of a residual network can be left out where successive ones compute nearly the same (Sanh et al., DistilBERT, arXiv
-1910.01108, take every second one). The first and the last stay.
+Layers of a residual network can be left out where successive ones compute nearly the same (Sanh et al., DistilBERT,
+arXiv 1910.01108, take every second one). The first and the last stay.
 """
 
 from __future__ import annotations
