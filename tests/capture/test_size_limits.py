@@ -248,6 +248,25 @@ def test_sizes_that_are_large_together_are_compared_too(tmp_path: Path) -> None:
     assert not bundle.signature.allows({"batch": 200, "length": 200})
 
 
+class Volume(nn.Module):
+    """A loop over records hides one of three sizes whose product decides; the trace has a guard on the other two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if sum(len(row) for row in x) * x.shape[2] < 3000 else x
+
+
+def test_three_sizes_are_compared_together_beside_a_guard_on_two(tmp_path: Path) -> None:
+    examples = [torch.randn(3, 5, 6), torch.randn(2, 8, 4)]
+    recipe = recipes.untrained(Volume, examples=lambda: iter(examples))
+    bundle = open_bundle(capture(recipe, None, tmp_path / "b").path)
+    (name,) = [spec.name for spec in bundle.signature.inputs]
+    sizes = (1, 2, 3, 5, 8, 10, 14, 20, 50, 100, 200, 290)
+    for shape in itertools.product(sizes, repeat=3):
+        x = np.ones(shape, np.float32)
+        if bundle.signature.allows(bundle.signature.sizes({name: x})):
+            assert x.size < 3000, shape
+
+
 class At(nn.Module):
     """Another way at two sizes together; the trace leaves a guard on one of them, at which alone nothing changes."""
 

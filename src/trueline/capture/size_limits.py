@@ -35,6 +35,8 @@ QUICK_S = 0.25
 """A free size whose call takes longer is not compared again on each format."""
 CODE_SHARE, DENSE_SHARE = 0.5, 0.25
 """Of a symbol's time, what the sizes around numbers of the code may take, and the DENSE ones."""
+NEAR = (8, 16, 32)
+"""Sizes of all symbols at once that are tried before the far ones: a limit on their product may lie below those."""
 DENSE = 130
 """Up to here every size is tried where nothing tells what the code does with them."""
 
@@ -248,11 +250,11 @@ def _cut_together(far: FarSizes, program: Session, claim: Signature) -> Signatur
     walk = _Walk(far=far, program=program, symbol=TOGETHER, known=set())
 
     def agrees(size: int) -> bool | None:
-        sizes = {symbol: _at_most(size, claim.dims[symbol]) for symbol in claim.symbols}
-        return walk.agrees(size, sizes=sizes) if claim.allows(sizes) else None
+        sizes = _fit_all(claim, size)
+        return None if sizes is None else walk.agrees(size, sizes=sizes)
 
     good = max(base.values())
-    for size in far_sizes():
+    for size in (*NEAR, *far_sizes()):
         found = agrees(size) if size > good else None
         if found is False:
             most = _edge(lambda size: agrees(size) is True, good, size, 1)
@@ -262,6 +264,22 @@ def _cut_together(far: FarSizes, program: Session, claim: Signature) -> Signatur
             return claim
         good = size if found else good
     return claim
+
+
+def _fit_all(claim: Signature, size: int) -> dict[str, int] | None:
+    """All symbols at `size`, or as far as their own limits allow; the largest of a guard that breaks is halved until it
+    holds. None where nothing fits."""
+    sizes = {symbol: _at_most(size, claim.dims[symbol]) for symbol in claim.symbols}
+    while not claim.allows(sizes):
+        broken = next((guard for guard in claim.guards if not guard.holds(sizes)), None)
+        if broken is None:
+            return None
+        largest = max(broken.symbols, key=sizes.__getitem__)
+        half = _at_most(sizes[largest] // 2, claim.dims[largest])
+        if half < max(claim.dims[largest].min, 1):
+            return None
+        sizes[largest] = half
+    return sizes
 
 
 def _cut_at_pairs(far: FarSizes, program: Session, claim: Signature, numbers: Sequence[int]) -> Signature:

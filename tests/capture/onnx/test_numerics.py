@@ -69,6 +69,7 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "hypot": torch.hypot,
     "fmax and fmin": lambda x, y: (torch.fmax(torch.log(x), y), torch.fmin(y, torch.log(x))),
     "logaddexp": lambda x, y: torch.logaddexp(x * 300, y * 300),
+    "logaddexp2": lambda x, y: torch.logaddexp2(x * 300, y * 300),
     "logsigmoid": lambda x, y: F.logsigmoid(x * 300),
     "log1p": lambda x, y: (torch.log1p(x * 1e-6), torch.log1p(y * 1e30), torch.log1p(x)),
     "expm1": lambda x, y: (torch.expm1(x * 1e-6), torch.expm1(y * 300), torch.expm1(x)),

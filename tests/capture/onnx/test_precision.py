@@ -5,18 +5,24 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit, indices
+from trueline.runtime.open import open_session
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +75,48 @@ def test_the_smallest_whole_number_is_divided_by_minus_one_as_in_torch_and_ends_
     assert done.returncode == 0
     for found, wanted in zip(pickle.loads(done.stdout), Of()(*given.values()), strict=True):
         np.testing.assert_array_equal(found, wanted.numpy())
+
+
+def test_whole_numbers_that_double_cannot_hold_are_divided_exactly() -> None:
+    def parts(x: Tensor) -> Sequence[Tensor]:
+        numbers = x.round().to(torch.int64) * 2**40 + 1
+        ninth = numbers // 9 + 5
+        return numbers // -3, torch.fmod(numbers, 7), numbers % -5, numbers.int() // 9, torch.fmod(numbers, ninth)
+
+    x = torch.tensor([[8191.0, -8191.0, 70001.0], [-70003.0, 12.0, -1.0]])
+    for found, wanted in zip(as_onnx(parts, (2, 3)).run(None, {"x": x.numpy()}), parts(x), strict=True):
+        np.testing.assert_array_equal(found, wanted.numpy())
+
+
+@pytest.mark.parametrize("size", [1e-30, 2e38])
+def test_a_deviation_and_its_mean_are_exact_where_squares_and_sums_are_out_of_range(size: float) -> None:
+    def both(x: Tensor) -> Sequence[Tensor]:
+        return *torch.std_mean(x, 1), torch.var_mean(x * 1e-4, 1, keepdim=True)[1]
+
+    x = torch.linspace(0.2, 1, 24).view(4, 6) * size
+    assert max(far_from(both, as_onnx(both, (4, 6)), x)) < 1e-6
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_an_lstm_that_is_an_answer_is_exact_where_its_gates_close(bidirectional: bool, tmp_path: Path) -> None:
+    class Layers(nn.LSTM):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = super().forward(x)[0]
+            return found
+
+    torch.manual_seed(0)
+    layers = Layers(6, 5, num_layers=2, batch_first=True, bidirectional=bidirectional).eval()
+    example = torch.randn(3, 5, 6)
+    eager = EagerSession(layers, example, dynamic_shapes={"x": {1: "length"}})
+    exported = torch_export.export(eager.module, eager.calling)
+    path = emit.emit(exported, tmp_path)
+    kinds = Counter(node.op_type for node in onnx.load(path).graph.node)
+    assert (kinds["LSTM"], kinds["Scan"]) == (1, 1 + bidirectional)  # the first layer's tails end in a sum
+    session = open_session("onnx", path, exported.signature)
+    for record in (example[:1], example.abs()[:1, :3] * 30, -example.abs()[:1] * 30):
+        given = {exported.signature.inputs[0].name: record.numpy()}
+        for found, wanted in zip(session.run(given).values(), eager.run(given).values(), strict=True):
+            assert (np.abs(found - wanted) <= 1e-4 * np.abs(wanted)).mean() > 0.9
 
 
 def sums(x: Tensor) -> Sequence[Tensor]:

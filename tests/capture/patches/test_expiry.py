@@ -307,6 +307,16 @@ def adds_one_after_the_other_in_single_precision() -> bool:
     return not np.allclose(answers(export(module, equal, free=()), equal)[0], module(equal), rtol=1e-5)
 
 
+@shows("onnx/lstm_steps")
+def takes_a_gate_that_is_all_but_shut_for_a_closed_one() -> bool:
+    layer, x = nn.LSTM(1, 1, batch_first=True), torch.ones(1, 1, 1)
+    with torch.no_grad():
+        for parameter, values in zip(layer.parameters(), ((1.0, 1, 1, -30), (0.0,) * 4, (0.0,) * 4), strict=False):
+            parameter.copy_(torch.tensor(values).reshape(parameter.shape))
+    module = Of(lambda layer, x: layer(x)[0], layer)
+    return not np.allclose(answers(export(module, x, free=()), x)[0], module(x).detach(), rtol=1e-3, atol=0.0)
+
+
 @shows("onnx/size_arithmetic")
 def computes_shares_of_sizes_in_single_precision() -> bool:
     """0.29 * 100 is 28.999999999999996 in Python."""
@@ -380,10 +390,15 @@ def recurrent(activation: str) -> Case:
 
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
+WHOLE = torch.tensor([2**53 + 1, -(2**60) + 1, 2**62 - 3])
 HIGH = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0)) + 1e6
 CASES: dict[Any, Case] = {
     _ATEN.var.correction: of(lambda x: x.var(1), HIGH),
     _ATEN.std.correction: of(lambda x: x.std(1) * 1e30, torch.randn(2, 8) * 1e-30),
+    _ATEN.var_mean.correction: of(lambda x: torch.var_mean(x, 1)[0], HIGH),
+    _ATEN.std_mean.correction: of(lambda x: torch.std_mean(x, 1)[0] * 1e30, torch.randn(2, 8) * 1e-30),
+    _ATEN.fmod.Scalar: of(lambda x: torch.fmod(x, 7), WHOLE),
+    _ATEN.fmod.Tensor: of(torch.fmod, WHOLE, WHOLE.flip(0) // 9),
     _ATEN.remainder.Scalar: of(lambda x: x % 0.7, SEVENTHS),
     _ATEN.remainder.Tensor: of(lambda x, y: x % y, SEVENTHS, torch.full((50,), 0.7)),
     _ATEN.floor_divide.default: of(lambda x: x // 0.7, SEVENTHS),
@@ -396,6 +411,7 @@ CASES: dict[Any, Case] = {
     _PRIMS.fmax.default: of(torch.fmax, A, B),
     _PRIMS.fmin.default: of(torch.fmin, A, B),
     _ATEN.logaddexp.default: of(torch.logaddexp, R * 300, R.flip(1) * 300),
+    _ATEN.logaddexp2.default: of(torch.logaddexp2, R * 300, R.flip(1) * 300),
     _ATEN.logcumsumexp.default: of(lambda x: torch.logcumsumexp(x, 1), R * 300),
     _ATEN.log_sigmoid.default: of(F.logsigmoid, R * 300),
     _ATEN.log1p.default: of(torch.log1p, R.abs() * 1e-5, atol=0.0),

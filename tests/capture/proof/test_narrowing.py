@@ -121,6 +121,22 @@ def test_huge_numbers_end_the_claim_at_the_largest_magnitude_that_agrees() -> No
     assert (proven, values) == (True, {"x": Values(low=-1e18, high=1e18)})
 
 
+@pytest.mark.parametrize("overflows", [lambda x: x.max(), lambda x: np.abs(x.sum())])
+def test_a_program_that_overflows_near_the_end_of_the_dtype_claims_no_number_there(overflows: Any) -> None:
+    def change(inputs: Any, value: Any) -> Any:
+        return value * np.nan if overflows(np.nan_to_num(inputs["x"], posinf=0)) > 2e38 else value
+
+    assert claimed(X, change) == (True, {"x": Values(low=-1e30, high=1e30)})
+
+
+def test_the_smallest_number_of_a_dtype_alone_is_left_out_where_the_model_cannot_divide_it() -> None:
+    class Parts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.div(x, x.new_tensor([3, -1]), rounding_mode="trunc")
+
+    assert claimed(N, lambda inputs, value: value, Parts()) == (True, {"x": Values(low=-(2**53) - 1)})
+
+
 def test_whole_numbers_that_a_cast_loses_end_the_claim_before_them() -> None:
     def change(inputs: Any, value: Any) -> Any:
         return inputs["x"].astype(np.int32).astype(np.int64) + 1

@@ -85,6 +85,18 @@ class Counts(nn.Module):
         return torch.bincount(at).sum().expand(len(at))
 
 
+class Bags(nn.Module):
+    """Offsets have to rise from 0; the range of ids is their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(30, 4)
+
+    def forward(self, ids: Tensor, at: Tensor) -> Tensor:
+        found: Tensor = self.bag(ids, at)
+        return found
+
+
 def found(module: nn.Module, *examples: Any, **dims: Any) -> dict[str, Values]:
     eager = EagerSession(module.eval(), examples[0], others=examples[1:], **dims)
     return value_ranges.settle(eager, eager.calling.presumed).values
@@ -103,6 +115,7 @@ def found(module: nn.Module, *examples: Any, **dims: Any) -> dict[str, Values]:
         (Roots(), X.abs(), {"x": Values(low=0.0)}),
         (Sums(), (X, AT), {}),
         (First(), IDS, {}),
+        (Bags(), (IDS.flatten(), torch.tensor([0, 2, 5])), {"ids": Values(low=0, high=29)}),
         (nn.ReLU(), X, {}),
     ],
 )

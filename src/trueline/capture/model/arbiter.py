@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
+from torch._decomp import decomposition_table
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trueline.bundle.signature import Array
@@ -41,6 +42,8 @@ _SUMS = tuple(
     f"aten::{name}" for name in ("sum", "mean", "cumsum", "norm", "linalg_vector_norm", "var", "std", "var_mean")
 )
 """Operators whose rounding grows with the number of terms, and with the order in which a runtime adds them."""
+_CANCELLING = ("aten::gelu", "aten::mish")
+"""Operators inside of which nearly equal numbers cancel: they are rounded part by part."""
 
 
 class Widened(OperatorMode):  # type: ignore[no-untyped-call]
@@ -64,6 +67,9 @@ class Widened(OperatorMode):  # type: ignore[no-untyped-call]
             return found if func.is_view else tree_map(_widen, found)
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
+        if self._unit and name in _CANCELLING and func in decomposition_table:
+            with self:
+                return decomposition_table[func](*tree_map(_widen, tuple(args)), **kwargs)
         if not self._unit or name not in _SUMS:
             return tree_map(self._round, self._call(func, args, kwargs))
         found = self._call(func, (self._terms(args[0]), *args[1:]), kwargs)

@@ -27,6 +27,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.onnx import (
     integer_division,
     kernels,
+    lstm_steps,
     padded_pool,
     pass_workarounds,
     precision,
@@ -85,7 +86,7 @@ def may_be_exact(exported: Exported) -> bool:
     """Whether it can be emitted with exact tails, and is not yet."""
     graphs = (one.graph for one in exported.program.graph_module.modules() if isinstance(one, torch.fx.GraphModule))
     used = {node.target for graph in graphs for node in graph.nodes}
-    return not exported.exact_tails and not used.isdisjoint(EXACT_TAILS)
+    return not exported.exact_tails and not used.isdisjoint((*EXACT_TAILS, torch.ops.aten.lstm.input))
 
 
 def restate(path: Path, signature: Signature) -> None:
@@ -165,6 +166,7 @@ def translate(
         ) from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
+    lstm_steps.compute_gates_exactly(found.model, every=exact_tails)
     size_arithmetic.compute_in_double(found.model)
     padded_pool.separate_pads(found.model)
     precision.compute_exactly(found.model)

@@ -56,9 +56,24 @@ def _is_whole(value: Any) -> bool:
     return dtype is not None and dtype.is_integer()
 
 
-def _remainder_parts(self: Any, other: Any) -> tuple[Any, Any]:
+def _are_whole(*numbers: Any) -> bool:
+    return all(isinstance(one, int) or _is_whole(one) for one in numbers)
+
+
+def _fmod(self: Any, other: Any) -> Any:
+    whole = _are_whole(self, other)
+    return _left_of(*_alike(self, other), whole=whole)
+
+
+def _left_of(self: Any, other: Any, *, whole: bool) -> Any:
+    """What C's fmod leaves of two of one type; of whole numbers by a division, since ONNX Runtime's Mod passes through
+    double."""
+    return op.Sub(self, op.Mul(op.Div(self, other), other)) if whole else op.Mod(self, other, fmod=1)
+
+
+def _remainder_parts(self: Any, other: Any, *, whole: bool = False) -> tuple[Any, Any]:
     """What C's fmod leaves, which has the sign of the first; and where that is not the sign of the second."""
-    left = op.Mod(self, other, fmod=1)
+    left = _left_of(self, other, whole=whole)
     zero = op.CastLike(0.0, left)
     unlike = op.Xor(op.Less(other, zero), op.Less(left, zero))
     return left, op.And(op.Not(op.Equal(left, zero)), unlike)
@@ -79,12 +94,12 @@ def _remainder(self: Any, other: Any) -> Any:
 
 
 def _floor_divide(self: Any, other: Any) -> Any:
-    whole = all(isinstance(one, int) or _is_whole(one) for one in (self, other))
+    whole = _are_whole(self, other)
     kind = (other if isinstance(self, int | float) else self).dtype
     self, other = _alike(self, other)
     if not whole and kind not in _EXACT and not kind.is_integer():
         return core.aten_floor_divide(self, other)
-    left, unlike = _remainder_parts(self, other)
+    left, unlike = _remainder_parts(self, other, whole=whole)
     if whole:
         return op.Sub(op.Div(self, other), op.CastLike(unlike, self))
     one = op.CastLike(1.0, self)
@@ -145,6 +160,13 @@ def _logaddexp(self: Any, other: Any) -> Any:
     """From the larger one: what it is the exponential of may be out of range."""
     apart = op.Where(op.Equal(self, other), _like(0.0, self), op.Abs(op.Sub(self, other)))  # equal infinities, too
     return op.Add(op.Max(self, other), op.Log(op.Add(_like(1.0, self), op.Exp(op.Neg(apart)))))
+
+
+def _logaddexp2(self: Any, other: Any) -> Any:
+    """The same of powers of two."""
+    apart = op.Where(op.Equal(self, other), _like(0.0, self), op.Abs(op.Sub(self, other)))
+    two = _like(math.log(2), self)
+    return op.Add(op.Max(self, other), op.Div(_log1p(op.Exp(op.Mul(op.Neg(apart), two))), two))
 
 
 def _logcumsumexp(self: Any, dim: int) -> Any:
@@ -228,6 +250,17 @@ def _deviation(root: bool) -> Callable[..., Any]:
         left = op.Max(op.Sub(count, op.CastLike(less, count)), op.CastLike(0.0, count))
         found = op.Div(op.ReduceSum(op.Mul(apart, apart), axes, keepdims=int(keepdim)), left)
         return op.CastLike(op.Sqrt(found) if root else found, self)
+
+    return translate
+
+
+def _deviation_and_mean(root: bool) -> Callable[..., Any]:
+    deviation = _deviation(root)
+
+    def translate(self: Any, dim: Sequence[int] | None = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        axes = op.Constant(value_ints=[axis % len(self.shape) for axis in dim or range(len(self.shape))])
+        mean = op.ReduceMean(op.Cast(self, to=ir.DataType.DOUBLE), axes, keepdims=int(keepdim))
+        return deviation(self, dim, correction=correction, keepdim=keepdim), op.CastLike(mean, self)
 
     return translate
 
@@ -325,6 +358,8 @@ def _attention_without_heads(
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.remainder.Scalar: _remainder,
     _ATEN.remainder.Tensor: _remainder,
+    _ATEN.fmod.Scalar: _fmod,
+    _ATEN.fmod.Tensor: _fmod,
     _ATEN.floor_divide.default: _floor_divide,
     _ATEN.div.Tensor_mode: _div_mode,
     _ATEN.div.Scalar_mode: _div_mode,
@@ -335,6 +370,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _PRIMS.fmax.default: _extreme_of_numbers(op.Max),
     _PRIMS.fmin.default: _extreme_of_numbers(op.Min),
     _ATEN.logaddexp.default: _logaddexp,
+    _ATEN.logaddexp2.default: _logaddexp2,
     _ATEN.logcumsumexp.default: _logcumsumexp,
     _ATEN.log_sigmoid.default: _log_sigmoid,
     _ATEN.log1p.default: _log1p,
@@ -344,6 +380,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.selu.default: _selu,
     _ATEN.var.correction: _deviation(root=False),
     _ATEN.std.correction: _deviation(root=True),
+    _ATEN.var_mean.correction: _deviation_and_mean(root=False),
+    _ATEN.std_mean.correction: _deviation_and_mean(root=True),
     _ATEN.relu.default: _relu,
     _ATEN.roll.default: _roll,
     _ATEN.scatter_reduce.two: _scatter_reduce,

@@ -44,7 +44,7 @@ def compute_exactly(model: ir.Model) -> None:
         if node.inputs and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT:
             if _loses_digits(node):
                 _compute_in_double(node)
-            elif node.op_type == "Sigmoid" and _reaches_output(node):
+            elif node.op_type == "Sigmoid" and reaches_output(node):
                 _compute_by_formula(node)
 
 
@@ -105,7 +105,7 @@ def _replace(node: ir.Node, by: list[ir.Node]) -> None:
     convenience.replace_nodes_and_values(node.graph, node, [node], by, [old], [by[-1].outputs[0]])
 
 
-def _reaches_output(node: ir.Node) -> bool:
+def reaches_output(node: ir.Node) -> bool:
     """Whether an answer holds the small numbers of `node` as they are, or one of a subgraph does."""
     left, seen = list(node.outputs), set[int]()
     while left:

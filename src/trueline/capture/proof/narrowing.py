@@ -6,6 +6,7 @@ program that needs it to be is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -175,7 +176,9 @@ def _narrow_one(
         return values
     above, below = [one for one in sized if one > most], [one for one in sized if one < least]
     refused = [seen.probe.value for seen in wrong if seen.outputs is None]
-    if any(one > most or one < least for one in refused):
+    dtype: Any = spec.dtype
+    # the smallest number of a signed dtype alone is refused for what it is: by -1 it cannot be divided
+    if any(one > most or (one < least and one != np.iinfo(dtype).min) for one in refused):
         held = []  # where the model's refusal ends depends on other values: only what examples show is safe
     if above:
         high = max([one for one in held if most < one < min(above)] + [most])

@@ -22,8 +22,9 @@ BORDERS = (2**15, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1, -(2**31), -(2**31) - 1
 """Whole numbers beyond which a cast loses something."""
 FEW = 2
 """Records of a probe of whole numbers: many are tried, one by one."""
-HUGE = (1e30, 1e18, 1e9, 1e6, 1e4, 1e3, 1e2, 1e1)
-"""Magnitudes of floats, the largest first: a smaller one is only of use where a larger one is refused or wrong."""
+HUGE = (1e308, 3e38, 1e30, 1e18, 1e9, 1e6, 6e4, 1e4, 1e3, 1e2, 1e1)
+"""Magnitudes of floats, the largest first: a smaller one is only of use where a larger one is refused or wrong. 6e4,
+3e38 and 1e308 are near the ends of FP16, FP32 and FP64, where sums overflow in one order of their terms alone."""
 
 UP_TO = "up to {:g}"
 _KINDS = {"NaN": (np.nan,), "infinities": (np.inf, -np.inf), "either": (np.nan, np.inf, -np.inf)}
@@ -104,6 +105,7 @@ def _floats(
         with np.errstate(all="ignore"):  # of an example with infinities
             scaled = np.asarray(array.astype(np.float64) * (size / shown)).astype(array.dtype)
         yield _probe(example, signature, UP_TO.format(size), name, scaled, size)
+        yield _probe(example, signature, f"magnitudes {UP_TO.format(size)}", name, np.abs(scaled), size)
 
 
 def smaller(probe: Probe) -> Iterator[Probe]:

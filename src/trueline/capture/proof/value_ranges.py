@@ -46,7 +46,12 @@ def settle(eager: EagerSession, signature: Signature) -> Signature:
             if values and all(takes_values(claim, one) for one in eager.examples):
                 found[spec.name] = values
     claim = signature.with_values(found)
-    return claim if not found or _answers_inside(eager, claim) else signature.with_values({})
+    if not found or _answers_inside(eager, claim):
+        return claim
+    alone = {name: signature.with_values({name: values}) for name, values in found.items()}
+    kept = {name: found[name] for name, one in alone.items() if _answers_inside(eager, one)}
+    claim = signature.with_values(kept)  # offsets of bags have to rise, and the ids beside them have a range
+    return claim if kept != found and _answers_inside(eager, claim) else signature.with_values({})
 
 
 class _Ends:

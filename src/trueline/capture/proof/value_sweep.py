@@ -6,7 +6,7 @@ scales, of which some lie on an edge. Source: what `bench/attack` found among 2,
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -23,6 +23,9 @@ MANY = 256
 SCALES = (0.01, 0.1, 1.0, 3.0, 10.0, 30.0, 1000.0)
 ROUNDED = "whole numbers of all scales"
 """Equal scores, of which each runtime takes another one first."""
+ONE_SIGN = "of one sign"
+"""What a recurrent layer sums over its steps then grows, and its gates close: its answers are their tails alone."""
+CHANGES: Mapping[str, Callable[[Array], Array]] = {ROUNDED: np.rint, ONE_SIGN: np.abs}
 MOST_VALUES = 1 << 20
 
 
@@ -49,6 +52,7 @@ def _sweep(
     one_large = np.where(np.arange(MANY // 4) == 5, 1000.0, 1.0)
     factors: list[tuple[str, Floats]] = [(f"times {factor:g}", np.full(count, factor)) for count, factor in FEW]
     factors += [("one large record", one_large), ("all scales", mixed), (ROUNDED, mixed)]
+    factors += [(ONE_SIGN, np.full(1, 30.0)), (ONE_SIGN, np.full(1, 100.0)), ("tiny", np.full(2, 1e-30))]
     for what, scales in factors:
         sizes = fit(signature, base, {BATCH: len(scales)})
         if sizes is None or not signature.allows(sizes):
@@ -58,7 +62,7 @@ def _sweep(
         inputs = resize(example, signature, sizes)
         for name in floats:
             drawn = _draw(inputs[name], spreads[name], scales, axes.get(name), random)
-            inputs[name] = np.asarray(np.rint(drawn)) if what == ROUNDED else drawn
+            inputs[name] = np.asarray(CHANGES.get(what, np.asarray)(drawn))
         named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
         yield Probe(name=f"{named}, sweep, {what}", origin="made", num_records=len(scales), inputs=inputs)
 

@@ -148,7 +148,10 @@ def _unroll_for(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt] | Non
             return None
         bound = f"2 ** {name}" if ceils else bound
         steps = f"range({LONGEST.bit_length() - (1 if ceils else 0)})"
-        return _mask_from(scope, spot, name, steps, bound, size, loop.body)
+        found = _mask_from(scope, spot, name, steps, bound, size, loop.body)
+        if found is None or "log2" not in text:
+            return found
+        return [*statements(f"torch._check({ast.unparse(size)} >= 1)"), *found]  # log2(0) raises
     return None
 
 
