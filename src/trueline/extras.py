@@ -21,6 +21,8 @@ EXTRA_OF = {
     "sqlalchemy": "sql",
     "PIL": "images",
     "torch_pruning": "prune",
+    "numba": "numba",
+    "llvmlite": "numba",
 }
 """Import name of a package: the extra of pyproject.toml that installs it. A test compares both."""
 
