@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 from bench import _ps_servers as ps_servers
+from bench._ps_lookups import measure_lookups
 from bench._ps_trainer import DIM, RECORDS
 from bench._table import mark, report
 
@@ -129,6 +130,7 @@ def main() -> None:
     best = "best_samples_per_s"
     local = statistics.median(one["ours"][best] / one["rpc"][best] for one in rounds)
     tcp = statistics.median(one["ours_tcp"][best] / one["rpc_tcp"][best] for one in rounds)
+    lookups, compiled = (measure_lookups(given.rounds, compiled=which) for which in (False, True))
     took, lost, repeated, held = measure_failover(given.gb, given.kills)
     rows = [
         ("server CPU of a step", f"{cpu_ms:.2f} ms", "<= 1.8 ms", f"torch RPC over TCP {rpc_ms:.2f} ms"),
@@ -138,13 +140,16 @@ def main() -> None:
          f"{middle(rounds, 'ours', best):.0f} / {middle(rounds, 'rpc', best):.0f} samples/s, one host"),
         ("wall / torch RPC, TCP", f"{tcp:.2f}", ">= 1.3",
          f"{middle(rounds, 'ours_tcp', best):.0f} / {middle(rounds, 'rpc_tcp', best):.0f} samples/s"),
+        ("lookups at 10 M rows", f"{lookups:.1f} M", ">= 25", "per CPU-second, by NumPy"),
+        *([("lookups, compiled", f"{compiled:.1f} M", ">= 45", "with numba")] if compiled else []),
         ("a server is killed", f"{max(took):.2f} s", "<= 5 s", f"slowest of {len(took)}; it holds {held:.2f} GB"),
         ("acknowledged, lost", f"{lost}", "0", "pushes without their row"),
         ("acknowledged, repeated", f"{repeated}", "0", "pushes that count twice"),
     ]  # fmt: skip
     result = {
         "ps_cpu_ms": cpu_ms, "samples_per_cpu_s": alone, "samples_per_cpu_s_eight": per_cpu_s(eight),
-        "vs_torch_rpc": local, "vs_torch_rpc_tcp": tcp, "failover_s": max(took), "lost": lost, "repeated": repeated,
+        "vs_torch_rpc": local, "vs_torch_rpc_tcp": tcp, "lookups_m": lookups, "lookups_m_numba": compiled,
+        "failover_s": max(took), "lost": lost, "repeated": repeated,
     }  # fmt: skip
     report(["figure", "measured", "target", "", "beside"], mark(rows), result)
 

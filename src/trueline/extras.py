@@ -23,6 +23,8 @@ EXTRA_OF = {
     "torch_pruning": "prune",
     "openvino": "openvino",
     "nncf": "openvino",
+    "numba": "numba",
+    "llvmlite": "numba",
 }
 """Import name of a package: the extra of pyproject.toml that installs it. A test compares both."""
 

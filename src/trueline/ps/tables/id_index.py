@@ -1,4 +1,11 @@
-"""From ids to places, by open addressing with linear probing, in whole arrays: no Python per id, and no reserved id."""
+"""From ids to places, by open addressing with linear probing, in whole arrays: no Python per id, and no reserved id.
+
+A large index is searched by `compiled.py`, where numba is installed.
+"""
+
+import functools
+import importlib.util
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +17,25 @@ _EMPTY, _REMOVED = -1, -2
 _LEAST = 1 << 10
 _FULL = 0.55
 """Part of the slots in use at which the index doubles."""
+COMPILED_FROM = 1 << 20
+"""Slots from which the compiled search is used: fewer fit into the processor's cache, where NumPy is as fast."""
+
+
+@functools.cache
+def load_search() -> Any:
+    """The compiled search; None without numba."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    from trueline.ps.tables.compiled import compile_search
+
+    return compile_search()
 
 
 class IdIndex:
-    def __init__(self) -> None:
+    """`compiled`: use the compiled search, where there is one."""
+
+    def __init__(self, *, compiled: bool = True) -> None:
+        self._compiled = compiled
         self._used = self.count = 0  # slots that are not empty; ids
         self._reset(_LEAST)
 
@@ -22,6 +44,7 @@ class IdIndex:
         self._slots[:, 1] = _EMPTY
         self._mask = np.int64(slots - 1)
         self._used = 0
+        self._search = load_search() if self._compiled and slots >= COMPILED_FROM else None
 
     @property
     def nbytes(self) -> int:
@@ -34,6 +57,10 @@ class IdIndex:
 
     def find(self, ids: Ids) -> Places:
         """The place of each id; -1 where it has none."""
+        if self._search is not None:
+            places = np.empty(len(ids), np.int64)
+            self._search(self._slots, self._mask, np.ascontiguousarray(ids), places)
+            return places
         at = self._home(ids)
         found = self._slots.take(at, axis=0)
         places = found[:, 1].copy()
