@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-ps protos clean bench-compress
+.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs test-engines mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-engines bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-ps protos clean bench-compress
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -104,6 +104,10 @@ mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many
 patches: $(STAMP)  ## the workarounds for upstream defects: issue, versions, cost, models that need each
 	$(BIN)/python tests/patches.py
 
+# Slurm: apt-get install slurmctld slurmd slurm-client munge; podman: apt-get install podman runc catatonit. Both as root.
+test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, podman, Slurm with two nodes; skips have their reasons
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py
+
 test-long: $(STAMP)  ## attacks and long variants, beside neighbours in the suite that try nearly the same
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-long -m long $(LONG); $(call SUMMARY,long)
 
@@ -177,6 +181,9 @@ bench-large: $(STAMP)  ## kills, checkpoints and memory at 2, 60 and 300 million
 
 bench-hosts: $(STAMP)  ## sums between two hosts, strikes at jobs on them, the master's host, halt and resume; as root
 	$(BIN)/python bench/hosts.py $(BENCH)
+
+bench-engines: $(STAMP)  ## submitted jobs on local processes, podman and Slurm: first step, strikes, halt, resume elsewhere; as root
+	$(BIN)/python bench/engines.py $(BENCH)
 
 chaos-ps: $(STAMP)  ## KILLS=200 random kills of workers, servers and masters of jobs with parameter servers, counted by a table
 	$(BIN)/python bench/ps_chaos.py --kills $(KILLS) $(BENCH)

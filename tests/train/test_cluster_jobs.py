@@ -10,6 +10,7 @@ import torch
 
 from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
+from worlds import podman as podmen
 from worlds import slurm as slurms
 from worlds.clusters import Client
 from worlds.jobs import TINY, plain_loop
@@ -44,11 +45,21 @@ def slurm_client(client, slurm):
     until(lambda: slurm.count_idle() == 2, lambda: slurm.call("sinfo") + slurm.call("squeue"))
 
 
-@pytest.fixture(params=["local", "slurm"])
+@pytest.fixture
+def podman_client(client):
+    if lack := podmen.find_lack():
+        pytest.skip(f"no podman here: {lack}")
+    config = client.folder / "containers.conf"
+    config.write_text(podmen.CONFIG)
+    client.env["CONTAINERS_CONF"] = str(config)
+    return client
+
+
+@pytest.fixture(params=["local", "podman", "slurm"])
 def engine(request, client):
     """The name of an engine, on which `client` submits."""
-    if request.param == "slurm":
-        request.getfixturevalue("slurm_client")
+    if request.param != "local":
+        request.getfixturevalue(f"{request.param}_client")
     return request.param
 
 
@@ -88,12 +99,12 @@ def test_what_dies_is_replaced_and_no_record_is_lost_or_repeated(engine, client)
     at = time.time()
     client.kill("host-1")
     client.wait_workers(1, after=at)
-    client.wait_workers(2, after=client.wait("host.submitted", after=at, host="host-2"))
+    client.wait_workers(2, after=client.wait("host.joined", after=at, host="host-2"))
 
     at = time.time()
     client.kill("head")
     client.wait_workers(1, after=at)
-    client.wait_workers(2, after=client.wait("host.submitted", after=at, host="host-3"))
+    client.wait_workers(2, after=client.wait("host.joined", after=at, host="host-3"))
     assert client.read()["state"] == "running"
     client.run("halt", job)
     assert client.count()[1:] == (0, 0)
@@ -150,7 +161,7 @@ def test_a_node_of_slurm_that_dies_is_replaced_before_slurm_knows(slurm_client, 
     assert slurm.call("sinfo", "--noheader", "-N", "-n", node, "-p", "cpu", "-o", "%t").strip() in ("mix", "alloc")
     client.wait("step.applied", after=at)
     slurm.start_node(node)
-    client.wait_workers(3, after=client.wait_workers(2, after=at))
+    client.wait_workers(3, after=client.wait("host.joined", after=at))
     client.run("halt", job)
     assert client.count()[1:] == (0, 0)
 
@@ -162,7 +173,7 @@ def test_what_is_cancelled_behind_our_back_leaves_between_two_steps(slurm_client
     at = time.time()
     slurm.call("scancel", f"--name={client.unique}.1.host-1")
     client.wait("host.leaving", after=at)
-    client.wait_workers(2, after=client.wait("host.submitted", after=at, host="host-2"))
+    client.wait_workers(2, after=client.wait("host.joined", after=at, host="host-2"))
     slurm.call("scancel", f"--name={client.unique}.1.head")
     end = client.wait_end()
     assert (end.outcome, end.why) == ("stopped", "the launcher got SIGTERM")

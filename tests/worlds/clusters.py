@@ -21,7 +21,16 @@ from worlds.waiting import until
 
 TRUELINE = str(Path(sys.executable).with_name("trueline"))
 BATCH, RECORDS = 30, 240
-ENGINES = '[engine.slurm]\ninterface = "127.0.0.1"\n[engine.local]\ncapacity = 4\n'
+ENGINES = """
+[engine.slurm]
+interface = "127.0.0.1"
+[engine.local]
+capacity = 4
+[engine.podman]
+rootfs = "/"
+capacity = 4
+env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE"]
+"""
 
 
 class Client:
@@ -99,7 +108,7 @@ class Client:
         for one in psutil.process_iter(["cmdline"]):
             words = one.info["cmdline"] or []
             module = next((word for word in words if word.startswith("trueline.train.cluster.")), "")
-            own = module and str(self.store) in " ".join(words)
+            own = module and "python" in words[0] and str(self.store) in " ".join(words)
             if own and (not role or words[-1] == role or module.endswith(f".{role}")):
                 found.append(one)
         return found

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trueline import events, files
 from trueline.engine.cluster.contract import (
@@ -157,8 +157,9 @@ def read(where: JobStore, now: float | None = None) -> StoredJob:
     if launch is None:
         return StoredJob(**common, state="dead", why="it was never launched", engine="", launch=0)
     end, status = where.read_end(launch.number), where.read_status(launch.number)
-    report, asked = (None, True) if end is not None else find_head(where, launch)
-    state, why = judge(end, status, report, asked, now or time.time())
+    listing = None if end is not None else list_launch(where, launch)
+    end = end or where.read_end(launch.number)  # a head that ends writes it before the scheduler lists its end
+    state, why = judge(end, status, listing, now or time.time())
     shown = find_progress(where, launch.number)
     return StoredJob(
         **common, state=state, why=why, engine=launch.on, launch=launch.number,
@@ -183,35 +184,43 @@ def _sum_core_hours(where: JobStore, launches: int) -> float:
     return sum(status.core_s for status in statuses if status is not None) / 3600
 
 
-def find_head(where: JobStore, launch: JobLaunch) -> tuple[SubmissionReport | None, bool]:
-    """What the scheduler says of the head, and whether it answered."""
-    group = make_group(where.read_job().unique_name, launch.number)
+class Listing(NamedTuple):
+    """What the scheduler says of a launch. `hosts`: whether one runs, which could lead in the head's place."""
+
+    head: SubmissionReport | None
+    hosts: bool
+
+
+def list_launch(where: JobStore, launch: JobLaunch) -> Listing | None:
+    """None: the scheduler does not answer."""
     try:
-        listed = open_scheduler(launch.engine).list(group)
+        listed = open_scheduler(launch.engine).list(make_group(where.read_job().unique_name, launch.number))
     except EngineAway:
-        return None, False
-    return next((one for one in listed if role_of(one.name) == HEAD), None), True
+        return None
+    head = next((one for one in listed if role_of(one.name) == HEAD), None)
+    return Listing(head, any(one.state is SubmissionState.RUNNING for one in listed if one is not head))
 
 
-def judge(
-    end: LaunchEnd | None, status: LaunchStatus | None, head: SubmissionReport | None, asked: bool, now: float
-) -> tuple[State, str]:
-    """State and reason of a launch. `asked`: whether the scheduler answered; `head` is what it said."""
+def judge(end: LaunchEnd | None, status: LaunchStatus | None, listing: Listing | None, now: float) -> tuple[State, str]:
+    """State and reason of a launch."""
     if end is not None:
         return end.outcome or "stopped", end.why
+    head = listing.head if listing is not None else None
+    gone = listing is not None and not listing.hosts and (head is None or head.state is SubmissionState.ENDED)
+    silent = f"nothing came from {status.host} for {now - status.at:.0f} s" if status else "its head wrote nothing"
+    if gone:
+        return "dead", f"{silent}; its head has ended: {head.reason if head else 'the scheduler lists it no more'}"
     if status is not None and now - status.at < FRESH_S:
-        waiting = [f"{host.role} {host.state}: {host.reason}" for host in status.hosts if host.reason]
-        return "running", "; ".join(waiting)
+        return "running", "; ".join(f"{host.role} {host.state}: {host.reason}" for host in status.hosts if host.reason)
     if head is not None and head.state is SubmissionState.QUEUED:
         return "queued", head.reason
     if head is not None and head.state is SubmissionState.RUNNING and status is None:
         return "starting", f"its head starts on {head.node}" if head.node else "its head starts"
-    silent = f"nothing came from {status.host} for {now - status.at:.0f} s" if status else "its head wrote nothing"
-    if not asked:
+    if listing is None:
         return "silent", f"{silent}, and the scheduler does not answer"
     if head is not None and head.state is SubmissionState.RUNNING:
         return "silent", f"{silent}, while the scheduler lists its head as running"
-    return "dead", f"{silent}; its head has ended: {head.reason if head else 'the scheduler lists it no more'}"
+    return "dead", f"{silent}; its head has ended, and no host has taken the job over"
 
 
 def scale(where: JobStore, workers: int) -> None:

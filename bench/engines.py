@@ -1,0 +1,167 @@
+"""Submitted jobs on each engine that is installed: `make bench-engines`, as root.
+
+A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step;
+from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again; how long `halt`
+takes, and `resume` with another number of workers on the next engine of the list; whether the parameters are those of a
+plain loop. Times are of the job's own events. Slurm has two nodes of its own; where an engine is not installed, the
+reason is printed. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _table import mark, report
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from trueline.checkpoint import checkpoint
+from trueline.recipe.load import load_recipe
+from worlds import podman, slurm
+from worlds.clusters import Client
+from worlds.jobs import TINY, plain_loop
+from worlds.waiting import until
+
+ENGINES = ("local", "podman", "slurm")
+STILL_S = 1.0
+"""Between the end of a recovery and the next strike."""
+STEPS = 48
+GOALS = {"first_step_s": 8.0, "kill_p95_s": 0.5, "host_s": 5.0, "full_s": 8.0, "halt_s": 2.0, "resume_s": 5.0}
+
+
+@contextmanager
+def open_client(engines: list[str]) -> Iterator[Client]:
+    folder = Path(tempfile.mkdtemp(prefix="tl-engines-"))
+    cluster = slurm.Slurm(folder / "slurm") if "slurm" in engines else None
+    (folder / "containers.conf").write_text(podman.CONFIG)
+    client = Client(folder, CONTAINERS_CONF=str(folder / "containers.conf"))
+    try:
+        if cluster is not None:
+            cluster.start()
+            client.env |= cluster.env
+        yield client
+    finally:
+        client.close()
+        if cluster is not None:
+            cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def worker_pids(client: Client) -> list[int]:
+    """Those of the running workers."""
+    pids: dict[str, int] = {}
+    for name, event, _ in client.events():
+        if name == "worker.running":
+            pids[event["worker"]] = event["pid"]
+        elif name in ("worker.lost", "worker.killed"):
+            pids.pop(event["worker"], None)
+    return sorted(pids.values())
+
+
+def gap_s(client: Client, after: float) -> float:
+    """The gap before the first step of a new group that was applied after a time."""
+    for name, event, at in client.events():
+        if name == "step.applied" and at > after and event["gap_ms"]:
+            return float(event["gap_ms"]) / 1000
+    raise AssertionError("no step began a group")
+
+
+def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random) -> dict[str, Any]:
+    began = time.time()
+    job = client.submit(engine, "--workers", "1:3")
+    figures: dict[str, Any] = {"first_step_s": client.wait("step.applied") - began}
+    client.wait_workers(3)
+    gaps, fulls, host_s = [], [], []
+    for number in range(kills):
+        time.sleep(STILL_S + dice.random())
+        at = time.time()
+        if number % 5 < 4:
+            os.kill(dice.choice(worker_pids(client)), signal.SIGKILL)
+            client.wait("worker.lost", after=at)
+            full = client.wait_workers(3, after=client.wait("view.published", after=at))
+            gaps.append(gap_s(client, at))
+        else:
+            role = dice.choice([one["role"] for one in client.read()["hosts"] if one["role"] != "head"])
+            at = time.time()
+            client.kill(role)
+            host_s.append(client.wait_workers(2, after=client.wait("host.lost", after=at, host=role)) - at)
+            full = client.wait_workers(3, after=client.wait("host.joined", after=at))
+            fulls.append(full - at)
+        print(f"{engine}: strike {number + 1} of {kills}, full after {full - at:.1f} s", file=sys.stderr)
+    began = time.monotonic()
+    client.run("halt", job)
+    figures["halt_s"] = time.monotonic() - began
+    _, lost, repeated = client.count()
+    gaps.sort()
+    return figures | {
+        "kill_p95_s": gaps[int(0.95 * (len(gaps) - 1))], "kills": len(gaps), "host_s": max(host_s),
+        "full_s": max(fulls), "hosts_killed": len(fulls), "lost": lost, "repeated": repeated,
+    }  # fmt: skip
+
+
+def measure_move(client: Client, engine: str, other: str) -> dict[str, Any]:
+    """A job halts on one engine and ends on the other with another number of workers."""
+    gate = client.folder / f"gate-{engine}"
+    client.env["TINY_GATE"] = f"10:{gate}"
+    job = client.submit(engine, "--workers", "2:2", epochs=6)
+    client.wait("step.applied", step=12)
+    client.run("halt", job)
+    gate.touch()
+    began = time.time()
+    client.run("resume", job, "--on", other, "--workers", "1:1")
+    resume_s = client.wait("step.applied", after=began) - began
+    end = client.wait_end()
+    del client.env["TINY_GATE"]
+    newest = checkpoint.latest(client.where.checkpoints)
+    assert newest is not None
+    state, expected = newest.state["model"], plain_loop(load_recipe(TINY), STEPS)
+    equal = all(torch.allclose(state[name], value, rtol=1e-9, atol=1e-12) for name, value in expected.items())
+    counted = client.count() == (STEPS, 0, 0) and end.outcome == "finished"
+    return {"resume_s": resume_s, "resume_equal": equal and counted, "resumed_on": other}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10, help="strikes on each engine; each fifth at a whole host")
+    parser.add_argument("--seed", type=int, default=1, help="of the strikes")
+    parser.add_argument("--only", choices=ENGINES, action="append", help="one engine; repeatable")
+    args = parser.parse_args()
+    lacks = {"local": "", "podman": podman.find_lack(), "slurm": slurm.find_lack()}
+    engines = [name for name in args.only or ENGINES if not lacks[name]]
+    for name in set(args.only or ENGINES) - {*engines}:
+        print(f"skipped {name}: {lacks[name]}", file=sys.stderr)
+    found: dict[str, dict[str, Any]] = {}
+    with open_client(engines) as client:
+        for number, engine in enumerate(engines):
+            dice = random.Random(args.seed)
+            found[engine] = measure_strikes(client, engine, args.kills, dice)
+            found[engine] |= measure_move(client, engine, engines[(number + 1) % len(engines)])
+            until(lambda: not client.processes(), "the end of all processes")
+    rows = [
+        (f"{engine}: {name}", f"{figures[name]:.2f} s", f"<= {goal} s", "")
+        for engine, figures in found.items() for name, goal in GOALS.items()
+    ]  # fmt: skip
+    rows += [
+        (f"{engine}: lost / repeated", f"{figures['lost']} / {figures['repeated']}", "0 / 0",
+         f"{figures['kills']} workers and {figures['hosts_killed']} hosts killed")
+        for engine, figures in found.items()
+    ]  # fmt: skip
+    names = next(iter(found.values()), {})
+    by_engine = {name: {engine: figures[name] for engine, figures in found.items()} for name in names}
+    report(["figure", "measured", "goal", "", ""], mark(rows), {"engines": engines, **by_engine})
+
+
+if __name__ == "__main__":
+    main()
