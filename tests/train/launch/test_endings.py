@@ -106,9 +106,17 @@ def test_a_job_whose_master_dies_again_and_again_fails_after_ten_restarts(job_di
     found = running(job_dir, master=3)
     for _ in range(10):
         found._keep_alive()
-    with pytest.raises(errors.TrainError, match="master and its like died 11 times; last exit code 3"):
+    with pytest.raises(errors.TrainError, match="died 11 times without a step between; last exit code 3"):
         found._keep_alive()
     assert found.begun == ["master"] * 10
+
+
+def test_a_job_that_gets_on_between_may_lose_its_master_any_number_of_times(job_dir):
+    found = running(job_dir, master=-9)
+    for step in range(40):
+        found._keep_alive()
+        found._handle_event(pb.Event(name="step.applied", fields=json.dumps({"step": step})))
+    assert found.begun == ["master"] * 40
 
 
 # What is in the folder. ----------------------------------------------------------------------------------------------

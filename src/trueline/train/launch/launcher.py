@@ -242,6 +242,8 @@ class LocalJob:
 
     def _handle_event(self, event: pb.Event) -> dict[str, Any] | None:
         """Passes an event on; returns the summary if it is the job's end."""
+        if event.name == "step.applied":
+            self.restarts = 0  # a long job may lose its master any number of times, as long as it gets on between
         if event.name == "step.applied" and not events.has_listener():
             return None  # too many to decode without need
         fields = json.loads(event.fields)
@@ -301,7 +303,8 @@ class LocalJob:
         self.restarts += 1
         if self.restarts > MAX_RESTARTS:
             raise errors.TrainError(
-                f"the job's {role} and its like died {self.restarts} times; last exit code {code}",
+                f"the job's {role} and its like died {self.restarts} times without a step between; "
+                f"last exit code {code}",
                 hint=f"see {self.folder.log(role)}; continue with --resume",
             )
         self.emit(f"{role}.lost", code=code, restarts=self.restarts)
