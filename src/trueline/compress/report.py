@@ -6,7 +6,7 @@ The page holds no script and loads nothing. It has the looks of a bundle's repor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,8 +15,8 @@ from trueline.bundle import report as page
 from trueline.compress.candidate import CompressedCandidate
 
 HEADS = (
-    "candidate", "verdict", "metric", "lost", "at most", "changed", "size", "memory", "int8", "batch 1 ms", "p99",
-    "large ms", "records/s", "x fp32", "x eager",
+    "candidate", "verdict", "front", "metric", "lost", "at most", "changed", "size", "memory", "int8", "batch 1 ms",
+    "p99", "large ms", "records/s", "x fp32", "x eager",
 )  # fmt: skip
 
 
@@ -31,7 +31,22 @@ def sort_rows(rows: Iterable[CompressedCandidate]) -> list[CompressedCandidate]:
     return sorted(rows, key=key)
 
 
-def cells(row: CompressedCandidate) -> tuple[str, ...]:
+def find_front(rows: Iterable[CompressedCandidate]) -> set[str]:
+    """Names of the candidates on the Pareto front: no other is at least as good in loss, speed, size and memory, and
+    better in one of them."""
+    points = {
+        row.name: (row.loss, -row.vs_fp32[min(row.vs_fp32)], row.size_bytes, row.memory_bytes or 0)
+        for row in rows
+        if row.loss is not None and row.vs_fp32
+    }
+
+    def is_beaten(one: tuple[float, ...]) -> bool:
+        return any(other != one and all(a <= b for a, b in zip(other, one, strict=True)) for other in points.values())
+
+    return {name for name, point in points.items() if not is_beaten(point)}
+
+
+def cells(row: CompressedCandidate, front: Collection[str] = ()) -> tuple[str, ...]:
     """The row as the text of each column of HEADS."""
     first, last = (min(row.timings), max(row.timings)) if row.timings else (None, None)
     one = row.timings[first] if first is not None else None
@@ -39,8 +54,8 @@ def cells(row: CompressedCandidate) -> tuple[str, ...]:
     verdict = "" if row.kind == "parent" else row.verdict
     heavy = f"{row.quantized}/{row.quantized + row.floating}" if row.quantized + row.floating else ""
     return (
-        row.name, verdict, _number(row.metric, "{:.4f}"), _number(row.loss, "{:+.4f}"),
-        _number(row.loss_high, "{:.4f}"), _number(row.changed, "{}"), _bytes(row.size_bytes), _bytes(row.memory_bytes),
+        row.name, verdict, "*" if row.name in front else "", _number(row.metric, "{:.4f}"),
+        _number(row.loss, "{:+.4f}"), _number(row.loss_high, "{:.4f}"), _number(row.changed, "{}"), _bytes(row.size_bytes), _bytes(row.memory_bytes),
         heavy, _number(one.median_ms if one else None, "{:.3f}"), _number(one.p99_ms if one else None, "{:.3f}"),
         _number(large.median_ms if large else None, "{:.3f}"), _number(row.throughput, "{:.0f}"),
         _number(row.vs_fp32.get(first or 0), "{:.2f}"), _number(row.vs_eager.get(first or 0), "{:.2f}"),
@@ -50,7 +65,8 @@ def cells(row: CompressedCandidate) -> tuple[str, ...]:
 def as_table(rows: Iterable[CompressedCandidate]) -> str:
     """An aligned table, and a line for each candidate that is not offered, with the reason."""
     ordered = sort_rows(rows)
-    lines = [HEADS, *(cells(row) for row in ordered)]
+    front = find_front(ordered)
+    lines = [HEADS, *(cells(row, front) for row in ordered)]
     used = [at for at in range(len(HEADS)) if any(line[at] for line in lines[1:])]
     widths = [max(len(line[at]) for line in lines) for at in used]
     text = ["  ".join(line[at].ljust(width) for at, width in zip(used, widths, strict=True)).rstrip() for line in lines]
@@ -60,18 +76,24 @@ def as_table(rows: Iterable[CompressedCandidate]) -> str:
 
 def as_facts(rows: Iterable[CompressedCandidate], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The same as values that JSON can hold."""
-    return {**facts, "candidates": [msgspec.to_builtins(row, str_keys=True) for row in sort_rows(rows)]}
+    rows = list(rows)
+    return {
+        **facts,
+        "front": sorted(find_front(rows)),
+        "candidates": [msgspec.to_builtins(row, str_keys=True) for row in sort_rows(rows)],
+    }
 
 
 def as_page(rows: Iterable[CompressedCandidate], facts: Mapping[str, Any]) -> str:
     """One HTML page: the request, the plot of loss over speed, the table, the reasons."""
     ordered = sort_rows(rows)
     title = f"{facts.get('name', 'bundle')}: compressed"
+    front = find_front(ordered)
     asked = [(key.replace("_", " "), value) for key, value in facts.items() if not isinstance(value, dict | list)]
     parts = [
         page.section("Request", page.table(("", ""), asked)),
         page.section("Lost metric over speed", plot(ordered, facts.get("budget_amount"))),
-        page.section("Candidates", page.table(HEADS, [cells(row) for row in ordered])),
+        page.section("Candidates", page.table(HEADS, [cells(row, front) for row in ordered])),
         page.section(
             "Notes", page.table(("candidate", "reason"), [(row.name, reasons(row)) for row in ordered if reasons(row)])
         ),
@@ -87,7 +109,9 @@ def reasons(row: CompressedCandidate) -> str:
 
 
 def plot(rows: Sequence[CompressedCandidate], budget: float | None) -> str:
-    """A dot for each candidate: how many times as fast as the parent, and the upper bound of what it loses."""
+    """A dot for each candidate: how many times as fast as the parent, and the upper bound of what it loses. Dots of the
+    Pareto front have a ring."""
+    front = find_front(rows)
     dots = [
         (row.vs_fp32[min(row.vs_fp32)], max(row.loss_high, 0.0), row)
         for row in rows
@@ -105,8 +129,9 @@ def plot(rows: Sequence[CompressedCandidate], budget: float | None) -> str:
         content += f'<line x1="{page.LEFT}" x2="{page.WIDTH}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--bad)"/>'
     for speed, loss, row in dots:
         color = "good" if row.verdict == "offered" else "bad" if row.verdict == "over budget" else "dim"
+        ring = f' stroke="var(--{color})" stroke-width="5" stroke-opacity="0.35"' if row.name in front else ""
         content += (
-            f'<circle cx="{x(speed):.1f}" cy="{y(loss):.1f}" r="4" fill="var(--{color})">'
+            f'<circle cx="{x(speed):.1f}" cy="{y(loss):.1f}" r="4" fill="var(--{color})"{ring}>'
             f"<title>{page.text(row.name)}: {speed:.2f} times as fast, loses at most {loss:.4g}</title></circle>"
         )
     foot = page.HEIGHT - 5
