@@ -55,7 +55,8 @@ def cells(row: CompressedCandidate, front: Collection[str] = ()) -> tuple[str, .
     heavy = f"{row.quantized}/{row.quantized + row.floating}" if row.quantized + row.floating else ""
     return (
         row.name, verdict, "*" if row.name in front else "", _number(row.metric, "{:.4f}"),
-        _number(row.loss, "{:+.4f}"), _number(row.loss_high, "{:.4f}"), _number(row.changed, "{}"), _bytes(row.size_bytes), _bytes(row.memory_bytes),
+        _number(row.loss, "{:+.4f}"), _number(row.loss_high, "{:.4f}"), _number(row.changed, "{}"),
+        _bytes(row.size_bytes), _bytes(row.memory_bytes),
         heavy, _number(one.median_ms if one else None, "{:.3f}"), _number(one.p99_ms if one else None, "{:.3f}"),
         _number(large.median_ms if large else None, "{:.3f}"), _number(row.throughput, "{:.0f}"),
         _number(row.vs_fp32.get(first or 0), "{:.2f}"), _number(row.vs_eager.get(first or 0), "{:.2f}"),
