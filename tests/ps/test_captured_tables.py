@@ -8,7 +8,9 @@ from torch import nn
 from trueline.bundle import open_bundle
 from trueline.bundle.describe import describe
 from trueline.capture.api import capture
+from trueline.capture.verify import verify
 from trueline.checkpoint import checkpoint
+from trueline.errors import UsageError
 from trueline.ps.model.embedding import Embedding, EmbeddingBag
 from trueline.runtime.open import open_program
 from worlds.recipes import untrained
@@ -56,3 +58,69 @@ def test_tables_are_proven_in_every_format_and_answer_zeros_for_unknown_ids(tmp_
         np.testing.assert_array_equal(answer[3, 8:], np.maximum(known, 0.0))
     assert bundle.lineage()["tables"][0].items() >= {"name": "user", "rows": len(KNOWN), "dim": 4}.items()
     assert "tables.1.largest_norm" in describe(bundle)
+
+
+class Single(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = Embedding(4)
+
+    def forward(self, user):
+        return self.user(user)
+
+
+def trained(folder, rows):
+    state = {"user.anchor": torch.empty(0, 4), "user.ids": torch.from_numpy(KNOWN), "user.rows": rows}
+    return checkpoint.write(folder, step=1, state={"model": state}, facts={})
+
+
+ROWS = torch.randn(len(KNOWN), 4, generator=torch.Generator().manual_seed(2)) * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "bound"), [("float16", 2.0**-11), ("int8", 1 / 127)])
+def test_narrow_rows_are_as_near_as_the_lineage_states_and_make_the_programs_smaller(tmp_path, kind, bound):
+    rows = ROWS.clone()
+    rows[0] = 0.0
+    made = trained(tmp_path, rows)
+    recipe = untrained(Single, examples=lambda: {"user": torch.from_numpy(KNOWN[:6])})
+    sizes = {}
+    for name in ("float32", kind):
+        out = tmp_path / f"{name}.bundle"
+        capture(recipe, made, out, formats=["onnx", "torch_export"], table_rows=name)
+        sizes[name] = sum(one.stat().st_size for one in out.glob("programs/**/*") if one.is_file())
+    bundle = open_bundle(out)
+    (table,) = bundle.lineage()["tables"]
+    largest = float(rows.abs().max())
+    assert table["stored_as"] == kind
+    assert 0 < table["largest_change"] <= bound * largest
+    for format in ("onnx", "torch_export"):
+        (answer,) = open_program(bundle, format).run({"user": KNOWN}).values()
+        assert np.abs(answer - rows.numpy()).max() <= table["largest_change"] * 1.01
+        assert not answer[0].any()
+    assert verify(out, against=recipe, checkpoint=made).holds
+    assert sizes[kind] < sizes["float32"]
+
+
+def test_narrow_rows_are_refused_for_what_float16_does_not_have_and_for_models_without_tables(tmp_path):
+    for rows in (torch.full((len(KNOWN), 4), 1e6), ROWS):
+        table = Single()
+        table.load_state_dict(
+            {"user.anchor": torch.empty(0, 4), "user.ids": torch.from_numpy(KNOWN), "user.rows": rows}
+        )
+        if rows is ROWS:
+            table.user.narrow_rows("float16")
+        else:
+            with pytest.raises(UsageError, match="numbers beyond float16, up to 1e"):
+                table.user.narrow_rows("float16")
+    recipe = untrained(lambda: nn.Linear(2, 1), examples=lambda: torch.zeros(1, 2))
+    with pytest.raises(UsageError, match="the model has no table"):
+        capture(recipe, None, tmp_path / "none.bundle", table_rows="int8")
+
+
+def test_the_longest_rows_are_named():
+    table = Single()
+    rows = torch.zeros(len(KNOWN), 4)
+    rows[7], rows[3] = 2.0, 1.0
+    table.load_state_dict({"user.anchor": torch.empty(0, 4), "user.ids": torch.from_numpy(KNOWN), "user.rows": rows})
+    assert table.user.describe_table()["longest_rows"].startswith(f"{KNOWN[7]}, {KNOWN[3]}, ")

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -12,8 +13,9 @@ import torch
 
 from trueline import events
 from trueline.checkpoint import checkpoint
-from trueline.errors import RecipeError
+from trueline.errors import JobStopped, RecipeError, UsageError
 from trueline.train.api import train
+from trueline.train.launch import jobs
 from trueline.train.settings import Fault
 from worlds.killer import Killer
 from worlds.waiting import until
@@ -99,3 +101,37 @@ def test_a_job_that_lost_every_process_goes_on_from_its_checkpoint(tmp_path):
 def test_a_model_without_tables_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="no table for the servers"):
         train(RECIPE.with_name("dense.py"), job_dir=tmp_path / "dense", strategy="hybrid", workers=1)
+
+
+class Asker(Killer):
+    """Calls each function after its number of steps, in a thread."""
+
+    def __init__(self, job_dir, *asked):
+        super().__init__(job_dir, [])
+        self.asked = list(asked)
+
+    def __call__(self, name, fields):
+        super().__call__(name, fields)
+        if self.asked and self.steps >= self.asked[0][0]:
+            _, ask = self.asked.pop(0)
+            threading.Thread(target=ask, daemon=True).start()
+
+
+def test_workers_come_and_go_and_a_halted_job_continues_with_other_numbers_of_them(tmp_path):
+    job = tmp_path / "job"
+    asker = Asker(
+        job, (20, lambda: jobs.scale(job, 3)), (80, lambda: jobs.scale(job, 1)), (150, lambda: jobs.halt(job))
+    )
+    with events.listening(asker), pytest.raises(JobStopped):
+        train(RECIPE, job_dir=job, strategy="hybrid", workers=2, servers=2, epochs=8)
+    assert 150 <= checkpoint.latest(job / "checkpoints").step < 320
+    found = train(RECIPE, job_dir=job, resume=True, workers=3)
+    assert count_wrong(found, epochs=8) == 0
+
+
+def test_a_resumed_job_keeps_its_number_of_servers(tmp_path):
+    job = tmp_path / "job"
+    with events.listening(Asker(job, (20, lambda: jobs.halt(job)))), pytest.raises(JobStopped):
+        train(RECIPE, job_dir=job, strategy="hybrid", workers=1, servers=2)
+    with pytest.raises(UsageError, match="--servers is 3, and this job has 2 servers"):
+        train(RECIPE, job_dir=job, resume=True, servers=3)

@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import as_arguments, register_dataclasses
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof.attempt import State
+from trueline.capture.proof.attempt import State, TableRows
 from trueline.capture.proof.observe import Observation, observe, watch_again
 from trueline.capture.proof.probes import Probe
 from trueline.checkpoint.checkpoint import bind_columns, load_model
 from trueline.columns.fitted import FittedColumns
 from trueline.data.source import Source
 from trueline.data.sources.table_source import TableSource
-from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, join_names
+from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, UsageError, join_names
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.eager_mode import as_trained
 from trueline.storage.location import Location
@@ -63,8 +63,10 @@ def prepare(
     dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
     state: State = "refuse",
     allow_random: bool = False,
+    table_rows: TableRows = "float32",
 ) -> Subject:
-    """Loads the model and its examples. `dynamic_shapes` adds to what the recipe declares.
+    """Loads the model and its examples. `dynamic_shapes` adds to what the recipe declares; `table_rows`: how the rows
+    of embedding tables are stored.
 
     With `state="explicit"` the buffers that the model writes become inputs and outputs. Raises RecipeError,
     CheckpointError, DataError, CaptureError.
@@ -73,6 +75,8 @@ def prepare(
     with _locate_errors(recipe, "model"):
         made = load_model(recipe, checkpoint)
     module = _on_this_machine(made, recipe).eval()
+    if table_rows != "float32":
+        _narrow_tables(module, table_rows)
     with _locate_errors(recipe, "dataset" if recipe.examples is None else "examples"):
         batches, data, rows = _examples(recipe)
     if state == "explicit":
@@ -90,6 +94,14 @@ def prepare(
             hint="forward must not call self.train(); the caller of the model decides its mode",
         )
     return Subject(module=module, eager=eager, data=data, random=allow_random, columns=recipe.fitted, rows=rows)
+
+
+def _narrow_tables(module: torch.nn.Module, kind: TableRows) -> None:
+    tables: list[Any] = [one for one in module.modules() if hasattr(one, "narrow_rows")]  # `ps/model/embedding.py`
+    if not tables:
+        raise UsageError(f"table rows were requested as {kind}, and the model has no table", hint="leave it out")
+    for table in tables:
+        table.narrow_rows(kind)
 
 
 @contextmanager

@@ -163,7 +163,9 @@ def _oracle(
     if digest != bundle.manifest.lineage.checkpoint_digest:
         notes.append("the parameters are not those of the checkpoint that the bundle was captured from")
     state: State = "explicit" if bundle.signature.state else "refuse"
-    eager = subject.prepare(recipe, checkpoint, state=state, allow_random=bundle.signature.random).eager
+    stored = {table.get("stored_as", "float32") for table in bundle.lineage().get("tables", ())} or {"float32"}
+    random = bundle.signature.random
+    eager = subject.prepare(recipe, checkpoint, state=state, allow_random=random, table_rows=stored.pop()).eager
     _check_interface(bundle, eager.signature)
     return eager, eager.example, notes
 

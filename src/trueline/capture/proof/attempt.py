@@ -9,6 +9,7 @@ from typing import Any, Literal
 from trueline import events
 from trueline.runtime.session import Format
 
+TableRows = Literal["float32", "float16", "int8"]
 State = Literal["refuse", "explicit"]
 """A model that writes its own buffers is refused, or they become inputs and outputs."""
 

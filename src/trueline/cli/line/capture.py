@@ -74,6 +74,8 @@ _TARGETS = ("onnxruntime", "openvino", "offload", "torch", "torchscript", "cpp",
               help="A model that writes its own buffers: refuse it, or make them inputs and outputs.")  # fmt: skip
 @click.option("--allow-random", is_flag=True,
               help="Compare a model that draws random numbers by the distribution of its answers.")  # fmt: skip
+@click.option("--table-rows", type=click.Choice(["float32", "float16", "int8"]), default="float32", show_default=True,
+              help="How the rows of embedding tables are stored.")  # fmt: skip
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
               help="Try no further format after that; what is proven by then is sealed. Else 30 and more for large "
               "models.")  # fmt: skip
@@ -119,8 +121,9 @@ def command(
 def _capture_file(program: str, checkpoint: str | None, given: dict[str, Any], how: dict[str, Any]) -> Captured:
     from trueline.capture.api import capture_file
 
-    if given["state"] != "refuse" or given["allow_random"]:
-        raise UsageError(f"{program} is a program: --state and --allow-random are for a recipe's eager model")
+    if given["state"] != "refuse" or given["allow_random"] or given["table_rows"] != "float32":
+        options = "--state, --allow-random and --table-rows"
+        raise UsageError(f"{program} is a program: {options} are for a recipe's eager model")
     if checkpoint is not None:
         raise UsageError(f"{program} is a program and takes no checkpoint, got '{checkpoint}'")
     if given["no_checkpoint"]:
@@ -146,4 +149,5 @@ def _capture_recipe(recipe: str, checkpoint: str | None, given: dict[str, Any], 
     loaded = load_recipe(recipe, needs=ONLY_CALLED)
     source = checkpoint_path(checkpoint) if checkpoint is not None else None
     out = Path(given["out"] or f"{loaded.name}.bundle")
-    return capture(loaded, source, out, state=given["state"], allow_random=given["allow_random"], **how)
+    own = {name: given[name] for name in ("state", "allow_random", "table_rows")}
+    return capture(loaded, source, out, **own, **how)

@@ -59,9 +59,18 @@ class HybridTables:
             for module in modules:
                 module.source, module.table = self, name
                 module.anchor.requires_grad_(False)  # it takes no part in the all-reduce
-                module.register_load_state_dict_pre_hook(_leave_out)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(self._leave_out)  # type: ignore[no-untyped-call]
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         return model
+
+    def _leave_out(self, model: Any, state: dict[str, Any], *_: Any) -> None:
+        """A worker does not load the rows of a checkpoint: they are the servers'."""
+        for name, prefixes in self.tables.prefixes.items():
+            for prefix in prefixes:
+                for key in [key for key in state if key.startswith(prefix)]:
+                    del state[key]
+                for key in TABLE_STATE:
+                    state[prefix + key] = getattr(self.tables.modules[name][0], key).detach()
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
@@ -126,11 +135,3 @@ class HybridTables:
     def list_names(self) -> list[str]:
         """The names in the model's state_dict in whose place `state` stands."""
         return [prefix + key for one in self.tables.prefixes.values() for prefix in one for key in TABLE_STATE]
-
-
-def _leave_out(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A worker does not load the rows of a checkpoint: they are the servers'."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        del state[name]
-    for key in TABLE_STATE:
-        state[prefix + key] = getattr(module, key).detach()

@@ -22,6 +22,7 @@ from trueline.ps.partition import Ids
 
 Rows = npt.NDArray[np.float32]
 Mode = Literal["sum", "mean", "max"]
+_SHOWN = 5
 
 
 class TableOptions(TypedDict, total=False):
@@ -68,7 +69,9 @@ class TableModule(nn.Module):
     ids: torch.Tensor
     """[rows] int64, sorted."""
     rows: torch.Tensor
-    """[rows, dim] float32."""
+    """[rows, dim] float32; float16 or int8 after `narrow_rows`."""
+    scales: torch.Tensor | None
+    """[rows] float32: what int8 rows are multiplied by."""
 
     def __init__(self, dim: int, **options: Unpack[TableOptions]) -> None:
         super().__init__()
@@ -77,6 +80,8 @@ class TableModule(nn.Module):
         """Without elements: the optimizer's group of this parameter is the table's."""
         self.register_buffer("ids", torch.empty(0, dtype=torch.int64))
         self.register_buffer("rows", torch.empty(0, dim))
+        self.register_buffer("scales", None, persistent=False)
+        self._narrowed: dict[str, str | float] = {}
         self.table = self.settings.name
         self.source: RowSource | None = None
 
@@ -111,6 +116,8 @@ class TableModule(nn.Module):
             left -= half
         found = (self.ids[at] == ids).unsqueeze(-1)
         rows = self.rows[at].to(torch.float32)
+        if self.scales is not None:
+            rows = rows * self.scales[at].unsqueeze(-1)
         return torch.where(found, rows, torch.zeros_like(rows))
 
     def keeps(self, ids: torch.Tensor) -> torch.Tensor:
@@ -144,11 +151,39 @@ class TableModule(nn.Module):
         values of ids."""
         return {"anchor": self.anchor.detach(), "ids": torch.from_numpy(ids), "rows": torch.from_numpy(rows)}
 
-    def describe_table(self) -> dict[str, int | float]:
-        """Its size, and the mean and the largest of the rows' lengths (L2): for the lineage of a bundle."""
-        norms = self.rows.float().norm(dim=1) if len(self.rows) else torch.zeros(1)
-        sizes = {"rows": len(self.ids), "dim": self.settings.dim}
-        return {**sizes, "mean_norm": round(float(norms.mean()), 6), "largest_norm": round(float(norms.max()), 6)}
+    @torch.no_grad()
+    def narrow_rows(self, kind: Literal["float16", "int8"]) -> None:
+        """Stores the rows in half or a quarter of the memory: as float16, or as int8 with a scale for each row, the
+        largest of its numbers / 127. Raises UsageError for numbers that float16 does not have."""
+        before, self.scales = self._widen(self.rows, self.scales), None
+        if kind == "float16":
+            self.rows = before.half()
+        else:
+            self.scales = before.abs().amax(dim=1) / 127 if len(before) else before.new_zeros(0)
+            divisors = torch.where(self.scales > 0, self.scales, torch.ones_like(self.scales))
+            self.rows = (before / divisors.unsqueeze(-1)).round().to(torch.int8)
+        change = (self._widen(self.rows, self.scales) - before).abs().max() if before.numel() else torch.zeros(())
+        if not bool(torch.isfinite(change)):
+            name, largest = self.table or self.settings.name, float(before.abs().max())
+            raise UsageError(
+                f"table '{name}' has numbers beyond {kind}, up to {largest:.6g}", hint="keep its rows as float32"
+            )
+        self._narrowed = {"stored_as": kind, "largest_change": float(f"{float(change):.3g}")}
+
+    @staticmethod
+    def _widen(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        return rows.float() if scales is None else rows.float() * scales.unsqueeze(-1)
+
+    def describe_table(self) -> dict[str, int | float | str]:
+        """Its size, the mean and the largest of the rows' lengths (L2), the ids of the longest rows, and how rows are
+        stored if that is not as float32: for the lineage of a bundle."""
+        norms = self._widen(self.rows, self.scales).norm(dim=1) if len(self.rows) else torch.zeros(1)
+        longest = self.ids[norms.topk(min(_SHOWN, len(self.ids))).indices]
+        return {
+            "rows": len(self.ids), "dim": self.settings.dim, "mean_norm": round(float(norms.mean()), 6),
+            "largest_norm": round(float(norms.max()), 6), "longest_rows": ", ".join(map(str, longest.tolist())),
+            **self._narrowed,
+        }  # fmt: skip
 
     def extra_repr(self) -> str:
         name = f", name={self.settings.name!r}" if self.settings.name else ""

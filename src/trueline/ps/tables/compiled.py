@@ -26,14 +26,15 @@ def _make_prefetch(typing: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        tools: Any = cgutils
+        function = tools.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         builder.call(function, [builder.inttoptr(arguments[0], pointer), word(0), word(3), word(1)])
         return context.get_dummy_value()
 
     return types.void(types.intp), generate
 
 
-_prefetch = intrinsic(_make_prefetch)
+_prefetch: Any = intrinsic(_make_prefetch)
 
 
 def _search(slots: Any, mask: Any, ids: Ids, places: Any) -> None:
