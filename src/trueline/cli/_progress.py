@@ -189,13 +189,18 @@ def format_event(name: str, fields: Mapping[str, Field]) -> str | None:
 
 class EventText:
     """Formats events as `format_event` does; records that are set aside for equal reasons are one line with a count,
-    which comes again when it has doubled. Views that only move such records are minor."""
+    which comes again when it has doubled. Views that only move such records are minor. With parameter servers a death
+    makes no new view, so it gets a line of its own."""
 
     def __init__(self) -> None:
         self._alike: Counter[str] = Counter()
+        self._has_servers = False
 
     def format(self, name: str, fields: Mapping[str, Field]) -> str | None:
         why = str(fields.get("why", ""))
+        self._has_servers |= str(fields.get("worker", "")).startswith("server-")
+        if name == "worker.lost" and self._has_servers:
+            return events.printable(f"  {fields['worker']} is lost: {why}; another one takes its place")
         if name == "view.published" and why.startswith("record") and not os.environ.get(DEBUG):
             return None
         if name != "record.set_aside":
