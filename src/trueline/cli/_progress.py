@@ -137,7 +137,7 @@ _WORDS = {
     "server.started": "  {url} serves {model} version {version}",
 }
 _MINOR = {
-    "server.ready", "servers.measured", "workers.measured",
+    "server.ready", "servers.measured", "workers.measured", "hosts.measured",
     "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
     "worker.receiving", "worker.received", "checkpoint.saved", "job.finished", "job.stopping", "capture.started",
     "program.emitted", "program.unfollowed", "record.suspected",

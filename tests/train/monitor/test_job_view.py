@@ -290,3 +290,12 @@ def test_parameter_servers_have_lanes_of_their_own_and_their_last_measures():
     ]
     assert state["servers"] == [{"ref": "server-0.1", "rows": 3}]
     assert {span.ref: span.leaving for span in view.lanes.living()} == {"worker-0.0": True, "server-0.1": False}
+
+
+def test_hosts_are_shown_as_the_master_described_them_last_and_are_no_line_of_the_log():
+    view = JobView({"workers": 1})
+    for how in ("here", "away"):
+        view.apply("hosts.measured", {"hosts": json.dumps([{"host": "a"}, {"host": "b", "state": how}])}, 1)
+    state = view.state(2)
+    assert [host.get("state") for host in state["hosts"]] == [None, "away"]
+    assert list(view.lines) == []

@@ -1,5 +1,6 @@
 """Other hosts, as the master has them: what the launcher prepared, and the fleet that its engine becomes."""
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,14 @@ from trueline.engine.hosts.token import find_fault
 from trueline.train.job_dir import JobDir
 from trueline.train.master.claims import Leader, Leadership, ViewClaims
 from trueline.train.master.journal import Row
-from trueline.train.master.master import Master
+from trueline.train.master.master import TICK_S, Master
 from trueline.train.membership import events as h
 from trueline.train.settings import JobSettings
 
 PART_S = 1.0
+TELL_S = 5.0
+"""Between two events of the hosts, while none changes."""
+_FLEETING = ("load", "silent_s")
 ROWS = 500
 """Of the journal, in one message."""
 REFUSED = "the job's secret is missing or wrong"
@@ -112,6 +116,19 @@ class JobHosts:
         server.add_generic_rpc_handlers((self._service.make_handler(),))
         pair = self.own.key.read_bytes(), self.own.certificate.read_bytes()
         server.add_secure_port(self.launch.listen, grpc.ssl_server_credentials([pair]))
+
+    async def run_telling(self) -> None:
+        """Emits what the page shows of the hosts: at once when one comes, goes or is away, and every TELL_S."""
+        told: list[dict[str, Any]] = []
+        told_at = 0.0
+        while True:
+            rows = list(self.fleet.describe())
+            lasting = [{key: value for key, value in row.items() if key not in _FLEETING} for row in rows]
+            now = self._master.now()
+            if len(rows) + len(told) > 1 and (lasting != told or now >= told_at + TELL_S):
+                told, told_at = lasting, now
+                self.emit("hosts.measured", hosts=json.dumps(rows))
+            await asyncio.sleep(TICK_S)
 
     async def attach(self, master: Master, server: Any) -> None:
         """Opens the port, and lets membership know what room the hosts bring and take."""

@@ -27,7 +27,7 @@ _INCARNATION = re.compile(r"(?<=worker-)(\d+)\.\d+")
 _CLEAN_EXIT = "exit code 0"  # how a worker ends that has left as planned
 _SILENT = {"step.applied", "worker.running", "worker.receiving", "worker.received", "group.released",
            "epoch.certified", "workers.measured", "checkpoint.saved", "evaluation.done",
-           "servers.measured"}  # fmt: skip
+           "servers.measured", "hosts.measured"}  # fmt: skip
 """Frequent events, which the page shows elsewhere."""
 _BAD = {"worker.lost", "worker.killed", "worker.quarantined", "worker.fenced", "record.set_aside", "record.suspected",
         "job.failed", "disk.full", "log.truncated", "checkpoint.failed", "master.lost", "agent.lost"}  # fmt: skip
@@ -85,6 +85,7 @@ class JobView:
         self.shares: list[int] = []
         self.measured: list[tuple[float, int, float, float | None]] = []  # time, step, learning rate, gradient norm
         self.memory: dict[str, int] = {}  # bytes, by worker
+        self.hosts: list[dict[str, Any]] = []  # as the master described them last
         self.servers: list[dict[str, Any]] = []  # parameter servers, as the master measured them last
         self.redone = self.checkpoints = self.num_regroups = 0
         self.phase_ms = dict.fromkeys(PHASES, 0.0)
@@ -250,6 +251,9 @@ class JobView:
         for one in self.servers:
             self.lanes.mark_ready(str(one["ref"]), at)
 
+    def _on_hosts_measured(self, fields: Fields, at: float) -> None:
+        self.hosts = [dict(one) for one in json.loads(str(fields["hosts"]))][:MAX_KEPT]
+
     def _on_worker_quarantined(self, fields: Fields, at: float) -> None:
         slot = fields.get("slot")
         number = parse_ref(str(fields["worker"]))[1] if slot is None else int(slot)
@@ -331,7 +335,7 @@ class JobView:
             "records_per_s": round(records_per_s, 2),
             "left_s": round(left / steps_per_s) if steps_per_s and left else None,
             "measured": self.measured, "memory": dict(list(self.memory.items())[:MAX_KEPT]),
-            "servers": self.servers, "shares": self.shares[:64], "redone": self.redone,
+            "servers": self.servers, "hosts": self.hosts, "shares": self.shares[:64], "redone": self.redone,
             "series": {"width": self.series.width, **self.series.columns()},
             "lanes": self.lanes.rows(), "num_lanes": len(self.lanes.by_slot),
             "regroups": list(self.regroups), "num_regroups": self.num_regroups, "deaths": dict(self.deaths),
