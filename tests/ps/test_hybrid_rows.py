@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from trueline.errors import RecipeError, UsageError
+from trueline.parallel.gloo import GlooGroup
+from trueline.ps.hybrid.exchange import TableExchange
 from trueline.ps.hybrid.rows import HybridTables
 from trueline.ps.model.embedding import Embedding
 from trueline.ps.tables.initial import initial_rows
 from trueline.train.step.joint import JointOptimizer
+from trueline.train.step.optimizer_step import OptimizerStep
+from trueline.train.step.options import Options
+from trueline.train.step.replica import Replica
 from worlds.recipes import untrained
 
 
@@ -90,3 +95,19 @@ def test_a_model_without_tables_is_refused():
     recipe = HybridTables(0).watch(untrained(lambda: torch.nn.Linear(1, 1)))
     with pytest.raises(RecipeError, match="no table for the servers"):
         recipe.make_model()
+
+
+def test_what_the_trial_of_a_record_looked_up_does_not_count_in_the_step():
+    """A worker tries records alone after several deaths; it begins the step before and after."""
+    tables, model = make()
+    step = OptimizerStep(model, tables.optimizer, None, Options())
+    replica = Replica(model, step, GlooGroup(), 4, Options())
+    replica.exchange = TableExchange(replica.exchange, None, None, tables=tables, link=None, connect=None)
+    replica.begin()
+    model(torch.tensor([1, 1])).backward()
+    replica.begin()
+    model(torch.tensor([1, 2])).backward()
+    weight = model.head.weight.detach()[0, :2].numpy()
+    ids, rows = tables.take_gradients()["items"]
+    assert ids.tolist() == [1, 2]
+    np.testing.assert_allclose(rows, np.ones((2, 1)) * weight, rtol=1e-6)

@@ -55,6 +55,7 @@ class DdpExchange:
         self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
         self.broken: RuntimeError | None = None
         self.syncing = True
+        self.on_begin: Callable[[], None] = lambda: None
         self.on_computed: Callable[[], None] = lambda: None
         self.on_sent: Callable[[], None] = lambda: None
         self._contribution = self.beside = torch.zeros(width, device=self._device)

@@ -53,6 +53,8 @@ class GradientExchange(Protocol):
     """Whether the next forward belongs to the step's last piece."""
     broken: RuntimeError | None
     """The collective error of a forward, before `reduce` was called."""
+    on_begin: Callable[[], None]
+    """Called when a step begins, and after the trial of single records: what was computed before does not count."""
     on_computed: Callable[[], None]
     """Called when the local part of a backward is done, before it waits for peers."""
     on_sent: Callable[[], None]

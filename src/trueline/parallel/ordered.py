@@ -114,6 +114,7 @@ class OrderedExchange:
         self.beside = torch.zeros(width, device=device)
         self.syncing = True
         self.broken: RuntimeError | None = None
+        self.on_begin: Callable[[], None] = lambda: None
         self.on_computed: Callable[[], None] = lambda: None
         self.on_sent: Callable[[], None] = lambda: None
 

@@ -39,6 +39,7 @@ class TableExchange:
         self._inner, self._group, self._at = inner, group, at
         self._tables, self._link, self._connect = tables, link, connect
         self._client: PsClient | None = None
+        self.on_begin: Callable[[], None] = tables.drop  # also what the trial of a record has looked up
 
     @property
     def beside(self) -> torch.Tensor:

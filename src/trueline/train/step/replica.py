@@ -85,6 +85,7 @@ class Replica:
         self._reset_statistics()
         self.optimizer_step.zero_grad()
         self.exchange.beside.zero_()
+        self.exchange.on_begin()
         if self._running or self._counters:
             self._before = [value.clone() for value in (*self._running, *self._counters)]
 
