@@ -143,7 +143,7 @@ def test_states_and_reasons_of_slurm_become_words(line, state, reason):
 
 def test_without_slurm_the_lack_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="there is no squeue in PATH"):
+    with pytest.raises(EngineAway, match="there is no squeue in PATH"):
         SlurmScheduler(SlurmSettings()).list("a-1.1")
 
 

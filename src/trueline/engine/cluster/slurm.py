@@ -156,8 +156,8 @@ def _call(*command: str, stdin: str = "") -> str:
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=CALL_S, check=False)
     except FileNotFoundError as error:
-        raise UsageError(
-            f"there is no {command[0]} in PATH", hint="submit from a machine of the cluster that has Slurm's commands"
+        raise EngineAway(
+            f"there is no {command[0]} in PATH", hint="use a machine of the cluster that has Slurm's commands"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise EngineAway(f"{command[0]} did not answer within {CALL_S:.0f} s", hint="try again") from error
