@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trueline.engine.cluster.contract import EngineAway, Submission, SubmissionReport, SubmissionState, job_of
+from trueline.engine.cluster.contract import Submission, SubmissionReport, SubmissionState, job_of
 from trueline.engine.cluster.settings import SlurmSettings
 from trueline.engine.local.process import LIFELINE
-from trueline.errors import UsageError
+from trueline.errors import EngineAway, UsageError
 
 CALL_S = 20.0
 """How long a command may take; it usually takes 10 ms."""

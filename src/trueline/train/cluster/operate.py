@@ -18,18 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from trueline import events, files
-from trueline.engine.cluster.contract import (
-    EngineAway,
-    Scheduler,
-    SubmissionReport,
-    SubmissionState,
-    make_group,
-    role_of,
-)
+from trueline.engine.cluster.contract import Scheduler, SubmissionReport, SubmissionState, make_group, role_of
 from trueline.engine.cluster.open import open_scheduler
 from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings
 from trueline.engine.hosts import folder as travel
-from trueline.errors import RecipeError, TrainError, UsageError, closest, join_names
+from trueline.errors import EngineAway, RecipeError, TrainError, UsageError, closest, join_names
 from trueline.storage.location import Location, is_remote, join_location, parse_location
 from trueline.train.cluster.commands import HEAD, describe_submission
 from trueline.train.cluster.store import HostStatus, JobLaunch, JobStore, LaunchEnd, LaunchStatus, Order, SubmittedJob
