@@ -70,12 +70,20 @@ def worker_pids(client: Client) -> list[int]:
     return sorted(pids.values())
 
 
-def gap_s(client: Client, after: float) -> float:
+def wait_gap_s(client: Client, after: float) -> float:
     """The gap before the first step of a new group that was applied after a time."""
-    for name, event, at in client.events():
-        if name == "step.applied" and at > after and event["gap_ms"]:
-            return float(event["gap_ms"]) / 1000
-    raise AssertionError("no step began a group")
+
+    def find() -> float:
+        return next(
+            (
+                float(event["gap_ms"]) / 1000
+                for name, event, at in client.events()
+                if name == "step.applied" and at > after and event["gap_ms"]
+            ),
+            0.0,
+        )
+
+    return until(find, client.logs)
 
 
 def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random) -> dict[str, Any]:
@@ -90,8 +98,8 @@ def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random
         if number % 5 < 4:
             os.kill(dice.choice(worker_pids(client)), signal.SIGKILL)
             client.wait("worker.lost", after=at)
-            full = client.wait_workers(3, after=client.wait("view.published", after=at))
-            gaps.append(gap_s(client, at))
+            gaps.append(wait_gap_s(client, at))
+            full = client.wait_workers(3, after=client.wait("worker.joined", after=at))
         else:
             role = dice.choice([one["role"] for one in client.read()["hosts"] if one["role"] != "head"])
             at = time.time()

@@ -9,6 +9,7 @@
     │   └── DiskFull              no room left, or over the quota: it can be written once there is room
     ├── MissingPackage            a package of an extra that is not installed; also an ImportError
     ├── PortInUse                 another process listens where a server was to listen
+    ├── EngineAway                a cluster's scheduler that does not answer; a later call may succeed
     ├── TrainError                a job that cannot continue
     │   ├── StateLost             no process holds the job's state and no checkpoint does
     │   ├── JobStopped            the job was stopped by request; resuming continues it
@@ -100,6 +101,10 @@ class MissingPackage(TruelineError, ImportError):
 
 class PortInUse(TruelineError):
     code = "port_in_use"
+
+
+class EngineAway(TruelineError):
+    code = "engine_away"
 
 
 class TrainError(TruelineError):

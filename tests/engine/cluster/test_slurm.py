@@ -7,10 +7,10 @@ import pytest
 
 from conformance.scheduler import *  # noqa: F403 - the shared suite
 from conformance.scheduler import ENDED, POLITE, QUEUED, RUNNING, Scheduled
-from trueline.engine.cluster.contract import EngineAway, Submission
+from trueline.engine.cluster.contract import Submission
 from trueline.engine.cluster.settings import SlurmSettings
 from trueline.engine.cluster.slurm import SlurmScheduler, make_options, make_script, parse_queue
-from trueline.errors import UsageError
+from trueline.errors import EngineAway, UsageError
 from worlds.slurm import CPUS, Slurm, find_lack
 from worlds.waiting import until
 
@@ -143,7 +143,7 @@ def test_states_and_reasons_of_slurm_become_words(line, state, reason):
 
 def test_without_slurm_the_lack_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="there is no squeue in PATH"):
+    with pytest.raises(EngineAway, match="there is no squeue in PATH"):
         SlurmScheduler(SlurmSettings()).list("a-1.1")
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from trueline.engine.cluster.contract import SubmissionReport, SubmissionState
-from trueline.train.cluster.operate import FRESH_S, Listing, judge
-from trueline.train.cluster.store import HostStatus, LaunchEnd, LaunchStatus
+from trueline.engine.cluster.settings import LocalSettings, SlurmSettings
+from trueline.train.cluster.operate import FRESH_S, Listing, judge, list_launch, read
+from trueline.train.cluster.store import HostStatus, JobLaunch, JobStore, LaunchEnd, LaunchStatus, SubmittedJob
 
 QUEUED, RUNNING, ENDED = SubmissionState.QUEUED, SubmissionState.RUNNING, SubmissionState.ENDED
 NOW = 1000.0
@@ -49,3 +50,19 @@ def test_why_hosts_of_a_running_job_wait_is_shown():
     hosts = (HostStatus(role="head", state="here"), HostStatus(role="host-1", state="queued", reason="no cores"))
     status = LaunchStatus(leader="head", host="n1", at=NOW, hosts=hosts)
     assert judge(None, status, listing(RUNNING), NOW) == ("running", "host-1 queued: no cores")
+
+
+def test_processes_of_another_machine_are_unknown_and_not_dead(tmp_path):
+    launch = JobLaunch(number=1, on="local", engine=LocalSettings(), machine="elsewhere", submitted=NOW)
+    assert list_launch(JobStore(tmp_path), launch) is None
+
+
+def test_a_client_without_the_commands_of_the_engine_knows_a_job_by_its_store_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    where = JobStore(tmp_path / "a-1")
+    job = SubmittedJob(name="a-1", id="ab", recipe="r", files=(), workers="1", settings={}, submitted=NOW)
+    where.write_record("submitted.json", job)
+    where.begin_launch(JobLaunch(number=1, on="slurm", engine=SlurmSettings(), submitted=NOW))
+    where.write_status(1, FRESH)
+    assert read(where, NOW).state == "running"
+    assert read(where, NOW + 2 * FRESH_S).state == "silent"

@@ -12,8 +12,6 @@ from typing import Protocol
 
 import msgspec
 
-from trueline.errors import TruelineError
-
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """A process that lends room for `slots` workers to a job. `name` is unique for all time: JOB.LAUNCH.head or
@@ -85,12 +83,6 @@ class SubmissionReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     code: int | None = None
     """Exit code, where the scheduler knows it."""
-
-
-class EngineAway(TruelineError):
-    """The scheduler does not answer at the moment; a later call may succeed."""
-
-    code = "engine_away"
 
 
 class Scheduler(Protocol):

@@ -62,7 +62,7 @@ class PodmanSettings(EngineSettings, frozen=True, kw_only=True, tag="podman"):
 
 
 AnySettings = LocalSettings | SlurmSettings | PodmanSettings
-KINDS: Mapping[str, type[AnySettings]] = {"local": LocalSettings, "slurm": SlurmSettings, "podman": PodmanSettings}
+KINDS: Mapping[str, type[AnySettings]] = {"local": LocalSettings, "podman": PodmanSettings, "slurm": SlurmSettings}
 
 
 def parse_engine(on: str, tables: Mapping[str, Any], where: str = "trueline.toml") -> AnySettings:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trueline.engine.cluster.contract import EngineAway, Submission, SubmissionReport, SubmissionState, job_of
+from trueline.engine.cluster.contract import Submission, SubmissionReport, SubmissionState, job_of
 from trueline.engine.cluster.settings import SlurmSettings
 from trueline.engine.local.process import LIFELINE
-from trueline.errors import UsageError
+from trueline.errors import EngineAway, UsageError
 
 CALL_S = 20.0
 """How long a command may take; it usually takes 10 ms."""
@@ -156,8 +156,8 @@ def _call(*command: str, stdin: str = "") -> str:
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=CALL_S, check=False)
     except FileNotFoundError as error:
-        raise UsageError(
-            f"there is no {command[0]} in PATH", hint="submit from a machine of the cluster that has Slurm's commands"
+        raise EngineAway(
+            f"there is no {command[0]} in PATH", hint="use a machine of the cluster that has Slurm's commands"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise EngineAway(f"{command[0]} did not answer within {CALL_S:.0f} s", hint="try again") from error

@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import secrets
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from trueline import events, files
-from trueline.engine.cluster.contract import (
-    EngineAway,
-    Scheduler,
-    SubmissionReport,
-    SubmissionState,
-    make_group,
-    role_of,
-)
+from trueline.engine.cluster.contract import Scheduler, SubmissionReport, SubmissionState, make_group, role_of
 from trueline.engine.cluster.open import open_scheduler
-from trueline.engine.cluster.settings import AnySettings
+from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings
 from trueline.engine.hosts import folder as travel
-from trueline.errors import RecipeError, TrainError, UsageError, closest, join_names
+from trueline.errors import EngineAway, RecipeError, TrainError, UsageError, closest, join_names
 from trueline.storage.location import Location, is_remote, join_location, parse_location
 from trueline.train.cluster.commands import HEAD, describe_submission
 from trueline.train.cluster.store import HostStatus, JobLaunch, JobStore, LaunchEnd, LaunchStatus, Order, SubmittedJob
@@ -90,7 +84,7 @@ def submit(
         priority=priority, submitted=time.time(),
     )  # fmt: skip
     where = _add_job(store, name or base, job, code)
-    launch = JobLaunch(number=1, on=on, engine=engine, submitted=time.time())
+    launch = JobLaunch(number=1, on=on, engine=engine, machine=find_machine(engine), submitted=time.time())
     where.begin_launch(launch)
     remember(store)
     _submit_head(where, launch)
@@ -184,6 +178,11 @@ def _sum_core_hours(where: JobStore, launches: int) -> float:
     return sum(status.core_s for status in statuses if status is not None) / 3600
 
 
+def find_machine(engine: AnySettings) -> str:
+    """The name of this machine if the engine is one machine; empty: it is a cluster."""
+    return socket.gethostname() if isinstance(engine, LocalSettings | PodmanSettings) else ""
+
+
 class Listing(NamedTuple):
     """What the scheduler says of a launch. `hosts`: whether one runs, which could lead in the head's place."""
 
@@ -192,7 +191,9 @@ class Listing(NamedTuple):
 
 
 def list_launch(where: JobStore, launch: JobLaunch) -> Listing | None:
-    """None: the scheduler does not answer."""
+    """None: the scheduler does not answer, or is that of another machine."""
+    if launch.machine != find_machine(launch.engine):
+        return None
     try:
         listed = open_scheduler(launch.engine).list(make_group(where.read_job().unique_name, launch.number))
     except EngineAway:
@@ -304,9 +305,10 @@ def resume(where: JobStore, *, on: str = "", engine: AnySettings | None = None, 
         parse_workers(workers)
     if job.state == "dead":
         clear(where, before, why=job.why)
+    engine = engine if engine is not None else before.engine
     launch = JobLaunch(
-        number=before.number + 1, on=on or before.on, engine=engine if engine is not None else before.engine,
-        workers=workers or before.workers, submitted=time.time(),
+        number=before.number + 1, on=on or before.on, engine=engine, workers=workers or before.workers,
+        machine=find_machine(engine), submitted=time.time(),
     )  # fmt: skip
     if not where.begin_launch(launch):
         raise UsageError(f"another client resumes job '{job.name}' at this moment")

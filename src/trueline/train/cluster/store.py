@@ -56,6 +56,8 @@ class JobLaunch(msgspec.Struct, frozen=True, kw_only=True):
     engine: AnySettings
     workers: str = ""
     """Of a resumed job that gets others; empty: as before."""
+    machine: str = ""
+    """Name of the machine that has it, of an engine that is one machine."""
     submitted: float
 
 
