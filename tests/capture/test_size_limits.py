@@ -205,6 +205,17 @@ def test_a_free_size_without_a_guard_has_no_bound(tmp_path: Path) -> None:
     assert bundle.signature.dims["batch"] == Dim()
 
 
+class Cancels(nn.Module):
+    """Its answers are what rounding leaves of two nearly equal numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.tanhshrink(x * 0.01)
+
+
+def test_what_rounding_does_to_a_model_ends_no_claim_at_far_sizes(tmp_path: Path) -> None:
+    assert captured(Cancels, tmp_path / "b").signature.dims["batch"] == Dim()
+
+
 class Remainder(nn.Module):
     """A guard that holds at all small sizes, and at powers of two."""
 
