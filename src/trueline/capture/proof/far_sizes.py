@@ -7,6 +7,7 @@ position shows.
 """
 
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,6 +40,8 @@ MAX_BYTES = 1 << 27
 """Bytes of the largest tensor in one call."""
 NUMBERS = 12
 """Numbers of the user's code around which sizes are tried."""
+SHORT = 16
+"""Characters of a text that may be a key of sizes."""
 _MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -260,13 +263,16 @@ def _constants(code: CodeType) -> Iterator[Any]:
             yield constant
 
 
-def _numbers(values: Iterable[Any], *, deep: bool = True) -> Iterator[int]:
-    """Whole numbers among `values`, and inside of plain collections, with their lengths."""
+def _numbers(values: Iterable[Any], *, depth: int = 2) -> Iterator[int]:
+    """Whole numbers among `values`, those in short texts (`"33x64"`), and inside of plain collections, with their
+    lengths; a table by pairs of sizes has them one level deeper."""
     for value in values:
         if type(value) is int:
             yield value
-        elif (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and value.isdecimal()):
+        elif isinstance(value, float) and value.is_integer():
             yield int(value)
-        elif deep and type(value) in (list, tuple, dict, set, frozenset, range):
+        elif isinstance(value, str) and len(value) <= SHORT:
+            yield from map(int, re.findall("[0-9]+", value))
+        elif depth and type(value) in (list, tuple, dict, set, frozenset, range):
             yield len(value)
-            yield from _numbers(list(value)[:NUMBERS], deep=False)
+            yield from _numbers(list(value)[:NUMBERS], depth=depth - 1)
