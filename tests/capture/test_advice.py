@@ -39,6 +39,12 @@ def test_a_branch_on_values_is_told_from_one_on_sizes() -> None:
         ("m.py:3: if x.sum() > 0: (goes another way for 'a' than for 'b')", "it differs", "torch.where"),
         ("m.py:3: if x.any():", "Could not guard on data-dependent expression Eq(u0, 1)", "torch.where"),
         (f"m.py:3: for t in range(n): (another way, {OTHER_SIZES})", "it works for a 'length' of 5", "goes by a size"),
+        (
+            "m.py:3: return self.bag(ids, at) (goes another way for 'a' than for 'b')",
+            "on probe 'batch 2, at: -1': the eager model raises RuntimeError: offsets[0] has to be 0, and the program "
+            "answers",
+            "the model refuses these values",
+        ),
         ("m.py:3: self.n += 1", "the model keeps a state", "`trueline doctor` looks for a rewrite of that line"),
     ],
 )  # fmt: skip

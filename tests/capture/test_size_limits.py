@@ -206,6 +206,17 @@ def test_a_free_size_without_a_guard_has_no_bound(tmp_path: Path) -> None:
     assert bundle.signature.dims["batch"] == Dim()
 
 
+class Cancels(nn.Module):
+    """Its answers are what rounding leaves of two nearly equal numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.tanhshrink(x * 0.01)
+
+
+def test_what_rounding_does_to_a_model_ends_no_claim_at_far_sizes(tmp_path: Path) -> None:
+    assert captured(Cancels, tmp_path / "b").signature.dims["batch"] == Dim()
+
+
 class Remainder(nn.Module):
     """A guard that holds at all small sizes, and at powers of two."""
 
@@ -281,7 +292,25 @@ class Between(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("model", "batch", "length"), [(At, 93, 1871), (Between, 31, 400)])
+class Keyed(nn.Module):
+    """A table by two sizes: the trace looks up those of the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = {(33, 450): 2.0, (70, 11): 3.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales.get((x.shape[0], x.shape[1]), 1.0)
+
+
+class Spelt(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3 if f"{x.shape[0]}x{x.shape[1]}" == "33x450" else x
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "length"), [(At, 93, 1871), (Between, 31, 400), (Keyed, 33, 450), (Spelt, 33, 450)]
+)
 def test_two_sizes_that_agree_alone_are_compared_together(
     tmp_path: Path, model: type[nn.Module], batch: int, length: int
 ) -> None:

@@ -202,10 +202,17 @@ _BRANCHES = ("goes another way", "data-dependent", "DataDependent", "a number is
 
 
 def _advice(first: Attempt, proven: Sequence[Format]) -> str:
+    from trueline.capture.proof.prove import ANSWERS
     from trueline.capture.rung import OTHER_SIZES
 
     if first.hint:
         return first.hint
+    if ANSWERS in first.why:
+        return (
+            "the model refuses these values, no range of one input leaves them out, and the export lost the check: ask "
+            "for torch_export or torchscript, which may keep it, or check before the model; `trueline doctor` may turn "
+            "the check into a lookup that fails"
+        )
     if OTHER_SIZES in first.line and "ata-dependent" not in first.why:
         return (
             "that line goes by a size, and a program holds for all of them: `trueline doctor` looks for a rewrite "

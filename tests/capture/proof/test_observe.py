@@ -14,7 +14,7 @@ from trueline.bundle import open_bundle
 from trueline.bundle.values import Values
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof import narrowing, prove
+from trueline.capture.proof import limits, narrowing, prove
 from trueline.capture.proof.observe import Careful, find_parting, observe, watch_again
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.value_probes import make_value_probes
@@ -98,6 +98,21 @@ def test_a_program_that_goes_another_way_than_the_model_into_lapack_disagrees_an
     found = prove.judge(Traced(eager), seen)
     assert not found.proven
     assert "would get a value that is no number" in found.reason
+
+
+class RowCounts(nn.Module):
+    """Counts that are stacked: refused unless all rows have the same largest value, which is no range of values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.bincount(row, minlength=30) for row in x])
+
+
+def test_a_planted_count_takes_bounded_memory_and_no_program_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MEMORY_BYTES", (2**26,))
+    eager = EagerSession(RowCounts(), torch.tensor([[1, 29], [3, 4]]))
+    probes = [one for one in make_value_probes(eager.example, eager.signature) if one.value == 2**31]
+    seen = observe(eager, probes)
+    assert [(one.outputs, one.unsafe, "allocate" in one.error) for one in seen] == [(None, True, True)]
 
 
 def test_capturing_a_model_of_linear_algebra_goes_through(tmp_path: Path) -> None:

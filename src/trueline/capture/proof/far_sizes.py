@@ -7,10 +7,11 @@ position shows.
 """
 
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import CodeType, FunctionType
 from typing import Any
@@ -24,7 +25,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Edge, Event
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof.observe import Observation, observe_one
+from trueline.capture.proof.observe import Observation, observe_one, with_least_bounds
 from trueline.capture.proof.probes import Probe, counting, resize
 
 FIRST, LARGEST = 64, 4096
@@ -39,6 +40,8 @@ MAX_BYTES = 1 << 27
 """Bytes of the largest tensor in one call."""
 NUMBERS = 12
 """Numbers of the user's code around which sizes are tried."""
+SHORT = 16
+"""Characters of a text that may be a key of sizes."""
 _MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -166,6 +169,8 @@ class FarSizes:
             return None
         if any(word in seen.error for word in _MEMORY) or "MemoryError" in seen.error:
             return None
+        # where the usual tolerance is not enough, float64 tells how far rounding takes the model
+        seen = replace(with_least_bounds(self.eager, [seen])[0], bounds=None)
         return FarAnswer(seen=seen, edges=frozenset(edges), cost=(time.process_time() - started, memory.num_bytes))
 
     def _predict(self, symbol: str, size: int) -> tuple[float, float]:
@@ -258,13 +263,16 @@ def _constants(code: CodeType) -> Iterator[Any]:
             yield constant
 
 
-def _numbers(values: Iterable[Any], *, deep: bool = True) -> Iterator[int]:
-    """Whole numbers among `values`, and inside of plain collections, with their lengths."""
+def _numbers(values: Iterable[Any], *, depth: int = 2) -> Iterator[int]:
+    """Whole numbers among `values`, those in short texts (`"33x64"`), and inside of plain collections, with their
+    lengths; a table by pairs of sizes has them one level deeper."""
     for value in values:
         if type(value) is int:
             yield value
-        elif (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and value.isdecimal()):
+        elif isinstance(value, float) and value.is_integer():
             yield int(value)
-        elif deep and type(value) in (list, tuple, dict, set, frozenset, range):
+        elif isinstance(value, str) and len(value) <= SHORT:
+            yield from map(int, re.findall("[0-9]+", value))
+        elif depth and type(value) in (list, tuple, dict, set, frozenset, range):
             yield len(value)
-            yield from _numbers(list(value)[:NUMBERS], deep=False)
+            yield from _numbers(list(value)[:NUMBERS], depth=depth - 1)

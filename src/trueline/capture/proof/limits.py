@@ -29,3 +29,8 @@ def bounded_memory(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether `error` is that of an allocation that failed."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)

@@ -27,7 +27,7 @@ from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof import bounds
+from trueline.capture.proof import bounds, limits
 from trueline.capture.proof.bounds import Measures
 from trueline.capture.proof.probes import Probe
 from trueline.errors import CaptureError
@@ -57,8 +57,8 @@ class Observation:
     draws: Mapping[str, Array] | None = None
     """Many answers, stacked, of a model that draws random numbers; `outputs` is the first."""
     unsafe: bool = False
-    """Whether the model was stopped before an operator that would end the process, or in a loop that does not end: a
-    program would do the same on these values, and nothing could stop it."""
+    """Whether the model was stopped before an operator that would end the process, in a loop that does not end, or
+    where memory ends: a program would do the same on these values, and nothing could stop it."""
     bounds: Mapping[str, Bound] | None = None
     """How far a program's float outputs may be off."""
     warm: Sequence[Event] | None = None
@@ -208,7 +208,7 @@ def observe_one(
 ) -> Observation:
     """The model's answer on one probe, and its way, if it is `watched`; else the way is `first`."""
     unsafe = False
-    with code_paths.watch(ends=True) if watched else nullcontext(first or ()) as way, care(probe):
+    with code_paths.watch(ends=True) if watched else nullcontext(first or ()) as way, care(probe), _bound_memory(probe):
         try:
             outputs, error = eager.run(probe.inputs), ""
         except CaptureError as raised:
@@ -218,13 +218,19 @@ def observe_one(
         except Exception as raised:  # noqa: BLE001 - the user's forward on made-up values may raise anything
             first_line = str(raised).splitlines()[0] if str(raised) else ""
             outputs, error = None, f"raises {type(raised).__name__}: {first_line}"
-            unsafe = isinstance(raised, Unsafe | code_paths.Endless)
+            unsafe = isinstance(raised, Unsafe | code_paths.Endless) or limits.is_lack_of_memory(raised)
     return Observation(probe=probe, outputs=outputs, error=error, way=way, unsafe=unsafe)
 
 
 def care(probe: Probe) -> AbstractContextManager[object]:
     """Keeps values of `probe` that are not finite from LAPACK."""
     return Careful() if probe.wild else nullcontext()
+
+
+def _bound_memory(probe: Probe) -> AbstractContextManager[object]:
+    """A planted number may be a count: `bincount` of 2^31 would take all memory of the machine."""
+    counts = bool(probe.planted) and probe.inputs[probe.planted].dtype.kind in "iu"
+    return limits.bounded_memory(limits.MEMORY_BYTES[-1]) if counts else nullcontext()
 
 
 def hidden_state(observations: Sequence[Observation]) -> str:

@@ -27,6 +27,8 @@ Progress = Callable[[int, int], None]
 """Called with probes done and probes in all."""
 GIVEN_S = 1.0
 """Seconds of this thread for a first look at the exported program: each format then runs on all probes."""
+ANSWERS = ", and the program answers"
+"""Of a program where the model raises."""
 PACKAGES = ("trueline", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "numpy")
 
 
@@ -179,7 +181,7 @@ def _judge_refused(program: Session, seen: Observation) -> tuple[str, str]:
             program.run(seen.probe.inputs)
     except Exception:  # noqa: BLE001 - whatever a runtime raises: it refuses them too
         return "unanswered", refused
-    return "disagrees", f"{refused}, and the program answers"
+    return "disagrees", f"{refused}{ANSWERS}"
 
 
 def _run_guarded(probe: Probe, question: Callable[[], compare.Comparison]) -> compare.Comparison:

@@ -173,7 +173,7 @@ class _Ends:
             planted = array.copy()
             planted.reshape(-1)[place] = value
         error = _error(self._eager, {**inputs, self._spec.name: planted}, self._memory or 0)
-        self._lacked_memory |= isinstance(error, MemoryError) or "allocate memory" in str(error)
+        self._lacked_memory |= error is not None and limits.is_lack_of_memory(error)
         return error is None
 
 
