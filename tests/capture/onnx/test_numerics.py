@@ -111,7 +111,7 @@ def test_a_program_that_onnx_runtimes_sigmoid_spoils_is_emitted_with_the_formula
     random = np.random.default_rng(0)
     example = tuple(torch.from_numpy(random.standard_normal((3, 6)).astype(np.float32)) for _ in range(2))
     recipe = recipes.untrained(
-        lambda: Of(lambda x, y: F.linear(1 - torch.sigmoid(y + 10), torch.eye(6))), examples=lambda: example
+        lambda: Of(lambda x, y: F.linear(torch.sigmoid(y - 20), torch.eye(6))), examples=lambda: example
     )
     (onnx,) = capture(recipe, None, tmp_path / "b", formats=["onnx"]).programs
     assert "by their formula" in onnx.how
