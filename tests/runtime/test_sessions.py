@@ -58,6 +58,7 @@ def test_a_runtime_that_is_not_installed_is_named_with_the_line_that_installs_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "openvino", None)
+    openvino.open_core.cache_clear()
     signature = EagerSession(Mlp().eval(), torch.zeros(2, 8)).signature
     with pytest.raises(UsageError, match="OpenVINO is not installed") as refused:
         openvino.OpenVinoSession(tmp_path / "model.onnx", signature)

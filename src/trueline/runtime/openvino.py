@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 
+@cache
+def open_core() -> Any:
+    """OpenVINO, once in a process: when a Core goes, the threads of what it has compiled may run in a plugin that is
+    unloaded, which ends the process. Raises UsageError where it is not installed."""
+    try:
+        import openvino
+    except ImportError as error:
+        message = "OpenVINO is not installed, and this program needs it"
+        raise UsageError(message, hint="pip install 'trueline[openvino]'") from error
+    return openvino.Core()
+
+
 PRECISIONS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 
 
@@ -37,13 +50,8 @@ class OpenVinoSession:
     format = "openvino"
 
     def __init__(self, path: Path, signature: Signature, *, settings: SessionSettings = DEFAULTS) -> None:
-        try:
-            import openvino
-        except ImportError as error:
-            message = "OpenVINO is not installed, and this program needs it"
-            raise UsageError(message, hint="pip install 'trueline[openvino]'") from error
+        core = open_core()
         external_data.check(path)
-        core = openvino.Core()
         device = _device(core, settings)
         config: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": _precision(core, device, settings),

@@ -13,7 +13,7 @@ import onnx
 import onnxruntime
 
 from trueline.errors import BundleError, first_line
-from trueline.extras import naming_extras
+from trueline.runtime.openvino import open_core
 
 QUANTIZED = frozenset(
     """
@@ -47,7 +47,7 @@ class Kernels:
 
 def count_kernels(path: Path, format: str = "onnx") -> Kernels:
     """The kernels of the program at `path` once its runtime (ONNX Runtime, or OpenVINO for the format `openvino`) has
-    rewritten it for this machine. Raises BundleError, MissingPackage."""
+    rewritten it for this machine. Raises BundleError, UsageError where the runtime is not installed."""
     if format == "openvino":
         return _count_in_openvino(path)
     with tempfile.TemporaryDirectory() as folder:
@@ -70,10 +70,9 @@ def count_kernels(path: Path, format: str = "onnx") -> Kernels:
 
 
 def _count_in_openvino(path: Path) -> Kernels:
-    with naming_extras():
-        import openvino
+    core = open_core()
     try:
-        compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        compiled = core.compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     except Exception as error:
         raise BundleError(f"OpenVINO does not open it: {first_line(error)}") from error
     heavy = []
