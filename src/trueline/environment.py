@@ -27,6 +27,8 @@ OPTIONAL = (
     "torch", "pyarrow", "onnx", "onnxscript", "mlflow", "sqlalchemy", "pillow", "scikit-learn", "openvino",
     "transformers", "s3fs", "gcsfs", "captum", "cryptography", "opentelemetry-sdk", "array_record",
 )  # fmt: skip
+_SPARE = {"openvino"}
+"""Extras that the line does without: nobody is advised to install them."""
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|key|auth|cookie|signature")
 _SHOWN = re.compile(r"TRUELINE_|MLFLOW_|AWS_|GOOGLE_|AZURE_|OMP_|MKL_|CUDA_|NCCL_|GLOO_|(?i:https?_proxy|no_proxy)")
 STORES = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "FSSPEC_S3_ENDPOINT_URL")
@@ -95,7 +97,7 @@ def mask(name: str, value: str) -> str:
 
 def _advise(missing: Sequence[str]) -> str:
     modules = {"pillow": "PIL"}
-    extras = {EXTRA_OF[name] for one in missing if (name := modules.get(one, one)) in EXTRA_OF}
+    extras = {EXTRA_OF[name] for one in missing if (name := modules.get(one, one)) in EXTRA_OF} - _SPARE
     return (
         f"pip install 'trueline[{','.join(sorted(extras))}]' adds what is missing" if extras else "the line is complete"
     )
