@@ -28,7 +28,7 @@ OPTIONAL = (
     "transformers", "s3fs", "gcsfs", "captum", "cryptography", "opentelemetry-sdk", "array_record",
 )  # fmt: skip
 _SPARE = {"openvino"}
-"""Extras that the line does without: nobody is advised to install them."""
+"""Extras that the line does without; no advice names them."""
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|key|auth|cookie|signature")
 _SHOWN = re.compile(r"TRUELINE_|MLFLOW_|AWS_|GOOGLE_|AZURE_|OMP_|MKL_|CUDA_|NCCL_|GLOO_|(?i:https?_proxy|no_proxy)")
 STORES = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "FSSPEC_S3_ENDPOINT_URL")
