@@ -38,6 +38,7 @@ def weights_of(path: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_pruned_model_is_trained_proven_quantized_and_smaller(
     trained: compressible.Compressible, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ DEEP = RECIPE.replace(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_ready_student_is_taught_by_answers_and_outputs_inside_and_competes(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.py"
     recipe.write_text(DEEP)

@@ -111,6 +111,7 @@ def test_each_further_version_takes_its_weights_and_little_more_and_its_place_is
         assert memory([running.pid]) - one <= 1.2 * WEIGHT_BYTES + 2**20
 
 
+@pytest.mark.long
 def test_processes_have_weights_once_that_come_later_and_when_one_is_replaced(
     wide_and_thin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -726,6 +726,7 @@ def test_an_act_on_a_workflow_that_cannot_be_written_is_undone(store: Path, monk
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_processes(store: Path) -> None:
     state = str(store.parent / "served.json")
     workflows = store.parent / "workflows"
