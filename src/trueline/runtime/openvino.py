@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @cache
 def open_core() -> Any:
-    """OpenVINO, once in a process: when a Core goes, the threads of what it has compiled may run in a plugin that is
-    unloaded, which ends the process. Raises UsageError where it is not installed."""
+    """OpenVINO's Core, one in a process, which lives as long. With one for each program the process of the tests ended
+    with a segmentation fault some time later; why is not known. Raises UsageError where it is not installed."""
     try:
         import openvino
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What the page shows of the hosts is told when one changes."""
+"""The master emits an event for the page when a host comes, goes or is away."""
 
 from __future__ import annotations
 

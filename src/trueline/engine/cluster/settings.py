@@ -50,7 +50,7 @@ class PodmanSettings(EngineSettings, frozen=True, kw_only=True, tag="podman"):
     image: str = ""
     """With Python and Trueline; `python` names another one than python3 in it."""
     rootfs: str = ""
-    """Folder that stands for an image: `/` is this machine, whose files the container cannot change."""
+    """A root file system to run in place of an image. The container cannot change its files; `/` is this machine's."""
     capacity: int = 0
     """Slots of this machine for all jobs of the user; 0: its CPUs."""
     mounts: tuple[str, ...] = ()
