@@ -278,7 +278,7 @@ def _fit_all(claim: Signature, size: int) -> dict[str, int] | None:
             return None
         largest = max(broken.symbols, key=sizes.__getitem__)
         half = _at_most(sizes[largest] // 2, claim.dims[largest])
-        if half < max(claim.dims[largest].min, 1):
+        if half >= sizes[largest]:  # its least size breaks the guard, too
             return None
         sizes[largest] = half
     return sizes
