@@ -121,7 +121,8 @@ def test_an_lstm_that_is_an_answer_is_exact_where_its_gates_close(bidirectional:
 
 def sums(x: Tensor) -> Sequence[Tensor]:
     spectrum = torch.fft.rfft(x, dim=1)
-    return x.mean(1), x.sum((0, 1)), x.cumsum(1), spectrum.real, spectrum.abs(), x / x.std(1, keepdim=True)
+    norms = x.norm(dim=1), torch.linalg.vector_norm(x, 1, dim=1), F.adaptive_avg_pool1d(x.transpose(1, 2), 1)
+    return *norms, x.mean(1), x.sum((0, 1)), x.cumsum(1), spectrum.real, spectrum.abs(), x / x.std(1, keepdim=True)
 
 
 @cache
@@ -134,7 +135,32 @@ def test_rounding_does_not_grow_with_a_free_size(length: int) -> None:
     """Equal numbers round the same way at each addition; 1,000 is no power of two."""
     equal = torch.full((2, length, 4), 0.0129871) + torch.eye(4)[0] * torch.arange(length)[:, None] * 1e-3
     errors = far_from(sums, sums_as_onnx(), equal)
-    assert max(errors[:5]) < 4e-7, errors
+    assert max(errors[:8]) < 4e-7, errors
+
+
+def norms(x: Tensor) -> Sequence[Tensor]:
+    groups = torch.stack([x, 2 * x + 1, x - 3, x * x], 1)
+    scale, shift = torch.arange(1.0, 5.0).to(x), torch.arange(4.0).to(x)
+    return F.instance_norm(groups), F.group_norm(groups, 2, scale, shift), F.layer_norm(x, x.shape[1:])
+
+
+def test_a_norm_over_many_numbers_is_as_exact_as_that_over_few() -> None:
+    session = as_onnx(norms, (3, 16))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 8, generator=generator).repeat_interleave(1 << 13, 1)
+    for x in (rows, rows + 5, torch.randn(3, 7, generator=generator)):
+        assert max(far_from(norms, session, x)) < 2e-6, x.shape
+
+
+def test_a_norm_of_a_large_fixed_shape_is_exact_and_the_operator_stays_for_a_small_one() -> None:
+    def of(size: int) -> onnx.ModelProto:
+        program = torch.export.export(nn.LayerNorm([4, size]).eval(), (torch.rand(2, 4, size),))
+        return emit.translate(program, ["x"], ["y"]).model_proto
+
+    assert "LayerNormalization" in {node.op_type for node in of(64).graph.node}
+    session = onnxruntime.InferenceSession(of(1 << 14).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0)).repeat_interleave(1 << 11, 2)
+    assert max(far_from(lambda x: (F.layer_norm(x, x.shape[1:]),), session, x)) < 2e-6
 
 
 def test_deviations_and_magnitudes_of_tiny_numbers_are_not_lost() -> None:
