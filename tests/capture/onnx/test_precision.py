@@ -138,6 +138,19 @@ def test_rounding_does_not_grow_with_a_free_size(length: int) -> None:
     assert max(errors[:8]) < 4e-7, errors
 
 
+def extremes(x: Tensor) -> Sequence[Tensor]:
+    return x.amax(1), x.amin((1, 2)), x.max(), x.min(2).values, torch.where(x.abs().amax(1) < 3, 1.0, 2.0)
+
+
+def test_a_nan_at_any_place_is_the_largest_and_the_smallest_number_as_in_torch() -> None:
+    session = as_onnx(extremes, (2, 8, 4))
+    for place in range(24):
+        x = torch.linspace(-1, 1, 24).reshape(1, 6, 4).clone()
+        x.view(-1)[place] = torch.nan
+        for mine, torchs in zip(session.run(None, {"x": x.numpy()}), extremes(x), strict=True):
+            np.testing.assert_array_equal(mine, torchs.numpy())
+
+
 def norms(x: Tensor) -> Sequence[Tensor]:
     groups = torch.stack([x, 2 * x + 1, x - 3, x * x], 1)
     scale, shift = torch.arange(1.0, 5.0).to(x), torch.arange(4.0).to(x)

@@ -13,6 +13,10 @@ Sigmoids
     ONNX Runtime's is a polynomial: off by 2 % at -12, and 0 below -18. The formula takes its place, but before a layer
     whose sums hide its tail. A single addition hides nothing: a condition that is cast to a number may add zero.
 
+Largest and smallest numbers
+    A NaN is left out, unless it is the first, where torch's answer is NaN. The answer may only steer a loop, so that no
+    probe shows it.
+
 Each is computed in double, or by its formula; sums of a few stay, since probes see their error as it is.
 """
 
@@ -53,6 +57,8 @@ def compute_exactly(model: ir.Model) -> None:
                 _compute_in_double(node)
             elif node.op_type == "Sigmoid" and reaches_output(node):
                 _compute_by_formula(node)
+            elif node.op_type in ("ReduceMax", "ReduceMin"):
+                _keep_nan(node)
             elif node.op_type in _NORMALIZATIONS and _normalizes_many(node):
                 _normalize_by_formula(node)
 
@@ -119,6 +125,20 @@ def _compute_in_double(node: ir.Node) -> None:
     narrow = ir.node("Cast", [same.outputs[0]], attributes={"to": ir.DataType.FLOAT})
     narrow.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     _replace(node, [wide, same, narrow, *([ir.node("Sqrt", [narrow.outputs[0]])] if squares else [])])
+
+
+def _keep_nan(node: ir.Node) -> None:
+    types = ir.DataType.BOOL, ir.DataType.UINT8, ir.DataType.UINT8, ir.DataType.BOOL
+    torn = ir.node("IsNaN", [node.inputs[0]])
+    number = ir.node("Cast", [torn.outputs[0]], attributes={"to": ir.DataType.UINT8})
+    any_torn = ir.Node("", "ReduceMax", [number.outputs[0], *node.inputs[1:]], node.attributes.values())
+    steps = torn, number, any_torn, ir.node("Cast", [any_torn.outputs[0]], attributes={"to": ir.DataType.BOOL})
+    for one, kind in zip(steps, types, strict=True):
+        one.outputs[0].type = ir.TensorType(kind)
+    same = ir.Node(node.domain, node.op_type, list(node.inputs), node.attributes.values())
+    nan = ir.node("Constant", [], attributes={"value": ir.tensor(math.nan, dtype=ir.DataType.FLOAT)})
+    chosen = ir.node("Where", [steps[-1].outputs[0], nan.outputs[0], same.outputs[0]])
+    _replace(node, [*steps, same, nan, chosen])
 
 
 def _normalize_by_formula(node: ir.Node) -> None:
