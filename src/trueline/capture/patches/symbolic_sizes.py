@@ -116,8 +116,9 @@ def half_frequencies(size: Any, d: float = 1.0, *, dtype: Any = None, device: An
 
 def _per_sample(places: torch.Tensor, size: Any, d: float, dtype: Any) -> torch.Tensor:
     step = torch.ones((), dtype=torch.float64, device=places.device) / (size * d)
-    kind = dtype or torch.get_default_dtype()
-    return places.to(kind) * step.to(kind)
+    kind: torch.dtype = dtype or torch.get_default_dtype()
+    found: torch.Tensor = places.to(kind) * step.to(kind)
+    return found
 
 
 def _linspace(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
