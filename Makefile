@@ -106,7 +106,7 @@ patches: $(STAMP)  ## the workarounds for upstream defects: issue, versions, cos
 
 # Slurm: apt-get install slurmctld slurmd slurm-client munge; podman: apt-get install podman runc catatonit. Both as root.
 test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, podman, Slurm; skips have their reasons
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py tests/train/test_learner_jobs.py
 
 test-long: $(STAMP)  ## attacks and long variants, beside neighbours in the suite that try nearly the same
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-long -m long $(LONG); $(call SUMMARY,long)

@@ -70,7 +70,8 @@ def format_stored(store: str, jobs: Sequence[StoredJob], now: float) -> str:
     head = ("JOB", "ENGINE", "STATE", "STEP", "WORKERS", "LOSS", "CORE-H", "AGE", "WHY")
     rows = [
         (
-            job.name, job.engine, job.state, f"{job.step}/{job.total}" if job.total else "-", str(job.workers or "-"),
+            job.name, job.engine, job.state, f"{job.step}/{job.total}" if job.total else str(job.step or "-"),
+            str(job.workers or "-"),
             "-" if job.loss is None else f"{job.loss:.4g}", f"{job.core_h:.2f}", format_age(now - job.started),
             job.why[:100],
         )

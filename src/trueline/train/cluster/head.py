@@ -5,7 +5,6 @@ again: a client may have halted it while the head was queued.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
@@ -24,28 +23,13 @@ from trueline.engine.hosts import route
 from trueline.errors import JobStopped, StorageError, TruelineError, UsageError
 from trueline.train import api
 from trueline.train import settings as job_settings
+from trueline.train.cluster.address import find_address
 from trueline.train.cluster.commands import HEAD
 from trueline.train.cluster.duties import leading, note_start, restore_files
 from trueline.train.cluster.store import JobLaunch, JobStore, LaunchEnd, SubmittedJob
 from trueline.train.launch.launcher import LocalJob
 from trueline.train.launch.shutdown import describe_end
 from trueline.train.reasons import LEFT_OUT_EXIT
-
-_NO_ROUTE = "192.0.2.1"
-"""An address for documentation (RFC 5737): the route to it is the default route."""
-
-
-def find_address(interface: str) -> str:
-    """Where other hosts reach this one: at `interface`, else at the address of its name, else on its default route."""
-    if interface:
-        return route.find_interface_address(interface)
-    with contextlib.suppress(UsageError):
-        address = route.resolve(socket.gethostname())
-        if not address.startswith("127."):  # Debian gives a host's name 127.0.1.1
-            return address
-    with contextlib.suppress(UsageError):
-        return route.find_own_address(_NO_ROUTE)
-    return "127.0.0.1"
 
 
 def prepare_folder(store: JobStore, job: SubmittedJob, launch: JobLaunch, folder: Path) -> Path:
