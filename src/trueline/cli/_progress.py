@@ -85,6 +85,7 @@ _WORDS = {
     "group.waits": "  a process group of {size} has {has} members, of the learners {learners} ({key})",
     "data.fetching": "  {objects} objects of bucket {bucket} are fetched, {megabytes:.0f} MB",
     "results.delayed": "  results are not in their bucket yet: {why}",
+    "results.lost": "  results did not reach their bucket: {why}; they are in {where}",
     "ssh.lost": "  the ssh connection to {host} ended: {why}; again in {again_s:.0f} s",
     "ssh.refused": "  {host} does not take part: {why}",
     "host.joined": "  {host} joins with room for {cores} workers ({address})",

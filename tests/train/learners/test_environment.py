@@ -45,6 +45,12 @@ def test_every_variable_that_ffdl_gave_is_there_with_its_form(tmp_path):
     assert subprocess.run(["bash", "-c", shell], env=env, capture_output=True, text=True).stdout == "2\n"
 
 
+def test_the_python_of_ffdls_images_is_the_learners_python_where_it_is_missing(tmp_path):
+    asked = make(command="/opt/conda/bin/python -u x.py /opt/conda/bin/python.txt; ls /job/x")
+    command = make_environment(asked, "m-1-abc", 1, folders_of(asked, tmp_path))["TRAINING_COMMAND"]
+    assert command == f"python -u x.py /opt/conda/bin/python.txt; ls {tmp_path}/m-1/state/x"
+
+
 def test_folders_of_a_volume_are_those_of_the_host(tmp_path):
     store = DataStore(type="mount_volume", path=str(tmp_path / "cosdata"), data="in", results="out")
     found = folders_of(make(store=store), tmp_path)

@@ -30,8 +30,18 @@ def test_a_lost_learner_is_submitted_under_another_name():
     review([entry], {}, 0.0)
     enter_joined(entry)
     assert review([entry], {}, 99.0) == []
-    assert enter_lost(entry) == "learner-2"
+    assert enter_lost(entry, "its host is gone", 99.0) == "learner-2"
     assert review([entry], {}, 100.0) == [SubmitLearner(2, "learner-2-2")]
+
+
+def test_a_learner_that_goes_before_it_is_ready_waits_longer_each_time():
+    entry = LearnerEntry(2)
+    for failures in range(MOST_FAILURES):
+        now = 100.0 * failures
+        review([entry], {}, now)
+        enter_lost(entry, "its host is gone", now)
+        assert entry.retry_at - now == 2.0**failures
+    assert review([entry], {}, 999.0) == [GiveUp("learner 2 cannot be started: its host is gone")]
 
 
 def test_submissions_that_end_before_they_join_are_tried_later_each_time_and_then_given_up():

@@ -1,15 +1,18 @@
 """Containers of a manifest that are buckets of an object store: fetched before the training, results pushed during it.
 
-FfDL mounted them by a file system (s3fs). Here each is a folder, and objects are compared by size and time.
+FfDL mounted them by a file system (s3fs). Here each is a folder, and objects are compared by size and time. Results of
+a job whose store is an object store, and whose manifest names no place for them, go to that store the same way.
 """
 
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trueline.errors import DataError, MissingPackage
-from trueline.storage.object_store import describe_error, map_concurrently
-from trueline.train.learners.manifest.read import DataStore
+from trueline.errors import DataError, MissingPackage, TruelineError
+from trueline.storage.object_store import describe_error, map_concurrently, open_store
+from trueline.train.cluster.store import JobStore
+from trueline.train.learners.environment import LearnerFolders
+from trueline.train.learners.manifest.read import DataStore, FfdlManifest
 
 AT_ONCE = 16
 
@@ -33,7 +36,8 @@ def fetch_objects(fs: Any, prefix: str, folder: Path, note: Callable[[int, int],
     try:
         listed = {key: int(info["size"]) for key, info in fs.find(prefix, detail=True).items() if not key.endswith("/")}
     except FileNotFoundError:
-        listed = {}
+        bucket = prefix.partition("/")[0]
+        raise DataError(f"there is no bucket '{bucket}'", hint="make it, or correct data_stores") from None
     except Exception as error:  # noqa: BLE001 - the library of each store has exceptions of its own
         raise DataError(
             f"cannot list {prefix}: {describe_error(error)}", hint="see connection of data_stores"
@@ -89,3 +93,42 @@ class ResultsPush:
         except Exception as error:  # noqa: BLE001 - as above
             raise DataError(f"cannot write to {self._prefix}: {describe_error(error)}") from None
         return len(changed)
+
+
+class KeptContainers:
+    """The buckets of a learner's folders: those of its manifest, and its store's where that keeps the results."""
+
+    def __init__(self, store: JobStore, manifest: FfdlManifest, folders: LearnerFolders, training: str) -> None:
+        self._store, self._manifest, self._folders, self._training = store, manifest, folders, training
+        self._pushes: list[ResultsPush] = []
+
+    def fetch(self, note: Callable[..., None]) -> None:
+        """Fetches the data, and what an earlier start has left. Raises TruelineError."""
+        given = self._manifest.store
+        bucket = given if given is not None and not given.path else None
+        if bucket is not None and bucket.data:
+            fetch_objects(
+                open_bucket(bucket), bucket.data, self._folders.data,
+                lambda count, size: note("data.fetching", bucket=bucket.data, objects=count, megabytes=size / 1e6),
+            )  # fmt: skip
+        if bucket is not None and bucket.results:
+            self._keep_results(open_bucket(bucket), bucket.results)
+        elif not isinstance(self._store.where, Path) and not (given is not None and given.results):
+            fs, root = open_store(f"{self._store.where}/results")
+            self._keep_results(fs, root)
+
+    def _keep_results(self, fs: Any, top: str) -> None:
+        for folder, inside in ((self._folders.results, ""), (self._folders.checkpoints, "_wml_checkpoints/")):
+            prefix = f"{top.rstrip('/')}/{inside}{self._training}"
+            fetch_objects(fs, prefix, folder, lambda count, size: None)
+            self._pushes.append(ResultsPush(fs, folder, prefix))
+
+    def push(self) -> str:
+        """Pushes what is new; returns why some of it could not be pushed."""
+        why = ""
+        for one in self._pushes:
+            try:
+                one.push()
+            except TruelineError as error:
+                why = error.message
+        return why

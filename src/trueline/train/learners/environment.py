@@ -21,6 +21,8 @@ NAMESPACE = "default"
 SHELL = 'cd "$MODEL_DIR" || exit 1; export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD"; eval "$TRAINING_COMMAND"'
 """What a learner runs by bash, as FfDL's train.sh does."""
 MOST_TEXT = 1 << 20
+IMAGE_PYTHON = "/opt/conda/bin/python"
+"""Of FfDL's images, which some manifests name; where it is missing, `python` is meant."""
 _JOB = re.compile(r"(?<![\w./$}])/job(?=/)")
 
 
@@ -41,6 +43,9 @@ class LearnerFolders:
 
 def make_environment(manifest: FfdlManifest, training: str, number: int, folders: LearnerFolders) -> dict[str, str]:
     """`training`: the TRAINING_ID; `number`: the LEARNER_ID, from 1 on."""
+    command, _ = replace_job(manifest.command, folders.state)
+    if not Path(IMAGE_PYTHON).exists():
+        command = re.sub(rf"(?<!\S){IMAGE_PYTHON}(?=3?\s)", "python", command)
     prefix = f"learner-{training}"
     return {
         "MODEL_DIR": str(folders.model),
@@ -51,13 +56,12 @@ def make_environment(manifest: FfdlManifest, training: str, number: int, folders
         "JOB_STATE_DIR": str(folders.state),
         "LOG_DIR": str(folders.logs),
         "TRAINING_JOB": training,
-        "TRAINING_COMMAND": replace_job(manifest.command, folders.state)[0],
+        "TRAINING_COMMAND": command,
         "TRAINING_ID": training,
         "DLAAS_JOB_ID": training,
         "LEARNER_ID": str(number),
         "NUM_LEARNERS": str(manifest.learners),
         "GPU_COUNT": f"{manifest.gpus:.6f}",
-        "NUM_GPUS": str(max(1, int(manifest.gpus))),  # pytorch-launch-dist reads it
         "LEARNER_NAME_PREFIX": prefix,
         "DOWNWARD_API_POD_NAME": f"{prefix}-{number - 1}",
         "DOWNWARD_API_POD_NAMESPACE": NAMESPACE,

@@ -164,7 +164,7 @@ class LearnersHead:
     def _lose(self, link: LearnerLink, why: str) -> None:
         """Gives a learner up whose connection has ended."""
         plans.enter_loss(self._group, link.number, why, time.monotonic())
-        role = hosts.enter_lost(self._entries[link.number])
+        role = hosts.enter_lost(self._entries[link.number], why, time.monotonic())
         if self._end is None:
             self._emit("learner.lost", learner=link.number, why=why)
             if role and link.number > 1:

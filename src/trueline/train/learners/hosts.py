@@ -95,7 +95,11 @@ def enter_joined(entry: LearnerEntry) -> None:
     entry.joined, entry.failures = True, 0
 
 
-def enter_lost(entry: LearnerEntry) -> str:
-    """Notes that a learner is gone; returns the role of its submission, which is to be cancelled."""
-    role, entry.role, entry.joined = entry.role, "", False
+def enter_lost(entry: LearnerEntry, why: str, now: float) -> str:
+    """Notes that a learner is gone; returns the role of its submission, which is to be cancelled. One that goes before
+    it was ready may do so each time."""
+    role = entry.role
+    if not entry.joined:
+        fail(entry, why, now)
+    entry.role, entry.joined = "", False
     return role

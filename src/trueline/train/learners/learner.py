@@ -26,7 +26,7 @@ from trueline.engine.hosts.messages import CERTIFICATE_NAME
 from trueline.errors import StorageError, TruelineError, first_line
 from trueline.train.cluster.store import JobStore, JoinKit
 from trueline.train.learners import messages, places
-from trueline.train.learners.buckets import ResultsPush, fetch_objects, open_bucket
+from trueline.train.learners.buckets import KeptContainers
 from trueline.train.learners.curves import MetricSource
 from trueline.train.learners.environment import localize, make_environment
 from trueline.train.learners.manifest.read import FfdlManifest
@@ -36,6 +36,8 @@ from trueline.train.learners.scripts.relay import MemberRelay
 from trueline.train.learners.submission import read_stored_manifest
 
 POLL_S, METRICS_S, PUSH_S = 0.25, 1.0, 15.0
+LAST_PUSHES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Between attempts to push the last results to a bucket that does not answer."""
 LEAVE_S = 10.0
 """What SIGTERM leaves the script, as a notice."""
 
@@ -57,8 +59,11 @@ class LearnerHost:
         self._log = StoredLog(store, name, copies)
         self._command: LearnerCommand | None = None
         self._running: asyncio.Task[None] | None = None
-        self._pushes: list[ResultsPush] = []
+        self._containers = KeptContainers(store, self._manifest, self._folders, self._job.unique_name)
+        self._push_fault, self._finishing = "", False
         self._env: dict[str, str] = {}
+        self._master = ""
+        """Address of the head, beside which learner 1 runs."""
         self._source: MetricSource | None = None
 
     def prepare(self, address: str, note: Callable[..., None]) -> None:
@@ -81,7 +86,7 @@ class LearnerHost:
                 file.chmod(0o700)  # scripts are run, and modes do not travel
         if self._first:
             places.keep_code(folders.model, folders.results)
-            self._fetch_buckets(note)
+            self._containers.fetch(note)
         for path, count in localize(folders.model, folders.state):
             note("learner.localized", learner=self._number, file=path, places=count)
         given = make_environment(self._manifest, self._job.unique_name, self._number, folders)
@@ -96,30 +101,13 @@ class LearnerHost:
         first = (self._number - 1) * gpus
         return {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(first, first + gpus))}
 
-    def _fetch_buckets(self, note: Callable[..., None]) -> None:
-        given = self._manifest.store
-        if given is None or given.path:
-            return
-        fs, folders, name = open_bucket(given), self._folders, self._job.unique_name
-        if given.data:
-            fetch_objects(
-                fs, given.data, folders.data,
-                lambda count, size: note("data.fetching", bucket=given.data, objects=count, megabytes=size / 1e6),
-            )  # fmt: skip
-        if given.results:
-            places_of = {folders.results: f"{given.results}/{name}"}
-            places_of[folders.checkpoints] = f"{given.results}/_wml_checkpoints/{name}"
-            for folder, prefix in places_of.items():
-                fetch_objects(fs, prefix, folder, lambda count, size: None)
-                self._pushes.append(ResultsPush(fs, folder, prefix))
-
     async def serve(self, kit: JoinKit) -> str:
         """Runs the command when the master says so; returns why that is over."""
         context = ssl.create_default_context(cadata=kit.token.ca)
         host, port = route.split_address(kit.address)
         hello = messages.LearnerHello(token=kit.token.token, learner=self._number, role=self._role)
         reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=CERTIFICATE_NAME)
-        self._writer = writer
+        self._writer, self._master = writer, route.resolve(host)
         messages.send(writer, hello)
         address = str(writer.get_extra_info("sockname")[0])
         loop = asyncio.get_running_loop()
@@ -139,9 +127,10 @@ class LearnerHost:
                 return following.result()
         finally:
             await self._stop(0.0)
-            for task in (following, leaving, pulses):
+            for task in (following, leaving):
                 task.cancel()
             await self._finish()
+            pulses.cancel()
             writer.close()
 
     async def _follow(self, reader: asyncio.StreamReader, address: str, relay: MemberRelay) -> str:
@@ -187,21 +176,29 @@ class LearnerHost:
                 if now >= due["metrics"] and self._source is not None:
                     due["metrics"] = now + METRICS_S
                     self._source.poll()
-                if now >= due["push"] and self._pushes:
+                if now >= due["push"] and not self._finishing:
                     due["push"] = now + PUSH_S
                     await self._push()
 
-    async def _push(self) -> None:
-        for one in self._pushes:
-            try:
-                await asyncio.to_thread(one.push)
-            except TruelineError as error:
-                self._note("results.delayed", why=error.message)
+    async def _push(self) -> bool:
+        """False: the bucket did not take all, which is in the log once."""
+        why = await asyncio.to_thread(self._containers.push)
+        if why and why != self._push_fault:
+            self._note("results.delayed", why=why)
+        self._push_fault = why
+        return not why
 
     async def _finish(self) -> None:
+        self._finishing = True
         if self._source is not None:
             self._source.poll()
-        await self._push()
+        for wait_s in (*LAST_PUSHES_S, 0.0):
+            if await self._push():
+                break
+            await asyncio.sleep(wait_s)
+        else:
+            stay = str(self._folders.results) if self._shared else ""
+            self._note("results.lost", why=self._push_fault, where=stay or "nowhere")
         await asyncio.to_thread(self._log.flush, whole=True)
         with contextlib.suppress(OSError):
             await self._writer.drain()
@@ -213,6 +210,8 @@ class LearnerHost:
         if self._first:
             if not self._shared:
                 places.clear_state(self._folders.state)
+                if self._number > 1:  # what learner 1 writes into its own /job is not here
+                    (self._folders.state / places.RENDEZVOUS).write_text(f"{self._master}\n")
             latest = self._folders.state / "latest-log"
             with contextlib.suppress(OSError):
                 latest.unlink(missing_ok=True)

@@ -221,6 +221,28 @@ def _patch(module: Any) -> None:
         sys.modules["torch.distributed.c10d"] = module.c10d = module
     _patch_init(module)
     _patch_processes()
+    if any(word.startswith("torch.distributed.") for word in sys.orig_argv):
+        _hasten_launch()
+    _spell_local_rank()
+
+
+def _hasten_launch() -> None:
+    """The launcher of learner 1 waits five minutes at its end for those whose scripts sleep; the master ends them."""
+    api = importlib.import_module("torch.distributed.elastic.agent.server.api")
+    usual = api.SimpleElasticAgent._exit_barrier
+
+    def exit_barrier(self: Any) -> None:
+        self._exit_barrier_timeout = min(self._exit_barrier_timeout, 3.0)
+        usual(self)
+
+    api.SimpleElasticAgent._exit_barrier = exit_barrier
+
+
+def _spell_local_rank() -> None:
+    """torch.distributed.launch passes --local-rank since torch 2.0, and --local_rank before."""
+    with contextlib.suppress(OSError, IndexError), open(sys.argv[0], errors="replace") as file:
+        if "--local_rank" in file.read():
+            sys.argv[1:] = [word.replace("--local-rank=", "--local_rank=", 1) for word in sys.argv[1:]]
 
 
 def _patch_init(module: Any) -> None:
