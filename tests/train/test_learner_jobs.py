@@ -153,6 +153,22 @@ def test_a_member_that_fails_in_a_process_of_its_own_fails_the_job(client):
     assert "failed with exit code 1" in end.why
 
 
+def test_a_killed_member_is_a_death_although_its_parent_ends_well(client):
+    forking = (
+        "import runpy\nfrom torch.multiprocessing import Process\n"
+        "if __name__ == '__main__':\n"
+        "    p = Process(target=runpy.run_path, args=('train.py',))\n    p.start()\n    p.join()\n"
+    )
+    client.submit_command('python fork.py "0"', learners=2, train_py=GLOO, fork_py=forking)
+    client.wait_output(2, "rank 1 of 2")
+    client.kill_script(1)
+    client.wait_output(1, "rank 0 of 2", count=2)
+    why = next(fields["why"] for name, fields, _ in client.events() if name == "learners.restarting")
+    assert "left its process group without an end" in why or "signal 9" in why
+    client.run("halt", client.job)
+    client.expect_nothing_left()
+
+
 def test_a_learner_has_ffdls_environment_its_code_and_its_volume(client):
     (client.folder / "cosdata/in").mkdir(parents=True)
     (client.folder / "cosdata/in/data.txt").write_text("42")

@@ -95,10 +95,12 @@ def test_hostname_gives_the_address_that_other_learners_reach(tmp_path):
 
 def test_resources_are_those_of_each_learner():
     asked = make(learners=2, cpus=0.5, memory=10**9)
-    fitted, notes = fit_engine(LocalSettings(slots=7), asked)
+    fitted, notes = fit_engine(LocalSettings(slots=7, capacity=8), asked)
     assert (fitted.slots, fitted.memory_mb) == (1, 954)
     assert "pytorch" in notes[-1]
-    assert fit_engine(LocalSettings(slots=7, memory_mb=5), make())[0].slots == 7
+    assert fit_engine(LocalSettings(slots=7, capacity=8), make())[0].slots == 7
+    with pytest.raises(UsageError, match="2 learners with 16 CPUs each need 32 slots, and this machine has 8"):
+        fit_engine(LocalSettings(capacity=8), make(learners=2, cpus=15.5))
     slurm, _ = fit_engine(SlurmSettings(), make(cpus=4, gpus=2, gpu_type="a100"))
     assert (slurm.slots, slurm.options) == (4, ("--gres=gpu:a100:2",))
 

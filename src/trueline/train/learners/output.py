@@ -1,10 +1,11 @@
 """The log of a learner: in its own files at once, and in the store some moments later."""
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from trueline.errors import StorageError, TruelineError
+from trueline.errors import TruelineError
 from trueline.storage.location import is_remote
 from trueline.train.cluster.store import JobStore
 
@@ -21,6 +22,7 @@ class StoredLog:
         self._store, self._name, self._pending = store, f"logs/{name}.log", b""
         self._copies = list(copies)
         self._dropped = 0
+        self._changing, self._flushing = threading.Lock(), threading.Lock()
         self.every_s = REMOTE_S if is_remote(str(store.where)) else FLUSH_S
         for path in self._copies:
             with contextlib.suppress(OSError):
@@ -30,21 +32,26 @@ class StoredLog:
         for path in self._copies:
             with contextlib.suppress(OSError), path.open("ab") as file:  # a full disk ends no training
                 file.write(data)
-        room = MOST_PENDING - len(self._pending)
-        self._pending += data[:room]
-        self._dropped += max(0, len(data) - room)
+        with self._changing:
+            room = max(0, MOST_PENDING - len(self._pending))
+            self._pending += data[:room]
+            self._dropped += max(0, len(data) - room)
 
     def flush(self, *, whole: bool = False) -> None:
         """Appends what has come to the store; `whole`: a last line without an end too. A store that is away is tried
-        again later."""
-        end = len(self._pending) if whole else self._pending.rfind(b"\n") + 1
-        if not end:
-            return
-        data = self._pending[:end]
-        if self._dropped:
-            data += b"trueline: %d bytes are missing here: the store was away\n" % self._dropped
-        if whole and not data.endswith(b"\n"):
-            data += b"\n"
-        with contextlib.suppress(TruelineError, StorageError, OSError):
-            self._store.append(self._name, data)
-            self._pending, self._dropped = self._pending[end:], 0
+        again later. For any thread."""
+        with self._flushing:
+            with self._changing:
+                end = len(self._pending) if whole else self._pending.rfind(b"\n") + 1
+                data, self._pending = self._pending[:end], self._pending[end:]
+                dropped, self._dropped = self._dropped, 0
+            if not data:
+                return
+            shown = data if data.endswith(b"\n") else data + b"\n"
+            if dropped:
+                shown += b"trueline: %d bytes are missing here: the store was away\n" % dropped
+            try:
+                self._store.append(self._name, shown)
+            except (TruelineError, OSError):
+                with self._changing:
+                    self._pending, self._dropped = data + self._pending, self._dropped + dropped

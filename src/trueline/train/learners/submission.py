@@ -1,6 +1,7 @@
 """Submits a manifest: its model definition into the store, its resources to the engine."""
 
 import math
+import os
 import shutil
 import zipfile
 from collections.abc import Mapping
@@ -76,6 +77,8 @@ def submit_manifest(
     fitted, notes = fit_engine(engine, manifest)
     with TemporaryDirectory(prefix="trueline-") as scratch:
         code = unpack_model(model or path.parent, Path(scratch))
+        if (code / ".gitignore").is_file():
+            notes = (*notes, "the model definition travels without what its .gitignore names")
         where = operate.submit_code(
             code, base=name or manifest.name or path.resolve().parent.name, on=on, engine=fitted, store=store,
             workers=str(manifest.learners * fitted.slots), manifest=msgspec.to_builtins(manifest), priority=priority,
@@ -117,26 +120,34 @@ def fit_engine(engine: AnySettings, manifest: FfdlManifest) -> tuple[AnySettings
     memory_mb = -(-manifest.memory // (1 << 20)) if manifest.memory else engine.memory_mb
     fitted = msgspec.structs.replace(engine, slots=slots, memory_mb=memory_mb)
     gpus = math.ceil(manifest.gpus)
-    match fitted:
-        case SlurmSettings() if gpus:
-            kind = f"{manifest.gpu_type}:" if manifest.gpu_type else ""
-            fitted = msgspec.structs.replace(fitted, options=(*fitted.options, f"--gres=gpu:{kind}{gpus}"))
-        case LocalSettings() | PodmanSettings() if gpus:
-            here = sum(1 for _ in _GPUS.iterdir()) if _GPUS.is_dir() else 0
-            if gpus * manifest.learners > here:
-                raise UsageError(
-                    f"{manifest.learners} learners with {gpus} GPUs each need {gpus * manifest.learners}, "
-                    f"and this machine has {here or 'none'}",
-                    hint="train on its CPUs with --set gpus=0, or --on an engine that has them",
-                )
-        case _:
-            pass
+    if isinstance(fitted, SlurmSettings) and gpus:
+        kind = f"{manifest.gpu_type}:" if manifest.gpu_type else ""
+        fitted = msgspec.structs.replace(fitted, options=(*fitted.options, f"--gres=gpu:{kind}{gpus}"))
+    if isinstance(fitted, LocalSettings | PodmanSettings):
+        _expect_room(fitted, manifest.learners, gpus)
     if isinstance(fitted, PodmanSettings):
         fitted = _fit_podman(fitted, manifest)
     named = f"{manifest.framework} {manifest.framework_version}".strip()
     image = fitted.image if isinstance(fitted, PodmanSettings) else ""
     notes.append(f"framework: {named} runs with {image or 'the Python and the packages of the engine'}")
     return fitted, tuple(notes)
+
+
+def _expect_room(engine: LocalSettings | PodmanSettings, learners: int, gpus: int) -> None:
+    """Raises UsageError where all learners cannot be on this machine at once."""
+    here = sum(1 for _ in _GPUS.iterdir()) if _GPUS.is_dir() else 0
+    if gpus * learners > here:
+        raise UsageError(
+            f"{learners} learners with {gpus} GPUs each need {gpus * learners}, and this machine has {here or 'none'}",
+            hint="train on its CPUs with --set gpus=0, or --on an engine that has them",
+        )
+    capacity = engine.capacity or len(os.sched_getaffinity(0))
+    if engine.slots * learners > capacity:
+        raise UsageError(
+            f"{learners} learners with {engine.slots} CPUs each need {engine.slots * learners} slots, "
+            f"and this machine has {capacity}",
+            hint="say --set cpus=1 or --set learners=N, or set capacity in trueline.toml",
+        )
 
 
 def _fit_podman(engine: PodmanSettings, manifest: FfdlManifest) -> PodmanSettings:

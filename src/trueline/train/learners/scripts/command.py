@@ -85,11 +85,13 @@ class LearnerCommand:
         return code if code >= 0 else 128 - code
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """Starts the guard, from the thread with whose end it is to end."""
+        """Starts the guard, from the thread with whose end it is to end; in a session of its own, so that what kills
+        this process's group leaves the guard, which then ends all that is below it."""
         guard.adopt_orphans()
         return subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), "bash", "-c", SHELL],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self._env, cwd=self._cwd,
+            start_new_session=True,
         )  # fmt: skip
 
     async def _pass_output(self) -> None:

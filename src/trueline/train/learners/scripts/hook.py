@@ -11,6 +11,8 @@ its store takes the place of the file. So does `env://` where no MASTER_ADDR is 
     attach ──▶, then set, get, add, ...      of a store; a connection for each call that waits
 """
 
+from __future__ import annotations  # a learner's Python may be of 3.7
+
 import atexit
 import collections
 import contextlib
@@ -33,7 +35,7 @@ SHARED = ("/job/",)
 WAIT = timedelta(minutes=30)
 _LENGTH = struct.Struct("!I")
 _rounds: collections.Counter[str] = collections.Counter()
-_joined: list["_Connection"] = []
+_joined: list[_Connection] = []
 """Of this process: the groups that it is in, or wants to be in."""
 _stores: list[Any] = []
 """torch's C++ does not keep the Python part of a store."""
@@ -102,9 +104,8 @@ def _call_at_exit(function: Any) -> None:
 
 
 def _make_store(group: str, timeout: timedelta) -> Any:
-    from torch._C._distributed_c10d import Store
-
-    store = type("MasterStore", (_MasterStoreCalls, Store), {})()
+    base = importlib.import_module("torch.distributed").Store
+    store = type("MasterStore", (_MasterStoreCalls, base), {})()
     store.set_timeout(timeout)
     store.prepare(group)
     _stores.append(store)
@@ -221,7 +222,7 @@ def _patch(module: Any) -> None:
         sys.modules["torch.distributed.c10d"] = module.c10d = module
     _patch_init(module)
     _patch_processes()
-    if any(word.startswith("torch.distributed.") for word in sys.orig_argv):
+    if any(word.startswith("torch.distributed.") for word in getattr(sys, "orig_argv", ())):
         _hasten_launch()
     _spell_local_rank()
 
@@ -290,7 +291,10 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             usual(module)
-            _patch(module)
+            try:
+                _patch(module)
+            except (ImportError, AttributeError) as error:  # a torch without what is replaced
+                print(f"trueline: torch.distributed is as it was: {error}", file=sys.stderr)  # noqa: T201
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
