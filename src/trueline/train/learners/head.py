@@ -20,7 +20,6 @@ from typing import Any
 
 from trueline.engine.cluster.contract import Scheduler, SubmissionReport, make_group, make_name, role_of
 from trueline.engine.cluster.open import open_scheduler
-from trueline.engine.cluster.settings import LocalSettings, PodmanSettings
 from trueline.engine.local.process import LIFELINE
 from trueline.errors import TruelineError, UsageError
 from trueline.registry import event_file
@@ -68,8 +67,7 @@ class LearnersHead:
     async def run(self) -> plans.EndJob:
         """Leads the launch to its end. Raises TruelineError."""
         engine = self._launch.engine
-        machine = isinstance(engine, LocalSettings | PodmanSettings)
-        address = find_address(engine.interface or ("127.0.0.1" if machine else ""))
+        address = find_address(engine.interface or ("127.0.0.1" if self._launch.machine else ""))
         self._emit("head.started", host=socket.gethostname(), engine=self._launch.on)
         for note in self._manifest.notes:
             self._emit("manifest.noted", why=note)
