@@ -3,8 +3,8 @@
 A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step;
 from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again; how long `halt`
 takes, and `resume` with another number of workers on the next engine of the list; whether the parameters are those of a
-plain loop. Times are of the job's own events. Slurm has two nodes of its own; where an engine is not installed, the
-reason is printed. The last line is JSON.
+plain loop. Times are of the job's own events. Slurm and Ray have two nodes of their own; where an engine is not
+installed, the reason is printed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ from _table import mark, report
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
-from worlds import podman, slurm
+from worlds import podman, ray, slurm
 from worlds.clusters import Client
 from worlds.jobs import TINY, plain_loop
 from worlds.waiting import until
 
-ENGINES = ("local", "podman", "slurm")
+ENGINES = ("local", "podman", "ray", "slurm")
 STILL_S = 1.0
 """Between the end of a recovery and the next strike."""
 STEPS = 48
@@ -44,19 +44,25 @@ GOALS = {"first_step_s": 8.0, "kill_p95_s": 0.5, "host_s": 5.0, "full_s": 8.0, "
 @contextmanager
 def open_client(engines: list[str]) -> Iterator[Client]:
     folder = Path(tempfile.mkdtemp(prefix="tl-engines-"))
-    cluster = slurm.Slurm(folder / "slurm") if "slurm" in engines else None
     (folder / "containers.conf").write_text(podman.CONFIG)
     client = Client(folder, CONTAINERS_CONF=str(folder / "containers.conf"))
-    try:
-        if cluster is not None:
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        if "slurm" in engines:
+            cluster = slurm.Slurm(folder / "slurm")
+            stack.callback(cluster.stop)
             cluster.start()
             client.env |= cluster.env
+        if "ray" in engines:
+            nodes = ray.RayCluster(folder / "r")
+            stack.callback(nodes.stop)
+            nodes.start()
+            client.env |= {
+                "RAY_ADDRESS": nodes.address,
+                "PYTHONPATH": ray.add_packages(client.env.get("PYTHONPATH", "")),
+            }
+        stack.callback(client.close)
         yield client
-    finally:
-        client.close()
-        if cluster is not None:
-            cluster.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def worker_pids(client: Client) -> list[int]:
@@ -146,7 +152,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the strikes")
     parser.add_argument("--only", choices=ENGINES, action="append", help="one engine; repeatable")
     args = parser.parse_args()
-    lacks = {"local": "", "podman": podman.find_lack(), "slurm": slurm.find_lack()}
+    lacks = {"local": "", "podman": podman.find_lack(), "ray": ray.find_lack(), "slurm": slurm.find_lack()}
     engines = [name for name in args.only or ENGINES if not lacks[name]]
     for name in set(args.only or ENGINES) - {*engines}:
         print(f"skipped {name}: {lacks[name]}", file=sys.stderr)

@@ -24,6 +24,9 @@ BATCH, RECORDS = 30, 240
 ENGINES = """
 [engine.slurm]
 interface = "127.0.0.1"
+[engine.ray]
+interface = "127.0.0.1"
+env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE", "XDG_CACHE_HOME"]
 [engine.local]
 capacity = 4
 [engine.podman]
