@@ -250,6 +250,7 @@ def test_two_jobs_that_each_need_all_slots_both_end_in_the_order_of_their_priori
     assert ended[0] < ended[2] < ended[1]
 
 
+@pytest.mark.timeout(900)
 def test_ten_jobs_on_two_slots_start_by_priority_and_all_end(client):
     (client.folder / "trueline.toml").write_text("[engine.local]\ncapacity = 2\n")
     first = client.submit("local", "--workers", "2:2")
@@ -266,7 +267,7 @@ def test_ten_jobs_on_two_slots_start_by_priority_and_all_end(client):
         assert client.wait_end().outcome == "finished"
         assert client.count() == (8, 0, 0)
         names.append(client.unique)
-    started = (client.folder / "cache" / "trueline" / "local-engine").glob("*.run")
+    started = (client.folder / "cache" / "trueline" / "local-engine").glob("*.head.run")
     order = [one.name.removesuffix(".1.head.run") for one in sorted(started, key=os.path.getmtime)]
     assert order[1:] == [name for _, name in sorted(zip(jobs.values(), names, strict=True), reverse=True)]
 

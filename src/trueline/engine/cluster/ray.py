@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,9 @@ from trueline.errors import EngineAway, UsageError
 SOCKET = "TRUELINE_RAY"
 """Environment variable of a submission's process: the socket of the actor that keeps it."""
 CALL_S = 8.0
+RETRY_S = 5.0
+"""How long a cluster that did not answer is taken to be away."""
+_failures: dict[Path, tuple[EngineAway, float]] = {}
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -91,8 +95,15 @@ class RayScheduler:
         with files.hold_lock(path.with_suffix(".lock")):
             with suppress(OSError):  # another client was first
                 return dial(path)
+            failure, until = _failures.get(path, (None, 0.0))
+            if failure is not None and time.monotonic() < until:  # one failure for all jobs that are listed
+                raise failure
             path.unlink(missing_ok=True)
-            start_helper(self._settings.address, path)
+            try:
+                start_helper(self._settings.address, path)
+            except EngineAway as error:
+                _failures[path] = error, time.monotonic() + RETRY_S
+                raise
         return dial(path)
 
 
