@@ -3,8 +3,8 @@
 A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step;
 from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again; how long `halt`
 takes, and `resume` with another number of workers on the next engine of the list; whether the parameters are those of a
-plain loop. Times are of the job's own events. Slurm and Ray have two nodes of their own; where an engine is not
-installed, the reason is printed. The last line is JSON.
+plain loop; whether ten jobs on two slots start by priority. Times are of the job's own events. Slurm and Ray have two
+nodes of their own; where an engine is not installed, the reason is printed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -146,6 +146,28 @@ def measure_move(client: Client, engine: str, other: str) -> dict[str, Any]:
     return {"resume_s": resume_s, "resume_equal": equal and counted, "resumed_on": other}
 
 
+def measure_queue(client: Client) -> dict[str, Any]:
+    """Ten jobs of other priorities wait on this machine while one has its two slots."""
+    with (client.folder / "trueline.toml").open("a") as file:
+        file.write("[engine.local.two]\ncapacity = 2\n")
+    first = client.submit("local:two", "--workers", "2:2")
+    client.wait("step.applied")
+    waiting: dict[str, tuple[int, str]] = {}
+    for priority in (3, 9, 1, 7, 5, 8, 2, 10, 4, 6):
+        name = client.submit("local:two", "--workers", "1", "--priority", str(priority), epochs=1)
+        waiting[client.unique] = priority, name
+    began = time.time()
+    client.run("halt", first)
+    ended = []
+    for _, client.job in waiting.values():
+        ended.append(client.wait_end())
+    runs = Path(client.env["XDG_CACHE_HOME"], "trueline", "local-engine").glob("*.head.run")
+    names = [path.name.removesuffix(".1.head.run") for path in sorted(runs, key=os.path.getmtime)]
+    started = [waiting[name][0] for name in names if name in waiting]
+    in_order = started == sorted(started, reverse=True) and all(end.outcome == "finished" for end in ended)
+    return {"queue_in_order": in_order, "queue_s": max(end.ended for end in ended) - began}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="strikes on each engine; each fifth at a whole host")
@@ -163,6 +185,7 @@ def main() -> None:
             found[engine] = measure_strikes(client, engine, args.kills, dice)
             found[engine] |= measure_move(client, engine, engines[(number + 1) % len(engines)])
             until(lambda: not client.processes(), "the end of all processes")
+        queue = measure_queue(client) if "local" in engines else {}
     rows = [
         (f"{engine}: {name}", f"{figures[name]:.2f} s", f"<= {goal} s", "")
         for engine, figures in found.items() for name, goal in GOALS.items()
@@ -172,9 +195,12 @@ def main() -> None:
          f"{figures['kills']} workers and {figures['hosts_killed']} hosts killed")
         for engine, figures in found.items()
     ]  # fmt: skip
+    if queue:
+        order = "yes" if queue["queue_in_order"] else "no"
+        rows.append(("local: ten jobs on two slots by priority", order, "yes", f"{queue['queue_s']:.0f} s in all"))
     names = next(iter(found.values()), {})
     by_engine = {name: {engine: figures[name] for engine, figures in found.items()} for name in names}
-    report(["figure", "measured", "goal", "", ""], mark(rows), {"engines": engines, **by_engine})
+    report(["figure", "measured", "goal", "", ""], mark(rows), {"engines": engines, **by_engine, **queue})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ NEEDED = {
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of(name):
     if name in NEEDED:
-        pytest.importorskip(NEEDED[name], reason=f"{NEEDED[name]} is not installed: pip install 'trueline[{NEEDED[name]}]'")
+        needed = NEEDED[name]  # the name of its extra as well
+        pytest.importorskip(needed, reason=f"{needed} is not installed: pip install 'trueline[{needed}]'")
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0

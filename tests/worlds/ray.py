@@ -45,13 +45,18 @@ class RayCluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as held:
-            self.port = held.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+            self.port, self.client_port = one.getsockname()[1], two.getsockname()[1]
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def address(self) -> str:
         return f"{NODES['n1']}:{self.port}"
+
+    @property
+    def client_address(self) -> str:
+        """For a machine that is no node."""
+        return f"ray://{NODES['n1']}:{self.client_port}"
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +66,8 @@ class RayCluster:
     def start_node(self, node: str) -> None:
         """Each node has a resource of its name, which pins submissions to it."""
         first = [
-            "--head", f"--port={self.port}", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self.folder}",
+            "--head", f"--port={self.port}", f"--ray-client-server-port={self.client_port}", "--no-monitor",
+            "--include-dashboard=false", f"--temp-dir={self.folder}",
         ]  # fmt: skip
         command = [
             str(RAY), "start", *(first if node == "n1" else [f"--address={self.address}"]), "--block",

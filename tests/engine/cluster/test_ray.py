@@ -1,6 +1,7 @@
 """Ray: the shared suite on a real one with two nodes, what it reports in words, and what it does without us."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -141,7 +142,8 @@ def test_two_jobs_that_each_need_both_slots_of_a_node_never_each_hold_one(schedu
     first = scheduled.submit("head", POLITE, gang=2)
     scheduled.wait_ready(first)
     second = other.submit("head", "echo began", gang=2)
-    assert other.find(second).reason == "it waits for 2 times 1 CPU and 1 n1: 3 of the Ray cluster's 4 CPUs are free"
+    reason = until(lambda: "it waits" in (why := other.find(second).reason) and why, lambda: other.find(second))
+    assert re.fullmatch(r"it waits for 2 times 1 CPU and 1 n1: \d of the Ray cluster's 4 CPUs are free", reason)
     host = scheduled.submit("host-1", POLITE)
     scheduled.wait_ready(host)  # its job has it reserved
     assert other.find(second).state is QUEUED
@@ -152,8 +154,9 @@ def test_two_jobs_that_each_need_both_slots_of_a_node_never_each_hold_one(schedu
 
 
 def test_a_reservation_ends_with_the_launch_also_if_all_its_actors_were_killed(scheduled, ray):
-    count = "print(sum(one['state'] != 'REMOVED' for one in ray.util.placement_group_table().values()))"
     name = scheduled.submit("head", POLITE, gang=2)
+    own = f"one['name'] == '{scheduled.job}.1' and one['state'] != 'REMOVED'"
+    count = f"print(sum({own} for one in ray.util.placement_group_table().values()))"
     scheduled.wait_ready(name)
     assert python_of(ray, count) == "1\n"
     python_of(ray, f"ray.kill(ray.get_actor('{name}'))")
@@ -202,3 +205,14 @@ def test_a_submission_avoids_the_node_that_has_died(ray, settings, tmp_path):
         world.wait("power-1.1.host-2", ENDED)
     finally:
         ray.start_node("n2")
+
+
+def test_a_client_outside_of_the_cluster_submits_lists_reads_and_cancels_by_rays_client_port(ray, scheduled):
+    outside = RayScheduler(RaySettings(address=ray.client_address, resources=("n1=1",)))
+    world = Scheduled(outside, scheduled.folder, f"{scheduled.job}-outside")
+    name = world.submit("head", POLITE)
+    world.wait_ready(name)
+    assert scheduled.scheduler.list(f"{world.job}.1")[0].state is RUNNING
+    outside.cancel(name)
+    assert world.wait(name, ENDED).reason == "exit code 3"
+    assert b"left" in outside.read_log(name)
