@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +44,23 @@ GOALS = {"first_step_s": 8.0, "kill_p95_s": 0.5, "host_s": 5.0, "full_s": 8.0, "
 @contextmanager
 def open_client(engines: list[str]) -> Iterator[Client]:
     folder = Path(tempfile.mkdtemp(prefix="tl-engines-"))
+    clusters: dict[str, slurm.Slurm | ray.RayCluster] = {}
+    if "slurm" in engines:
+        clusters["slurm"] = slurm.Slurm(folder / "slurm")
+    if "ray" in engines:
+        clusters["ray"] = ray.RayCluster(folder / "r")  # the paths of its sockets have to be short
     (folder / "containers.conf").write_text(podman.CONFIG)
     client = Client(folder, CONTAINERS_CONF=str(folder / "containers.conf"))
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        if "slurm" in engines:
-            cluster = slurm.Slurm(folder / "slurm")
-            stack.callback(cluster.stop)
+    try:
+        for cluster in clusters.values():
             cluster.start()
             client.env |= cluster.env
-        if "ray" in engines:
-            nodes = ray.RayCluster(folder / "r")
-            stack.callback(nodes.stop)
-            nodes.start()
-            client.env |= {
-                "RAY_ADDRESS": nodes.address,
-                "PYTHONPATH": ray.add_packages(client.env.get("PYTHONPATH", "")),
-            }
-        stack.callback(client.close)
         yield client
+    finally:
+        client.close()
+        for cluster in clusters.values():
+            cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def worker_pids(client: Client) -> list[int]:

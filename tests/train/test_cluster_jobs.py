@@ -75,7 +75,7 @@ def podman_client(client):
 
 @pytest.fixture
 def ray_client(client, ray):
-    client.env |= {"RAY_ADDRESS": ray.address, "PYTHONPATH": rays.add_packages(client.env.get("PYTHONPATH", ""))}
+    client.env |= ray.env
     return client
 
 

@@ -54,6 +54,10 @@ class RayCluster:
         return f"{NODES['n1']}:{self.port}"
 
     @property
+    def env(self) -> dict[str, str]:
+        return {"RAY_ADDRESS": self.address, "PYTHONPATH": add_packages(os.environ.get("PYTHONPATH", ""))}
+
+    @property
     def client_address(self) -> str:
         """For a machine that is no node."""
         return f"ray://{NODES['n1']}:{self.client_port}"
