@@ -187,24 +187,16 @@ def test_a_controller_that_stands_still_is_no_refusal_and_what_runs_continues(sc
     assert scheduled.find(name).state is RUNNING
 
 
-def test_a_submission_avoids_the_node_that_has_died(ray, settings, tmp_path):
-    world = Scheduled(RayScheduler(RaySettings(address=ray.address)), tmp_path, job="power-1")
-    fill = Scheduled(RayScheduler(settings), tmp_path, job="fill-1")
-    kept = fill.submit("head", POLITE, slots=CPUS)
-    fill.wait_ready(kept)
-    lost = world.submit("host-1", POLITE)
-    world.wait_ready(lost)
-    fill.scheduler.cancel(kept, grace=False)
-    fill.wait(kept, ENDED)
-    ray.kill_node("n2")
-    try:
-        world.scheduler.cancel(lost, grace=False)  # as the head does once its lease has ended
-        world.wait_ready(world.submit("host-2", POLITE))
-        world.wait(lost, ENDED)
-        world.scheduler.cancel("power-1.1.host-2", grace=False)
-        world.wait("power-1.1.host-2", ENDED)
-    finally:
-        ray.start_node("n2")
+def test_a_node_that_did_not_answer_gets_the_next_submission_where_no_other_can_have_it(scheduled, ray):
+    name = scheduled.submit("host-1", f"echo $$ > {scheduled.folder}/pid; {POLITE}")
+    scheduled.wait_ready(name)
+    keeper = psutil.Process(read_pid(scheduled.folder)).parent()
+    keeper.suspend()
+    scheduled.scheduler.cancel(name, grace=False)
+    keeper.resume()
+    assert scheduled.wait(name, ENDED).reason == "given up: its node did not answer"
+    scheduled.wait_ready(scheduled.submit("host-2", POLITE))
+    until(lambda: not keeper.is_running(), "the end of the actor that was given up")
 
 
 def test_a_client_outside_of_the_cluster_submits_lists_reads_and_cancels_by_rays_client_port(ray, scheduled):
@@ -216,3 +208,21 @@ def test_a_client_outside_of_the_cluster_submits_lists_reads_and_cancels_by_rays
     outside.cancel(name)
     assert world.wait(name, ENDED).reason == "exit code 3"
     assert b"left" in outside.read_log(name)
+
+
+def test_a_submission_avoids_the_node_that_has_died(ray, settings, tmp_path):
+    """The last test: it takes a node from the cluster."""
+    world = Scheduled(RayScheduler(RaySettings(address=ray.address)), tmp_path, job="power-1")
+    fill = Scheduled(RayScheduler(settings), tmp_path, job="fill-1")
+    kept = fill.submit("head", POLITE, slots=CPUS)
+    fill.wait_ready(kept)
+    lost = world.submit("host-1", POLITE)
+    world.wait_ready(lost)
+    fill.scheduler.cancel(kept, grace=False)
+    fill.wait(kept, ENDED)
+    ray.kill_node("n2")
+    world.scheduler.cancel(lost, grace=False)  # as the head does once its lease has ended
+    world.wait_ready(world.submit("host-2", POLITE))
+    assert world.wait(lost, ENDED).reason == "given up: its node did not answer"
+    world.scheduler.cancel("power-1.1.host-2", grace=False)
+    world.wait("power-1.1.host-2", ENDED)

@@ -161,3 +161,9 @@ def has_room(need: Mapping[str, float], without: list[str]) -> bool:
     """Whether a node other than these has it free."""
     free = tables.available_resources_per_node()
     return any(count_fits(node, need) for number, node in free.items() if number not in without)
+
+
+def is_feasible(need: Mapping[str, float], without: list[str]) -> bool:
+    """Whether a node other than these could have it free one day."""
+    nodes = {one["NodeID"]: one["Resources"] for one in ray.nodes() if one["Alive"]}
+    return any(count_fits(node, need) for number, node in nodes.items() if number not in without)

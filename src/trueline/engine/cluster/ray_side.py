@@ -31,6 +31,7 @@ from trueline.engine.cluster.ray_records import (
     forget_old,
     group_of,
     has_room,
+    is_feasible,
     list_lost,
     list_names,
     read,
@@ -134,6 +135,7 @@ def _stop(name: str, actor: Any, grace: bool) -> None:
         if not grace:
             node = (read(f"{name}.start") or {}).get("node_id", "")
             write(f"lost.{node}", {"at": time.time()}, replace=True)
+            write(f"{name}.end", {"reason": "given up: its node did not answer", "at": time.time()})
             ray.kill(actor)
 
 
@@ -264,7 +266,9 @@ def _find_place(one: Record) -> tuple[Record, int]:
     moves it once it has noticed.
     """
     group, lost = group_of(one["name"]), list_lost()
-    beside = {"label_selector": {"ray.io/node-id": f"!in({','.join(lost)})"}} if lost else {}
+    beside: Record = {"label_selector": {"ray.io/node-id": f"!in({','.join(lost)})"}}
+    if not lost or not is_feasible(_find_need(one), lost):  # the selector stays when the node is back
+        beside = {}
     if _count_bundles(one) > 1 and _find_placement(group) is None:
         bundles = [_find_need(one)] * _count_bundles(one)
         ray.util.placement_group(bundles, strategy=one["strategy"], name=group, lifetime="detached")
