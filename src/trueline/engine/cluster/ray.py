@@ -25,7 +25,8 @@ from trueline.errors import EngineAway, UsageError
 
 SOCKET = "TRUELINE_RAY"
 """Environment variable of a submission's process: the socket of the actor that keeps it."""
-CALL_S = 8.0
+CALL_S, OUTSIDE_S = 8.0, 30.0
+"""How long a call may take, which usually takes milliseconds; by ray:// it is a task, which needs a worker of Ray."""
 RETRY_S = 5.0
 """How long a cluster that did not answer is taken to be away."""
 _failures: dict[Path, tuple[EngineAway, float]] = {}
@@ -71,13 +72,13 @@ class RayScheduler:
         """The answer of the helper. Raises EngineAway, UsageError if Ray refuses it for good."""
         try:
             with self._connect() as connection, connection.makefile("rw") as line:
+                connection.settimeout(self._patience_s)
                 line.write(json.dumps({"call": call, "given": given}) + "\n")
                 line.flush()
                 reply = json.loads(line.readline() or '{"away": "its connection has ended"}')
         except TimeoutError as error:
-            raise EngineAway(
-                f"Ray did not answer within {CALL_S:.0f} s", hint="try again; what runs continues"
-            ) from error
+            why = f"Ray did not answer within {self._patience_s:.0f} s"
+            raise EngineAway(why, hint="try again; what runs continues") from error
         except OSError as error:
             raise EngineAway(f"Ray does not answer: {error.strerror or error}", hint="try again") from error
         if "refused" in reply:
@@ -85,6 +86,10 @@ class RayScheduler:
         if "away" in reply:
             raise EngineAway(f"Ray does not answer: {reply['away']}", hint="try again; what runs continues")
         return reply["answer"]
+
+    @property
+    def _patience_s(self) -> float:
+        return OUTSIDE_S if self._settings.address.startswith("ray://") and SOCKET not in os.environ else CALL_S
 
     def _connect(self) -> socket.socket:
         if given := os.environ.get(SOCKET):
