@@ -25,6 +25,9 @@ MODULES = ("trueline.train.cluster.", "trueline.train.learners.")
 ENGINES = """
 [engine.slurm]
 interface = "127.0.0.1"
+[engine.ray]
+interface = "127.0.0.1"
+env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE", "XDG_CACHE_HOME"]
 [engine.local]
 capacity = 4
 [engine.podman]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trueline import files
 from trueline.engine.cluster.contract import Submission, make_name
-from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, SlurmSettings
+from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, RaySettings, SlurmSettings
 from trueline.train.cluster.store import JobLaunch, JobStore, SubmittedJob
 from trueline.train.settings import parse_workers
 
@@ -34,7 +34,7 @@ def _find_python(engine: AnySettings) -> str:
 
 
 def _find_log_folder(store: JobStore, launch: JobLaunch) -> Path:
-    if isinstance(launch.engine, SlurmSettings) and launch.engine.logs:
+    if isinstance(launch.engine, SlurmSettings | RaySettings) and launch.engine.logs:
         return Path(launch.engine.logs)
     if isinstance(store.where, Path):
         return store.where / "logs"

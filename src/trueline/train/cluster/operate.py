@@ -52,7 +52,13 @@ class StoredJob:
     loss: float | None = None
     checkpoint: int = 0
     core_h: float = 0.0
+    priority: int = 0
+    asked: str = ""
+    """MIN:MAX workers."""
     started: float
+    launched: float = 0.0
+    """When the newest launch was submitted."""
+    ended: float = 0.0
     store: str
     hosts: tuple[HostStatus, ...] = ()
 
@@ -162,7 +168,8 @@ def read(where: JobStore, now: float | None = None) -> StoredJob:
     state, why = judge(end, status, listing, now or time.time())
     shown = find_progress(where, launch.number)
     return StoredJob(
-        **common, state=state, why=why, engine=launch.on, launch=launch.number,
+        **common, state=state, why=why, engine=launch.on, launch=launch.number, launched=launch.submitted,
+        priority=job.priority, asked=launch.workers or job.workers, ended=end.ended if end is not None else 0.0,
         step=shown.step if shown else 0, total=shown.total if shown else 0,
         workers=status.workers if status is not None and state == "running" else 0,
         loss=status.loss if status else None, checkpoint=shown.checkpoint if shown else 0,
