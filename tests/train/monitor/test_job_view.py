@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.train.monitor import prometheus
-from trueline.train.monitor.charts import MAX_SPANS, Lanes, Point, Recent, Series
+from trueline.train.monitor.charts import MAX_SPANS, Lanes, Point, Recent, StepCurves
 from trueline.train.monitor.job_view import MAX_EVENTS, MAX_MEASURED, JobView
 from worlds import job_events
 
@@ -32,7 +32,7 @@ def step(number, **fields):
 
 @given(st.integers(1, 700), st.integers(2, 16))
 def test_a_curve_stays_small_and_loses_no_step_record_or_extreme(num, capacity):
-    series, chance = Series(capacity), random.Random(num)
+    series, chance = StepCurves(capacity), random.Random(num)
     losses = [chance.random() for _ in range(num)]
     for number, loss in enumerate(losses):
         series.add(Point(step=number, at=number, loss=loss, records=3, seconds=1.0))

@@ -15,7 +15,7 @@ from typing import Any
 
 from trueline.engine.contract import parse_ref
 from trueline.events import Field, render
-from trueline.train.monitor.charts import PHASES, WORKER, CumulativeHistogram, Lanes, Point, Recent, Series, finite
+from trueline.train.monitor.charts import PHASES, WORKER, CumulativeHistogram, Lanes, Point, Recent, StepCurves, finite
 from trueline.train.reasons import group_by_reason
 
 Fields = Mapping[str, Field]
@@ -76,7 +76,7 @@ class JobView:
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts
         self.changes = 0  # grows with every event
-        self.series, self.recent, self.lanes = Series(), Recent(), Lanes()
+        self.series, self.recent, self.lanes = StepCurves(), Recent(), Lanes()
         self.phase, self.why, self.hint = "starting", "", ""
         self.started_at = self.last_at = 0.0
         self.step = self.steps_applied = self.records = self.total = self.generation = self.workers = 0
