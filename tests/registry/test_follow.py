@@ -313,6 +313,10 @@ def test_registering_logs_a_job_that_nothing_followed_with_its_own_times_and_cur
     registry: Path, tmp_path: Path
 ) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
+    ended = {"pid": os.getpid(), "started": 1000.0, "ended": 1004.0, "outcome": "finished"}
+    (folder / "launcher.json").write_text(
+        json.dumps(ended)
+    )  # this process, as a notebook's kernel, trained and lives on
     bundles.scaled(tmp_path / "b.bundle")
     facts = RunFacts(params={"records": 32, "steps": 4}, job_dir=folder)
     version = register(tmp_path / "b.bundle", tracking_uri=uri(registry), run=facts)

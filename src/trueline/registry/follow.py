@@ -200,11 +200,14 @@ def _pump(follower: _Follower) -> str:
 
 
 def _alive(job_dir: Path) -> bool:
-    """Whether the job's launcher or master runs on this machine."""
+    """Whether the job's launcher or master runs on this machine. A launcher that has ended says so in its file; its
+    process may live on, as a notebook's kernel or `trueline ship`."""
     for name in ("launcher.json", "master.json"):
         with suppress(OSError, ValueError, KeyError):
-            os.kill(json.loads((job_dir / name).read_bytes())["pid"], 0)
-            return True
+            known = json.loads((job_dir / name).read_bytes())
+            os.kill(known["pid"], 0)
+            if not known.get("outcome"):
+                return True
     return False
 
 
