@@ -24,11 +24,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trueline import events, files
 from trueline.errors import DiskFull, RegistryError, TruelineError, UsageError
+from trueline.extras import translate
 from trueline.registry import mlflow_tracker
 from trueline.registry.curves import STATES, Curves, TrackedJob, Tracker, clock, read_events
 from trueline.registry.machine import MachineLoad
@@ -136,6 +138,19 @@ def open_tracker(
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"'{name}' is no tracker: {error}", hint="one of mlflow, wandb, module:function") from error
     return found
+
+
+def check_tracker(name: str) -> None:
+    """Whether `open_tracker` will find the tracker, without importing it: a job is not trained without what was asked
+    for. Raises UsageError, MissingPackage."""
+    module, _, function = name.partition(":")
+    known, hint = name == "mlflow" or name in _FAMILIAR, "one of mlflow, wandb, module:function"
+    package = name if known else module.partition(".")[0]
+    if not known and not (package and function):
+        raise UsageError(f"'{name}' is no tracker", hint=hint)
+    if PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
+        missing = translate(ModuleNotFoundError(name=package))
+        raise missing or UsageError(f"'{name}' is no tracker: there is no module '{package}'", hint=hint)
 
 
 def _file_name(tracker: str) -> str:
