@@ -141,8 +141,9 @@ def open_tracker(
 
 
 def check_tracker(name: str) -> None:
-    """Whether `open_tracker` will find the tracker, without importing it: a job is not trained without what was asked
-    for. Raises UsageError, MissingPackage."""
+    """Raises UsageError or MissingPackage, before a job begins, for a tracker that `open_tracker` would not find. Imports
+    nothing.
+    """
     module, _, function = name.partition(":")
     known, hint = name == "mlflow" or name in _FAMILIAR, "one of mlflow, wandb, module:function"
     package = name if known else module.partition(".")[0]
