@@ -35,6 +35,14 @@ def test_the_page_has_no_script_and_loads_nothing_and_a_name_is_never_markup(bun
     assert not re.search(r"<script|(src|href)=|url\(|https?://", page)
 
 
+def test_a_notebook_shows_a_bundle_as_a_table_and_no_name_as_markup(bundle: Bundle) -> None:
+    shown = bundle._repr_html_()
+    assert "<th>input</th><td>x FP32 [batch, 3]</td>" in shown
+    assert re.search(r"<th>onnx</th><td>proven on \d+ probes, served</td>", shown)
+    other = Bundle(path=bundle.path, manifest=msgspec.structs.replace(bundle.manifest, name="<b>"))
+    assert "<b>" not in other._repr_html_()
+
+
 def test_a_loss_curve_leaves_out_what_is_not_finite(bundle: Bundle) -> None:
     page = render(bundle, losses=[(0, 4.0), (1, float("nan")), (2, 2.0)])
     (points,) = re.findall(r'<polyline points="([^"]*)"', page)

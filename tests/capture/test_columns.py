@@ -13,6 +13,8 @@ import torch
 
 from trueline.batch.predict import predict
 from trueline.bundle import Bundle, open_bundle
+from trueline.bundle.describe import describe
+from trueline.bundle.report import render
 from trueline.bundle.schema import COLUMNS, RECORDS_CASE, FileEntry, encode, with_digest
 from trueline.capture.api import capture
 from trueline.checkpoint.checkpoint import load_model
@@ -41,6 +43,9 @@ def test_the_bundle_holds_columns_and_records_and_proves_them(folder: Path, bund
     assert bundle.lineage()["columns"] == columns.digest
     golden = next(one for one in bundle.golden() if one.case == RECORDS_CASE)
     assert len(bundle.golden_records()) == len(golden.inputs["city"]) == 5
+    assert "Columns of a record" in (page := render(bundle))
+    assert "Berlin, São Paulo, 東京; others are unseen" in page
+    assert "Berlin, São Paulo, 東京; others are unseen" in describe(bundle)
 
 
 def test_served_records_get_the_answer_of_the_eager_model(folder: Path, bundle: Bundle) -> None:

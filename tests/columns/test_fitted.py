@@ -28,9 +28,10 @@ def test_a_request_is_encoded_as_the_training_records_to_the_bit(seed: int) -> N
     made, other = fitted(table_of(0), DECLARED), table_of(seed + 10, 90)
     inputs, labels = made.encode_table(other)
     assert same(inputs, made.encode_rows(made.rows_of_table(other)))
-    assert list(inputs) == ["numbers", "city", "review", "review_mask"]
+    assert list(inputs) == ["numbers", "city", "review", "review_mask", "spent", "spent_mask"]
     assert [(array.dtype.name, array.shape) for array in inputs.values()] == [
         ("float32", (90, 3)), ("int64", (90,)), ("int64", (90, 4)), ("bool", (90, 4)),
+        ("float32", (90, 4)), ("bool", (90, 4)),
     ]  # fmt: skip
     assert labels.tolist() == [int(one == ">50K") for one in other["income"].to_pylist()]
 
@@ -101,7 +102,7 @@ def test_what_may_not_be_missing_is_refused_when_it_is() -> None:
 def test_a_label_that_training_did_not_have_is_an_error() -> None:
     made = fitted(table_of(), DECLARED)
     with pytest.raises(DataError, match="label 'income' of record 1 is 'much', expected one of the 2 classes"):
-        made.encode_table(table_of(1, 2).set_column(4, "income", pa.array(["<=50K", "much"])))
+        made.encode_table(table_of(1, 2).set_column(5, "income", pa.array(["<=50K", "much"])))
 
 
 def test_a_column_named_as_a_keyword_is_an_argument_of_a_model() -> None:

@@ -105,7 +105,7 @@ def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(sh
     assert run(["bundle", "inspect", "models:/digits@champion"]) == 0
     told = capsys.readouterr().out
     assert "proven  batch from 1 up" in told
-    assert "epochs 0 to 11 (12): 1437 records in 23 steps, each 1 to 1 times" in told
+    assert "epochs 0 to 11 (12): 1437 records in 23 steps, each once" in told
     for source in ("runs/digits-2", "runs/digits-2/digits.bundle"):
         out = Path(f"{Path(source).name}.jsonl")
         assert run(["predict", str(RECIPE), source, "--out", str(out), "-q"]) == 0

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from trueline.errors import RegistryError, UsageError
+from trueline.errors import MissingPackage, RegistryError, UsageError
 from trueline.registry import RunFacts, follow, register, store, wandb_tracker
 from trueline.registry.curves import MAX_POINTS, Curves, TrackedJob
 from trueline.registry.machine import MachineLoad
@@ -278,6 +278,26 @@ def test_a_store_that_is_away_is_asked_again_while_the_job_runs(
     follow.follow(folder, tracking_uri=uri(registry))
 
 
+def test_a_tracker_that_is_not_installed_is_named_before_a_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow.check_tracker("mlflow")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ours.py").write_text("raise RuntimeError('a check imports nothing')")
+    follow.check_tracker("ours:open_tracker")
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(MissingPackage, match="this needs the package wandb, which is not installed") as caught:
+        follow.check_tracker("wandb")
+    assert caught.value.hint == "pip install 'trueline[wandb]'"
+    for name, words in (
+        ("wandbb", "'wandbb' is no tracker"),
+        ("theirs:f", "there is no module 'theirs'"),
+        (":f", "no"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            follow.check_tracker(name)
+
+
 def test_only_one_process_follows_a_job_and_only_a_job(tmp_path: Path) -> None:
     folder = job(tmp_path / "digits-1")
     with follow._alone(folder), pytest.raises(UsageError, match=r"logs .*digits-1 to MLflow already"):
@@ -313,6 +333,10 @@ def test_registering_logs_a_job_that_nothing_followed_with_its_own_times_and_cur
     registry: Path, tmp_path: Path
 ) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
+    ended = {"pid": os.getpid(), "started": 1000.0, "ended": 1004.0, "outcome": "finished"}
+    (folder / "launcher.json").write_text(
+        json.dumps(ended)
+    )  # this process, as a notebook's kernel, trained and lives on
     bundles.scaled(tmp_path / "b.bundle")
     facts = RunFacts(params={"records": 32, "steps": 4}, job_dir=folder)
     version = register(tmp_path / "b.bundle", tracking_uri=uri(registry), run=facts)

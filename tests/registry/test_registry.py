@@ -185,16 +185,17 @@ def test_a_model_with_columns_takes_a_table_of_records_and_answers_as_the_server
         described = {one.name: (str(one.type), one.required) for one in model.metadata.get_input_schema().inputs}
         assert described["age"] == ("DataType.double", False)
         assert described["visits"] == ("Any", False)  # with empty cells, whole numbers or fractions
+        assert described["spent"] == ("Any", False)
         assert described["city"] == described["review"] == ("DataType.string", False)
         assert model.metadata.get_output_schema().input_names() == ["class", "probabilities"]
         with pytest.raises(RequestError, match="column 'visits' of record 0: expected a number, got the text 'many'"):
             model.predict(table.assign(visits="many"))
         version = client.get_model_version("income", "1")
         run = client.get_run(version.run_id)
-    assert "| columns | age, visits, city, review → income |" in version.description
+    assert "| columns | age, visits, city, review, spent → income |" in version.description
     (used,) = run.inputs.dataset_inputs
     names = [one["name"] for one in json.loads(used.dataset.schema)["mlflow_colspec"]]
-    assert names == ["age", "visits", "city", "review", "income"]
+    assert names == ["age", "visits", "city", "review", "spent", "income"]
 
 
 def test_the_pyfunc_takes_arrays_and_dicts_and_never_floats_for_integers(tmp_path: Path) -> None:

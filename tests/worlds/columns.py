@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from trueline.columns import Category, Label, Number, Text
+from trueline.columns import Category, Label, Number, Series, Text
 from trueline.columns.declared import Declared
 from trueline.columns.fit import fit
 from trueline.columns.fitted import FittedColumns
@@ -35,7 +35,8 @@ def table_of(seed: int = 0, count: int = 500) -> pa.Table:
     cities = [["Berlin", "São Paulo", "", None, "東京"][at] for at in random.integers(0, 5, count)]
     words = [" ".join(random.choice(["Good", "bad", "so-so", "né"], 3)) for _ in range(count)]
     labels = [[">50K", "<=50K"][at] for at in random.integers(0, 2, count)]
-    return pa.table({"age": ages, "visits": visits, "city": cities, "review": words, "income": labels})
+    spent = [[float(one) for one in random.normal(20, 5, random.integers(0, 6))] for _ in range(count)]
+    return pa.table({"age": ages, "visits": visits, "city": cities, "review": words, "spent": spent, "income": labels})
 
 
 DECLARED: dict[str, Declared] = {
@@ -43,6 +44,7 @@ DECLARED: dict[str, Declared] = {
     "visits": Number(missing="median", scale="minmax", indicator=True),
     "city": Category(),
     "review": Text(max_length=4),
+    "spent": Series(max_length=4),
     "income": Label(),
 }
 
@@ -59,11 +61,11 @@ class Model(nn.Module):
         super().__init__()
         self.city = nn.Embedding(columns["city"].size, 2)
         self.words = nn.Embedding(columns["review"].size, 3)
-        self.head = nn.Linear(columns.num_numbers + 5, columns.num_classes)
+        self.head = nn.Linear(columns.num_numbers + 9, columns.num_classes)
 
-    def forward(self, numbers: Any, city: Any, review: Any, review_mask: Any) -> Any:
+    def forward(self, numbers: Any, city: Any, review: Any, review_mask: Any, spent: Any, spent_mask: Any) -> Any:
         words = (self.words(review) * review_mask[..., None]).sum(1)
-        return self.head(torch.cat([numbers, self.city(city), words], dim=1))
+        return self.head(torch.cat([numbers, self.city(city), words, spent * spent_mask], dim=1))
 
 
 def recipe_in(folder: Path) -> Recipe:

@@ -31,6 +31,7 @@ from trueline.columns.encoders import (
     FittedImage,
     FittedLabel,
     FittedNumber,
+    FittedSeries,
     FittedText,
 )
 from trueline.columns.fitted import FittedColumns
@@ -145,7 +146,7 @@ def _check_fitted(fitted: FittedColumns, findings: _Findings) -> None:
         if one.missing:
             share = one.missing / fitted.records
             findings.add("note", one.name, f"no value in {one.missing} of {fitted.records} records ({share:.1%})")
-        if isinstance(one, FittedNumber) and one.low == one.high:
+        if isinstance(one, FittedNumber | FittedSeries) and one.low == one.high:
             findings.add("warning", one.name, f"is {one.low:g} in every record", "leave it out")
         if isinstance(one, FittedCategory) and len(one.values) < 2:
             findings.add("warning", one.name, f"has {len(one.values)} values that are not rare", "leave it out")
@@ -154,10 +155,13 @@ def _check_fitted(fitted: FittedColumns, findings: _Findings) -> None:
                 "warning", one.name, f"has {len(one.values)} different values in {fitted.records} records",
                 "an id tells a model nothing about new records; Category(rare=...) joins rare ones",
             )  # fmt: skip
-        if isinstance(one, FittedText) and one.cut > _CUT_SHARE * fitted.records:
-            share = one.cut / fitted.records
-            findings.add("warning", one.name, f"{share:.1%} of the texts are longer than {one.length} and are cut",
-                         f"Text(max_length={2 * one.length})")  # fmt: skip
+        if isinstance(one, FittedText | FittedSeries) and one.cut > _CUT_SHARE * fitted.records:
+            share, kind = one.cut / fitted.records, type(one.declared).__name__
+            called, longer = ("lists", one.longest) if isinstance(one, FittedSeries) else ("texts", 2 * one.length)
+            findings.add("warning", one.name, f"{share:.1%} of the {called} are longer than {one.length} and are cut",
+                         f"{kind}(max_length={longer})")  # fmt: skip
+        if isinstance(one, FittedSeries) and one.gaps:
+            findings.add("note", one.name, f"{one.gaps} of {fitted.records} lists have a gap inside, which is masked")
         if isinstance(one, FittedLabel) and one.counts and min(one.counts) * 100 < max(one.counts):
             rare = one.classes[int(np.argmin(one.counts))]
             findings.add("note", one.name, f"class '{rare}' has {min(one.counts)} of {fitted.records} records")

@@ -10,6 +10,7 @@ from trueline.bundle.guard_words import describe_guard
 from trueline.bundle.read import Bundle
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Dim, Signature, TensorSpec
+from trueline.columns.describe import HEAD, rows_of
 
 
 def describe(bundle: Bundle) -> str:
@@ -18,11 +19,11 @@ def describe(bundle: Bundle) -> str:
     parts = [
         _align([("bundle", manifest.name), ("digest", manifest.digest), ("created", manifest.created)]),
         "signature\n" + _align(_signature_rows(bundle), indent=2),
+        *_columns(bundle),
         "programs\n" + _align([*program_rows(bundle), *_note_rows(bundle)], indent=2),
         *_attempts(lineage.pop("attempts", None)),
         "evidence\n" + _align(_evidence_rows(bundle.evidence()), indent=2),
-        "golden records\n"
-        + _align([(golden.case, shapes_text(golden.inputs)) for golden in bundle.golden()], indent=2),
+        "golden records\n" + _align(golden_rows(bundle), indent=2),
         "lineage\n" + _align(lineage_rows(lineage), indent=2),
     ]
     return "\n\n".join(parts) + "\n"
@@ -164,19 +165,34 @@ def describe_loss(certified: Mapping[str, Any]) -> str:
     return f"{_REDUCTIONS.get(certified['reduction'], certified['reduction'])}{shards}"
 
 
+def _times(certified: Mapping[str, Any]) -> str:
+    low, high = certified["tally_min"], certified["tally_max"]
+    return "each once" if low == high == 1 else f"each {low} to {high} times"
+
+
 def _certificate_lines(certificates: Sequence[dict[str, Any]]) -> list[str]:
     """The certificates of the training job's epochs; epochs with equal ones share a line."""
     alike: dict[str, list[int]] = {}
     for one in certificates:
-        times = "counted by digest" if one["tally_min"] < 0 else f"each {one['tally_min']} to {one['tally_max']} times"
+        times = "counted by digest" if one["tally_min"] < 0 else _times(one)
         line = f"{one['records']} records in {one['steps']} steps, {times}, digest {one['digest']:06x}"
         line += f", loss: {describe_loss(one)}" if one.get("reduction") else ""
         alike.setdefault(line, []).append(one["epoch"])
     return [f"epochs {min(epochs)} to {max(epochs)} ({len(epochs)}): {line}" for line, epochs in alike.items()]
 
 
-def shapes_text(tensors: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {list(array.shape)}" for name, array in tensors.items())
+def _columns(bundle: Bundle) -> list[str]:
+    fitted = bundle.columns()
+    return [] if fitted is None else ["columns\n" + _align([HEAD, *rows_of(fitted)], indent=2)]
+
+
+def golden_rows(bundle: Bundle) -> list[tuple[str, ...]]:
+    """Each golden case with the shapes of its inputs, in the order of the signature."""
+    names = [spec.name for spec in bundle.signature.inputs]
+    return [
+        (one.case, ", ".join(f"{name} {list(one.inputs[name].shape)}" for name in names if name in one.inputs))
+        for one in bundle.golden()
+    ]
 
 
 def _align(rows: Sequence[tuple[str, ...]], *, indent: int = 0) -> str:

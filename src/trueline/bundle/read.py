@@ -13,6 +13,7 @@ import weakref
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -50,6 +51,18 @@ class Bundle:
     @property
     def signature(self) -> Signature:
         return self.manifest.signature
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. `trueline bundle report` writes the whole page."""
+        sides = (("input", self.signature.inputs), ("output", self.signature.outputs))
+        rows = [("bundle", self.name), ("digest", self.digest)]
+        for side, specs in sides:
+            rows += [(side, f"{one.name} {one.datatype} [{', '.join(map(str, one.shape))}]") for one in specs]
+        for one in self.manifest.programs:
+            served = ", served" if one.format == self.manifest.serve else ""
+            rows.append((one.format, f"{'proven' if one.proven else 'not proven'} on {one.probes} probes{served}"))
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+        return f"<table>{cells}</table>"
 
     def program(self, format: str | None = None) -> ProgramEntry:
         """The program in `format`, or the one to serve. Raises BundleError that lists the formats."""

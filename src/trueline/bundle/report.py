@@ -12,6 +12,7 @@ from trueline.bundle import describe
 from trueline.bundle.evaluation import EvaluationRecord
 from trueline.bundle.read import Bundle
 from trueline.bundle.schema import Evidence
+from trueline.columns.describe import HEAD, rows_of
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 620, 150, 56, 22
 _CSS = """
@@ -24,12 +25,14 @@ body { margin: 0; background: var(--back); color: var(--ink); font: 14px/1.5 sys
 main { max-width: 980px; margin: 0 auto; padding: 24px 16px 48px; }
 h1 { font-size: 22px; margin: 0 0 2px; } h2 { font-size: 16px; margin: 0 0 8px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: 14px 16px; margin-top: 16px; }
+  padding: 14px 16px; margin-top: 16px; overflow-x: auto; }
 .dim { color: var(--dim); } .good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--dim); } th, td { padding: 3px 18px 3px 0; vertical-align: top; }
-td:last-child { overflow-wrap: anywhere; } svg { width: 100%; max-width: 620px; height: auto; display: block; }
+td { white-space: nowrap; } td:last-child { white-space: normal; overflow-wrap: anywhere; min-width: 9em; }
+svg { width: 100%; min-width: 480px; max-width: 620px; height: auto; display: block; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--dim); } details summary { cursor: pointer; }
+.matrix td:last-child { min-width: 0; white-space: nowrap; }
 .matrix td, .matrix th { padding: 3px 8px; text-align: right; border: 1px solid var(--line); }
 code { font: 12px ui-monospace, monospace; overflow-wrap: anywhere; }
 """
@@ -58,13 +61,12 @@ def render(
         section(
             "Inputs and outputs", table(("", "name", "type", "shape"), tensors), f"<p>Proven for {text(proven)}.</p>"
         ),
+        *_columns(bundle),
         section("Programs", table(*_head_and_rows(describe.program_rows(bundle))), _list_refused(attempts)),
         section("Compared with the eager model", *_comparisons(evidence)),
         section(
             "Golden records",
-            table(
-                ("case", "inputs"), [(golden.case, describe.shapes_text(golden.inputs)) for golden in bundle.golden()]
-            ),
+            table(("case", "inputs"), describe.golden_rows(bundle)),
             "<p class=dim>A server replays them before it takes a request.</p>",
         ),
     ]
@@ -75,6 +77,11 @@ def render(
         parts.append(section("Evaluation", *_evaluation(evaluation, captured)))
     parts.append(section("Lineage", table(("", ""), describe.lineage_rows(lineage))))
     return document(manifest.name, f"{head}{''.join(parts)}")
+
+
+def _columns(bundle: Bundle) -> list[str]:
+    fitted = bundle.columns()
+    return [] if fitted is None else [section("Columns of a record", table(HEAD, rows_of(fitted)))]
 
 
 def document(title: str, content: str) -> str:
@@ -132,6 +139,7 @@ def _line_plot(points: Sequence[tuple[int, float]]) -> str:
     if not points:
         return "<p class=dim>no step has a finite loss</p>"
     low, high = min(value for _, value in points), max(value for _, value in points)
+    low = 0.0 if 0 <= low < high / 2 else low  # most losses end near zero, and a tick there is a short number
     x = scale(points[0][0], max(points[-1][0], points[0][0] + 1), LEFT, WIDTH - 8)
     y = scale(low, high if high > low else low + 1, HEIGHT - BOTTOM, 10)
     ticks = "".join(rule(y(value), f"{value:.3g}") for value in (low, (low + high) / 2, high))

@@ -1,6 +1,6 @@
 """Columns of records as users have them: declared in a recipe, fitted once on the training records, applied everywhere.
 
-    from trueline.columns import Category, Image, Label, Number, Text
+    from trueline.columns import Category, Image, Label, Number, Series, Text
 
     columns = {"age": Number(missing="mean"), "city": Category(), "review": Text(max_length=64), "income": Label()}
 
@@ -12,4 +12,5 @@ from trueline.columns.declared import Category as Category
 from trueline.columns.declared import Image as Image
 from trueline.columns.declared import Label as Label
 from trueline.columns.declared import Number as Number
+from trueline.columns.declared import Series as Series
 from trueline.columns.declared import Text as Text

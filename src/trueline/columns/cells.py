@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Floats = npt.NDArray[np.float64]
-ValueKind = Literal["text", "whole", "number", "boolean", "binary", "other"]
+ValueKind = Literal["text", "whole", "number", "boolean", "binary", "list", "other"]
 """What a column held when it was fitted; requests have to send the same."""
 NULL_SPELLINGS = frozenset(
     ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "N/A", "NA", "NULL",
@@ -31,7 +31,7 @@ NULL_SPELLINGS = frozenset(
 """Cells of CSV that are no value. Source: pyarrow.csv.ConvertOptions.null_values, with which CSV is read."""
 _EXPECTED = {
     "text": "text", "whole": "a whole number", "number": "a number", "boolean": "true or false",
-    "binary": "base64 text", "other": "text",
+    "binary": "base64 text", "other": "text", "list": "a list of numbers",
 }  # fmt: skip
 
 
@@ -49,7 +49,15 @@ def kind_of(dtype: pa.DataType) -> ValueKind:
         return "number"
     if pa.types.is_binary(inner) or pa.types.is_large_binary(inner) or pa.types.is_fixed_size_binary(inner):
         return "binary"
+    if is_list_type(inner) and kind_of(inner.value_type) in ("whole", "number"):
+        return "list"
     return "other"
+
+
+def is_list_type(dtype: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype))
 
 
 def category_key(value: object) -> str | None:
@@ -200,9 +208,13 @@ def cell_of_text(text: str, column: str, kind: ValueKind, row: int) -> object:
 
 
 def to_json(value: object) -> object:
-    """A cell of a table as JSON has it: base64 for bytes, null for NaN, text for dates and decimals of categories."""
+    """A cell of a table as JSON has it: base64 for bytes, null for NaN, lists as lists, text for other values."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, float) and math.isnan(value):
         return None
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [to_json(one) for one in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)

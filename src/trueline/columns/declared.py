@@ -4,6 +4,7 @@ Number     float32, together with all other Numbers the input `numbers` [n, numb
 Category   int64 [n]            0: no value, 1: a value that the training records do not have, 2...: its values
 Text       int64 [n, length]    0: padding, 1: an unknown word, 2...: words; with a mask bool [n, length]
 Image      float32 [n, channels, height, width]
+Series     float32 [n, length]          numbers of unequal length, filled up with `pad`; with a mask bool [n, length]
 Label      int64 [n] of classes, or float32 [n]
 """
 
@@ -122,6 +123,32 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, tag="image", tag_field="k
             yield f"std={self.std!r}, expected numbers above 0"
 
 
+class Series(msgspec.Struct, frozen=True, kw_only=True, tag="series", tag_field="kind", forbid_unknown_fields=True):
+    """A list of numbers, of another length in each record: a list of Parquet or JSON, or a text as CSV holds it, such
+    as `[1.5, 2, 3]` or `1.5 2 3`.
+
+    Numbers are scaled as those of `Number`, over all lists. Lists are cut at `max_length` and filled up with `pad`,
+    a number as the model sees it. With `mask` the model gets NAME_mask, true where a number is. An empty list is no
+    error. A list that is missing, and a gap inside of one, are padding, unless `missing="error"`.
+    """
+
+    max_length: int
+    scale: Scale = "standard"
+    pad: float = 0.0
+    mask: bool = True
+    missing: Literal["empty", "error"] = "empty"
+
+    def faults(self) -> Iterator[str]:
+        if not _is_count(self.max_length) or self.max_length > MAX_LENGTH:
+            yield f"max_length={self.max_length!r}, expected 1 to {MAX_LENGTH}"
+        if self.scale not in ("standard", "minmax", "none"):
+            yield f"scale={self.scale!r}, expected 'standard', 'minmax' or 'none'"
+        if isinstance(self.pad, bool) or not isinstance(self.pad, int | float) or not math.isfinite(self.pad):
+            yield f"pad={self.pad!r}, expected a finite number"
+        if self.missing not in ("empty", "error"):
+            yield f"missing={self.missing!r}, expected 'empty' or 'error'"
+
+
 class Label(msgspec.Struct, frozen=True, kw_only=True, tag="label", tag_field="kind", forbid_unknown_fields=True):
     """The answer to learn: classes by index, in sorted order; or, with `number`, a number, scaled as `scale` says.
 
@@ -145,8 +172,11 @@ class Label(msgspec.Struct, frozen=True, kw_only=True, tag="label", tag_field="k
             yield "classes are two or more different names, of a label that is no number"
 
 
-Declared: TypeAlias = Number | Category | Text | Image | Label
-KINDS: tuple[type[Any], ...] = (Number, Category, Text, Image, Label)
+Declared: TypeAlias = Number | Category | Text | Image | Series | Label
+KINDS: tuple[type[Any], ...] = (Number, Category, Text, Image, Series, Label)
+
+
+EXPECTED = "Number(), Category(), Text(), Image(), Series() or Label()"
 
 
 def _is_count(value: object) -> bool:
@@ -165,12 +195,12 @@ def input_name(column: str) -> str:
 
 
 def input_names(declared: Mapping[str, Declared]) -> list[str]:
-    """The model's keyword arguments, in order: `numbers` first, then each other column, a text's mask behind it."""
+    """The model's keyword arguments, in order: `numbers` first, then each other column, its mask behind it."""
     names = [NUMBERS] if any(isinstance(one, Number) for one in declared.values()) else []
     for column, one in declared.items():
-        if isinstance(one, Category | Text | Image):
+        if isinstance(one, Category | Text | Image | Series):
             names.append(input_name(column))
-        if isinstance(one, Text) and one.mask:
+        if isinstance(one, Text | Series) and one.mask:
             names.append(input_name(column) + MASK)
     return names
 
@@ -184,7 +214,7 @@ def find_faults(value: object) -> Iterator[str]:
     for name, one in value.items():
         if not isinstance(name, str) or not isinstance(one, KINDS):
             called = " (it needs brackets)" if one in KINDS else ""
-            yield f"columns[{name!r}] is {one!r}{called}, expected Number(), Category(), Text(), Image() or Label()"
+            yield f"columns[{name!r}] is {one!r}{called}, expected {EXPECTED}"
         else:
             yield from (f"columns[{name!r}]: {fault}" for fault in one.faults())
     sound = {name: one for name, one in value.items() if isinstance(name, str) and isinstance(one, KINDS)}

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from trueline.columns import cells
 from trueline.columns.cells import ValueKind
-from trueline.columns.declared import Category, Image, Label, Number, Text
+from trueline.columns.declared import Category, Image, Label, Number, Series, Text
+from trueline.columns.series import Lists, lists_of_array, lists_of_cells
 from trueline.errors import DataError, MissingValues, join_names
 
 Array = npt.NDArray[Any]
@@ -151,6 +152,41 @@ class FittedImage(_Fitted, frozen=True, tag="image"):
         return found
 
 
+class FittedSeries(_Fitted, frozen=True, tag="series"):
+    declared: Series
+    offset: float
+    factor: float
+    """The model gets (value - offset) / factor."""
+    low: float
+    high: float
+    longest: int
+    """Numbers in the longest list of the training records."""
+    cut: int = 0
+    """Training records whose list is longer than `max_length`."""
+    gaps: int = 0
+    """Training records with a gap inside of their list."""
+
+    @property
+    def length(self) -> int:
+        return self.declared.max_length
+
+    def encode_lists(self, lists: Lists) -> tuple[Array, Array]:
+        """float32 [n, length], and the mask bool [n, length]. Raises MissingValues, DataError."""
+        if self.declared.missing == "error":
+            self.refuse_missing(lists.absent | (lists.count_gaps() > 0))
+        values, mask = lists.pad(self.length, self.offset)
+        with np.errstate(over="ignore"):
+            scaled = ((values - self.offset) / self.factor).astype(np.float32)
+        scaled[~mask] = self.declared.pad
+        if not np.isfinite(scaled).all():
+            row, at = (int(one[0]) for one in np.nonzero(~np.isfinite(scaled)))
+            raise DataError(
+                f"column '{self.name}' of record {row}: {float(values[row, at])!r} at place {at} of the list is a "
+                "number that float32 cannot hold"
+            )
+        return scaled, mask
+
+
 class FittedLabel(_Fitted, frozen=True, tag="label"):
     declared: Label
     classes: tuple[str, ...] = ()
@@ -182,7 +218,7 @@ class FittedLabel(_Fitted, frozen=True, tag="label"):
         return ((values - self.offset) / self.factor).astype(np.float32)
 
 
-FittedColumn: TypeAlias = FittedNumber | FittedCategory | FittedText | FittedImage | FittedLabel
+FittedColumn: TypeAlias = FittedNumber | FittedCategory | FittedText | FittedImage | FittedSeries | FittedLabel
 
 
 def split_text(text: str, declared: Text) -> list[str]:
@@ -226,7 +262,7 @@ def decode_image(content: bytes, declared: Image, where: str) -> Array:
 
 def count_values(column: FittedColumn) -> int:
     """Numbers that one record becomes."""
-    if isinstance(column, FittedText):
+    if isinstance(column, FittedText | FittedSeries):
         return column.length * (2 if column.declared.mask else 1)
     if isinstance(column, FittedImage):
         height, width = column.declared.height_width
@@ -242,6 +278,8 @@ def encode_array(column: FittedColumn, array: Any) -> Any:
         return column.encode_texts(cells.texts_of_cells(array.to_pylist(), column.name))
     if isinstance(column, FittedImage):
         return column.encode_images(array.to_pylist())
+    if isinstance(column, FittedSeries):
+        return column.encode_lists(lists_of_array(array, column.name))
     if isinstance(column, FittedLabel) and column.declared.number:
         return column.encode_values(cells.numbers_of_array(array, column.name))
     if isinstance(column, FittedLabel):
@@ -254,6 +292,13 @@ def encode_array(column: FittedColumn, array: Any) -> Any:
     return found
 
 
+def json_of_cell(column: FittedColumn, value: Any) -> Any:
+    """A cell of a table as a request has it; a list that CSV has as text is a list again."""
+    if isinstance(column, FittedSeries) and isinstance(value, str) and value:
+        value = lists_of_cells([value], column.name).numbers.tolist()
+    return cells.to_json(value)
+
+
 def encode_cells(column: FittedColumn, values: Sequence[object]) -> Any:
     """The same of JSON's values. Raises DataError."""
     if isinstance(column, FittedNumber):
@@ -262,4 +307,6 @@ def encode_cells(column: FittedColumn, values: Sequence[object]) -> Any:
         return column.encode_texts(cells.texts_of_cells(values, column.name))
     if isinstance(column, FittedImage):
         return column.encode_images(cells.bytes_of_cells(values, column.name))
+    if isinstance(column, FittedSeries):
+        return column.encode_lists(lists_of_cells(values, column.name))
     return column.encode_keys(cells.keys_of_cells(values, column.name, column.type))

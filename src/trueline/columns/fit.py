@@ -15,23 +15,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trueline.columns import cells
-from trueline.columns.declared import Category, Declared, Image, Label, Number, Text
+from trueline.columns.declared import Category, Declared, Image, Label, Number, Series, Text
 from trueline.columns.encoders import (
     FittedCategory,
     FittedColumn,
     FittedImage,
     FittedLabel,
     FittedNumber,
+    FittedSeries,
     FittedText,
     split_text,
 )
 from trueline.columns.fitted import FittedColumns
 from trueline.columns.moments import ExactMoments, MedianSearch
+from trueline.columns.series import lists_of_array
 from trueline.errors import DataError, MissingValues, join_names
 
 MAX_CLASSES = 10_000
 """More different labels are taken for numbers that were declared as classes."""
 _NUMERIC = ("whole", "number", "boolean")
+_LISTS = "declare it as Series(max_length=...)"
 Tables = Callable[[Sequence[str]], Iterator[pa.Table]]
 """All training records in pieces, of the columns that are named; every call begins again."""
 
@@ -93,6 +96,7 @@ def _refuse_missing(name: str, one: Declared, count: int, records: int, first: i
     choices = {
         "number": 'Number(missing="mean"), "median" or a number',
         "category": 'Category(missing="own")', "text": 'Text(missing="empty", ...)',
+        "series": 'Series(missing="empty", ...)',
     }  # fmt: skip
     kind = type(one).__name__.lower()
     advice = f"correct the records, or declare what stands in its place: {choices[kind]}" if kind in choices else ""
@@ -127,7 +131,7 @@ def _begin(name: str, one: Declared, kind: cells.ValueKind) -> _Fit:
         if kind not in _NUMERIC:
             raise DataError(
                 f"column '{name}' is {kind}, expected numbers for {type(one).__name__}",
-                hint=f"declare it as {'Label()' if isinstance(one, Label) else 'Category() or Text()'}",
+                hint=f"declare it as {_alternative(one, kind)}",
             )
         return _NumberFit(name, one, kind)
     if isinstance(one, Text):
@@ -141,6 +145,14 @@ def _begin(name: str, one: Declared, kind: cells.ValueKind) -> _Fit:
                 hint="a folder of images with a folder for each class has the columns image and label",
             )
         return _ImageFit(name, one, kind)
+    if isinstance(one, Series):
+        if kind not in ("list", "text"):
+            raise DataError(f"column '{name}' holds {kind} values, expected lists of numbers for Series")
+        return _SeriesFit(name, one, kind)
+    if kind == "list":
+        raise DataError(
+            f"column '{name}' holds lists of numbers, which are no {type(one).__name__.lower()}", hint=_LISTS
+        )
     if kind == "binary":
         raise DataError(f"column '{name}' is binary, which is no category", hint="declare it as Image(size=...)")
     if isinstance(one, Label) and kind == "number":
@@ -149,6 +161,21 @@ def _begin(name: str, one: Declared, kind: cells.ValueKind) -> _Fit:
             hint=f'columns = {{"{name}": Label(number=True)}} learns a number',
         )
     return _CategoryFit(name, one, kind)
+
+
+def _alternative(one: Declared, kind: cells.ValueKind) -> str:
+    if kind == "list":
+        return "Series(max_length=...)"
+    return "Label()" if isinstance(one, Label) else "Category() or Text()"
+
+
+def _scale(scale: str, moments: ExactMoments) -> tuple[float, float]:
+    """What is subtracted from a number, and what divides it then."""
+    if scale == "standard":
+        return moments.mean, moments.deviation or 1.0
+    if scale == "minmax":
+        return moments.low, moments.high - moments.low or 1.0
+    return 0.0, 1.0
 
 
 class _NumberFit:
@@ -169,13 +196,9 @@ class _NumberFit:
         moments, declared = self._moments, self._declared
         if not moments.count:
             raise MissingValues(f"column '{self._name}' has no value in any record", hint="leave it out of columns")
-        offset, factor = 0.0, 1.0
-        if declared.scale == "standard":
-            offset, factor = moments.mean, moments.deviation
-        elif declared.scale == "minmax":
-            offset, factor = moments.low, moments.high - moments.low
+        offset, factor = _scale(declared.scale, moments)
         common: dict[str, Any] = {
-            "name": self._name, "type": self._kind, "missing": missing, "offset": offset, "factor": factor or 1.0,
+            "name": self._name, "type": self._kind, "missing": missing, "offset": offset, "factor": factor,
             "low": moments.low, "high": moments.high,
         }  # fmt: skip
         if isinstance(declared, Label):
@@ -255,3 +278,33 @@ class _ImageFit:
 
     def finish(self, missing: int) -> FittedColumn:
         return FittedImage(name=self._name, type=self._kind, missing=missing, declared=self._declared)
+
+
+class _SeriesFit:
+    def __init__(self, name: str, declared: Series, kind: cells.ValueKind) -> None:
+        self._name, self._declared, self._kind = name, declared, kind
+        self._moments = ExactMoments()
+        self._longest = self._cut = self._gaps = 0
+
+    def add(self, array: Any, offset: int) -> None:
+        lists = lists_of_array(array, self._name)
+        values, gaps = _finite(lists.numbers), lists.count_gaps() > 0
+        if gaps.any() and self._declared.missing == "error":
+            raise MissingValues(
+                f"column '{self._name}' has a gap inside of a list, first in row {offset + int(gaps.argmax()) + 1}",
+                hint='correct the records, or declare Series(missing="empty", ...), which masks gaps',
+            )
+        if len(values):
+            self._moments.add(values)
+        self._longest = max(self._longest, int(lists.sizes.max(initial=0)))
+        self._cut += int((lists.sizes > self._declared.max_length).sum())
+        self._gaps += int(gaps.sum())
+
+    def finish(self, missing: int) -> FittedColumn:
+        if not self._moments.count:
+            raise MissingValues(f"column '{self._name}' has no number in any record", hint="leave it out of columns")
+        offset, factor = _scale(self._declared.scale, self._moments)
+        return FittedSeries(
+            name=self._name, type=self._kind, missing=missing, declared=self._declared, offset=offset, factor=factor,
+            low=self._moments.low, high=self._moments.high, longest=self._longest, cut=self._cut, gaps=self._gaps,
+        )  # fmt: skip

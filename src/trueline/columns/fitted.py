@@ -22,10 +22,12 @@ from trueline.columns.encoders import (
     FittedImage,
     FittedLabel,
     FittedNumber,
+    FittedSeries,
     FittedText,
     count_values,
     encode_array,
     encode_cells,
+    json_of_cell,
 )
 from trueline.errors import BundleError, DataError, TruelineError, closest, join_names
 
@@ -121,15 +123,15 @@ class FittedColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def rows_of_table(self, table: pa.Table) -> list[dict[str, Any]]:
         """The records of `table` as JSON's values, without labels, from which `encode_rows` makes the same arrays."""
         rows = table.select(self.input_columns).to_pylist()
-        return [{name: cells.to_json(value) for name, value in row.items()} for row in rows]
+        return [{name: json_of_cell(self[name], value) for name, value in row.items()} for row in rows]
 
     def _join(self, arrays: Mapping[str, Any], *, labels: bool) -> tuple[dict[str, Array], Any]:
         numbers = [column for one in self.columns if isinstance(one, FittedNumber) for column in arrays[one.name]]
         inputs: dict[str, Array] = {NUMBERS: np.stack(numbers, axis=1)} if numbers else {}
         for one in self.columns:
-            if isinstance(one, FittedText):
-                ids, mask = arrays[one.name]
-                inputs[input_name(one.name)] = ids
+            if isinstance(one, FittedText | FittedSeries):
+                values, mask = arrays[one.name]
+                inputs[input_name(one.name)] = values
                 if one.declared.mask:
                     inputs[input_name(one.name) + MASK] = mask
             elif isinstance(one, FittedCategory | FittedImage):

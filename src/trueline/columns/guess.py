@@ -13,13 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from trueline.columns import cells
-from trueline.columns.declared import NUMBERS, Category, Declared, Label, Number, Text, input_names
+from trueline.columns.declared import NUMBERS, Category, Declared, Label, Number, Series, Text, input_names
 from trueline.columns.encoders import split_text
 from trueline.columns.fit import find_absent
+from trueline.columns.series import find_lists, lists_of_array
 from trueline.errors import DataError, closest, join_names
 
 COUNTED = 10_000
@@ -55,6 +57,9 @@ class _Seen:
         self.lengths, self.spaces = Counter[int](), 0
         """Texts by their number of words and signs; spaces between words in all of them."""
         self.low, self.high, self.infinite = math.inf, -math.inf, False
+        self.sizes = Counter[int]()
+        """Lists by the number of their numbers."""
+        self.has_lists = self.kind in ("text", "list")
 
     def add(self, array: Any) -> None:
         crowded, absent = len(self.values) > COUNTED, find_absent(array)
@@ -65,6 +70,8 @@ class _Seen:
                 self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
             except DataError:
                 self.infinite = True
+        if self.has_lists:
+            self._add_lists(array)
         if crowded or not (self.is_number or self.kind in ("text", "boolean")):
             return
         for entry in pc.value_counts(array).to_pylist():
@@ -74,6 +81,25 @@ class _Seen:
                 if self.kind == "text":
                     self.lengths[len(split_text(key, Text(max_length=1)))] += entry["counts"]
                     self.spaces += (len(key.split()) - 1) * entry["counts"]
+
+    def _add_lists(self, array: Any) -> None:
+        try:
+            is_text = self.kind == "text"
+            lists = find_lists(array.to_pylist(), self.name) if is_text else lists_of_array(array, self.name)
+        except DataError:
+            self.infinite = True
+            return
+        if lists is None:
+            self.has_lists = False
+            return
+        self.sizes.update(lists.sizes[~lists.absent].tolist())
+        finite = lists.numbers[~np.isnan(lists.numbers)]
+        if len(finite):
+            self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
+
+    @property
+    def is_series(self) -> bool:
+        return self.has_lists and self.low <= self.high
 
     @property
     def is_number(self) -> bool:
@@ -93,12 +119,17 @@ class _Seen:
 
     def words(self, share: float) -> int:
         """Words that `share` of the texts do not exceed."""
-        reached, wanted = 0, share * self.lengths.total()
-        for length in sorted(self.lengths):
-            reached += self.lengths[length]
-            if reached >= wanted:
-                return length
-        return 0
+        return _quantile(self.lengths, share)
+
+
+def _quantile(counted: Counter[int], share: float) -> int:
+    """The length that `share` of those counted do not exceed."""
+    reached, wanted = 0, share * counted.total()
+    for length in sorted(counted):
+        reached += counted[length]
+        if reached >= wanted:
+            return length
+    return 0
 
 
 def guess(
@@ -144,14 +175,21 @@ def guess_input(seen: _Seen) -> ColumnGuess:
     if seen.is_number:
         declared = Number(missing="mean", indicator=True) if seen.missing else Number()
         parts = [f"{seen.low:g} to {seen.high:g}", seen.gap()]
+    elif seen.is_series:
+        declared = Series(max_length=_round_length(_quantile(seen.sizes, 0.95)))
+        least, most = min(seen.sizes), max(seen.sizes)
+        parts = [f"lists of {least} to {most} numbers, {seen.low:g} to {seen.high:g}", seen.gap()]
     elif _is_prose(seen):
-        length = min(max(8, -(-seen.words(0.95) // 8) * 8), 256)
-        declared = Text(max_length=length)
+        declared = Text(max_length=_round_length(seen.words(0.95)))
         parts = [f"{seen.words(0.5)} words in half of the texts, {seen.words(1)} at most", seen.gap()]
     else:
         declared = Category(rare=2) if 1 in seen.values.values() and len(seen.values) > 2 else Category()
         parts = [seen.many, seen.gap(), seen.reason]
     return ColumnGuess(seen.name, declared, ", ".join(filter(None, parts)))
+
+
+def _round_length(length: int) -> int:
+    return min(max(8, -(-length // 8) * 8), 256)
 
 
 def _is_prose(seen: _Seen) -> bool:
@@ -179,7 +217,9 @@ def _objections(seen: _Seen) -> Iterator[str]:
         consecutive = seen.high - seen.low + 1 == seen.records - seen.missing
         if consecutive or _ID.search(seen.name):
             yield "it numbers the records, and so tells nothing about new ones"
-    if seen.kind == "text" and different > max(_FEW, counted // 2) and not _is_prose(seen):
+    if seen.kind == "list" and not seen.is_series:
+        yield "its lists hold no number"
+    if seen.kind == "text" and not seen.is_series and different > max(_FEW, counted // 2) and not _is_prose(seen):
         yield f"it has {seen.many} in {counted} records, and so tells little about new ones"
 
 
@@ -196,7 +236,7 @@ def guess_label(seen: _Seen) -> ColumnGuess:
         if seen.kind == "whole" and different <= MAX_CLASSES and different <= seen.records // 2:
             return ColumnGuess(seen.name, Label(), f"classes {_some(seen.values)}")
         return ColumnGuess(seen.name, Label(number=True, scale="standard"), f"{seen.low:g} to {seen.high:g}")
-    objection = next(_objections(seen), "")
+    objection = "it holds lists of numbers" if seen.kind == "list" else next(_objections(seen), "")
     if objection:
         raise DataError(f"'{seen.name}' cannot be the label: {objection}")
     return ColumnGuess(seen.name, Label(), f"classes {_some(seen.values)}")

@@ -10,7 +10,18 @@ import msgspec
 import pyarrow as pa
 
 from trueline import files
-from trueline.columns.declared import MASK, NUMBERS, Category, Declared, Label, Number, Text, input_name, input_names
+from trueline.columns.declared import (
+    MASK,
+    NUMBERS,
+    Category,
+    Declared,
+    Label,
+    Number,
+    Series,
+    Text,
+    input_name,
+    input_names,
+)
 from trueline.columns.guess import ColumnGuess, guess
 from trueline.data.missing import stream_tables
 from trueline.data.open import as_list, describe_uris, open_records
@@ -96,7 +107,7 @@ def write_source(name: str, guesses: Sequence[ColumnGuess], records: int) -> str
         epochs=min(max(2, round(_STEPS * batch / records)), 30),
         batch=batch,
         columns="\n".join(_write_columns(guesses)),
-        layers="\n".join(_write_layers(declared)),
+        layers="".join(f"{line}\n" for line in _write_layers(declared)),
         width=_write_width(declared),
         hidden=_HIDDEN,
         outputs=1 if numbers else "columns.num_classes",
@@ -148,6 +159,7 @@ def _write_width(declared: dict[str, Declared]) -> str:
     parts = ["columns.num_numbers"] if any(isinstance(one, Number) for one in declared.values()) else []
     fixed = sum(_CATEGORY_WIDTH for one in declared.values() if isinstance(one, Category))
     fixed += sum(_TEXT_WIDTH for one in declared.values() if isinstance(one, Text))
+    fixed += sum(2 * one.max_length for one in declared.values() if isinstance(one, Series))
     return " + ".join([*parts, *([str(fixed)] if fixed else [])])
 
 
@@ -159,5 +171,8 @@ def _write_parts(declared: dict[str, Declared]) -> Iterator[str]:
         name = input_name(column)
         if isinstance(one, Category):
             yield f"self.of_{name}({name})"
+        elif isinstance(one, Series):
+            yield name
+            yield f"{name}{MASK}.float()"
         elif isinstance(one, Text):  # the mean of the words that are there
             yield f"self.of_{name}({name}).sum(dim=1) / {name}{MASK}.sum(dim=1, keepdim=True).clamp(min=1)"

@@ -13,7 +13,7 @@ import numpy as np
 
 from trueline.bundle.read import Bundle
 from trueline.columns import answers
-from trueline.columns.encoders import FittedLabel
+from trueline.columns.encoders import FittedLabel, FittedSeries
 from trueline.errors import RegistryError
 from trueline.version import __version__
 
@@ -74,10 +74,11 @@ def _is_optional(column: FittedColumn) -> bool:
 
 def _type_of(column: FittedColumn) -> Any:
     """MLflow takes no whole numbers for `double` and no fractions for `long`, and pandas reads whole numbers as
-    fractions if a cell is empty: such a column has MLflow's type `any`, and is checked by the bundle alone."""
+    fractions if a cell is empty: such a column, and one of lists of numbers, has MLflow's type `any`, and is checked by
+    the bundle alone."""
     from mlflow.types.schema import AnyType
 
-    if column.type == "whole" and _is_optional(column):
+    if isinstance(column, FittedSeries) or (column.type == "whole" and _is_optional(column)):
         return AnyType()  # type: ignore[no-untyped-call]
     return {"whole": "long", "number": "double", "boolean": "boolean", "binary": "binary"}.get(column.type, "string")
 
@@ -111,7 +112,7 @@ def save_example(model: Model, bundle: Bundle, folder: Path) -> None:
             for one in fitted.columns
             if record.get(one.name) is not None
         }
-        if sum(len(value) for value in cells.values() if isinstance(value, str | bytes)) <= MAX_EXAMPLE:
+        if sum(len(value) for value in cells.values() if isinstance(value, str | bytes | list)) <= MAX_EXAMPLE:
             _save_example(model, pandas.DataFrame([cells]), str(folder))
         return
     smallest = min(bundle.golden(), key=lambda one: sum(array.size for array in one.inputs.values()))

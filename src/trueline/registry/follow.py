@@ -24,11 +24,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trueline import events, files
 from trueline.errors import DiskFull, RegistryError, TruelineError, UsageError
+from trueline.extras import translate
 from trueline.registry import mlflow_tracker
 from trueline.registry.curves import STATES, Curves, TrackedJob, Tracker, clock, read_events
 from trueline.registry.machine import MachineLoad
@@ -138,6 +140,20 @@ def open_tracker(
     return found
 
 
+def check_tracker(name: str) -> None:
+    """Raises UsageError or MissingPackage, before a job begins, for a tracker that `open_tracker` would not find. Imports
+    nothing.
+    """
+    module, _, function = name.partition(":")
+    known, hint = name == "mlflow" or name in _FAMILIAR, "one of mlflow, wandb, module:function"
+    package = name if known else module.partition(".")[0]
+    if not known and not (package and function):
+        raise UsageError(f"'{name}' is no tracker", hint=hint)
+    if PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
+        missing = translate(ModuleNotFoundError(name=package))
+        raise missing or UsageError(f"'{name}' is no tracker: there is no module '{package}'", hint=hint)
+
+
 def _file_name(tracker: str) -> str:
     """A tracker's name as that of its files in the job's folder."""
     return re.sub(r"\W+", "-", tracker)
@@ -200,11 +216,14 @@ def _pump(follower: _Follower) -> str:
 
 
 def _alive(job_dir: Path) -> bool:
-    """Whether the job's launcher or master runs on this machine."""
+    """Whether the job's launcher or master runs on this machine. A launcher that has ended says so in its file; its
+    process may live on, as a notebook's kernel or `trueline ship`."""
     for name in ("launcher.json", "master.json"):
         with suppress(OSError, ValueError, KeyError):
-            os.kill(json.loads((job_dir / name).read_bytes())["pid"], 0)
-            return True
+            known = json.loads((job_dir / name).read_bytes())
+            os.kill(known["pid"], 0)
+            if not known.get("outcome"):
+                return True
     return False
 
 

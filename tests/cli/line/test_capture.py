@@ -59,6 +59,8 @@ def test_a_recipe_without_a_checkpoint_is_an_error_that_says_what_to_do(
     assert "--no-checkpoint" in capsys.readouterr().err
     assert app.run(["capture", recipe, "runs/one", "--no-checkpoint"]) != 0
     assert "leave one of them out" in capsys.readouterr().err
+    assert app.run(["capture", f"{recipe}x"]) != 0
+    assert f"cannot read the recipe {recipe}x" in capsys.readouterr().err
     assert asked == []
 
 

@@ -250,6 +250,25 @@ def test_an_image_from_a_file_fills_the_tensor_of_a_model_that_takes_images(
 
 @pytest.mark.slow
 @needs_browser
+def test_an_image_from_a_file_and_a_list_of_numbers_fill_cells_of_a_record(
+    served: serve.RunningServer, page: browser.Page
+) -> None:
+    page.open(f"{served.url}/try", width=800)
+    page.until("document.querySelectorAll('details').length > 10")
+    page.ask("""(
+        body = make("textarea"), write(body, [{picture: "iVBORw0KGgo=", beats: [1, 2.5]}]),
+        [box, beats] = cells(body), beats.querySelector("input").value = "3, 4.5 fast",
+        beats.querySelector("input").dispatchEvent(new Event("input")),
+        given = new DataTransfer(), input = box.querySelector("input"),
+        given.items.add(new File([Uint8Array.of(255, 216, 255, 224)], "a.jpg")),
+        input.files = given.files, input.dispatchEvent(new Event("change")), true)""")
+    page.until("body.value.includes('/9j/')")
+    assert json.loads(page.ask("body.value")) == [{"picture": "/9j/4A==", "beats": [3, 4.5, "fast"]}]
+    assert page.ask("box.querySelector('img').getAttribute('src')") == "data:image/jpeg;base64,/9j/4A=="
+
+
+@pytest.mark.slow
+@needs_browser
 def test_the_page_of_the_management_port_asks_that_port(served: serve.RunningServer, page: browser.Page) -> None:
     page.open(f"{served.management_url}/try", width=800)
     page.until("document.querySelectorAll('details').length > 5")

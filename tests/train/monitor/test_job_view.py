@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.train.monitor import prometheus
-from trueline.train.monitor.charts import MAX_SPANS, Lanes, Point, Recent, Series
+from trueline.train.monitor.charts import MAX_SPANS, Lanes, Point, Recent, StepCurves
 from trueline.train.monitor.job_view import MAX_EVENTS, MAX_MEASURED, JobView
 from worlds import job_events
 
@@ -32,7 +32,7 @@ def step(number, **fields):
 
 @given(st.integers(1, 700), st.integers(2, 16))
 def test_a_curve_stays_small_and_loses_no_step_record_or_extreme(num, capacity):
-    series, chance = Series(capacity), random.Random(num)
+    series, chance = StepCurves(capacity), random.Random(num)
     losses = [chance.random() for _ in range(num)]
     for number, loss in enumerate(losses):
         series.add(Point(step=number, at=number, loss=loss, records=3, seconds=1.0))
@@ -299,3 +299,21 @@ def test_hosts_are_shown_as_the_master_described_them_last_and_are_no_line_of_th
     state = view.state(2)
     assert [host.get("state") for host in state["hosts"]] == [None, "away"]
     assert list(view.lines) == []
+
+
+def test_the_line_of_a_job_that_left_records_out_is_bad_and_its_counts_are_words():
+    events = [
+        ("job.started", {"job": "j", "workers": 2, "epochs": 1}, 1),
+        ("view.published", {"generation": 2, "workers": 1, "why": "worker-1.0 is gone"}, 2),
+    ]
+    whole = board_of([*events, ("job.finished", {}, 3)])
+    assert [(line[2], line[3]) for line in whole.lines] == [
+        ("the job starts: 2 workers, 1 epoch", ""),
+        ("generation 2: 1 worker (worker-1.0 is gone)", ""),
+        ("the job is finished", "good"),
+    ]
+    aside = ("record.set_aside", {"record": 77, "where": "a.csv", "why": "torn"}, 2)
+    assert [line[2:4] for line in board_of([*events, aside, ("job.finished", {}, 3)]).lines][-1] == [
+        "the job is finished without 1 record",
+        "bad",
+    ]

@@ -77,8 +77,13 @@ def parse_fault(text: str) -> Fault:
 def launch(prepare: Callable[..., Path], given: dict[str, Any]) -> Output:
     """Launches the job in the folder that `prepare` returns for the options `given`."""
     detach, mlflow, uri, trackers = (given.pop(name) for name in ("detach", "mlflow", "tracking_uri", "trackers"))
-    folder = prepare(**given)
     trackers = dict.fromkeys([*trackers, *(["mlflow"] if mlflow or uri else [])])
+    if trackers:
+        from trueline.registry.follow import check_tracker
+
+        for name in trackers:
+            check_tracker(name)
+    folder = prepare(**given)
     with contextlib.ExitStack() as tracking:
         for name in trackers:
             tracking.enter_context(_track(folder, name, uri, wait=not detach))
@@ -127,7 +132,9 @@ def _track(folder: Path, tracker: str, tracking_uri: str | None, *, wait: bool) 
     finally:
         if wait:
             try:
-                process.wait(TRACKER_WAIT_S)
+                if process.wait(TRACKER_WAIT_S):
+                    why = f"{log_of(folder, tracker)} has the reason"
+                    click.secho(f"warning: the job is not in {tracker} as a whole: {why}", fg="yellow", err=True)
             except subprocess.TimeoutExpired:
                 click.echo(f"{tracker} is slow: {log_of(folder, tracker)} shows its progress", err=True)
 

@@ -140,6 +140,8 @@ def _capture_recipe(recipe: str, checkpoint: str | None, given: dict[str, Any], 
     if given["inputs"] or given["trust"]:
         raise UsageError("--example and --trust are for a file; a recipe has its own examples and model")
     if checkpoint is None and not given["no_checkpoint"]:
+        if not Path(recipe).exists():
+            load_recipe(recipe)  # says that there is no such recipe
         raise UsageError(
             "name the checkpoint, the folder of the job that trained it, or a file of its weights",
             hint="if model() loads its own weights, add --no-checkpoint",

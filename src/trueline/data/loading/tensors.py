@@ -91,7 +91,8 @@ def _one_length(offsets: Any, name: str, what: str) -> int:
     if offsets.tobytes() != _even(count, length, first, offsets.dtype.char):
         lengths = np.diff(offsets)
         low, high = lengths.min(), lengths.max()
-        raise DataError(f"column '{name}' has {what} of several lengths, from {low} to {high}", hint=FEED)
+        series = f'declare columns = {{"{name}": Series(max_length={high}), ...}}, or ' if what == "lists" else ""
+        raise DataError(f"column '{name}' has {what} of several lengths, from {low} to {high}", hint=series + FEED)
     return length
 
 

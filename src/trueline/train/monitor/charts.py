@@ -1,7 +1,7 @@
 """What the live page draws of a job, of bounded size and pure: times are arguments, in seconds since 1970.
 
-**Series**: steps as curves, whose adjacent points merge as the job gets longer. **Lanes**: workers over time, a lane
-for each slot, a span for each life in it. Of many lives the two adjacent ones that take the least room merge.
+**StepCurves**: steps as curves, whose adjacent points merge as the job gets longer. **Lanes**: workers over time, a
+lane for each slot, a span for each life in it. Of many lives the two adjacent ones that take the least room merge.
 
     slot 0  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━▶        a life: started ─▶ ready ─▶ ended (died, left, finished)
     slot 1  ━━━━━━━━✕  ──━━━━━━━━━━━━━━━▶        ✕ a death; ── started and not ready yet
@@ -48,7 +48,7 @@ def merge(a: Point, b: Point) -> Point:
     )  # fmt: skip
 
 
-class Series:
+class StepCurves:
     """At most `capacity` points, each of `width` steps but for the last one."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:

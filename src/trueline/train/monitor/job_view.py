@@ -15,7 +15,7 @@ from typing import Any
 
 from trueline.engine.contract import parse_ref
 from trueline.events import Field, render
-from trueline.train.monitor.charts import PHASES, WORKER, CumulativeHistogram, Lanes, Point, Recent, Series, finite
+from trueline.train.monitor.charts import PHASES, WORKER, CumulativeHistogram, Lanes, Point, Recent, StepCurves, finite
 from trueline.train.reasons import group_by_reason
 
 Fields = Mapping[str, Field]
@@ -24,6 +24,7 @@ _STILL_S = 1.0
 _LOOK_BACK = 8
 """A line that one of the last eight repeats, apart from the worker's incarnation, is counted there."""
 _INCARNATION = re.compile(r"(?<=worker-)(\d+)\.\d+")
+_ONE = re.compile(r"(?<!\S)(1 (?:worker|epoch|parameter server))s")
 _CLEAN_EXIT = "exit code 0"  # how a worker ends that has left as planned
 _SILENT = {"step.applied", "worker.running", "worker.receiving", "worker.received", "group.released",
            "epoch.certified", "workers.measured", "checkpoint.saved", "evaluation.done",
@@ -45,6 +46,7 @@ _WORDS = {
     "record.set_aside": "record {record} ({where}) is set aside: {why}",
     "job.scaled": "from {before} to {workers} workers: {why}",
     "job.failed": "the job failed: {why}",
+    "job.started": "the job starts: {workers} workers, {epochs} epochs",
     "job.finished": "the job is finished",
     "servers.scaling": "from {before} to {servers} parameter servers: rows move",
     "servers.scaled": "{servers} parameter servers from now on",
@@ -76,7 +78,7 @@ class JobView:
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts
         self.changes = 0  # grows with every event
-        self.series, self.recent, self.lanes = Series(), Recent(), Lanes()
+        self.series, self.recent, self.lanes = StepCurves(), Recent(), Lanes()
         self.phase, self.why, self.hint = "starting", "", ""
         self.started_at = self.last_at = 0.0
         self.step = self.steps_applied = self.records = self.total = self.generation = self.workers = 0
@@ -125,7 +127,11 @@ class JobView:
             text = _WORDS[name].format(**fields)
         except (KeyError, ValueError):
             text = render(name, {key: value for key, value in fields.items() if key not in ("summary", "hint")})
+        text = _ONE.sub(r"\1", text)
         mood = "bad" if name in _BAD else "good" if name in _GOOD else ""
+        if name == "job.finished" and self.set_aside:
+            count = len(self.set_aside)
+            text, mood = f"the job is finished without {count} record{'s' if count > 1 else ''}", "bad"
         text, times = text[:400], 1
         kind = _INCARNATION.sub(r"\1", text)
         for line in list(self.lines)[-_LOOK_BACK:]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trueline import files
 from trueline.train.job_dir import JobDir, parse_events
-from trueline.train.monitor.charts import Point, Series
+from trueline.train.monitor.charts import Point, StepCurves
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 56, 28, 16
 _KEPT = (b'"step.applied"', b'"view.published"')
@@ -31,7 +31,7 @@ class Plot:
 
 def plot_job(job_dir: Path) -> Plot:
     """The loss of each step of the job in `job_dir`, with a line at each change of its workers."""
-    series, changes, step = Series(), list[tuple[int, str]](), 0
+    series, changes, step = StepCurves(), list[tuple[int, str]](), 0
     with JobDir(job_dir).events.open("rb") as lines:
         for name, fields, at in parse_events(line for line in lines if any(kept in line for kept in _KEPT)):
             if name == "step.applied":
