@@ -3,8 +3,8 @@
 A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step;
 from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again; how long `halt`
 takes, and `resume` with another number of workers on the next engine of the list; whether the parameters are those of a
-plain loop. Times are of the job's own events. Slurm has two nodes of its own; where an engine is not installed, the
-reason is printed. The last line is JSON.
+plain loop. Times are of the job's own events. Slurm and Kubernetes have two nodes of their own; where an engine is not
+installed, the reason is printed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from trueline.recipe.load import load_recipe
 from worlds import podman, slurm
 from worlds.clusters import Client
 from worlds.jobs import TINY, plain_loop
+from worlds.kubernetes import cluster as kubernetes
 from worlds.waiting import until
 
-ENGINES = ("local", "podman", "slurm")
+ENGINES = ("local", "podman", "slurm", "kubernetes")
 STILL_S = 1.0
 """Between the end of a recovery and the next strike."""
 STEPS = 48
@@ -44,17 +45,21 @@ GOALS = {"first_step_s": 8.0, "kill_p95_s": 0.5, "host_s": 5.0, "full_s": 8.0, "
 @contextmanager
 def open_client(engines: list[str]) -> Iterator[Client]:
     folder = Path(tempfile.mkdtemp(prefix="tl-engines-"))
-    cluster = slurm.Slurm(folder / "slurm") if "slurm" in engines else None
+    clusters: dict[str, slurm.Slurm | kubernetes.Kubernetes] = {}
+    if "slurm" in engines:
+        clusters["slurm"] = slurm.Slurm(folder / "slurm")
+    if "kubernetes" in engines:
+        clusters["kubernetes"] = kubernetes.Kubernetes(folder / "kubernetes")
     (folder / "containers.conf").write_text(podman.CONFIG)
     client = Client(folder, CONTAINERS_CONF=str(folder / "containers.conf"))
     try:
-        if cluster is not None:
+        for cluster in clusters.values():
             cluster.start()
             client.env |= cluster.env
         yield client
     finally:
         client.close()
-        if cluster is not None:
+        for cluster in clusters.values():
             cluster.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -146,7 +151,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the strikes")
     parser.add_argument("--only", choices=ENGINES, action="append", help="one engine; repeatable")
     args = parser.parse_args()
-    lacks = {"local": "", "podman": podman.find_lack(), "slurm": slurm.find_lack()}
+    lacks = {"local": "", "podman": podman.find_lack(), "slurm": slurm.find_lack(),
+             "kubernetes": kubernetes.find_lack()}  # fmt: skip
     engines = [name for name in args.only or ENGINES if not lacks[name]]
     for name in set(args.only or ENGINES) - {*engines}:
         print(f"skipped {name}: {lacks[name]}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Submitted jobs on real engines: local processes, and Slurm with two nodes where it is installed."""
+"""Submitted jobs on real engines: local processes, and podman, Slurm and Kubernetes where they are."""
 
 import os
 import re
@@ -14,6 +14,7 @@ from worlds import podman as podmen
 from worlds import slurm as slurms
 from worlds.clusters import Client
 from worlds.jobs import TINY, plain_loop
+from worlds.kubernetes import cluster as kubernetes_clusters
 from worlds.waiting import until
 
 pytestmark = pytest.mark.jobs
@@ -55,7 +56,26 @@ def podman_client(client):
     return client
 
 
-@pytest.fixture(params=["local", "podman", "slurm"])
+@pytest.fixture(scope="module")
+def kubernetes(tmp_path_factory):
+    if lack := kubernetes_clusters.find_lack():
+        pytest.skip(f"no Kubernetes here: {lack}")
+    made = kubernetes_clusters.Kubernetes(tmp_path_factory.mktemp("kubernetes"))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def kubernetes_client(client, kubernetes):
+    client.env["KUBECONFIG"] = str(kubernetes.kubeconfig)
+    yield client
+    kubernetes.remove_pods()
+
+
+@pytest.fixture(params=["local", "podman", "slurm", "kubernetes"])
 def engine(request, client):
     """The name of an engine, on which `client` submits."""
     if request.param != "local":

@@ -17,6 +17,7 @@ from trueline.checkpoint import checkpoint
 from trueline.train.cluster.store import JobStore
 from trueline.train.job_dir import parse_events
 from worlds.jobs import TINY
+from worlds.kubernetes.images import HOST, list_mounts
 from worlds.waiting import until
 
 TRUELINE = str(Path(sys.executable).with_name("trueline"))
@@ -30,6 +31,13 @@ capacity = 4
 rootfs = "/"
 capacity = 4
 env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE"]
+[engine.kubernetes]
+image = "{image}"
+pull = "Never"
+service_account = "trueline"
+python = "{python}"
+mounts = {mounts}
+env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE"]
 """
 
 
@@ -41,7 +49,8 @@ class Client:
         self.env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | env
         (folder / "tiny").mkdir()
         shutil.copy(TINY, folder / "tiny" / "recipe.py")
-        (folder / "trueline.toml").write_text(ENGINES)
+        engines = ENGINES.format(image=HOST, python=sys.executable, mounts=json.dumps(list_mounts(folder)))
+        (folder / "trueline.toml").write_text(engines)
         self.job = ""
 
     def run(self, *command: str, code: int = 0) -> str:

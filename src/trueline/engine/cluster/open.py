@@ -1,7 +1,13 @@
 """Opens the scheduler of an engine's settings. Nothing is connected before its first use."""
 
 from trueline.engine.cluster.contract import Scheduler
-from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, SlurmSettings
+from trueline.engine.cluster.settings import (
+    AnySettings,
+    KubernetesSettings,
+    LocalSettings,
+    PodmanSettings,
+    SlurmSettings,
+)
 
 
 def open_scheduler(settings: AnySettings) -> Scheduler:
@@ -18,3 +24,7 @@ def open_scheduler(settings: AnySettings) -> Scheduler:
             from trueline.engine.cluster.slurm import SlurmScheduler
 
             return SlurmScheduler(settings)
+        case KubernetesSettings():
+            from trueline.engine.cluster.kubernetes.scheduler import KubernetesScheduler
+
+            return KubernetesScheduler(settings)
