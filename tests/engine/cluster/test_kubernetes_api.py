@@ -139,7 +139,6 @@ def test_every_job_has_names_that_kubernetes_takes_and_no_two_share_one(name):
          'its container cannot be made: secret "s3" not found (CreateContainerConfigError)'),
         (pod_of("Running", containerStatuses=container(running={})), RUNNING, ""),
         (pod_of("Unknown", containerStatuses=container(running={})), RUNNING, "its node does not answer"),
-        (pod_of("Failed", reason="DeadlineExceeded", containerStatuses=container(running={})), RUNNING, ""),
         (pod_of("Failed", reason="DeadlineExceeded", message="Pod was active",
                 containerStatuses=container(terminated={"exitCode": 3})), ENDED, "it was cancelled"),
         (pod_of("Succeeded", containerStatuses=container(terminated={"exitCode": 0})), ENDED, "exit code 0"),
@@ -162,12 +161,45 @@ def test_what_a_pod_says_becomes_words(pod, state, reason):
     assert (found.state, found.reason) == (state, reason)
 
 
+def test_a_pod_that_is_cancelled_runs_until_its_container_ends_or_its_notice_is_over():
+    pod = pod_of("Failed", reason="DeadlineExceeded", containerStatuses=container(running={}))
+    pod["metadata"]["annotations"]["trueline/cancelled"] = str(NOW)
+    assert describe_pod(pod, NOW + 29).state is RUNNING
+    assert describe_pod(pod, NOW + 31).state is ENDED  # as kubelets before 1.22 leave it
+    pod["status"]["containerStatuses"] = container(terminated={"exitCode": 0})
+    assert describe_pod(pod, NOW + 1).state is ENDED
+
+
 def test_the_pod_of_a_dead_node_has_ended_once_the_time_for_its_deletion_is_over():
     pod = pod_of("Running", containerStatuses=container(running={}))
     pod["metadata"]["deletionTimestamp"] = "2027-01-15T08:00:00Z"  # NOW
     assert describe_pod(pod, NOW + 1).state is RUNNING
     found = describe_pod(pod, NOW + 30)
     assert (found.state, found.reason) == (ENDED, "its node does not answer, and Kubernetes has given it up")
+
+
+def test_a_pod_that_a_queue_holds_says_which():
+    pod = pod_of("Pending", conditions=[{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}])
+    pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team"
+    assert describe_pod(pod, NOW).reason == "the queue team has not admitted it"
+
+
+def test_a_pod_of_a_job_uses_its_account_whatever_kubeconfig_there_is(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(access.POD, HEAD)
+    monkeypatch.setattr(access, "ACCOUNT", tmp_path / "account")
+    with pytest.raises(EngineAway, match="this pod has no"):
+        access.find_access()
+    (tmp_path / "account").mkdir()
+    authority = Authority(tmp_path)
+    for name, data in (("token", b"t-2\n"), ("namespace", b"jobs"), ("ca.crt", authority.certificate.read_bytes())):
+        (tmp_path / "account" / name).write_bytes(data)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    found = access.find_access()
+    assert (found.server, found.namespace, found.read_token()) == ("https://[fd00::1]:443", "jobs", "t-2")
+    (tmp_path / "account" / "token").write_text("t-3")  # Kubernetes exchanges it hourly
+    assert found.read_token() == "t-3"
 
 
 def test_submitting_asks_for_one_pod_by_the_token_of_the_kubeconfig(api):

@@ -2,7 +2,7 @@
 # A real Kubernetes for the tests, into FOLDER/bin: apiserver, controller-manager, scheduler and kubelet, built from
 # Debian's source package by Debian's Go, with etcd, containerd, runc and the network plugins of the same release.
 # Nothing is installed on the machine and root is not needed. Without the folder's cache it takes some ten minutes of
-# two cores and 2 GB of disk; what is there is not built again.
+# two cores and 3 GB of disk; what is there is not built again, and a build that was interrupted continues.
 #
 #   sh tests/worlds/kubernetes/build.sh FOLDER
 #
@@ -87,7 +87,7 @@ for program in $programs; do
   go build -trimpath -ldflags '-s -w' -o "$folder/bin/$program" "./cmd/$program"
 done
 
-# What holds a pod's network while its containers change.
+# What holds a pod's network while its container runs, and reaps the processes that are left.
 cat > "$folder/pause.go" <<'GO'
 package main
 
@@ -98,9 +98,21 @@ import (
 )
 
 func main() {
-	ends := make(chan os.Signal, 1)
+	ends, children := make(chan os.Signal, 1), make(chan os.Signal, 1)
 	signal.Notify(ends, syscall.SIGTERM, syscall.SIGINT)
-	<-ends
+	signal.Notify(children, syscall.SIGCHLD)
+	for {
+		select {
+		case <-ends:
+			return
+		case <-children:
+			for {
+				if pid, err := syscall.Wait4(-1, nil, syscall.WNOHANG, nil); pid <= 0 || err != nil {
+					break
+				}
+			}
+		}
+	}
 }
 GO
 go build -trimpath -ldflags '-s -w' -o "$folder/bin/pause" "$folder/pause.go"

@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -139,14 +140,14 @@ class Kubernetes:
             f"--advertise-address={NODES_AT}", f"--tls-cert-file={self.folder}/server.pem",
             f"--tls-private-key-file={self.folder}/server.key", f"--token-auth-file={self.folder}/tokens.csv",
             "--authorization-mode=RBAC", "--allow-privileged", "--service-cluster-ip-range=10.96.0.0/24",
-            f"--service-account-key-file={self.folder}/accounts.key", "--service-account-issuer=https://trueline.test",
+            f"--service-account-key-file={self.folder}/accounts.pem", "--service-account-issuer=https://trueline.test",
             f"--service-account-signing-key-file={self.folder}/accounts.key",
             "--kubelet-preferred-address-types=InternalIP",
         )  # fmt: skip
 
     def stop_api(self) -> None:
         daemon = self._daemons.pop("api")
-        daemon.terminate()
+        daemon.kill()  # it would wait for its clients, of which each node is one
         daemon.wait()
 
     def _inside(self, *command: str) -> list[str]:
@@ -174,8 +175,9 @@ class Kubernetes:
 
     def call(self, method: str, path: str, body: Any = None, **more: Any) -> httpx.Response:
         if self._http is None:
+            trust = ssl.create_default_context(cafile=str(self.folder / "ca.pem"))
             self._http = httpx.Client(
-                base_url=self.server, verify=str(self.folder / "ca.pem"), headers={"authorization": f"Bearer {ADMIN}"},
+                base_url=self.server, verify=trust, headers={"authorization": f"Bearer {ADMIN}"},
                 limits=httpx.Limits(max_keepalive_connections=0), timeout=30.0,
             )  # fmt: skip
         return self._http.request(method, path, json=body, **more)
@@ -199,7 +201,8 @@ class Kubernetes:
         return str(self.read(f"api/v1/namespaces/{SPACE}/pods/{pod}")["spec"].get("nodeName", ""))
 
     def is_ready(self, node: str) -> bool:
-        conditions = self.read(f"api/v1/nodes/{node}").get("status", {}).get("conditions", ())
+        answer = self.call("GET", f"api/v1/nodes/{node}")
+        conditions = answer.json()["status"].get("conditions", ()) if answer.is_success else ()
         return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
     def wait_ready(self, node: str) -> None:
@@ -221,16 +224,20 @@ class Kubernetes:
         return found + "".join(node.read_logs() for node in self.nodes.values())
 
     def stop(self) -> None:
-        with contextlib.suppress(httpx.TransportError, AssertionError):
-            self.remove_pods()
-        for node in self.nodes.values():
-            node.stop()
-        for daemon in reversed([*self._daemons.values()]):
-            daemon.kill()
-            daemon.wait()
-        self._daemons.clear()
-        self._door.close()
-        subprocess.run(["ip", "netns", "del", self._network], check=False)
+        try:
+            if self.answers():
+                self.remove_pods()
+        finally:
+            for node in self.nodes.values():
+                node.stop()
+            for daemon in reversed([*self._daemons.values()]):
+                daemon.kill()
+                daemon.wait()
+            self._daemons.clear()
+            self._door.close()
+            if self._http is not None:
+                self._http.close()
+            subprocess.run(["ip", "netns", "del", self._network], check=False)
 
 
 def main() -> None:
@@ -238,6 +245,8 @@ def main() -> None:
     if lack := find_lack():
         sys.exit(lack)
     cluster = Kubernetes(folder)
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.default_int_handler)
     try:
         cluster.start()
         print(f"export KUBECONFIG={cluster.kubeconfig}  # Ctrl-C ends the cluster", flush=True)

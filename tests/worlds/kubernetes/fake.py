@@ -10,6 +10,14 @@ import httpx
 SPACE = "/api/v1/namespaces/jobs"
 
 
+def merge(known: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """As RFC 7386 has it."""
+    merged = {
+        key: merge(known.get(key, {}), value) if isinstance(value, dict) else value for key, value in patch.items()
+    }
+    return {key: value for key, value in (known | merged).items() if value is not None}
+
+
 class FakeApi:
     """A transport of httpx. `refuse` answers the next calls; `away`: nothing does."""
 
@@ -63,9 +71,7 @@ class FakeApi:
         if request.method == "DELETE":
             return httpx.Response(200, json=self.pods.pop(name))
         if request.method == "PATCH":
-            for part, values in body.items():
-                merged = self.pods[name][part] | values
-                self.pods[name][part] = {key: value for key, value in merged.items() if value is not None}
+            self.pods[name] = merge(self.pods[name], body)
         return httpx.Response(200, json=self.pods[name])
 
     def _refuse(self, status: int, reason: str, message: str) -> httpx.Response:

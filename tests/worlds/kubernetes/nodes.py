@@ -104,7 +104,7 @@ BinaryName = "{self.binaries}/runc"
         (self.folder / "kubelet.json").write_text(json.dumps({
             "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
             "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
-            "authorization": {"mode": "AlwaysAllow"}, "address": self._address, "port": 10250 + self._number,
+            "authorization": {"mode": "AlwaysAllow"}, "address": self._address, "port": 10350 + self._number,
             "healthzPort": 0, "readOnlyPort": 0, "failSwapOn": False, "cgroupDriver": "cgroupfs",
             "cgroupsPerQOS": False, "enforceNodeAllocatable": [], "nodeStatusUpdateFrequency": "2s",
             "nodeLeaseDurationSeconds": 8, "imageGCHighThresholdPercent": 100, "serializeImagePulls": False,

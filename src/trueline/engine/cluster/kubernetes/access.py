@@ -101,6 +101,8 @@ def find_access(kubeconfig: str = "", context: str = "") -> KubeAccess:
             return read_kubeconfig(found[0], context)
         if named:
             raise EngineAway(f"there is no kubeconfig {named}", hint="correct kubeconfig in [engine.kubernetes]")
+    elif not (ACCOUNT / "token").is_file():
+        raise EngineAway(f"this pod has no {ACCOUNT}/token", hint="let the service account of the pods mount its token")
     if "KUBERNETES_SERVICE_HOST" not in os.environ or not (ACCOUNT / "token").is_file():
         raise EngineAway(
             "there is no kubeconfig (~/.kube/config, or what KUBECONFIG names)",

@@ -16,8 +16,10 @@ from trueline.engine.cluster.settings import KubernetesSettings
 from trueline.errors import UsageError
 
 CONTAINER = "trueline"
-MANAGED, LAUNCH, ROLE, NAME = "app.kubernetes.io/managed-by", "trueline/launch", "trueline/role", "trueline/name"
-"""Labels of a pod, and the annotation with the name of its submission."""
+MANAGED, LAUNCH, ROLE = "app.kubernetes.io/managed-by", "trueline/launch", "trueline/role"
+"""Labels of a pod."""
+NAME, CANCELLED = "trueline/name", "trueline/cancelled"
+"""Annotations: the name of its submission, and when it was cancelled with notice."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 NOTICE_S = 30
 """Seconds between SIGTERM and SIGKILL, for a checkpoint."""

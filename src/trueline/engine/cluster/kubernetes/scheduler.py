@@ -19,6 +19,7 @@ from trueline.engine.cluster.contract import Submission, SubmissionReport, Submi
 from trueline.engine.cluster.kubernetes.access import POD, POD_UID, find_access
 from trueline.engine.cluster.kubernetes.api import KubeApi, KubeRefusal
 from trueline.engine.cluster.kubernetes.pods import (
+    CANCELLED,
     CONTAINER,
     LAUNCH,
     MANAGED,
@@ -73,8 +74,7 @@ class KubernetesScheduler:
             )
         pod = make_pod(submission, self._settings, self._own)
         if role_of(submission.name) == HEAD and self._own is None:
-            self._list_pods(job_of(submission.name))  # rights to see it are missed now, and not while it runs
-            self._sweep()
+            self._sweep()  # which also finds now that the rights to see the job are missing
         try:
             self._call("POST", "pods", body=pod)
         except KubeRefusal as refusal:
@@ -91,7 +91,11 @@ class KubernetesScheduler:
         if found.state is SubmissionState.ENDED and "deletionTimestamp" not in pod["metadata"]:
             return
         if grace and found.state is SubmissionState.RUNNING:
-            self._call("PATCH", f"pods/{make_pod_name(name)}", body={"spec": {"activeDeadlineSeconds": 1}}, patch=True)
+            over = {
+                "metadata": {"annotations": {CANCELLED: str(int(time.time()))}},
+                "spec": {"activeDeadlineSeconds": 1},
+            }
+            self._call("PATCH", f"pods/{make_pod_name(name)}", body=over, patch=True)
             return
         with suppress(EngineAway):  # its node may be dead
             self._logs[name] = self.read_log(name)

@@ -1,7 +1,8 @@
 """What a pod's status says, in the user's words. Pure: time is an argument.
 
 A pod is QUEUED until its container runs: it has no node, or its image is pulled. It is RUNNING until no container of it
-runs: the phase of one whose time is over is Failed before that. The pod of a lost node stays listed until the node
+runs: the phase of one that is cancelled is Failed before that, and Kubernetes before 1.22 never tells the end of its
+container, so that it is taken as ended when its notice is over. The pod of a lost node stays listed until the node
 comes back, so it has ended once the time for its deletion is over. Source: the API reference of Pod (v1), and
 pkg/kubelet/images, pkg/kubelet/eviction and pkg/scheduler for the reasons.
 """
@@ -12,10 +13,11 @@ from typing import Any
 
 from trueline.engine.cluster.contract import SubmissionReport, SubmissionState
 from trueline.engine.cluster.kubernetes.access import parse_time
-from trueline.engine.cluster.kubernetes.pods import NAME, QUEUE
+from trueline.engine.cluster.kubernetes.pods import CANCELLED, NAME, NOTICE_S, QUEUE
 
 LATE_S = 10.0
 """How much later than announced a pod of a living node is gone."""
+DELETED = "its pod was deleted (kubectl delete, or its node was drained)"
 WAITS: Mapping[str, str] = {
     "ContainerCreating": "its container is made",
     "PodInitializing": "its container is made",
@@ -30,6 +32,12 @@ WAITS: Mapping[str, str] = {
     "CreateContainerError": "its container cannot be made",
     "RunContainerError": "its container cannot be started",
 }
+STEPS: Mapping[str, bool] = {
+    **dict.fromkeys(("Scheduled", "Pulled", "Created", "Started"), False),
+    **dict.fromkeys(("Pulling", "Failed", "BackOff", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox",
+                     "FailedSync", "NetworkNotReady"), True),
+}  # fmt: skip
+"""Events while a container is made, and whether they say what takes the time."""
 ENDS: Mapping[str, str] = {
     "DeadlineExceeded": "it was cancelled",
     "Evicted": "it was evicted",
@@ -53,13 +61,14 @@ ENDS: Mapping[str, str] = {
 def describe_pod(pod: Mapping[str, Any], now: float) -> SubmissionReport:
     meta, status = pod["metadata"], pod.get("status") or {}
     name, node = meta["annotations"][NAME], pod["spec"].get("nodeName", "")
-    states = [one.get("state") or {} for one in status.get("containerStatuses") or ()]
     phase = status.get("phase", "Pending")
     lost = _is_lost(meta, now)
-    if lost or (phase in ("Succeeded", "Failed") and not any("running" in state for state in states)):
+    if lost or (phase in ("Succeeded", "Failed") and not _is_leaving(meta, status, now)):
         reason, code = describe_end(status)
         if lost and phase not in ("Succeeded", "Failed"):
             reason, code = "its node does not answer, and Kubernetes has given it up", None
+        elif "deletionTimestamp" in meta:
+            reason = DELETED
         return SubmissionReport(name=name, state=SubmissionState.ENDED, reason=reason, code=code, node=node)
     if phase == "Pending":
         return SubmissionReport(name=name, state=SubmissionState.QUEUED, reason=describe_wait(pod), node=node)
@@ -68,6 +77,13 @@ def describe_pod(pod: Mapping[str, Any], now: float) -> SubmissionReport:
     else:
         reason = "its node does not answer" if phase == "Unknown" else ""
     return SubmissionReport(name=name, state=SubmissionState.RUNNING, reason=reason, node=node)
+
+
+def _is_leaving(meta: Mapping[str, Any], status: Mapping[str, Any], now: float) -> bool:
+    """Whether a container of a cancelled pod runs yet."""
+    states = [one.get("state") or {} for one in status.get("containerStatuses") or ()]
+    until = float(meta["annotations"].get(CANCELLED, 0.0)) + NOTICE_S
+    return any("running" in state for state in states) and now < until
 
 
 def _is_lost(meta: Mapping[str, Any], now: float) -> bool:
@@ -84,12 +100,12 @@ def describe_wait(pod: Mapping[str, Any]) -> str:
             said = waiting.get("message", "")
             words = WAITS.get(reason, "it waits")
             return f"{words}: {_shorten(said)} ({reason})" if said else f"{words} ({reason})" if reason else words
-    scheduled = find_condition(status, "PodScheduled")
-    if scheduled.get("status") == "False":
-        return _describe_unscheduled(scheduled.get("message", ""), scheduled.get("reason", ""))
     if pod["spec"].get("schedulingGates"):
         queue = pod["metadata"].get("labels", {}).get(QUEUE, "")
         return f"the queue {queue} has not admitted it" if queue else "its scheduling gates are closed"
+    scheduled = find_condition(status, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return _describe_unscheduled(scheduled.get("message", ""), scheduled.get("reason", ""))
     return "its container is made" if pod["spec"].get("nodeName") else "Kubernetes has not looked at it yet"
 
 
@@ -165,14 +181,15 @@ def describe_gone(events: Sequence[Mapping[str, Any]]) -> str:
             return "its node was lost or drained, and its pod was deleted"
         if event.get("reason") in ("Preempted", "Preempting"):
             return f"it was preempted: {_shorten(event.get('message', ''))}"
-    return "its pod was deleted (kubectl delete, or its node was drained)"
+    return DELETED
 
 
 def describe_last(events: Sequence[Mapping[str, Any]]) -> str:
     """What Kubernetes did last for a pod whose container is made: it pulls an image, or waits for a volume."""
-    known = [event for event in events if event.get("message")]
+    known = [event for event in events if event.get("message") and event.get("reason") in STEPS]
     newest = max(known, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
-    return f"{_shorten(newest['message'])} ({newest.get('reason', '')})" if newest is not None else ""
+    told = newest is not None and STEPS[newest["reason"]]
+    return f"{_shorten(newest['message'])} ({newest['reason']})" if newest is not None and told else ""
 
 
 def _shorten(text: str) -> str:
