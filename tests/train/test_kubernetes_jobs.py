@@ -147,6 +147,7 @@ def test_an_account_without_the_role_is_told_in_the_log_and_the_job_trains_with_
     toml.write_text(toml.read_text().replace('service_account = "trueline"', 'service_account = "default"'))
     job = client.submit("kubernetes", "--workers", "1:2")
     client.wait("duties.delayed")
+    assert client.run("logs", job, "--worker", "head") == ""
     client.wait_workers(1)
     shown = client.run("logs", job)
     assert re.search(r'User "system:serviceaccount:jobs:default" cannot \w+ resource "pods"', shown)

@@ -17,7 +17,7 @@ import psutil
 from worlds.kubernetes.images import PAUSE
 from worlds.waiting import until
 
-OWN = ("/var/log/pods", "/var/log/containers", "/var/lib/kubelet", "/run/containerd", "/var/lib/cni")
+OWN = ("/var/log/pods", "/var/log/containers", "/var/lib/kubelet", "/run/containerd", "/var/lib/cni", "/run/netns")
 """Folders that are fixed in the programs."""
 
 

@@ -78,7 +78,8 @@ def show_stored(where: JobStore, follow: bool, which: str | None) -> None:
     from trueline.train.job_dir import parse_events
 
     as_json = click.get_current_context().params["as_json"] and which is None
-    lines = read_stored(where, open_stored_log(where, which or "events"), follow)
+    read = open_stored_log(where, which) if which is not None else lambda: where.read_log("logs/events.log")
+    lines = read_stored(where, read, follow)
     if which is not None or as_json:
         for line in lines:
             click.echo(line, nl=False)
