@@ -1,9 +1,9 @@
 """Submitted jobs on each engine that is installed: `make bench-engines`, as root.
 
-A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step;
-from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again; how long `halt`
-takes, and `resume` with another number of workers on the next engine of the list; whether the parameters are those of a
-plain loop. Times are of the job's own events. Slurm and Kubernetes have two nodes of their own; where an engine is not
+A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step, and
+to why a job waits; from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again;
+how long `halt` takes, and `resume` with another number of workers on the next engine of the list; whether the
+parameters are those of a plain loop. Times are of the job's own events. Slurm and Kubernetes have two nodes of their own; where an engine is not
 installed, the reason is printed. The last line is JSON.
 """
 
@@ -39,7 +39,15 @@ ENGINES = ("local", "podman", "slurm", "kubernetes")
 STILL_S = 1.0
 """Between the end of a recovery and the next strike."""
 STEPS = 48
-GOALS = {"first_step_s": 8.0, "kill_p95_s": 0.5, "host_s": 5.0, "full_s": 8.0, "halt_s": 2.0, "resume_s": 5.0}
+GOALS = {
+    "first_step_s": 8.0,
+    "why_s": 2.0,
+    "kill_p95_s": 0.5,
+    "host_s": 5.0,
+    "full_s": 8.0,
+    "halt_s": 2.0,
+    "resume_s": 5.0,
+}
 
 
 @contextmanager
@@ -113,6 +121,8 @@ def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random
             full = client.wait_workers(3, after=client.wait("host.joined", after=at))
             fulls.append(full - at)
         print(f"{engine}: strike {number + 1} of {kills}, full after {full - at:.1f} s", file=sys.stderr)
+    figures["why_s"] = measure_wait(client, engine)
+    client.job = job
     began = time.monotonic()
     client.run("halt", job)
     figures["halt_s"] = time.monotonic() - began
@@ -122,6 +132,16 @@ def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random
         "kill_p95_s": gaps[int(0.95 * (len(gaps) - 1))], "kills": len(gaps), "host_s": max(host_s),
         "full_s": max(fulls), "hosts_killed": len(fulls), "lost": lost, "repeated": repeated,
     }  # fmt: skip
+
+
+def measure_wait(client: Client, engine: str) -> float:
+    """From `submit` to a status that says why the job waits, beside one that leaves no room for it."""
+    began = time.monotonic()
+    job = client.submit(f"{engine}:large", "--workers", "1:1")
+    until(lambda: (one := client.read())["state"] == "queued" and one["why"], client.logs)
+    why_s = time.monotonic() - began
+    client.run("halt", job)
+    return why_s
 
 
 def measure_move(client: Client, engine: str, other: str) -> dict[str, Any]:

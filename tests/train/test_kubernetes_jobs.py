@@ -128,13 +128,11 @@ def test_a_node_that_dies_is_replaced_before_kubernetes_knows_and_a_host_leads_w
     assert client.count()[1:] == (0, 0)
 
 
-def test_why_a_job_waits_is_shown_within_two_seconds_and_halt_withdraws_it(client, cluster):
+def test_why_a_job_waits_is_shown_and_halt_withdraws_it(client, cluster):
     toml = client.folder / "trueline.toml"
     toml.write_text(toml.read_text().replace('pull = "Never"', 'pull = "Never"\nmemory_mb = 10000000'))
     job = client.submit("kubernetes", "--workers", "1:1")
-    at = time.monotonic()
     facts = until(lambda: "memory" in (one := client.read())["why"] and one, lambda: client.read())
-    print(f"told after {time.monotonic() - at:.2f} s")
     assert facts["state"] == "queued"
     assert re.search(r"0/2 nodes are available: 2 Insufficient memory", facts["why"])
     assert "is queued: it waits for free cores or memory" in client.run("logs", job)

@@ -25,12 +25,18 @@ BATCH, RECORDS = 30, 240
 ENGINES = """
 [engine.slurm]
 interface = "127.0.0.1"
+[engine.slurm.large]
+slots = 2
 [engine.local]
 capacity = 4
+[engine.local.large]
+slots = 4
 [engine.podman]
 rootfs = "/"
 capacity = 4
 env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE"]
+[engine.podman.large]
+slots = 4
 [engine.kubernetes]
 image = "{image}"
 pull = "Never"
@@ -38,7 +44,10 @@ service_account = "trueline"
 python = "{python}"
 mounts = {mounts}
 env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE"]
+[engine.kubernetes.large]
+slots = 2
 """
+"""`large` has no room beside a job of three slots."""
 
 
 class Client:
