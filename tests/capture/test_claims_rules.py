@@ -79,6 +79,26 @@ def test_the_last_size_that_is_answered_is_found_on_either_side(first: int, last
     assert size_limits._edge(answers, last, 0, step) == first
 
 
+@pytest.mark.parametrize(
+    ("guards", "dims", "fitted"),
+    [
+        ((), {"length": Dim(max=8)}, {"batch": 32, "length": 8}),
+        (
+            (Guard(text="batch * length < 100", rule="d0 * d1 < 100", symbols=("batch", "length")),),
+            {},
+            {"batch": 8, "length": 8},
+        ),
+        ((Guard(text="batch < length", rule="d0 < d1", symbols=("batch", "length")),), {}, {"batch": 16, "length": 32}),
+        ((Guard(text="length > 40", rule="d0 > 40", symbols=("length",)),), {"length": Dim(min=3)}, None),
+        ((Guard(text="length < 0", rule="d0 < 0", symbols=("length",)),), {"length": Dim(min=2, max=40)}, None),
+    ],
+)
+def test_all_sizes_together_are_made_to_fit_the_guards_or_given_up(
+    guards: tuple[Guard, ...], dims: dict[str, Dim], fitted: dict[str, int] | None
+) -> None:
+    assert size_limits._fit_all(claim(*guards, **dims), 32) == fitted
+
+
 def test_a_probe_lies_inside_a_claim_by_its_sizes_and_its_guards() -> None:
     some = claim(NOT_SEVEN, length=Dim(max=8))
     assert [claims.allows(some, seen(1, length).probe) for length in (6, 7, 8, 9)] == [True, False, True, False]

@@ -109,11 +109,16 @@ def _cut(claim: Signature, symbol: str, low: int, high: int | None, *, probed: b
 
 def find_excluded(claim: Signature, calling: Calling) -> str:
     """The first of the user's examples that `claim` leaves out, in words; empty where it takes all."""
-    places = {spec.name: at for at, spec in enumerate(claim.inputs)}
     for number, batch in enumerate(calling.batches, 1):
-        sizes = {symbol: int(batch[places[name]].shape[axis]) for symbol, (name, axis) in claim.symbols.items()}
-        if not claim.allows(sizes):
-            return f"example {number} ({', '.join(f'{symbol} {size}' for symbol, size in sizes.items())})"
+        sizes: dict[str, int] = {}
+        fits = True
+        for spec, tensor in zip(claim.inputs, batch, strict=True):
+            for named, size in zip(spec.shape, tensor.shape, strict=True):
+                fits &= int(size) == (sizes.setdefault(named, int(size)) if isinstance(named, str) else named)
+        if not fits or not claim.allows(sizes):
+            shapes = ", ".join(f"{spec.name} {list(one.shape)}" for spec, one in zip(claim.inputs, batch, strict=True))
+            said = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+            return f"example {number} ({said if fits else shapes})"
     return ""
 
 
@@ -278,7 +283,7 @@ def _fit_all(claim: Signature, size: int) -> dict[str, int] | None:
             return None
         largest = max(broken.symbols, key=sizes.__getitem__)
         half = _at_most(sizes[largest] // 2, claim.dims[largest])
-        if half < max(claim.dims[largest].min, 1):
+        if half >= sizes[largest]:  # its least size breaks the guard, too
             return None
         sizes[largest] = half
     return sizes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
 from trueline.capture.export import guard_ranges as ranges
@@ -10,11 +12,13 @@ from trueline.capture.export.guard_ranges import Claim, ExportedGuards, borders,
 A, B, L, M = (f"L['tensors'][{i}].size()[{axis}]" for i, axis in ((0, 0), (1, 0), (0, 1), (1, 1)))
 
 
-def claimed(*codes: str, **spans: Dim) -> tuple[Claim, ...]:
+def claimed(*codes: str, example: dict[str, int] | None = None, **spans: Dim) -> tuple[Claim, ...]:
     """Claims of a model of two inputs, [batch, length] and [batch, other]."""
     ranges = {"batch": Dim(min=2), "length": Dim(min=2), "other": Dim(min=2)} | spans
     places = {(0, 0): "batch", (1, 0): "batch", (0, 1): "length", (1, 1): "other"}
-    return claims(ExportedGuards(codes=codes, spans=ranges, places=places, names={"s77": "length"}), batch="batch")
+    names = {"s77": "length"}
+    found = ExportedGuards(codes=codes, spans=ranges, places=places, names=names, example=example or {})
+    return claims(found, batch="batch")
 
 
 def test_no_guard_claims_every_size_and_gives_the_exporters_assumption_up_last() -> None:
@@ -53,6 +57,34 @@ def test_a_hole_between_sizes_that_no_probe_meets_is_claimed_by_none() -> None:
         code.format("batch", "length").replace("*", " * ") for code in codes
     }
     assert not far.allows({"batch": 2, "length": 997, "other": 1})
+
+
+@pytest.mark.parametrize(
+    ("code", "out"),
+    [
+        ("(5*{L}) != 1500", [(1, 300)]),
+        ("(1 + 2*{L}) != 1800001", [(1, 900000)]),
+        ("{L}*{L} != 90601", [(1, 301)]),
+        ("{L}*(1400 + ((-1)*{L})) <= 489990", [(1, 698), (1, 702)]),
+        ("((-6006) + {A}*{L})*((-6006) + {A}*{L}) != 1", [(5, 1201), (1, 6007)]),
+        ("{A}*{L}*(12010 - {A}*{L}) <= 36059999", [(1, 6005), (5, 1201)]),
+        ("abs((-50176) + {A}*{L}) > 300", [(224, 224), (112, 448)]),
+        ("({A} / {L}) > 2.5", [(2, 1), (5, 2), (20, 300)]),
+        ("abs((-1.4142135623730951) + ({A} / {L})) >= 0.0001", [(297, 210), (99, 70)]),
+    ],
+)
+def test_sizes_that_a_guard_excludes_far_from_the_example_are_in_no_claim(
+    code: str, out: list[tuple[int, int]]
+) -> None:
+    made = claimed(code.format(A=A, L=L), example={"batch": 30, "length": 7, "other": 5})
+    for batch, length in out:
+        assert not any(one.allows({"batch": batch, "length": length, "other": 5}) for one in made)
+    assert all(one.allows({"batch": 30, "length": 7, "other": 5}) for one in made)
+
+
+def test_a_quotient_of_sizes_is_compared_in_whole_numbers_and_shown_as_it_was_written() -> None:
+    (guard,) = claimed(f"({A} / {L}) != 1.3333333333333333")[-1].guards
+    assert (guard.rule, guard.text) == ("3 * d0 != 4 * d1", "batch / length != 1.3333333333333333")
 
 
 def test_a_hole_between_sizes_that_probes_meet_is_left_to_the_values() -> None:

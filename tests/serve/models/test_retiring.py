@@ -518,6 +518,32 @@ def test_a_client_that_goes_away_does_not_undo_the_load_it_asked_for(tmp_path: P
     play(scene)
 
 
+def test_a_load_finds_that_the_old_version_was_retired_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two processes the one follows the other's load, while the next load of the same model reaches it."""
+    (tmp_path / "tiny.bundle").mkdir()
+    (tmp_path / "tiny.bundle" / "bundle.json").write_text("{}")
+
+    async def scene(house: House) -> None:
+        old, new = Gated(100), Gated(1)
+        old.gate.set()
+        new.gate.set()
+        await house.load("0", old)
+        make_default = house.fleet.make_default
+
+        async def follow(model: str, version: str) -> None:
+            await make_default(model, version)
+            await house.fleet.retire(model, "0")
+
+        monkeypatch.setattr(house.fleet, "make_default", follow)
+        house.next.append(new)
+        answer = await Repository(house.fleet, Store(tmp_path), house.loop).load("tiny", {})
+        assert (answer.status, house.models.versions("tiny")) == (200, ["1"])
+
+    play(scene)
+
+
 def test_a_first_word_lets_requests_end_and_a_second_one_hurries() -> None:
     async def main() -> None:
         stop = Stop()

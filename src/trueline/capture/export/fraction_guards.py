@@ -8,8 +8,11 @@ import ast
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from trueline.bundle.guards import Guard
 
@@ -20,6 +23,10 @@ HOLES = 8
 """At most this many sizes are excluded one by one."""
 SEVERAL = (*range(1, 33), *(2**power for power in range(6, 17)))
 """Sizes that a guard between several symbols is tried with."""
+SQUARE = 160
+"""Up to here one between two symbols is tried at all sizes of both: `abs(height / width - 2**0.5) < 1e-4` has few."""
+EXACT = 1_000_000
+"""Denominators up to this one tell a quotient of two sizes from a fraction as Python's own numbers do."""
 
 _NAMES = {
     "__builtins__": {},
@@ -45,6 +52,42 @@ _NAMES = {
 UNREADABLE = (SyntaxError, ValueError, KeyError, AttributeError, TypeError, NameError)
 FUNCTIONS = frozenset(_NAMES) - {"__builtins__"}
 Test = Callable[..., bool]
+
+
+class WholeNumbers(ast.NodeTransformer):
+    """Writes `d0 / d1 != 1.3333333333333333` as `3 * d0 != 4 * d1`, and `abs(d0)` as `max(d0, -d0)`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Name(id="abs"), args=[given], keywords=[]):
+                return ast.Call(ast.Name("max", ast.Load()), [given, ast.UnaryOp(ast.USub(), given)], [])
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Compare(left=ast.BinOp(left=above, op=ast.Div(), right=below), comparators=[value]):
+                return self._multiplied(node, above, below, value, swapped=False)
+            case ast.Compare(left=value, comparators=[ast.BinOp(left=above, op=ast.Div(), right=below)]):
+                return self._multiplied(node, above, below, value, swapped=True)
+        return node
+
+    def _multiplied(
+        self, node: ast.Compare, above: ast.expr, below: ast.expr, value: ast.expr, *, swapped: bool
+    ) -> ast.expr:
+        number = value.value if isinstance(value, ast.Constant) else None
+        if not isinstance(number, int | float) or not math.isfinite(number) or len(node.ops) != 1:
+            return node
+        given = Fraction(number).limit_denominator(EXACT)
+        if float(given) != number or not isinstance(below, ast.Name):
+            return node  # a size is never below 1; what else divides may be
+        sides = [
+            ast.BinOp(ast.Constant(given.denominator), ast.Mult(), above),
+            ast.BinOp(ast.Constant(given.numerator), ast.Mult(), below),
+        ]
+        left, right = reversed(sides) if swapped else sides
+        return ast.Compare(left, node.ops, [right])
 
 
 def in_whole_numbers(
@@ -108,11 +151,14 @@ def _guards_of_several(
     can be; none where it holds wherever it was tried."""
     few = SEVERAL if len(symbols) == 2 else tuple(size for size in SEVERAL if size < 9 or size in (32, 1024, 65536))
     sizes = [tuple(step * size for size in few) for step in steps]
-    out = [given for given in itertools.product(*sizes) if not test(*given)]
+    tried = [*itertools.product(*sizes)]
+    if len(symbols) == 2:
+        tried += itertools.product(*(range(step, SQUARE + 1, step) for step in steps))
+    out = np.array([given for given in tried if not test(*given)]).reshape(-1, len(symbols))
     here = [example[symbol] for symbol in symbols]
 
     def clear(lows: Sequence[int], high: float) -> bool:
-        return not any(all(low <= size <= high for low, size in zip(lows, given, strict=True)) for given in out)
+        return not ((np.array(lows) <= out) & (out <= high)).all(1).any()
 
     bounds = sorted({size for each in sizes for size in each if size >= max(here)}, reverse=True)
     high = next((bound for bound in (math.inf, *bounds) if clear(here, bound)), 0.0)

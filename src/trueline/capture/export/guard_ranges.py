@@ -15,19 +15,17 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from trueline.bundle.guards import Guard, read
+from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
-from trueline.capture.export.fraction_guards import FUNCTIONS, HOLES, UNREADABLE, compile_test, in_whole_numbers
+from trueline.capture.export.fraction_guards import FUNCTIONS, UNREADABLE, WholeNumbers, compile_test, in_whole_numbers
+from trueline.capture.export.guard_changes import Columns, breaks_far, breaks_when_small, changes, combinations, holding
 
 DENSE = 256
 TUPLES = 1000
 """Combinations of sizes on which guards between several symbols are compared."""
-SMOOTH = 8192
-"""Sizes at which a guard with remainders is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,7 @@ def _read(code: str, found: ExportedGuards) -> list[tuple[Guard, bool]]:
     Raises ValueError for one about sizes that cannot be expressed."""
     whole = translate(code, found)
     if whole is not None or not found.example:
-        return [] if whole is None else [(whole, _assumes(ast.parse(whole.rule, mode="eval").body))]
+        return [] if whole is None else [(whole, _is_assumption(whole))]
     reader = _Reader(found, FUNCTIONS)
     try:
         tree = reader.visit(ast.parse(code, mode="eval").body)
@@ -123,9 +121,9 @@ def translate(code: str, found: ExportedGuards) -> Guard | None:
     reader = _Reader(found)
     try:
         tree = reader.visit(ast.parse(code, mode="eval").body)
-        rule = ast.unparse(tree)
-        symbols = tuple(reader.symbols)
-        text = re.sub(r"\bd(\d+)\b", lambda match: symbols[int(match[1])], rule)
+        shown, symbols = ast.unparse(tree), tuple(reader.symbols)
+        rule = ast.unparse(WholeNumbers().visit(tree))
+        text = re.sub(r"\bd(\d+)\b", lambda match: symbols[int(match[1])], shown)
         guard = Guard(text=text, rule=rule, symbols=symbols)
         guard.holds(dict.fromkeys(symbols, 4))
     except (SyntaxError, ValueError, KeyError):
@@ -136,7 +134,7 @@ def translate(code: str, found: ExportedGuards) -> Guard | None:
 class _Reader(ast.NodeTransformer):
     """Puts `d0`, `d1`, ... where the exporter writes the size of an input, or its own symbol."""
 
-    def __init__(self, found: ExportedGuards, known: Collection[str] = ("min", "max")) -> None:
+    def __init__(self, found: ExportedGuards, known: Collection[str] = ("min", "max", "abs")) -> None:
         self.found = found
         self.known = known
         self.symbols: list[str] = []
@@ -169,6 +167,11 @@ class _Reader(ast.NodeTransformer):
 def _comparison(guard: Guard) -> ast.cmpop | None:
     tree = ast.parse(guard.rule, mode="eval").body
     return tree.ops[0] if isinstance(tree, ast.Compare) and len(tree.ops) == 1 else None
+
+
+def _is_assumption(guard: Guard) -> bool:
+    """Whether the exporter's way with 0 and 1 explains it; small sizes break such a guard."""
+    return _assumes(ast.parse(guard.rule, mode="eval").body) and breaks_when_small(guard)
 
 
 def _assumes(tree: ast.expr) -> bool:
@@ -206,21 +209,23 @@ def _reduce(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
         if guard.symbols not in tried:
             tried[guard.symbols] = _combinations(guard.symbols, dims)
         sizes = tried[guard.symbols]
-        cut = ~_holding(guard, sizes)
+        cut = ~holding(guard, sizes)
         for other in involved:
-            cut = cut & _holding(other, sizes) if cut.any() else cut
+            cut = cut & holding(other, sizes) if cut.any() else cut
         if cut.any() or _is_far(guard, dims):
             kept.append(guard)
     return Claim(dims=dims, guards=tuple(kept))
 
 
 def _is_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:
-    """Whether `batch * length != 6000` excludes only combinations that neither the sizes tried here nor a probe meets:
-    nothing would show that it is dropped wrongly."""
-    if len(guard.symbols) < 2 or not isinstance(_comparison(guard), ast.NotEq):
+    """Whether it excludes only sizes that neither the ones tried here nor a probe meets, `batch * length != 6000` or
+    `5 * length != 5000`: nothing would show that it is dropped wrongly."""
+    if len(guard.symbols) < 2:
+        few = holding(guard, {guard.symbols[0]: np.arange(1, DENSE + 1)})
+        return isinstance(_comparison(guard), ast.NotEq) and bool(few.all()) and bool(changes(guard))
+    if _is_assumption(guard) or not holding(guard, _combinations(guard.symbols, dims)).all():
         return False
-    tree = ast.parse(guard.rule, mode="eval").body
-    return not _assumes(tree) and bool(_holding(guard, _combinations(guard.symbols, dims)).all())
+    return isinstance(_comparison(guard), ast.NotEq) or breaks_far(guard, dims)
 
 
 def _reduce_one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, list[Guard]]:
@@ -252,32 +257,8 @@ def _sizes_to_try(span: Dim, guards: Sequence[Guard]) -> list[int]:
     numbers |= {span.min, span.max or span.min}
     near = {number * factor + step for number in numbers for factor in (1, 2) for step in (-1, 0, 1)}
     powers = {step * 2**power for power in range(8, 21) for step in (1, 3)}
-    changes = {size + step for guard in guards for size in _changes(guard) for step in (0, 1)}
-    return sorted(size for size in {*range(1, DENSE + 1), *near, *powers, *changes} if size >= 1)
-
-
-def _changes(guard: Guard) -> list[int]:
-    """Sizes up to SMOOTH after which a guard of one symbol changes: `length // 7 % 100 != 50` fails at 350 to 356."""
-    sizes = {guard.symbols[0]: np.arange(1, SMOOTH + 1).astype(object)}
-    found = _holding(guard, sizes) if re.search("[%/]", guard.rule) else np.zeros(1, dtype=np.bool_)
-    return [int(at) + 1 for at in np.flatnonzero(found[1:] != found[:-1])[:HOLES]]
-
-
-Columns = dict[str, "np.ndarray[tuple[int], np.dtype[np.object_]]"]
-"""By symbol, the sizes of many combinations, as Python's own numbers: these are exact."""
-
-
-def _holding(guard: Guard, sizes: Columns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which of the combinations keep `guard`: all at once, or one by one where it divides by zero or chooses."""
-    count = len(sizes[guard.symbols[0]])
-    columns: Any = [sizes[symbol] for symbol in guard.symbols]
-    found: Any
-    try:
-        found = read(guard.rule)(columns)
-    except (ZeroDivisionError, ValueError):
-        each = (dict(zip(sizes, one, strict=True)) for one in zip(*sizes.values(), strict=True))
-        found = [guard.holds(one) for one in each]
-    return np.broadcast_to(np.asarray(found, dtype=np.bool_), (count,))
+    beside = {size + step for guard in guards for size in changes(guard) for step in (0, 1)}
+    return sorted(size for size in {*range(1, DENSE + 1), *near, *powers, *beside} if size >= 1)
 
 
 def _combinations(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Columns:
@@ -290,8 +271,7 @@ def _combinations(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Columns:
         small = itertools.islice((size for size in range(1, 20 * each) if dims[symbol].allows(size)), each)
         large = (step * 2**power for power in range(20, 4, -max(1, 16 // more)))
         choices.append([*small, *(size for size in large if dims[symbol].allows(size))])
-    columns = np.array(list(itertools.product(*choices)), dtype=object).reshape(-1, len(symbols)).T
-    return dict(zip(symbols, columns, strict=True))
+    return combinations(choices, symbols)
 
 
 def borders(made: Sequence[Claim]) -> dict[str, tuple[int, ...]]:

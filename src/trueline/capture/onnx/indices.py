@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from onnxscript import ir
 from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import nn as losses
 from onnxscript.onnx_opset import opset18
+
+from trueline.capture.onnx.numerics import scatter_reduce
 
 _ATEN = torch.ops.aten
 op: Any = opset18
@@ -46,6 +49,52 @@ def _along(translate: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
+def _classes(translate: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a loss whose target is an index of a class, or the number that is ignored."""
+
+    def refusing(
+        self: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, *rest: Any
+    ) -> Any:
+        if target.dtype.is_integer():
+            zero, ignored = (op.CastLike(op.Constant(value_int=number), target) for number in (0, ignore_index))
+            outside = op.And(op.Less(target, zero), op.Not(op.Equal(target, ignored)))
+            checked = op.Where(outside, op.CastLike(_size(self, min(1, len(self.shape) - 1)), target), target)
+            checked.shape, checked.type = target.shape, target.type
+            target = checked
+        return translate(self, target, weight, reduction, ignore_index, *rest)
+
+    return refusing
+
+
+def _bags(translate: Callable[..., Any]) -> Callable[..., Any]:
+    def refusing(weight: Any, indices: Any, *rest: Any, **options: Any) -> Any:
+        return translate(weight, _refuse_negative(indices, _size(weight, 0)), *rest, **options)
+
+    return refusing
+
+
+def _index_add(self: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Any:
+    """The exporter puts the source at indices that count from the end."""
+    if alpha != 1:
+        source = op.Mul(source, op.CastLike(op.Constant(value_float=float(alpha)), source))
+    return _put_along(self, dim, index, source, reduction="add")
+
+
+def _index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
+    return _put_along(self, dim, index, source, reduction="none")
+
+
+def _put_along(self: Any, dim: int, index: Any, source: Any, *, reduction: str) -> Any:
+    """Slices of the source at places of one dimension."""
+    if not len(self.shape):
+        raise NotImplementedError("slices of a single number have no translation")
+    axis = dim % len(self.shape)
+    shape = [-1 if at == axis else 1 for at in range(len(self.shape))]
+    places = op.Reshape(_refuse_negative(index, _size(self, dim)), op.Constant(value_ints=shape))
+    places = op.Expand(op.Cast(places, to=ir.DataType.INT64), op.Shape(source))
+    return op.ScatterElements(self, places, source, axis=axis, reduction=reduction)
+
+
 def _one_hot(self: Any, num_classes: int = -1) -> Any:
     """Each class is looked up among all of them first: one that is not there is refused."""
     if num_classes < 0:
@@ -62,6 +111,14 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.scatter.src: _along(core.aten_scatter_src),
     _ATEN.scatter.value: _along(core.aten_scatter_value),
     _ATEN.scatter_add.default: _along(core.aten_scatter_add),
+    _ATEN.scatter_reduce.two: _along(scatter_reduce),
+    _ATEN.index_add.default: _index_add,
+    _ATEN.index_copy.default: _index_copy,
+    _ATEN.nll_loss.default: _classes(losses.aten_nll_loss),
+    _ATEN.nll_loss_nd.default: _classes(losses.aten_nll_loss),
+    _ATEN.cross_entropy_loss.default: _classes(losses.aten_cross_entropy_loss),
+    _ATEN.embedding_bag.default: _bags(core.aten_embedding_bag),
+    _ATEN.embedding_bag.padding_idx: _bags(core.aten_embedding_bag_padding_idx),
     _ATEN.one_hot.default: _one_hot,
 }
 """Operator of an exported program -> what writes it in ONNX."""

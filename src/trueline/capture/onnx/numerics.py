@@ -283,7 +283,7 @@ def _roll(self: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
     return self if shape is None else op.Reshape(self, shape)
 
 
-def _scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
     """A mean is a sum over a count; the exporter takes the last value."""
     if reduce != "mean":
         return core.aten_scatter_reduce(self, dim, index, src, reduce, include_self)
@@ -384,7 +384,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.std_mean.correction: _deviation_and_mean(root=True),
     _ATEN.relu.default: _relu,
     _ATEN.roll.default: _roll,
-    _ATEN.scatter_reduce.two: _scatter_reduce,
     _ATEN.scaled_dot_product_attention.default: _attention,
 }
 EXACT_TAILS: dict[Callable[..., Any], Callable[..., Any]] = {_ATEN.sigmoid.default: _sigmoid, _ATEN.silu.default: _silu}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -274,7 +275,8 @@ class Repository:
         )
         await self._fleet.make_default(model, entry.version)
         for version in older:
-            await self._fleet.retire(model, version)
+            with suppress(NotFound):  # this process follows another one, which has retired it already
+                await self._fleet.retire(model, version)
         return Response(200, b"")
 
     def unload(self, model: str) -> asyncio.Future[Response]:

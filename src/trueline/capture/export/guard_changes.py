@@ -1,0 +1,126 @@
+"""Where a guard changes its answer, however far out: `5 * length != 1500` breaks at 300 alone.
+
+Guards of one symbol are tried at every size up to SCANNED, and beside the real roots of both sides' difference where
+that is a polynomial. Guards between several are tried along lines: one symbol at every size, the others at a few. Pure.
+"""
+
+import ast
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+from numpy.polynomial import Polynomial
+
+from trueline.bundle.guards import Guard, place, read
+from trueline.bundle.signature import Dim
+
+SCANNED = 1 << 16
+MOST = 8
+"""At most so many changes are listed: of a guard that changes more often, the first are enough to keep it."""
+LINES = (1, 2, 3, 5, 7, 16, 64, 224, 1000)
+"""What the other symbols of a guard are held at."""
+SMALL = 4
+
+Columns = dict[str, "np.ndarray[tuple[int], np.dtype[Any]]"]
+"""By symbol, the sizes of many combinations."""
+
+
+def holding(guard: Guard, sizes: Columns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which of the combinations keep `guard`: all at once, or one by one where it divides by zero or chooses."""
+    count = max(len(column) for column in sizes.values())
+    given = [np.broadcast_to(sizes[symbol], (count,)) for symbol in guard.symbols]
+    columns = [column if _is_small(guard) else column.astype(object) for column in given]
+    found: Any
+    try:
+        with np.errstate(divide="raise", invalid="raise"):
+            found = _of_columns(guard.rule)(*columns)
+    except (ArithmeticError, ValueError):
+        found = [guard.holds(dict(zip(guard.symbols, map(int, one), strict=True))) for one in zip(*given, strict=True)]
+    return np.broadcast_to(np.asarray(found, dtype=np.bool_), (count,))
+
+
+@cache
+def _of_columns(rule: str) -> Callable[..., Any]:
+    """`rule` as a function of whole columns; raises ValueError for a rule that the reader of guards refuses."""
+    read(rule)
+    names = sorted(set(re.findall(r"\bd\d+", rule)), key=place)
+    extremes = {"max": lambda *all: reduce(np.maximum, all), "min": lambda *all: reduce(np.minimum, all)}
+    function: Callable[..., Any] = eval(f"lambda {', '.join(names)}, *_: {rule}", {"__builtins__": {}, **extremes})
+    return function
+
+
+def _is_small(guard: Guard) -> bool:
+    """Whether nothing in it leaves 64 bits, whatever the operators are, at sizes up to 2**20."""
+    numbers = [int(number) for number in re.findall(r"(?<!d)\b\d+\b", guard.rule)]
+    return 20 * len(re.findall(r"\bd\d", guard.rule)) + sum(number.bit_length() for number in numbers) < 62
+
+
+@cache
+def changes(guard: Guard) -> tuple[int, ...]:
+    """Sizes after which a guard of one symbol changes its answer, the first few."""
+    found = holding(guard, {guard.symbols[0]: np.arange(1, SCANNED + 1)})
+    near = np.flatnonzero(found[1:] != found[:-1])[:MOST] + 1
+    return *(int(size) for size in near), *(size for size in _roots(guard.rule) if size > SCANNED)
+
+
+def _roots(rule: str) -> list[int]:
+    """The whole numbers before and at the real roots of a rule that compares polynomials of one symbol."""
+    tree = ast.parse(rule, mode="eval").body
+    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
+        return []
+    try:
+        roots = (_polynomial(tree.left) - _polynomial(tree.comparators[0])).roots()
+    except (ValueError, np.linalg.LinAlgError):
+        return []
+    real = [float(root.real) for root in roots if abs(root.imag) <= 1e-6 * max(1.0, abs(root.real))]
+    return sorted({int(root) + step for root in real if 1 <= root < 2**31 for step in (-1, 0, 1)})
+
+
+def _polynomial(node: ast.expr) -> Polynomial:
+    """Raises ValueError for what is none."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return Polynomial([float(number)])
+        case ast.Name(id=name):
+            place(name)
+            return Polynomial([0.0, 1.0])
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_polynomial(operand)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right):
+            a, b = _polynomial(left), _polynomial(right)
+            return a * b if isinstance(op, ast.Mult) else a + b if isinstance(op, ast.Add) else a - b
+    raise ValueError(f"{ast.unparse(node)} is no polynomial")
+
+
+@cache
+def breaks_when_small(guard: Guard) -> bool:
+    """Whether sizes of at most SMALL break it, as they do an assumption on 0 and 1."""
+    grid = np.array(list(itertools.product(range(1, SMALL + 1), repeat=len(guard.symbols)))).T
+    return not bool(holding(guard, dict(zip(guard.symbols, grid, strict=True))).all())
+
+
+def breaks_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:
+    """Whether a guard between several symbols is broken on one of the lines, inside `dims`."""
+    few = LINES if len(guard.symbols) == 2 else LINES[2::3]
+    for symbol in guard.symbols:
+        others = [one for one in guard.symbols if one != symbol]
+        line = _inside(np.arange(1, SCANNED + 1), dims[symbol])
+        for held in itertools.product(*([size for size in few if dims[one].allows(size)] for one in others)):
+            fixed = {one: np.array([size]) for one, size in zip(others, held, strict=True)}
+            if line.size and not holding(guard, {symbol: line, **fixed}).all():
+                return True
+    return False
+
+
+def _inside(sizes: Any, dim: Dim) -> Any:
+    most = sizes[-1] if dim.max is None else dim.max
+    return sizes[(sizes >= dim.min) & (sizes <= most) & (sizes % dim.multiple_of == 0)]
+
+
+def combinations(choices: Sequence[Sequence[int]], symbols: Sequence[str]) -> Columns:
+    """All combinations of the `choices` for each of the `symbols`, as Python's own numbers: these are exact."""
+    columns = np.array(list(itertools.product(*choices)), dtype=object).reshape(-1, len(symbols)).T
+    return dict(zip(symbols, columns, strict=True))
