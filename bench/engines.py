@@ -3,8 +3,8 @@
 A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step, and
 to why a job waits; from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again;
 how long `halt` takes, and `resume` with another number of workers on the next engine of the list; whether the
-parameters are those of a plain loop. Times are of the job's own events. Slurm and Kubernetes have two nodes of their own; where an engine is not
-installed, the reason is printed. The last line is JSON.
+parameters are those of a plain loop. Times are of the job's own events. Slurm and Kubernetes have two nodes of their
+own; where an engine is not installed, the reason is printed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -73,14 +73,17 @@ def open_client(engines: list[str]) -> Iterator[Client]:
 
 
 def worker_pids(client: Client) -> list[int]:
-    """Those of the running workers."""
-    pids: dict[str, int] = {}
+    """Those of the running workers, as this machine numbers them."""
+    found: dict[str, tuple[str, int]] = {}
     for name, event, _ in client.events():
         if name == "worker.running":
-            pids[event["worker"]] = event["pid"]
+            found[event["worker"]] = event.get("host", "this host"), event["pid"]
         elif name in ("worker.lost", "worker.killed"):
-            pids.pop(event["worker"], None)
-    return sorted(pids.values())
+            found.pop(event["worker"], None)
+    status = client.where.read_status(1)
+    assert status is not None
+    pids = (client.find_outside(status.leader if host == "this host" else host, pid) for host, pid in found.values())
+    return sorted(pid for pid in pids if pid)
 
 
 def wait_gap_s(client: Client, after: float) -> float:

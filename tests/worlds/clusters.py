@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -130,6 +132,19 @@ class Client:
             if own and (not role or words[-1] == role or module.endswith(f".{role}")):
                 found.append(one)
         return found
+
+    def find_outside(self, role: str, pid: int) -> int:
+        """The pid here of a process that a head or host has started; `pid`: in its container, which may have its own
+        numbers. 0: it has ended."""
+        for process in self.processes(role):
+            for one in process.children(recursive=True):
+                with contextlib.suppress(OSError):
+                    (numbers,) = re.findall(
+                        r"^NSpid:\s+(.*)$", Path(f"/proc/{one.pid}/status").read_text(), re.MULTILINE
+                    )
+                    if int(numbers.split()[-1]) == pid:
+                        return one.pid
+        return 0
 
     def kill(self, role: str) -> None:
         """SIGKILL for a head or host and all that it has started, as its machine's end would be."""
