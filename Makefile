@@ -96,7 +96,7 @@ quick-rooms: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(ROOMS)
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, custom loops
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m jobs $(call MARKED,jobs); $(call SUMMARY,jobs)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m 'jobs and not engines' $(call MARKED,jobs); $(call SUMMARY,jobs)
 
 mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many of a sample the tests catch; half an hour
 	$(BIN)/python tests/mutants.py $(MUTANTS)

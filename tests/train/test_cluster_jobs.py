@@ -75,7 +75,7 @@ def kubernetes_client(client, kubernetes):
     kubernetes.remove_pods()
 
 
-@pytest.fixture(params=["local", "podman", "slurm", "kubernetes"])
+@pytest.fixture(params=["local", "podman", "slurm", pytest.param("kubernetes", marks=pytest.mark.engines)])
 def engine(request, client):
     """The name of an engine, on which `client` submits."""
     if request.param != "local":
