@@ -16,6 +16,7 @@ from trueline.bundle import Bundle, open_bundle
 from trueline.bundle.signature import Dim
 from trueline.capture.api import capture
 from trueline.capture.proof.attempt import Captured
+from trueline.errors import RequestError
 from trueline.runtime.open import open_program
 from worlds import recipes
 
@@ -120,3 +121,24 @@ def test_a_format_that_leaves_out_an_example_is_sealed_with_a_warning(tmp_path: 
     assert bundle.signature.dims["length"] == Dim(min=5, max=8)
     assert "warning: it refuses your example 2 (batch 2, length 40)" in made.programs[0].summary
     assert "example.excluded" in seen
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale[..., None]
+
+
+def test_an_example_with_one_row_for_all_records_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    """torch.export takes the rows of both inputs for one size."""
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch, rows, length in ((2, 1, 9), (4, 4, 12)):
+            yield torch.ones(batch, length, 3), torch.ones(rows, length)
+
+    made = capture(recipes.untrained(lambda: Scaled().eval(), examples=pairs), None, tmp_path / "b")
+    said = "refuses your example 1 (x [2, 9, 3], scale [1, 9])"
+    assert all(said in one.summary or one.verdict == "refused" for one in made.programs), made.programs
+    with pytest.raises(RequestError):
+        open_program(open_bundle(tmp_path / "b")).run(
+            {"x": np.ones((2, 9, 3), np.float32), "scale": np.ones((1, 9), np.float32)}
+        )

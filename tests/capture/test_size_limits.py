@@ -113,6 +113,19 @@ class Records(nn.Module):
         return found
 
 
+class Counts(nn.Module):
+    """Records of four numbers; a branch on the count of all numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.stack([torch.tanh(row) * (row.sum() + 1) for row in x])
+        return rows * 2 if rows.numel() == 1500 else rows
+
+
+def test_records_one_by_one_are_compared_where_all_their_numbers_are_a_number_of_the_code(tmp_path: Path) -> None:
+    bundle = captured(Counts, tmp_path / "b")
+    assert bundle.signature.dims["batch"].max == 374
+
+
 class Digits(nn.Module):
     """TorchScript by trace makes a number of it."""
 

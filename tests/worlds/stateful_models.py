@@ -524,6 +524,38 @@ class Environment(Base):
 
 
 @guilty
+class AsksForAFile(Base):
+    """A switch that another program may turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if os.path.exists("/no/such/switch") else self.lin(x)
+
+
+@guilty
+class CountsAFolder(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + len(list(Path(__file__).parent.iterdir()))
+
+
+@guilty
+class BusyMachine(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if os.getloadavg()[0] > 1e6 else self.lin(x)
+
+
+@guilty
+class ManyThreads(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if threading.active_count() > 1_000_000 else self.lin(x)
+
+
+@guilty
+class ClockOfTheSystem(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if time.clock_gettime(time.CLOCK_REALTIME) % 86_400 < 86_399.99 else x
+
+
+@guilty
 class ReadsAFile(Base):
     def start(self) -> None:
         self.file = Path(__file__)

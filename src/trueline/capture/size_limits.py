@@ -6,8 +6,9 @@ at which model and program were compared; where they part, the border is found b
 """
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -103,8 +104,8 @@ def _cut(claim: Signature, symbol: str, low: int, high: int | None, *, probed: b
     bounds = [bound for bound in (dim.max, high) if bound is not None]
     most = min(bounds, default=None)
     probed = (probed and most != dim.max) or (dim.probed and most == dim.max)
-    cut = msgspec.structs.replace(dim, min=max(dim.min, low), max=most, probed=probed)
-    return msgspec.structs.replace(claim, dims={**claim.dims, symbol: cut})
+    dims = {**claim.dims, symbol: msgspec.structs.replace(dim, min=max(dim.min, low), max=most, probed=probed)}
+    return msgspec.structs.replace(claim, dims=dims)
 
 
 def find_excluded(claim: Signature, calling: Calling) -> str:
@@ -116,9 +117,9 @@ def find_excluded(claim: Signature, calling: Calling) -> str:
             for named, size in zip(spec.shape, tensor.shape, strict=True):
                 fits &= int(size) == (sizes.setdefault(named, int(size)) if isinstance(named, str) else named)
         if not fits or not claim.allows(sizes):
-            shapes = ", ".join(f"{spec.name} {list(one.shape)}" for spec, one in zip(claim.inputs, batch, strict=True))
-            said = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
-            return f"example {number} ({said if fits else shapes})"
+            shapes = {spec.name: list(one.shape) for spec, one in zip(claim.inputs, batch, strict=True)}
+            said = [f"{name} {size}" for name, size in (sizes if fits else shapes).items()]
+            return f"example {number} ({', '.join(said)})"
     return ""
 
 
@@ -294,7 +295,7 @@ def _cut_at_pairs(far: FarSizes, program: Session, claim: Signature, numbers: Se
     `if x.shape[:2] == (93, 1871)`. Tried are the numbers of the user's code and those beside them, numbers that stand
     together first."""
     base = claim.sizes(far.example)
-    both = [(a, b) for a, b in itertools.permutations(claim.symbols, 2) if a in base and b in base]
+    both = list(itertools.permutations((symbol for symbol in claim.symbols if symbol in base), 2))
     places = sorted(
         itertools.product(range(len(numbers)), repeat=2), key=lambda at: (at[0] == at[1], abs(at[1] - at[0]))
     )
@@ -312,12 +313,12 @@ def _cut_at_pairs(far: FarSizes, program: Session, claim: Signature, numbers: Se
 
 def _at_most(size: int, dim: Dim) -> int:
     """The largest allowed size up to `size`."""
-    most = size if dim.max is None else min(size, dim.max)
+    most = min(size, dim.max or size)
     return max(most - most % dim.multiple_of, dim.min)
 
 
 def _largest_seen(claim: Signature, symbol: str, observations: Sequence[Observation]) -> int:
-    sizes = [claim.sizes(seen.probe.inputs) for seen in observations]
+    sizes = (claim.sizes(seen.probe.inputs) for seen in observations)
     return max((one[symbol] for one in sizes if claim.allows(one)), default=1)
 
 
@@ -330,6 +331,8 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
         doubled = sorted({*doubled, dim.max})
     around = {number + step for number in numbers for step in (-1, 0, 1)} - set(doubled) - {here}
     around |= walk.far.sizes_of_examples(walk.program.signature, walk.symbol) - {here}
+    if walk.symbol in walk.far.unrolled:  # of another, a guard would tell
+        around |= set(_divided(numbers, walk.program.signature)) - set(doubled) - {here}
     shares = dict.fromkeys(range(1, DENSE + 1 if walk.symbol in walk.far.unrolled else 1), DENSE_SHARE)
     shares |= dict.fromkeys(around, CODE_SHARE) | dict.fromkeys(doubled, 1.0)
     shares = {size: share for size, share in sorted(shares.items()) if dim.allows(size) and size != here}
@@ -360,6 +363,14 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
         if found:
             reached.append(size)
     return _with_order(walk, low, reached, parts=parts, branches=branches)
+
+
+def _divided(numbers: Sequence[int], claim: Signature) -> Iterator[int]:
+    """The sizes at which a count of elements is a number of the code: 300 records of 5 are 1,500."""
+    fixed = [[size for size in spec.shape if isinstance(size, int)] for spec in (*claim.inputs, *claim.outputs)]
+    units = {2, 3, 4, *(size for sizes in fixed for size in sizes), *map(math.prod, fixed)} - {0, 1}
+    for number, unit, step in itertools.product(numbers, units, (0, -1, 1)):
+        yield from () if (number + step) % unit else ((number + step) // unit,)
 
 
 def _with_order(walk: _Walk, low: int, reached: list[int], *, parts: bool, branches: bool) -> _Reached:

@@ -1,14 +1,15 @@
-"""What a model takes from outside: clocks, the environment, files, shared generators of random numbers.
+"""What a model takes from outside: clocks, the environment, files, the machine's load, shared generators of numbers.
 
 Where the user's own line reads one of them, the model runs with other values: clocks are moved, variables of the
 environment changed, and each decision on a number that was read is taken the other way. A time that is measured and
-logged does no harm. A file that is read on each call is refused: its content can change.
+logged does no harm. A file that is read or asked for on each call is refused: it can change.
 """
 
 import datetime
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,14 +23,20 @@ from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.python_state import Memento
 from trueline.capture.model.reach import KeptValue, attributes
 from trueline.capture.proof.state.influence import DECISIONS, Influence, Question
-from trueline.capture.proof.state.tainted import Decisions, mark, marking, quietly
+from trueline.capture.proof.state.tainted import Decisions, NotingInt, mark, marking, quietly
 
-_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 CLOCKS = tuple((time, f"{name}{unit}") for name in _CLOCKS for unit in ("", "_ns"))
 TEXTS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
 """Functions of `time` that read the clock when an argument is left out, and how many come before it."""
-_TIMES = {*(name for _, name in CLOCKS), *TEXTS, "datetime", "date", "getpid"}
-OTHERS = ((os, "getpid"),)
+_TIMES = {*(name for _, name in CLOCKS), *TEXTS, "datetime", "date"}
+_COUNTS = ("active_count", "get_ident", "get_native_id")
+OTHERS = (
+    *((os, name) for name in ("getpid", "getppid", "getloadavg", "cpu_count")),
+    *((threading, name) for name in _COUNTS),
+)
+FILE_QUESTIONS = ("stat", "lstat", "access", "listdir", "scandir", "statvfs", "readlink")
+"""Functions of `os` that ask for a path, those of `os.path` and `pathlib` among their callers."""
 _DRAWS = "random uniform gauss normalvariate expovariate betavariate triangular randint randrange getrandbits"
 _NUMPY = "random rand randn random_sample uniform normal randint"
 DRAWS = (*((random, name) for name in _DRAWS.split()), *((np.random, name) for name in _NUMPY.split()))
@@ -38,7 +45,16 @@ SHIFTS_S = (0.37, 61.0, 3600.0, 5 * 3600.0, 13 * 3600.0, 86_400.0, 3 * 86_400.0,
 """Seconds by which clocks are moved."""
 VARIABLES = 4
 """Variables of the environment that are changed."""
-_STRAY = ("linecache.py", "<frozen", "inspect.py", "traceback.py", "warnings.py", "/logging/", "tokenize.py")
+_STRAY = (
+    "linecache.py",
+    "<frozen importlib",
+    "<frozen zipimport",
+    "inspect.py",
+    "traceback.py",
+    "warnings.py",
+    "/logging/",
+    "tokenize.py",
+)
 _ENVIRON = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
 _PASSING = ("/proc/", "/sys/", "/dev/")
 
@@ -54,6 +70,8 @@ class Readings:
         self.lines: dict[str, SourceLine | None] = {}
         self.variables: dict[str, SourceLine | None] = {}
         self.files: dict[str, SourceLine | None] = {}
+        self.asked: dict[str, SourceLine | None] = {}
+        """Paths that the file system was asked about."""
 
     def note(self, name: str) -> None:
         self.lines.setdefault(name, code_paths.current_line())
@@ -81,6 +99,16 @@ class Readings:
 
         return read
 
+    def asking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(path: Any = ".", *args: Any, **options: Any) -> Any:
+            if isinstance(path, str | bytes | os.PathLike) and _is_for_user(sys._getframe(1)):
+                name = os.fsdecode(path)
+                if not name.startswith(_PASSING):
+                    self.asked.setdefault(name, code_paths.current_line())
+            return function(path, *args, **options)
+
+        return ask
+
     def other(self, function: Callable[..., Any], name: str, *, numbers: bool) -> Callable[..., Any]:
         drawing = marking(function, self.decisions, name) if numbers else function
 
@@ -94,6 +122,15 @@ class Readings:
         return read
 
 
+def _is_for_user(frame: FrameType | None) -> bool:
+    """Whether the user's line is behind it, and nothing that looks for sources or modules by itself."""
+    while frame is not None and not code_paths.is_users(frame.f_code.co_filename):
+        if any(word in frame.f_code.co_filename for word in _STRAY):
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
 def _is_direct(frame: FrameType) -> bool:
     return code_paths.is_users(frame.f_code.co_filename)
 
@@ -102,7 +139,7 @@ def read_outside(question: Question) -> Readings:
     """What a call of the model reads."""
     readings = Readings()
     memento = Memento(explicit_state.users_own(question.eager.module))
-    with quietly(), _reading(readings, _find_places(question)):
+    with quietly(), _noting_int(question), _reading(readings, _find_places(question)):
         readings.changes = question.differs(memento)
     return readings
 
@@ -112,10 +149,12 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
     reads on each call."""
     for file, line in first.files.items():
         return Influence(path=file, how="it reads that file on each call, and the content can change", place=line)
+    for path, line in first.asked.items():
+        return Influence(path=path, how="it asks for that path on each call, and what is there can change", place=line)
     if first.changes or not (first.lines or first.variables):
         return None  # a stand-in is not accepted as what it stands for, or nothing is read
     memento, places = Memento(explicit_state.users_own(question.eager.module)), _find_places(question)
-    with quietly():
+    with quietly(), _noting_int(question):
         for readings in _variants(first):
             with _reading(readings, places):
                 why = question.differs(memento)
@@ -177,6 +216,21 @@ def _find_places(question: Question) -> list[KeptValue]:
 
 
 @contextmanager
+def _noting_int(question: Question) -> Iterator[None]:
+    """Within the block `int(time.time())` of the user's files notes decisions, as the time itself does."""
+    functions = code_paths.users_functions(question.eager.module)
+    files = {id(one.__globals__): one.__globals__ for one in functions if "int" in one.__code__.co_names}
+    files = {at: names for at, names in files.items() if "int" not in names}
+    for names in files.values():
+        names["int"] = NotingInt
+    try:
+        yield
+    finally:
+        for names in files.values():
+            del names["int"]
+
+
+@contextmanager
 def _reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
     """Within the block sources are stood in for."""
     with ExitStack() as stack:
@@ -196,6 +250,8 @@ def _reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
             replace(module, name, readings.other(getattr(module, name), name, numbers=True))
         for module, name in BYTES:
             replace(module, name, readings.other(getattr(module, name), "urandom", numbers=False))
+        for name in FILE_QUESTIONS:
+            replace(os, name, readings.asking(getattr(os, name)))
         moved, day = _datetimes(readings)
         replace(datetime, "datetime", moved)
         replace(datetime, "date", day)
@@ -287,10 +343,5 @@ def _note_file(event: str, args: tuple[Any, ...]) -> None:
     if not reads or not isinstance(path, str | bytes | os.PathLike):
         return
     name = os.fsdecode(path)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not code_paths.is_users(frame.f_code.co_filename):
-        if any(word in frame.f_code.co_filename for word in _STRAY):
-            return
-        frame = frame.f_back
-    if frame is not None and not name.startswith(_PASSING):
+    if not name.startswith(_PASSING) and _is_for_user(sys._getframe(1)):
         _watching[-1].files.setdefault(name, code_paths.current_line())

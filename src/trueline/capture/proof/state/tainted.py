@@ -59,21 +59,21 @@ def _compute(function: Callable[..., Any], reflected: bool) -> Callable[..., Any
             return NotImplemented
         operands = [_plain(self), *map(_plain, others)]
         result = function(*(reversed(operands) if reflected else operands))
-        within = _range_of(function, vars(self)["within"], operands[1:]) if not reflected else ANY
+        within = _range_of(function, vars(self)["within"], operands) if not reflected else ANY
         decisions = vars(self)["decisions"]
         return tree_map(lambda one: mark(one, decisions, within), result)
 
     return compute
 
 
-def _range_of(function: Callable[..., Any], within: Range, others: list[Any]) -> Range:
+def _range_of(function: Callable[..., Any], within: Range, operands: list[Any]) -> Range:
     """Where the result is, of a number that is within a range."""
     low, high = within
-    if not others or not isinstance(others[0], int | float):
+    if len(operands) < 2 or not isinstance(operands[1], int | float):
         return ANY
-    by = others[0]
+    number, by = operands[:2]
     if function is operator.mod and by > 0:
-        return 0, by - 1 if isinstance(by, int) else math.nextafter(by, 0)
+        return 0, by - 1 if isinstance(number, int) and isinstance(by, int) else math.nextafter(by, 0)
     if function is operator.and_ and by >= 0:
         return 0, by
     if function in (operator.add, operator.sub) or (by > 0 and function in (operator.mul, operator.truediv)):
@@ -101,6 +101,25 @@ class TaintedInt(int):
 
 class TaintedFloat(float):
     """A fraction that notes decisions."""
+
+
+class _LikeInt(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, int)
+
+
+class NotingInt(int, metaclass=_LikeInt):
+    """In place of `int` in the user's files: of a number that notes decisions it makes one that does, too."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        given = args[0] if len(args) == 1 else None
+        if not isinstance(given, TaintedInt | TaintedFloat):
+            return int(*args, **options)
+        own = vars(given)
+        return mark(int(own["plain"]), own["decisions"], own["within"])
 
 
 _BINARY = "add sub mul truediv floordiv mod pow lshift rshift and or xor divmod"
@@ -178,7 +197,7 @@ def marking(function: Callable[..., Any], decisions: Decisions, name: str) -> Ca
             within = 0.0, math.nextafter(1.0, 0.0)
         elif name in ("uniform", "randint") and len(args) == 2:
             within = args[0], args[1]
-        return mark(item, decisions, within)
+        return tree_map(lambda one: mark(one, decisions, within), item)
 
     return call
 
