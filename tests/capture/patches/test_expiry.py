@@ -137,7 +137,8 @@ def fixes_the_sizes_of_grids_ramps_and_distances() -> bool:
     def grid(x: Tensor) -> Tensor:
         return F.affine_grid(torch.ones(1, 2, 3), [1, 1, x.shape[1], 4], align_corners=False)
 
-    for function in (grid, lambda x: torch.linspace(0, 1, x.shape[1])):
+    ramp, pool = lambda x: torch.linspace(0, 1, x.shape[1]), lambda x: F.max_pool1d(x.transpose(1, 2), 2)
+    for function in (grid, ramp, pool, lambda x: torch.hann_window(x.shape[1])):
         refused(Of(function), X, message=SPECIALIZED)
     near = export(Of(lambda x: torch.cdist(x, x)), X)
     return any(span.upper <= 25 for span in near.range_constraints.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trueline.capture.export import torch_export
+from trueline.capture.export.tracing import tracing
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.capture.patches import symbolic_sizes
@@ -101,3 +103,31 @@ def test_torchs_own_functions_are_back_after_tracing() -> None:
     with symbolic_sizes.keep_sizes_free():
         assert torch.cdist is symbolic_sizes.cdist
     assert (torch.cdist, torch.affine_grid_generator, torch.linspace) == before
+
+
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "max_pool1d": lambda x: nn.functional.max_pool1d(x, 3, 2, 1, ceil_mode=True),
+    "MaxPool1d": nn.MaxPool1d(2),
+    "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(2)[:, :1], 2),
+    "method take_along_dim": lambda x: x.take_along_dim(torch.tensor([[[-1, 0, 5]]]), 2),
+    "kron": lambda x: torch.kron(x[0], torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
+    "hann": lambda x: x * torch.hann_window(x.shape[2]),
+    "hamming": lambda x: x * torch.hamming_window(x.shape[2], periodic=False),
+    "blackman": lambda x: x * torch.blackman_window(x.shape[2]),
+    "fftfreq": lambda x: x * torch.fft.fftfreq(x.shape[2], 0.5),
+    "rfftfreq": lambda x: x[:, :, : x.shape[2] // 2 + 1] * torch.fft.rfftfreq(x.shape[2]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_size_that_torch_would_fix_stays_free_and_the_answer_is_torchs_own(name: str) -> None:
+    class Of(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return KEPT[name](x)
+
+    free = torch.export.Dim.DYNAMIC
+    with tracing():
+        program = torch.export.export(Of().eval(), (torch.randn(2, 3, 9),), dynamic_shapes=({2: free},), strict=False)
+    for size in (4, 5, 8, 15, 100):
+        x = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size))
+        torch.testing.assert_close(program.module()(x), Of()(x), rtol=1e-5, atol=1e-6)

@@ -1,11 +1,13 @@
 """Functions of torch that make a number of a size, or bound it, without need.
 
-`affine_grid` and `linspace` fix their sizes, and `cdist` takes another algorithm from 26 rows on. Here the first two
-are computed from the size, by their documentation, and the last calls the operator that decides at run time.
+`max_pool1d`, `take_along_dim`, `kron`, `affine_grid`, `linspace`, windows and frequencies fix their sizes, and `cdist`
+takes another algorithm from 26 rows on. Here they are computed from the size, by their documentation, or by an operator
+that decides at run time.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
 from trueline.capture.patches import Patch
 
-PATCH = Patch(issue="pytorch/pytorch#172930", versions="torch 2.13", cost="under 0.1 ms", helps=("vq_vae", "dgcnn"))
+PATCH = Patch(
+    issue="pytorch/pytorch#172930", versions="torch 2.13", cost="under 0.1 ms", helps=("vq_vae", "dgcnn", "textcnn")
+)
 
 _MODES = {"use_mm_for_euclid_dist_if_necessary": None, "use_mm_for_euclid_dist": 1, "donot_use_mm_for_euclid_dist": 2}
 
@@ -22,12 +26,99 @@ _MODES = {"use_mm_for_euclid_dist_if_necessary": None, "use_mm_for_euclid_dist":
 def keep_sizes_free() -> Iterator[None]:
     """In the block, these functions leave sizes free."""
     get_torch_obj_rule_map()  # Dynamo looks torch's functions up by name once, and would keep these for good
-    originals = torch.affine_grid_generator, torch.cdist, torch.linspace
-    torch.affine_grid_generator, torch.cdist, torch.linspace = affine_grid, cdist, _linspace(torch.linspace)
-    try:
+    fft = torch.fft
+    with ExitStack() as stack:
+        for holder, name, stand_in in (
+            (torch, "affine_grid_generator", affine_grid),
+            (torch, "cdist", cdist),
+            (torch, "kron", kron),
+            (torch, "linspace", _linspace(torch.linspace)),
+            (torch, "max_pool1d", _max_pool1d),
+            (torch, "take_along_dim", _take_along_dim(torch.take_along_dim)),
+            (torch.Tensor, "take_along_dim", _take_along_dim(torch.Tensor.take_along_dim)),
+            (fft, "fftfreq", _if_free(fft.fftfreq, frequencies)),
+            (fft, "rfftfreq", _if_free(fft.rfftfreq, half_frequencies)),
+            *((torch, f"{name}_window", _if_free(getattr(torch, f"{name}_window"), _window(terms)))
+              for name, terms in COSINES.items()),
+        ):  # fmt: skip
+            stack.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, stand_in)
         yield
-    finally:
-        torch.affine_grid_generator, torch.cdist, torch.linspace = originals
+
+
+def _if_free(original: Callable[..., torch.Tensor], stand_in: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """`original`, and `stand_in` for a size that is free."""
+
+    def call(size: Any, *args: Any, **options: Any) -> torch.Tensor:
+        return (original if isinstance(size, int) else stand_in)(size, *args, **options)
+
+    return call
+
+
+def _max_pool1d(*args: Any, **options: Any) -> torch.Tensor:
+    largest, _ = torch.max_pool1d_with_indices(*args, **options)
+    return largest
+
+
+def _take_along_dim(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """With indices of as many dimensions as the tensor. One outside of the size is taken modulo it, as by torch."""
+
+    def take(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> Any:
+        if dim is None or indices.ndim != input.ndim:
+            return original(input, indices, dim)
+        dim %= input.ndim
+        shapes = [
+            (one, one) if axis == dim else (other, one)
+            for axis, (one, other) in enumerate(zip(indices.shape, input.shape, strict=True))
+        ]
+        whole: Any = torch.broadcast_shapes(*zip(*shapes, strict=True))  # type: ignore[no-untyped-call]
+        tall = [input.shape[axis] if axis == dim else size for axis, size in enumerate(whole)]
+        places = torch.remainder(indices, input.shape[dim])
+        return input.expand(tall).gather(dim, places.expand(whole))
+
+    return take
+
+
+def kron(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Each number of `input` times all of `other`: dimensions are the products of both."""
+    rank = max(input.ndim, other.ndim)
+    a, b = ((1,) * (rank - one.ndim) + tuple(one.shape) for one in (input, other))
+    left = input.reshape([size for one in a for size in (one, 1)])
+    right = other.reshape([size for one in b for size in (1, one)])
+    return (left * right).reshape([one * two for one, two in zip(a, b, strict=True)])
+
+
+COSINES = {"hann": (0.5, 0.5), "hamming": (0.54, 0.46), "blackman": (0.42, 0.5, 0.08)}
+"""Window -> weights of the cosines of 0, 1, 2 turns; every other is subtracted. Source: torch.hann_window."""
+
+
+def _window(terms: Sequence[float]) -> Callable[..., torch.Tensor]:
+    def window(size: Any, periodic: bool = True, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+        places = torch.arange(size, device=device).to(dtype or torch.get_default_dtype())
+        last: Any = size if periodic else torch.sym_max(size - 1, 1)  # type: ignore[no-untyped-call]
+        turn = places * (torch.full((), 2 * math.pi, dtype=torch.float64, device=device) / last).to(places.dtype)
+        found: Any = sum((-1) ** at * weight * torch.cos(at * turn) for at, weight in enumerate(terms))
+        return torch.where(torch.full((), size, device=device) == 1, torch.ones_like(turn), found)
+
+    return window
+
+
+def frequencies(size: Any, d: float = 1.0, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """torch.fft.fftfreq: 0, 1, …, -2, -1 over `size` times `d`."""
+    places = torch.arange(size, device=device)
+    return _per_sample(torch.where(places < (size + 1) // 2, places, places - size), size, d, dtype)
+
+
+def half_frequencies(size: Any, d: float = 1.0, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """torch.fft.rfftfreq: 0, 1, … up to half of `size`, over `size` times `d`."""
+    return _per_sample(torch.arange(size // 2 + 1, device=device), size, d, dtype)
+
+
+def _per_sample(places: torch.Tensor, size: Any, d: float, dtype: Any) -> torch.Tensor:
+    step = torch.ones((), dtype=torch.float64, device=places.device) / (size * d)
+    kind: torch.dtype = dtype or torch.get_default_dtype()
+    found: torch.Tensor = places.to(kind) * step.to(kind)
+    return found
 
 
 def _linspace(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

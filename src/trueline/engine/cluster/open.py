@@ -6,6 +6,7 @@ from trueline.engine.cluster.settings import (
     KubernetesSettings,
     LocalSettings,
     PodmanSettings,
+    RaySettings,
     SlurmSettings,
 )
 
@@ -20,6 +21,10 @@ def open_scheduler(settings: AnySettings) -> Scheduler:
             from trueline.engine.cluster.podman import PodmanScheduler
 
             return PodmanScheduler(settings)
+        case RaySettings():
+            from trueline.engine.cluster.ray import RayScheduler
+
+            return RayScheduler(settings)
         case SlurmSettings():
             from trueline.engine.cluster.slurm import SlurmScheduler
 

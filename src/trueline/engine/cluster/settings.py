@@ -101,9 +101,24 @@ class KubernetesSettings(EngineSettings, frozen=True, kw_only=True, tag="kuberne
     """Number of the group that gets the claims; 0: they stay as they are."""
 
 
-AnySettings = LocalSettings | SlurmSettings | PodmanSettings | KubernetesSettings
+class RaySettings(EngineSettings, frozen=True, kw_only=True, tag="ray"):
+    address: str = ""
+    """HOST:PORT of the cluster, from one of its nodes; ray://HOST:10001 from elsewhere; empty: RAY_ADDRESS, else the
+    cluster that runs on this machine."""
+    resources: tuple[str, ...] = ()
+    """NAME=NUMBER, more that the head and each host need, as GPU=1."""
+    strategy: str = "PACK"
+    """Where Ray reserves what a job needs to begin: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD."""
+    env: tuple[str, ...] = ()
+    """Names of variables that head and hosts get, such as those of the store's credentials."""
+    logs: str = ""
+    """Folder that all nodes share, for output before the job runs; empty: in the store, if that is a folder."""
+
+
+AnySettings = LocalSettings | SlurmSettings | PodmanSettings | RaySettings | KubernetesSettings
 KINDS: Mapping[str, type[AnySettings]] = {
-    "kubernetes": KubernetesSettings, "local": LocalSettings, "podman": PodmanSettings, "slurm": SlurmSettings,
+    "kubernetes": KubernetesSettings, "local": LocalSettings, "podman": PodmanSettings, "ray": RaySettings,
+    "slurm": SlurmSettings,
 }  # fmt: skip
 
 
