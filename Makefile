@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs test-engines mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-engines bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-ps protos clean bench-compress
+.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs test-engines kubernetes mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-engines bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-ps protos clean bench-compress
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -96,7 +96,7 @@ quick-rooms: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(ROOMS)
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, custom loops
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m jobs $(call MARKED,jobs); $(call SUMMARY,jobs)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m 'jobs and not engines' $(call MARKED,jobs); $(call SUMMARY,jobs)
 
 mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many of a sample the tests catch; half an hour
 	$(BIN)/python tests/mutants.py $(MUTANTS)
@@ -113,9 +113,12 @@ $(RAY)/.installed: constraints.txt | $(STAMP)
 
 # Slurm: apt-get install slurmctld slurmd slurm-client munge; podman: apt-get install podman runc catatonit. Both as root.
 # Ray comes into an environment of its own; where that fails, its tests are skipped.
-test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, podman, Ray, Slurm; skips have their reasons
+test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, podman, Ray, Slurm, Kubernetes; skips have their reasons
 	-$(MAKE) --no-print-directory $(RAY)/.installed
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py tests/train/test_learner_jobs.py
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py tests/train/test_learner_jobs.py tests/train/test_kubernetes_jobs.py
+
+kubernetes:  ## a real Kubernetes for test-engines, from Debian's source package into the user's cache; ten minutes, once
+	sh tests/worlds/kubernetes/build.sh "$${XDG_CACHE_HOME:-$$HOME/.cache}/trueline/kubernetes"
 
 test-long: $(STAMP)  ## attacks and long variants, beside neighbours in the suite that try nearly the same
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-long -m long $(LONG); $(call SUMMARY,long)

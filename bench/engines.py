@@ -1,10 +1,11 @@
 """Submitted jobs on each engine that is installed: `make bench-engines`, as root.
 
-A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step;
-from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again; how long `halt`
-takes, and `resume` with another number of workers on the next engine of the list; whether the parameters are those of a
-plain loop; whether ten jobs on two slots start by priority. Times are of the job's own events. Slurm and Ray have two
-nodes of their own; where an engine is not installed, the reason is printed. The last line is JSON.
+A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step, and
+to why a job waits; from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again;
+how long `halt` takes, and `resume` with another number of workers on the next engine of the list; whether the
+parameters are those of a plain loop; whether ten jobs on two slots start by priority. Times are of the job's own
+events. Slurm, Ray and Kubernetes have two nodes of their own; where an engine is not installed, the reason is
+printed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,23 +33,34 @@ from trueline.recipe.load import load_recipe
 from worlds import podman, ray, slurm
 from worlds.clusters import Client
 from worlds.jobs import TINY, plain_loop
+from worlds.kubernetes import cluster as kubernetes
 from worlds.waiting import until
 
-ENGINES = ("local", "podman", "ray", "slurm")
+ENGINES = ("local", "podman", "ray", "slurm", "kubernetes")
 STILL_S = 1.0
 """Between the end of a recovery and the next strike."""
 STEPS = 48
-GOALS = {"first_step_s": 8.0, "kill_p95_s": 0.5, "host_s": 5.0, "full_s": 8.0, "halt_s": 2.0, "resume_s": 5.0}
+GOALS = {
+    "first_step_s": 8.0,
+    "why_s": 2.0,
+    "kill_p95_s": 0.5,
+    "host_s": 5.0,
+    "full_s": 8.0,
+    "halt_s": 2.0,
+    "resume_s": 5.0,
+}
 
 
 @contextmanager
 def open_client(engines: list[str]) -> Iterator[Client]:
     folder = Path(tempfile.mkdtemp(prefix="tl-engines-"))
-    clusters: dict[str, slurm.Slurm | ray.RayCluster] = {}
+    clusters: dict[str, slurm.Slurm | ray.RayCluster | kubernetes.Kubernetes] = {}
     if "slurm" in engines:
         clusters["slurm"] = slurm.Slurm(folder / "slurm")
     if "ray" in engines:
         clusters["ray"] = ray.RayCluster(folder / "r")  # the paths of its sockets have to be short
+    if "kubernetes" in engines:
+        clusters["kubernetes"] = kubernetes.Kubernetes(folder / "kubernetes")
     (folder / "containers.conf").write_text(podman.CONFIG)
     client = Client(folder, CONTAINERS_CONF=str(folder / "containers.conf"))
     try:
@@ -64,14 +76,17 @@ def open_client(engines: list[str]) -> Iterator[Client]:
 
 
 def worker_pids(client: Client) -> list[int]:
-    """Those of the running workers."""
-    pids: dict[str, int] = {}
+    """Those of the running workers, as this machine numbers them."""
+    found: dict[str, tuple[str, int]] = {}
     for name, event, _ in client.events():
         if name == "worker.running":
-            pids[event["worker"]] = event["pid"]
+            found[event["worker"]] = event.get("host", "this host"), event["pid"]
         elif name in ("worker.lost", "worker.killed"):
-            pids.pop(event["worker"], None)
-    return sorted(pids.values())
+            found.pop(event["worker"], None)
+    status = client.where.read_status(1)
+    assert status is not None
+    pids = (client.find_outside(status.leader if host == "this host" else host, pid) for host, pid in found.values())
+    return sorted(pid for pid in pids if pid)
 
 
 def wait_gap_s(client: Client, after: float) -> float:
@@ -112,6 +127,8 @@ def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random
             full = client.wait_workers(3, after=client.wait("host.joined", after=at))
             fulls.append(full - at)
         print(f"{engine}: strike {number + 1} of {kills}, full after {full - at:.1f} s", file=sys.stderr)
+    figures["why_s"] = measure_wait(client, engine)
+    client.job = job
     began = time.monotonic()
     client.run("halt", job)
     figures["halt_s"] = time.monotonic() - began
@@ -121,6 +138,16 @@ def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random
         "kill_p95_s": gaps[int(0.95 * (len(gaps) - 1))], "kills": len(gaps), "host_s": max(host_s),
         "full_s": max(fulls), "hosts_killed": len(fulls), "lost": lost, "repeated": repeated,
     }  # fmt: skip
+
+
+def measure_wait(client: Client, engine: str) -> float:
+    """From `submit` to a status that says why the job waits, beside one that leaves no room for it."""
+    began = time.monotonic()
+    job = client.submit(f"{engine}:large", "--workers", "1:1")
+    until(lambda: (one := client.read())["state"] == "queued" and one["why"], client.logs)
+    why_s = time.monotonic() - began
+    client.run("halt", job)
+    return why_s
 
 
 def measure_move(client: Client, engine: str, other: str) -> dict[str, Any]:
@@ -172,7 +199,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the strikes")
     parser.add_argument("--only", choices=ENGINES, action="append", help="one engine; repeatable")
     args = parser.parse_args()
-    lacks = {"local": "", "podman": podman.find_lack(), "ray": ray.find_lack(), "slurm": slurm.find_lack()}
+    lacks = {"local": "", "podman": podman.find_lack(), "ray": ray.find_lack(), "slurm": slurm.find_lack(),
+             "kubernetes": kubernetes.find_lack()}  # fmt: skip
     engines = [name for name in args.only or ENGINES if not lacks[name]]
     for name in set(args.only or ENGINES) - {*engines}:
         print(f"skipped {name}: {lacks[name]}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Submitted jobs on real engines: local processes; podman, Ray and Slurm with two nodes where they are installed."""
+"""Submitted jobs on real engines: local processes; podman, Ray, Slurm and Kubernetes where they are installed."""
 
 import os
 import re
@@ -18,6 +18,7 @@ from worlds import ray as rays
 from worlds import slurm as slurms
 from worlds.clusters import Client
 from worlds.jobs import TINY, plain_loop
+from worlds.kubernetes import cluster as kubernetes_clusters
 from worlds.waiting import until
 
 pytestmark = pytest.mark.jobs
@@ -73,13 +74,32 @@ def podman_client(client):
     return client
 
 
+@pytest.fixture(scope="module")
+def kubernetes(tmp_path_factory):
+    if lack := kubernetes_clusters.find_lack():
+        pytest.skip(f"no Kubernetes here: {lack}")
+    made = kubernetes_clusters.Kubernetes(tmp_path_factory.mktemp("kubernetes"))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def kubernetes_client(client, kubernetes):
+    client.env["KUBECONFIG"] = str(kubernetes.kubeconfig)
+    yield client
+    kubernetes.remove_pods()
+
+
 @pytest.fixture
 def ray_client(client, ray):
     client.env |= ray.env
     return client
 
 
-@pytest.fixture(params=["local", "podman", "ray", "slurm"])
+@pytest.fixture(params=["local", "podman", "ray", "slurm", pytest.param("kubernetes", marks=pytest.mark.engines)])
 def engine(request, client):
     """The name of an engine, on which `client` submits."""
     if request.param != "local":

@@ -24,8 +24,8 @@ class Issued:
 class Authority:
     """Signs certificates for 127.0.0.1, valid from an hour ago for a day."""
 
-    def __init__(self, folder: Path, name: str = "authority") -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, name: str = "authority", addresses: tuple[str, ...] = ("127.0.0.1",)) -> None:
+        self._folder, self._addresses = folder, [x509.IPAddress(ipaddress.ip_address(one)) for one in addresses]
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         own = self._signed(self._name, self._key.public_key(), authority=True)
@@ -47,9 +47,7 @@ class Authority:
             .add_extension(usage, critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
-            .add_extension(
-                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
-            )
+            .add_extension(x509.SubjectAlternativeName(self._addresses), critical=False)
         )
         return built.sign(self._key, hashes.SHA256())
 

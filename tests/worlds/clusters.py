@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from trueline.checkpoint import checkpoint
 from trueline.train.cluster.store import JobStore
 from trueline.train.job_dir import parse_events
 from worlds.jobs import TINY
+from worlds.kubernetes.images import HOST, list_mounts
 from worlds.waiting import until
 
 TRUELINE = str(Path(sys.executable).with_name("trueline"))
@@ -25,16 +28,34 @@ MODULES = ("trueline.train.cluster.", "trueline.train.learners.")
 ENGINES = """
 [engine.slurm]
 interface = "127.0.0.1"
+[engine.slurm.large]
+slots = 2
 [engine.ray]
 interface = "127.0.0.1"
 env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE", "XDG_CACHE_HOME"]
+[engine.ray.large]
+slots = 2
 [engine.local]
 capacity = 4
+[engine.local.large]
+slots = 4
 [engine.podman]
 rootfs = "/"
 capacity = 4
 env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE"]
+[engine.podman.large]
+slots = 4
+[engine.kubernetes]
+image = "{image}"
+pull = "Never"
+service_account = "trueline"
+python = "{python}"
+mounts = {mounts}
+env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE"]
+[engine.kubernetes.large]
+slots = 2
 """
+"""`large` has no room beside a job of three slots."""
 
 
 class Client:
@@ -45,7 +66,8 @@ class Client:
         self.env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | env
         (folder / "tiny").mkdir()
         shutil.copy(TINY, folder / "tiny" / "recipe.py")
-        (folder / "trueline.toml").write_text(ENGINES)
+        engines = ENGINES.format(image=HOST, python=sys.executable, mounts=json.dumps(list_mounts(folder)))
+        (folder / "trueline.toml").write_text(engines)
         self.job = ""
 
     def run(self, *command: str, code: int = 0) -> str:
@@ -116,6 +138,19 @@ class Client:
             if own and (not role or words[-1] == role or module.endswith(f".{role}")):
                 found.append(one)
         return found
+
+    def find_outside(self, role: str, pid: int) -> int:
+        """The pid here of a process that a head or host has started; `pid`: in its container, which may have its own
+        numbers. 0: it has ended."""
+        for process in self.processes(role):
+            for one in process.children(recursive=True):
+                with contextlib.suppress(OSError):
+                    (numbers,) = re.findall(
+                        r"^NSpid:\s+(.*)$", Path(f"/proc/{one.pid}/status").read_text(), re.MULTILINE
+                    )
+                    if int(numbers.split()[-1]) == pid:
+                        return one.pid
+        return 0
 
     def kill(self, role: str) -> None:
         """SIGKILL for a head or host and all that it has started, as its machine's end would be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ trueline logs -f digits-1
 
 trueline logs runs/digits-1 --worker worker-1.0
     the output of the first worker of slot 1; also: master, agent, launcher, events
+
+trueline logs digits-1 --worker head
+    what the head of a submitted job has written, or host-2, as its engine has it
 """
 POLL_S = 0.2
 
@@ -77,8 +81,8 @@ def show_stored(where: JobStore, follow: bool, which: str | None) -> None:
     if which is None and not as_json and where.read_job().manifest:
         show_learners(where, follow)
         return
-    name = "events" if which is None else find_stored_log(where, which)
-    lines = read_stored(where, f"logs/{name}.log", follow)
+    read = open_stored_log(where, which) if which is not None else lambda: where.read_log("logs/events.log")
+    lines = read_stored(where, read, follow)
     if which is not None or as_json:
         for line in lines:
             click.echo(line, nl=False)
@@ -130,13 +134,13 @@ def read_together(where: JobStore, follow: bool) -> Iterator[tuple[str, str]]:
             time.sleep(POLL_S)  # as tail -f does
 
 
-def read_stored(where: JobStore, name: str, follow: bool) -> Iterator[str]:
-    """Whole lines of a log in a store, until the launch has ended."""
+def read_stored(where: JobStore, read: Callable[[], bytes], follow: bool) -> Iterator[str]:
+    """Whole lines of a log, until the launch has ended."""
     at, said = 0, ""
     while True:
         launch = where.last_launch()
         more = follow and launch is not None and where.read_end(launch.number) is None
-        data = where.read_log(name)
+        data = read()
         end = data.rfind(b"\n") + 1
         yield from data[at:end].decode(errors="replace").splitlines(keepends=True)
         if not more:
@@ -158,6 +162,20 @@ def say_state(where: JobStore, before: str) -> str:
     if said != before and said != "running":
         click.echo(f"  {job.name} is {said}")
     return said
+
+
+def open_stored_log(where: JobStore, which: str) -> Callable[[], bytes]:
+    """Reads a log: of the store, or of the engine, where that keeps what a head or host writes. Raises UsageError."""
+    from trueline.errors import UsageError
+    from trueline.train.cluster import operate
+
+    try:
+        name = find_stored_log(where, which)
+    except UsageError:
+        if not re.fullmatch(r"head|host-\d+", which):
+            raise
+        return lambda: operate.read_output(where, which)
+    return lambda: where.read_log(f"logs/{name}.log")
 
 
 def find_stored_log(where: JobStore, which: str) -> str:

@@ -14,6 +14,9 @@ trueline submit digits/recipe.py --on slurm --workers 2:8 --store /shared/jobs
 trueline submit digits/recipe.py --on slurm:staging --store s3://bucket/jobs --priority 5
     with the settings of [engine.slurm.staging] in trueline.toml; before the jobs of a lower priority
 
+trueline submit digits/recipe.py --on kubernetes:gpu --store s3://bucket/jobs
+    in pods of the cluster of your kubeconfig
+
 trueline submit digits/recipe.py --on local --store jobs
     detached processes of this machine: the same commands, without a cluster
 
@@ -40,7 +43,7 @@ def command(recipe: str, on: str | None, store: str | None, workers: str | None,
     The recipe's folder is copied into the store, without what .gitignore names, and the engine starts the job's head;
     the head asks the engine for more hosts, up to MAX workers. Checkpoints, logs and the state of the job are in the
     store: jobs, logs, scale, halt and resume work from every machine that sees it. What the engine needs to know
-    (partition, account, slots) is in trueline.toml under [engine.NAME]. RECIPE may be a manifest of Fabric for Deep
+    (partition, image, slots) is in trueline.toml under [engine.NAME]. RECIPE may be a manifest of Fabric for Deep
     Learning (manifest.yml): its learners run on the same engines, without --on on this machine.
     """
     from trueline.train.cluster import operate

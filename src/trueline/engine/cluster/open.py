@@ -1,7 +1,14 @@
 """Opens the scheduler of an engine's settings. Nothing is connected before its first use."""
 
 from trueline.engine.cluster.contract import Scheduler
-from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, RaySettings, SlurmSettings
+from trueline.engine.cluster.settings import (
+    AnySettings,
+    KubernetesSettings,
+    LocalSettings,
+    PodmanSettings,
+    RaySettings,
+    SlurmSettings,
+)
 
 
 def open_scheduler(settings: AnySettings) -> Scheduler:
@@ -22,3 +29,7 @@ def open_scheduler(settings: AnySettings) -> Scheduler:
             from trueline.engine.cluster.slurm import SlurmScheduler
 
             return SlurmScheduler(settings)
+        case KubernetesSettings():
+            from trueline.engine.cluster.kubernetes.scheduler import KubernetesScheduler
+
+            return KubernetesScheduler(settings)

@@ -5,7 +5,7 @@ The settings travel with the job, so that its head can submit hosts and a later 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -61,6 +61,46 @@ class PodmanSettings(EngineSettings, frozen=True, kw_only=True, tag="podman"):
     """More options of `podman run`."""
 
 
+class KubernetesSettings(EngineSettings, frozen=True, kw_only=True, tag="kubernetes"):
+    """Pods of a cluster."""
+
+    image: str = ""
+    """With Python and Trueline; `python` names another one than python3 in it."""
+    namespace: str = ""
+    """Empty: that of the kubeconfig's context, else default."""
+    kubeconfig: str = ""
+    """Empty: what KUBECONFIG names, else ~/.kube/config. Pods use their service account."""
+    context: str = ""
+    """Of the kubeconfig; empty: the current one."""
+    service_account: str = ""
+    """Of the pods, which submit hosts by it: it needs the Role of the guide."""
+    priority_class: str = ""
+    queue: str = ""
+    """A local queue of Kueue."""
+    scheduler: str = ""
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[dict[str, str | int], ...] = ()
+    """As in a pod's specification: {key = "gpu", operator = "Exists", effect = "NoSchedule"}."""
+    resources: dict[str, str] = {}
+    """More of what each pod needs, as {"nvidia.com/gpu" = "1"}."""
+    claims: tuple[str, ...] = ()
+    """CLAIM:FOLDER[:ro], persistent volume claims: the store, if that is a folder, and data."""
+    mounts: tuple[str, ...] = ()
+    """FOLDER[:THERE][:ro] of the nodes."""
+    secrets: tuple[str, ...] = ()
+    """Secrets whose keys become variables, such as the credentials of the store."""
+    pull_secrets: tuple[str, ...] = ()
+    pull: Literal["", "Always", "IfNotPresent", "Never"] = ""
+    """When the image is pulled; empty: as Kubernetes does."""
+    env: tuple[str, ...] = ()
+    """Names of variables that the pods get from who submits."""
+    labels: dict[str, str] = {}
+    user: int = 0
+    """Number of the user that runs in the pods; 0: the image's."""
+    group: int = 0
+    """Number of the group that gets the claims; 0: they stay as they are."""
+
+
 class RaySettings(EngineSettings, frozen=True, kw_only=True, tag="ray"):
     address: str = ""
     """HOST:PORT of the cluster, from one of its nodes; ray://HOST:10001 from elsewhere; empty: RAY_ADDRESS, else the
@@ -75,9 +115,10 @@ class RaySettings(EngineSettings, frozen=True, kw_only=True, tag="ray"):
     """Folder that all nodes share, for output before the job runs; empty: in the store, if that is a folder."""
 
 
-AnySettings = LocalSettings | SlurmSettings | PodmanSettings | RaySettings
+AnySettings = LocalSettings | SlurmSettings | PodmanSettings | RaySettings | KubernetesSettings
 KINDS: Mapping[str, type[AnySettings]] = {
-    "local": LocalSettings, "podman": PodmanSettings, "ray": RaySettings, "slurm": SlurmSettings,
+    "kubernetes": KubernetesSettings, "local": LocalSettings, "podman": PodmanSettings, "ray": RaySettings,
+    "slurm": SlurmSettings,
 }  # fmt: skip
 
 
@@ -94,7 +135,8 @@ def parse_engine(on: str, tables: Mapping[str, Any], where: str = "trueline.toml
             f"there is no engine '{kind}' (has: {join_names(KINDS)})", hint=f"did you mean '{near}'?" if near else ""
         )
     table = tables.get(kind, {})
-    variants = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    own = KINDS[kind].__struct_fields__
+    variants = {key: value for key, value in table.items() if isinstance(value, Mapping) and key not in own}
     given = {key: value for key, value in table.items() if key not in variants}
     if name:
         if name not in variants:
@@ -105,8 +147,8 @@ def parse_engine(on: str, tables: Mapping[str, Any], where: str = "trueline.toml
         given |= variants[name]
     shown = f"{where}: [engine.{on.replace(':', '.')}]"
     for key in given:
-        if key not in KINDS[kind].__struct_fields__:
-            near = closest(key, KINDS[kind].__struct_fields__)
+        if key not in own:
+            near = closest(key, own)
             raise UsageError(f"{shown} has no setting '{key}'", hint=f"did you mean '{near}'?" if near else "")
     try:
         settings = msgspec.convert(given, KINDS[kind], strict=True)

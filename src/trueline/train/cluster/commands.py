@@ -5,7 +5,14 @@ from pathlib import Path
 
 from trueline import files
 from trueline.engine.cluster.contract import Submission, make_name
-from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, RaySettings, SlurmSettings
+from trueline.engine.cluster.settings import (
+    AnySettings,
+    KubernetesSettings,
+    LocalSettings,
+    PodmanSettings,
+    RaySettings,
+    SlurmSettings,
+)
 from trueline.train.cluster.store import JobLaunch, JobStore, SubmittedJob
 from trueline.train.settings import parse_workers
 
@@ -30,7 +37,8 @@ def describe_submission(store: JobStore, job: SubmittedJob, launch: JobLaunch, r
 
 
 def _find_python(engine: AnySettings) -> str:
-    return "python3" if isinstance(engine, PodmanSettings) and engine.image else sys.executable
+    in_image = isinstance(engine, KubernetesSettings) or (isinstance(engine, PodmanSettings) and engine.image)
+    return "python3" if in_image else sys.executable
 
 
 def _find_log_folder(store: JobStore, launch: JobLaunch) -> Path:

@@ -18,7 +18,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from trueline import events, files
-from trueline.engine.cluster.contract import Scheduler, SubmissionReport, SubmissionState, make_group, role_of
+from trueline.engine.cluster.contract import (
+    Scheduler,
+    SubmissionReport,
+    SubmissionState,
+    make_group,
+    make_name,
+    role_of,
+)
 from trueline.engine.cluster.open import open_scheduler
 from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings
 from trueline.engine.hosts import folder as travel
@@ -235,6 +242,14 @@ def judge(end: LaunchEnd | None, status: LaunchStatus | None, listing: Listing |
     if head is not None and head.state is SubmissionState.RUNNING:
         return "silent", f"{silent}, while the scheduler lists its head as running"
     return "dead", f"{silent}; its head has ended, and no host has taken the job over"
+
+
+def read_output(where: JobStore, role: str) -> bytes:
+    """What the head or a host of the newest launch has written, as its engine has it. Raises EngineAway."""
+    launch = where.last_launch()
+    if launch is None:
+        return b""
+    return open_scheduler(launch.engine).read_log(make_name(where.read_job().unique_name, launch.number, role))
 
 
 def scale(where: JobStore, workers: int) -> None:

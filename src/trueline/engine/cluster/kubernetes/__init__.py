@@ -1,0 +1,1 @@
+"""Kubernetes: each submission is a bare pod, which no controller starts again."""

@@ -1,0 +1,1 @@
+"""A real Kubernetes on this machine for the tests: control plane, two nodes, pods of this machine's own Python."""
