@@ -104,9 +104,18 @@ mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many
 patches: $(STAMP)  ## the workarounds for upstream defects: issue, versions, cost, models that need each
 	$(BIN)/python tests/patches.py
 
+RAY := bench/.venvs/ray-cluster
+
+$(RAY)/.installed: constraints.txt | $(STAMP)
+	test -x $(RAY)/bin/python || $(BIN)/uv venv -q --python $(BIN)/python $(RAY)
+	$(UV) pip install -q --python $(RAY)/bin/python -c constraints.txt "ray[client]"
+	touch $@
+
 # Slurm: apt-get install slurmctld slurmd slurm-client munge; podman: apt-get install podman runc catatonit. Both as root.
-test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, podman, Slurm; skips have their reasons
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py
+# Ray comes into an environment of its own; where that fails, its tests are skipped.
+test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, podman, Ray, Slurm; skips have their reasons
+	-$(MAKE) --no-print-directory $(RAY)/.installed
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py tests/train/test_learner_jobs.py
 
 test-long: $(STAMP)  ## attacks and long variants, beside neighbours in the suite that try nearly the same
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-long -m long $(LONG); $(call SUMMARY,long)
@@ -114,7 +123,7 @@ test-long: $(STAMP)  ## attacks and long variants, beside neighbours in the suit
 S3 := bench/.venvs/s3
 
 test-s3: $(S3)/.installed  ## records and bundles in real S3 servers (moto, rclone, OpenStack Swift), in a separate environment
-	PYTHONPATH=src $(S3)/bin/python -m pytest tests/storage/test_s3.py tests/storage/test_s3_bundles.py
+	PYTHONPATH=src $(S3)/bin/python -m pytest tests/storage/test_s3.py tests/storage/test_s3_bundles.py tests/storage/test_s3_containers.py
 
 $(S3)/.installed: constraints.txt Makefile | $(STAMP)
 	test -x $(S3)/bin/python || $(BIN)/uv venv -q --python $(BIN)/python $(S3)
@@ -182,7 +191,8 @@ bench-large: $(STAMP)  ## kills, checkpoints and memory at 2, 60 and 300 million
 bench-hosts: $(STAMP)  ## sums between two hosts, strikes at jobs on them, the master's host, halt and resume; as root
 	$(BIN)/python bench/hosts.py $(BENCH)
 
-bench-engines: $(STAMP)  ## submitted jobs on local processes, podman and Slurm: first step, strikes, halt, resume elsewhere; as root
+bench-engines: $(STAMP)  ## submitted jobs on local processes, podman, Ray and Slurm: first step, strikes, halt, resume elsewhere; as root
+	-$(MAKE) --no-print-directory $(RAY)/.installed
 	$(BIN)/python bench/engines.py $(BENCH)
 
 chaos-ps: $(STAMP)  ## KILLS=200 random kills of workers, servers and masters of jobs with parameter servers, counted by a table

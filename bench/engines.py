@@ -3,8 +3,8 @@
 A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step;
 from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again; how long `halt`
 takes, and `resume` with another number of workers on the next engine of the list; whether the parameters are those of a
-plain loop. Times are of the job's own events. Slurm has two nodes of its own; where an engine is not installed, the
-reason is printed. The last line is JSON.
+plain loop; whether ten jobs on two slots start by priority. Times are of the job's own events. Slurm and Ray have two
+nodes of their own; where an engine is not installed, the reason is printed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from _table import mark, report
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
-from worlds import podman, slurm
+from worlds import podman, ray, slurm
 from worlds.clusters import Client
 from worlds.jobs import TINY, plain_loop
 from worlds.waiting import until
 
-ENGINES = ("local", "podman", "slurm")
+ENGINES = ("local", "podman", "ray", "slurm")
 STILL_S = 1.0
 """Between the end of a recovery and the next strike."""
 STEPS = 48
@@ -44,17 +44,21 @@ GOALS = {"first_step_s": 8.0, "kill_p95_s": 0.5, "host_s": 5.0, "full_s": 8.0, "
 @contextmanager
 def open_client(engines: list[str]) -> Iterator[Client]:
     folder = Path(tempfile.mkdtemp(prefix="tl-engines-"))
-    cluster = slurm.Slurm(folder / "slurm") if "slurm" in engines else None
+    clusters: dict[str, slurm.Slurm | ray.RayCluster] = {}
+    if "slurm" in engines:
+        clusters["slurm"] = slurm.Slurm(folder / "slurm")
+    if "ray" in engines:
+        clusters["ray"] = ray.RayCluster(folder / "r")  # the paths of its sockets have to be short
     (folder / "containers.conf").write_text(podman.CONFIG)
     client = Client(folder, CONTAINERS_CONF=str(folder / "containers.conf"))
     try:
-        if cluster is not None:
+        for cluster in clusters.values():
             cluster.start()
             client.env |= cluster.env
         yield client
     finally:
         client.close()
-        if cluster is not None:
+        for cluster in clusters.values():
             cluster.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -140,13 +144,35 @@ def measure_move(client: Client, engine: str, other: str) -> dict[str, Any]:
     return {"resume_s": resume_s, "resume_equal": equal and counted, "resumed_on": other}
 
 
+def measure_queue(client: Client) -> dict[str, Any]:
+    """Ten jobs of other priorities wait on this machine while one has its two slots."""
+    with (client.folder / "trueline.toml").open("a") as file:
+        file.write("[engine.local.two]\ncapacity = 2\n")
+    first = client.submit("local:two", "--workers", "2:2")
+    client.wait("step.applied")
+    waiting: dict[str, tuple[int, str]] = {}
+    for priority in (3, 9, 1, 7, 5, 8, 2, 10, 4, 6):
+        name = client.submit("local:two", "--workers", "1", "--priority", str(priority), epochs=1)
+        waiting[client.unique] = priority, name
+    began = time.time()
+    client.run("halt", first)
+    ended = []
+    for _, client.job in waiting.values():
+        ended.append(client.wait_end())
+    runs = Path(client.env["XDG_CACHE_HOME"], "trueline", "local-engine").glob("*.head.run")
+    names = [path.name.removesuffix(".1.head.run") for path in sorted(runs, key=os.path.getmtime)]
+    started = [waiting[name][0] for name in names if name in waiting]
+    in_order = started == sorted(started, reverse=True) and all(end.outcome == "finished" for end in ended)
+    return {"queue_in_order": in_order, "queue_s": max(end.ended for end in ended) - began}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="strikes on each engine; each fifth at a whole host")
     parser.add_argument("--seed", type=int, default=1, help="of the strikes")
     parser.add_argument("--only", choices=ENGINES, action="append", help="one engine; repeatable")
     args = parser.parse_args()
-    lacks = {"local": "", "podman": podman.find_lack(), "slurm": slurm.find_lack()}
+    lacks = {"local": "", "podman": podman.find_lack(), "ray": ray.find_lack(), "slurm": slurm.find_lack()}
     engines = [name for name in args.only or ENGINES if not lacks[name]]
     for name in set(args.only or ENGINES) - {*engines}:
         print(f"skipped {name}: {lacks[name]}", file=sys.stderr)
@@ -157,6 +183,7 @@ def main() -> None:
             found[engine] = measure_strikes(client, engine, args.kills, dice)
             found[engine] |= measure_move(client, engine, engines[(number + 1) % len(engines)])
             until(lambda: not client.processes(), "the end of all processes")
+        queue = measure_queue(client) if "local" in engines else {}
     rows = [
         (f"{engine}: {name}", f"{figures[name]:.2f} s", f"<= {goal} s", "")
         for engine, figures in found.items() for name, goal in GOALS.items()
@@ -166,9 +193,12 @@ def main() -> None:
          f"{figures['kills']} workers and {figures['hosts_killed']} hosts killed")
         for engine, figures in found.items()
     ]  # fmt: skip
+    if queue:
+        order = "yes" if queue["queue_in_order"] else "no"
+        rows.append(("local: ten jobs on two slots by priority", order, "yes", f"{queue['queue_s']:.0f} s in all"))
     names = next(iter(found.values()), {})
     by_engine = {name: {engine: figures[name] for engine, figures in found.items()} for name in names}
-    report(["figure", "measured", "goal", "", ""], mark(rows), {"engines": engines, **by_engine})
+    report(["figure", "measured", "goal", "", ""], mark(rows), {"engines": engines, **by_engine, **queue})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ EXTRA_OF = {
     "nncf": "openvino",
     "numba": "numba",
     "llvmlite": "numba",
+    "ray": "ray",
 }
 """Import name of a package: the extra of pyproject.toml that installs it. A test compares both."""
 

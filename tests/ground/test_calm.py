@@ -20,6 +20,7 @@ SLEEPERS = {
     "data/loading/test_worker_pool.py": "a record whose reading never ends, in a process to be killed",
     "train/recipes/tiny.py": "a job whose steps are slow until a test has seen what it waits for",
     "train/recipes/measured.py": "records that are slow to read, so that a worker can be killed meanwhile",
+    "worlds/learners.py": "scripts of a learner that step slowly, or sleep at their end as FfDL's examples do",
     "train/torn_disk/sitecustomize.py": "a worker that dies a moment after what it has torn",
 }
 """Files of tests that sleep, and what for: never so that a test is right."""

@@ -1,9 +1,12 @@
-"""Submitted jobs on real engines: local processes, and Slurm with two nodes where it is installed."""
+"""Submitted jobs on real engines: local processes; podman, Ray and Slurm with two nodes where they are installed."""
 
 import os
 import re
+import shutil
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
 from worlds import podman as podmen
+from worlds import ray as rays
 from worlds import slurm as slurms
 from worlds.clusters import Client
 from worlds.jobs import TINY, plain_loop
@@ -27,6 +31,20 @@ def slurm(tmp_path_factory):
     cluster.start()
     yield cluster
     cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def ray():
+    if lack := rays.find_lack():
+        pytest.skip(f"no Ray here: {lack}")
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # the paths of its sockets have to be short
+    cluster = rays.RayCluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -55,7 +73,13 @@ def podman_client(client):
     return client
 
 
-@pytest.fixture(params=["local", "podman", "slurm"])
+@pytest.fixture
+def ray_client(client, ray):
+    client.env |= ray.env
+    return client
+
+
+@pytest.fixture(params=["local", "podman", "ray", "slurm"])
 def engine(request, client):
     """The name of an engine, on which `client` submits."""
     if request.param != "local":
@@ -125,11 +149,14 @@ def test_a_head_that_dies_alone_leaves_a_dead_job_that_resume_continues(engine, 
     assert client.count()[1:] == (0, 0)
 
 
-@pytest.mark.parametrize(("first", "then"), [("local", "slurm"), ("slurm", "local")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("local", "slurm"), ("slurm", "local"), ("local", "ray"), ("ray", "local")]
+)
 def test_a_job_halts_on_one_engine_and_ends_on_another_with_the_same_parameters(
-    first, then, slurm_client, tmp_path, monkeypatch
+    first, then, client, request, tmp_path, monkeypatch
 ):
-    client, gate = slurm_client, tmp_path / "gate"
+    request.getfixturevalue(f"{first if then == 'local' else then}_client")
+    gate = tmp_path / "gate"
     client.env["TINY_GATE"] = f"10:{gate}"
     job = client.submit(first, "--workers", "2:2", epochs=6)
     client.wait("step.applied", step=12)
@@ -223,6 +250,50 @@ def test_two_jobs_that_each_need_all_slots_both_end_in_the_order_of_their_priori
     assert ended[0] < ended[2] < ended[1]
 
 
+@pytest.mark.timeout(900)
+def test_ten_jobs_on_two_slots_start_by_priority_and_all_end(client):
+    (client.folder / "trueline.toml").write_text("[engine.local]\ncapacity = 2\n")
+    first = client.submit("local", "--workers", "2:2")
+    client.wait("step.applied")
+    jobs = {
+        client.submit("local", "--workers", "1", "--priority", str(priority), epochs=1): priority
+        for priority in (3, 9, 1, 7, 5, 8, 2, 10, 4, 6)
+    }
+    client.job = next(job for job, priority in jobs.items() if priority == 9)
+    until(lambda: "(priority 10)" in client.read()["why"], lambda: client.read())
+    client.run("halt", first)
+    names = []
+    for client.job in jobs:
+        assert client.wait_end().outcome == "finished"
+        assert client.count() == (8, 0, 0)
+        names.append(client.unique)
+    started = (client.folder / "cache" / "trueline" / "local-engine").glob("*.head.run")
+    order = [one.name.removesuffix(".1.head.run") for one in sorted(started, key=os.path.getmtime)]
+    assert order[1:] == [name for _, name in sorted(zip(jobs.values(), names, strict=True), reverse=True)]
+
+
+def test_a_job_that_is_halted_for_another_one_keeps_its_state_and_continues_afterwards(client):
+    (client.folder / "trueline.toml").write_text("[engine.local]\ncapacity = 2\n")
+    loser = client.submit("local", "--workers", "2:2")
+    client.wait("step.applied", step=12)
+    client.submit("local", "--workers", "2:2", "--priority", "5", epochs=1)
+    until(lambda: "waits for 2 free slots" in client.read()["why"], lambda: client.read())
+    client.run("halt", loser)
+    assert client.wait_end().outcome == "finished"
+    assert client.count() == (8, 0, 0)
+
+    client.job = loser
+    kept = client.count()
+    assert kept[0] >= 12
+    assert kept[1:] == (0, 0)
+    assert client.read()["step"] == kept[0]
+    client.run("resume", loser)
+    client.wait("step.applied", step=kept[0] + 1)
+    client.run("halt", loser)
+    assert client.count()[1:] == (0, 0)
+    assert client.count()[0] > kept[0]
+
+
 def test_a_client_that_is_killed_has_submitted_the_job(client):
     job = client.submit("local", "--workers", "1")
     client.wait_workers(1)
@@ -232,3 +303,31 @@ def test_a_client_that_is_killed_has_submitted_the_job(client):
     assert client.wait_end().outcome == "stopped"
     assert client.count()[1:] == (0, 0)
     assert job in client.run("jobs")
+
+
+def test_a_node_of_ray_that_dies_is_replaced_before_ray_knows(ray_client, ray):
+    client = ray_client
+    job = client.submit("ray", "--workers", "1:3")
+    client.wait_workers(3)
+    there = ray.list_processes("n2")
+    (role,) = [role for role in ("host-1", "host-2") if client.processes(role)[0] in there]
+    at = time.time()
+    ray.kill_node("n2")
+    client.wait("host.lost", after=at, host=role)
+    client.wait("step.applied", after=at)
+    client.wait("host.submitted", after=at)
+    ray.start_node("n2")
+    client.wait_workers(3, after=client.wait("host.joined", after=at))
+    client.run("halt", job)
+    assert client.count()[1:] == (0, 0)
+
+
+def test_why_a_job_waits_for_ray_is_shown_and_halt_withdraws_it(ray_client):
+    client = ray_client
+    with (client.folder / "trueline.toml").open("a") as file:
+        file.write("[engine.ray.large]\nslots = 64\n")
+    job = client.submit("ray:large", "--workers", "1:2")
+    shown = client.run("jobs")
+    assert re.search(rf"{job} +ray:large +queued .*no node of the Ray cluster has 64 CPUs", shown)
+    assert "halted while it waited" in client.run("halt", job)
+    assert client.read()["state"] == "stopped"

@@ -21,9 +21,13 @@ from worlds.waiting import until
 
 TRUELINE = str(Path(sys.executable).with_name("trueline"))
 BATCH, RECORDS = 30, 240
+MODULES = ("trueline.train.cluster.", "trueline.train.learners.")
 ENGINES = """
 [engine.slurm]
 interface = "127.0.0.1"
+[engine.ray]
+interface = "127.0.0.1"
+env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE", "XDG_CACHE_HOME"]
 [engine.local]
 capacity = 4
 [engine.podman]
@@ -107,7 +111,7 @@ class Client:
         found = []
         for one in psutil.process_iter(["cmdline"]):
             words = one.info["cmdline"] or []
-            module = next((word for word in words if word.startswith("trueline.train.cluster.")), "")
+            module = next((word for word in words if word.startswith(MODULES)), "")
             own = module and "python" in words[0] and str(self.store) in " ".join(words)
             if own and (not role or words[-1] == role or module.endswith(f".{role}")):
                 found.append(one)

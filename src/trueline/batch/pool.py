@@ -32,7 +32,7 @@ from trueline.engine.local.client import start_agent
 from trueline.engine.local.process import Lifeline
 from trueline.engine.open import open_engine
 from trueline.recipe.contract import Mode
-from trueline.train.launch.launcher import libraries_of
+from trueline.train.launch.preload import libraries_of
 
 SOCKET, WORK, FOLDER = "pool", "work.json", "TRUELINE_POOL"
 PRELOAD = ("trueline.batch.worker", "trueline.batch.evaluate", "trueline.batch.predict")

@@ -332,7 +332,7 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
     around = {number + step for number in numbers for step in (-1, 0, 1)} - set(doubled) - {here}
     around |= walk.far.sizes_of_examples(walk.program.signature, walk.symbol) - {here}
     if walk.symbol in walk.far.unrolled:  # of another, a guard would tell
-        around |= set(_divided(numbers, walk.program.signature)) - set(doubled) - {here}
+        around |= set(_divide(numbers, walk.program.signature)) - set(doubled) - {here}
     shares = dict.fromkeys(range(1, DENSE + 1 if walk.symbol in walk.far.unrolled else 1), DENSE_SHARE)
     shares |= dict.fromkeys(around, CODE_SHARE) | dict.fromkeys(doubled, 1.0)
     shares = {size: share for size, share in sorted(shares.items()) if dim.allows(size) and size != here}
@@ -365,7 +365,7 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
     return _with_order(walk, low, reached, parts=parts, branches=branches)
 
 
-def _divided(numbers: Sequence[int], claim: Signature) -> Iterator[int]:
+def _divide(numbers: Sequence[int], claim: Signature) -> Iterator[int]:
     """The sizes at which a count of elements is a number of the code: 300 records of 5 are 1,500."""
     fixed = [[size for size in spec.shape if isinstance(size, int)] for spec in (*claim.inputs, *claim.outputs)]
     units = {2, 3, 4, *(size for sizes in fixed for size in sizes), *map(math.prod, fixed)} - {0, 1}

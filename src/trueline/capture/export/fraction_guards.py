@@ -68,12 +68,12 @@ class WholeNumbers(ast.NodeTransformer):
         self.generic_visit(node)
         match node:
             case ast.Compare(left=ast.BinOp(left=above, op=ast.Div(), right=below), comparators=[value]):
-                return self._multiplied(node, above, below, value, swapped=False)
+                return self._multiply_out(node, above, below, value, swapped=False)
             case ast.Compare(left=value, comparators=[ast.BinOp(left=above, op=ast.Div(), right=below)]):
-                return self._multiplied(node, above, below, value, swapped=True)
+                return self._multiply_out(node, above, below, value, swapped=True)
         return node
 
-    def _multiplied(
+    def _multiply_out(
         self, node: ast.Compare, above: ast.expr, below: ast.expr, value: ast.expr, *, swapped: bool
     ) -> ast.expr:
         number = value.value if isinstance(value, ast.Constant) else None

@@ -19,7 +19,7 @@ from trueline.bundle.signature import Dim
 
 SCANNED = 1 << 16
 MOST = 8
-"""At most so many changes are listed: of a guard that changes more often, the first are enough to keep it."""
+"""How many changes are listed: of a guard that changes more often, the first are enough to keep it."""
 LINES = (1, 2, 3, 5, 7, 16, 64, 224, 1000)
 """What the other symbols of a guard are held at."""
 SMALL = 4

@@ -39,7 +39,7 @@ PATCH = Patch(
 _SUMS = ("ReduceSum", "ReduceMean", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "CumSum")
 _NORMALIZATIONS = ("InstanceNormalization", "LayerNormalization")
 _FEW = 1024
-"""So many numbers ONNX Runtime's own operators may add up."""
+"""At most this many numbers are added up by ONNX Runtime's own operators."""
 _FX_NODE = "pkg.torch.onnx.fx_node"
 _MIXES = frozenset((
     *("Conv", "ConvTranspose", "Einsum", "Gemm", "GRU", "LSTM", "MatMul", "RNN"),

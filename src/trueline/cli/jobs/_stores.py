@@ -20,7 +20,7 @@ def on_option(*, required: bool = False) -> Decorator[Any]:
         "--on",
         required=required,
         metavar="ENGINE[:NAME]",
-        help="local, podman or slurm; NAME: a table in trueline.toml.",
+        help="local, podman, ray or slurm; NAME: a table in trueline.toml.",
     )
 
 
@@ -36,18 +36,18 @@ def read_engine(on: str) -> AnySettings:
     return parse_engine(on, tables, str(file or "trueline.toml"))
 
 
-def choose_store(given: str | None) -> str:
-    """The store of --store, else the one that was used last. Raises UsageError."""
+def choose_store(given: str | None, *, default: str = "") -> str:
+    """The store of --store, else the one that was used last, else `default`. Raises UsageError."""
     from trueline.train.cluster.operate import list_remembered
 
     if given:
         return given
     known = list_remembered()
-    if not known:
+    if not known and not default:
         raise UsageError(
             "there is no store yet", hint="name one with --store: a folder that all hosts see, or s3://..."
         )
-    return known[0]
+    return known[0] if known else default
 
 
 def list_stores(given: str | None) -> list[str]:

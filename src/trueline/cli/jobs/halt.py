@@ -50,6 +50,8 @@ def _halt_stored(where: JobStore) -> Output:
 
     left = operate.halt(where)
     why = f" ({left.why})" if left.why else ""
+    if where.read_job().manifest:
+        return Output(f"{left.name}: {left.state}{why}; RESULT_DIR and CHECKPOINT_DIR stay", left.as_dict())
     kept = f"the checkpoint of step {left.checkpoint} stays" if left.checkpoint else "there is no checkpoint"
     return Output(
         f"{left.name}: {left.state}{why} after step {left.step} of {left.total or '?'}; {kept}", left.as_dict()

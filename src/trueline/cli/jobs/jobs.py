@@ -25,13 +25,18 @@ trueline jobs --runs /data/runs --json
 
 trueline jobs --store s3://bucket/jobs
     the submitted jobs of a store: on which engine, why one waits, what each has cost
+
+trueline jobs --page
+    a page of all submitted jobs for the browser, until Ctrl-C: the queue, who waits for what, core-hours
 """
 
 
 @verb("jobs", examples=_EXAMPLES)
 @click.option("--runs", default="runs", metavar="FOLDER", show_default=True, help="Where the jobs' folders are.")
 @_stores.store_option
-def command(runs: str, store: str | None) -> Output:
+@click.option("--page", is_flag=True, help="Serve a page of the submitted jobs on this machine, until Ctrl-C.")
+@click.option("--page-port", type=int, default=0, metavar="PORT", help="Port of the page; else any free one.")
+def command(runs: str, store: str | None, page: bool, page_port: int) -> Output:
     """List the training jobs of a folder, and those that were submitted.
 
     Shows each job's state (running, finished, failed, stopped; dead when its processes vanished without an end, e.g. in
@@ -40,6 +45,8 @@ def command(runs: str, store: str | None) -> Output:
     """
     from trueline.train.launch.jobs import list_jobs
 
+    if page:
+        return _show_page(store, page_port)
     found = [] if store else sorted(list_jobs(Path(runs)), key=lambda job: job.started)
     stored = _list_stored(_stores.list_stores(store))
     if not found and not stored:
@@ -49,6 +56,17 @@ def command(runs: str, store: str | None) -> Output:
     tables += [format_stored(of, jobs, time.time()) for of, jobs in stored.items()]
     facts = [job.as_dict() for job in found] + [job.as_dict() for jobs in stored.values() for job in jobs]
     return Output("\n\n".join(tables), facts)
+
+
+def _show_page(store: str | None, port: int) -> Output:
+    import asyncio
+    import contextlib
+
+    from trueline.train.cluster.page import show
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(show(lambda: _stores.list_stores(store), port, click.echo))
+    return Output("", {})
 
 
 def _list_stored(stores: Sequence[str]) -> dict[str, list[StoredJob]]:
@@ -70,7 +88,8 @@ def format_stored(store: str, jobs: Sequence[StoredJob], now: float) -> str:
     head = ("JOB", "ENGINE", "STATE", "STEP", "WORKERS", "LOSS", "CORE-H", "AGE", "WHY")
     rows = [
         (
-            job.name, job.engine, job.state, f"{job.step}/{job.total}" if job.total else "-", str(job.workers or "-"),
+            job.name, job.engine, job.state, f"{job.step}/{job.total}" if job.total else str(job.step or "-"),
+            str(job.workers or "-"),
             "-" if job.loss is None else f"{job.loss:.4g}", f"{job.core_h:.2f}", format_age(now - job.started),
             job.why[:100],
         )

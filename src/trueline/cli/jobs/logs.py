@@ -74,6 +74,9 @@ def show_stored(where: JobStore, follow: bool, which: str | None) -> None:
     from trueline.train.job_dir import parse_events
 
     as_json = click.get_current_context().params["as_json"] and which is None
+    if which is None and not as_json and where.read_job().manifest:
+        show_learners(where, follow)
+        return
     name = "events" if which is None else find_stored_log(where, which)
     lines = read_stored(where, f"logs/{name}.log", follow)
     if which is not None or as_json:
@@ -85,6 +88,46 @@ def show_stored(where: JobStore, follow: bool, which: str | None) -> None:
         writer.hear(event, fields, at=at)
     if not follow:
         say_state(where, "")
+
+
+def show_learners(where: JobStore, follow: bool) -> None:
+    """The events of a job of scripts, and between them what its learners print, each line after their number."""
+    from trueline.train.job_dir import parse_events
+
+    writer = Lines(sys.stdout)
+    for name, line in read_together(where, follow):
+        if name != "events":
+            click.echo(f"[{name.removeprefix('learner-')}] {line}", nl=False)
+            continue
+        for event, fields, at in parse_events([line]):
+            if event != "loop.logged":  # the line that it is from is here
+                writer.hear(event, fields, at=at)
+    if not follow:
+        say_state(where, "")
+
+
+def read_together(where: JobStore, follow: bool) -> Iterator[tuple[str, str]]:
+    """Whole lines of the events and of each learner, with the name of the log, until the launch has ended."""
+    at: dict[str, int] = {}
+    said = ""
+    while True:
+        launch = where.last_launch()
+        more = follow and launch is not None and where.read_end(launch.number) is None
+        moved = False
+        logs = {name.partition(".log")[0] for name in where.names("logs")}
+        for name in ["events", *sorted(name for name in logs if name.startswith("learner-"))]:
+            data, start = where.read_log(f"logs/{name}.log"), at.get(name, 0)
+            at[name] = data.rfind(b"\n") + 1
+            moved = moved or at[name] > start
+            for line in data[start : at[name]].decode(errors="replace").splitlines(keepends=True):
+                yield name, line
+        if not more:
+            return
+        if not moved:
+            said = say_state(where, said)
+            if said.startswith("dead"):
+                return
+            time.sleep(POLL_S)  # as tail -f does
 
 
 def read_stored(where: JobStore, name: str, follow: bool) -> Iterator[str]:
@@ -123,6 +166,7 @@ def find_stored_log(where: JobStore, which: str) -> str:
 
     files = {name.partition(".log")[0] for name in where.names("logs")}
     name = f"worker-{which}" if which[:1].isdecimal() else which
+    name = name if name in files or not which.isdecimal() else f"learner-{which}"
     alike = [other for other in files if other.rpartition(".")[0] == name or other.endswith(f".{name}")]
     name = name if name in files else max(alike, default=name)
     if name not in files:

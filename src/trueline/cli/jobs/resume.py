@@ -56,6 +56,12 @@ def _resume_stored(where: JobStore, on: str | None, given: dict[str, Any]) -> Ou
             hint="only --workers and --on can",
         )
     engine = _stores.read_engine(on) if on else None
+    if (manifest := where.read_job().manifest) and engine is not None:
+        from trueline.train.learners.submission import fit_stored_manifest
+
+        engine = fit_stored_manifest(manifest, engine)
+    if manifest and workers:
+        raise UsageError("the number of learners is the manifest's", hint="leave --workers out")
     launch = operate.resume(where, on=on or "", engine=engine, workers=workers or "")
     text = f"{where.name} is submitted to {launch.on} again\n  trueline logs -f {where.name}    follow it"
     return Output(text, {"job": where.name, "store": str(where.where), "engine": launch.on, "launch": launch.number})

@@ -1,7 +1,7 @@
 """Opens the scheduler of an engine's settings. Nothing is connected before its first use."""
 
 from trueline.engine.cluster.contract import Scheduler
-from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, SlurmSettings
+from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, RaySettings, SlurmSettings
 
 
 def open_scheduler(settings: AnySettings) -> Scheduler:
@@ -14,6 +14,10 @@ def open_scheduler(settings: AnySettings) -> Scheduler:
             from trueline.engine.cluster.podman import PodmanScheduler
 
             return PodmanScheduler(settings)
+        case RaySettings():
+            from trueline.engine.cluster.ray import RayScheduler
+
+            return RayScheduler(settings)
         case SlurmSettings():
             from trueline.engine.cluster.slurm import SlurmScheduler
 

@@ -61,8 +61,24 @@ class PodmanSettings(EngineSettings, frozen=True, kw_only=True, tag="podman"):
     """More options of `podman run`."""
 
 
-AnySettings = LocalSettings | SlurmSettings | PodmanSettings
-KINDS: Mapping[str, type[AnySettings]] = {"local": LocalSettings, "podman": PodmanSettings, "slurm": SlurmSettings}
+class RaySettings(EngineSettings, frozen=True, kw_only=True, tag="ray"):
+    address: str = ""
+    """HOST:PORT of the cluster, from one of its nodes; ray://HOST:10001 from elsewhere; empty: RAY_ADDRESS, else the
+    cluster that runs on this machine."""
+    resources: tuple[str, ...] = ()
+    """NAME=NUMBER, more that the head and each host need, as GPU=1."""
+    strategy: str = "PACK"
+    """Where Ray reserves what a job needs to begin: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD."""
+    env: tuple[str, ...] = ()
+    """Names of variables that head and hosts get, such as those of the store's credentials."""
+    logs: str = ""
+    """Folder that all nodes share, for output before the job runs; empty: in the store, if that is a folder."""
+
+
+AnySettings = LocalSettings | SlurmSettings | PodmanSettings | RaySettings
+KINDS: Mapping[str, type[AnySettings]] = {
+    "local": LocalSettings, "podman": PodmanSettings, "ray": RaySettings, "slurm": SlurmSettings,
+}  # fmt: skip
 
 
 def parse_engine(on: str, tables: Mapping[str, Any], where: str = "trueline.toml") -> AnySettings:

@@ -1,11 +1,12 @@
 """The head of a submitted job: fetches settings, code and journal from the store, and launches the job.
 
+The agent of its workers begins to import torch first, since this process has to import it as well.
+
 `python -m trueline.train.cluster.head STORE/JOB LAUNCH`, started by a scheduler. A launch that has ended is not begun
 again: a client may have halted it while the head was queued.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
@@ -22,35 +23,21 @@ from trueline.engine.cluster.settings import LocalSettings, PodmanSettings
 from trueline.engine.hosts import folder as travel
 from trueline.engine.hosts import route
 from trueline.errors import JobStopped, StorageError, TruelineError, UsageError
-from trueline.train import api
 from trueline.train import settings as job_settings
+from trueline.train.cluster.address import find_address
 from trueline.train.cluster.commands import HEAD
 from trueline.train.cluster.duties import leading, note_start, restore_files
 from trueline.train.cluster.store import JobLaunch, JobStore, LaunchEnd, SubmittedJob
 from trueline.train.launch.launcher import LocalJob
+from trueline.train.launch.preload import EarlyAgent
 from trueline.train.launch.shutdown import describe_end
 from trueline.train.reasons import LEFT_OUT_EXIT
 
-_NO_ROUTE = "192.0.2.1"
-"""An address for documentation (RFC 5737): the route to it is the default route."""
-
-
-def find_address(interface: str) -> str:
-    """Where other hosts reach this one: at `interface`, else at the address of its name, else on its default route."""
-    if interface:
-        return route.find_interface_address(interface)
-    with contextlib.suppress(UsageError):
-        address = route.resolve(socket.gethostname())
-        if not address.startswith("127."):  # Debian gives a host's name 127.0.1.1
-            return address
-    with contextlib.suppress(UsageError):
-        return route.find_own_address(_NO_ROUTE)
-    return "127.0.0.1"
-
 
 def prepare_folder(store: JobStore, job: SubmittedJob, launch: JobLaunch, folder: Path) -> Path:
-    """The job's folder, ready to be launched. Raises what `train` raises before a job begins."""
-    fetch_code(store, job, folder)
+    """The job's folder with its code, ready to be launched. Raises what `train` raises before a job begins."""
+    from trueline.train import api  # torch, which the agent is to begin with first
+
     engine = launch.engine
     interface = engine.interface or ("127.0.0.1" if isinstance(engine, LocalSettings | PodmanSettings) else "")
     address = find_address(interface)
@@ -91,11 +78,13 @@ def run(store: JobStore, number: int) -> int:
     folder.mkdir(mode=0o700)
     try:
         note_start(store, "head.started", host=socket.gethostname(), engine=launch.on)
-        prepare_folder(store, job, launch, folder)
-        with LocalJob(folder) as running:
-            scheduler = open_scheduler(launch.engine)
-            with leading(store, job, launch, scheduler, role=HEAD, leader=running):
-                summary = running.run()
+        fetch_code(store, job, folder)
+        with EarlyAgent(job.settings.get("strategy", "allreduce"), folder / job.recipe) as early:
+            prepare_folder(store, job, launch, folder)
+            with LocalJob(folder, early) as running:
+                scheduler = open_scheduler(launch.engine)
+                with leading(store, job, launch, scheduler, role=HEAD, leader=running):
+                    summary = running.run()
         return LEFT_OUT_EXIT if summary.get("set_aside") else 0
     except BaseException as error:
         outcome, why = describe_end(error)

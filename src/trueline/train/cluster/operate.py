@@ -52,7 +52,13 @@ class StoredJob:
     loss: float | None = None
     checkpoint: int = 0
     core_h: float = 0.0
+    priority: int = 0
+    asked: str = ""
+    """MIN:MAX workers."""
     started: float
+    launched: float = 0.0
+    """When the newest launch was submitted."""
+    ended: float = 0.0
     store: str
     hosts: tuple[HostStatus, ...] = ()
 
@@ -79,11 +85,17 @@ def submit(
     parse_workers(workers)
     code, there, base = _locate(recipe)
     _note_shadowed(code)
-    job = SubmittedJob(
-        name="", id=secrets.token_hex(3), recipe=there, files=(), workers=workers, settings=dict(settings or {}),
-        priority=priority, submitted=time.time(),
+    return submit_code(
+        code, recipe=there, base=name or base, on=on, engine=engine, store=store, workers=workers,
+        settings=dict(settings or {}), priority=priority,
     )  # fmt: skip
-    where = _add_job(store, name or base, job, code)
+
+
+def submit_code(code: Path, *, base: str, on: str, engine: AnySettings, store: Location, **job: Any) -> JobStore:
+    """Submits a job whose code is the folder `code` and whose record has the fields `job`. Raises as `submit`."""
+    blank: dict[str, Any] = {"name": "", "recipe": "", "files": (), "settings": {}}
+    made = SubmittedJob(**(blank | {"id": secrets.token_hex(3), "submitted": time.time()} | job))
+    where = _add_job(store, base, made, code)
     launch = JobLaunch(number=1, on=on, engine=engine, machine=find_machine(engine), submitted=time.time())
     where.begin_launch(launch)
     remember(store)
@@ -156,7 +168,8 @@ def read(where: JobStore, now: float | None = None) -> StoredJob:
     state, why = judge(end, status, listing, now or time.time())
     shown = find_progress(where, launch.number)
     return StoredJob(
-        **common, state=state, why=why, engine=launch.on, launch=launch.number,
+        **common, state=state, why=why, engine=launch.on, launch=launch.number, launched=launch.submitted,
+        priority=job.priority, asked=launch.workers or job.workers, ended=end.ended if end is not None else 0.0,
         step=shown.step if shown else 0, total=shown.total if shown else 0,
         workers=status.workers if status is not None and state == "running" else 0,
         loss=status.loss if status else None, checkpoint=shown.checkpoint if shown else 0,
@@ -168,7 +181,7 @@ def find_progress(where: JobStore, launches: int) -> LaunchEnd | LaunchStatus | 
     """How far the newest launch came that has trained."""
     for number in range(launches, 0, -1):
         for record in (where.read_end(number), where.read_status(number)):
-            if record is not None and record.total:
+            if record is not None and (record.total or record.step):
                 return record
     return None
 
@@ -260,7 +273,7 @@ def halt(where: JobStore, *, why: str = "trueline halt") -> StoredJob:
         clear(where, launch, why="halted while it waited" if job.state == "queued" else job.why)
         return read(where)
     where.give_order(launch.number, Order(why=why, given=time.time()))
-    events.emit("job.halting", why=why)
+    events.emit("learners.halting" if where.read_job().manifest else "job.halting", why=why)
     while where.read_end(launch.number) is None:
         if read(where).state == "dead":
             clear(where, launch, why=read(where).why)

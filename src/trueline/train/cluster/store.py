@@ -42,6 +42,8 @@ class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     priority: int = 0
     submitted: float
+    manifest: dict[str, Any] = {}
+    """Of a job of scripts: what its learners run, as `train/learners/manifest` has read it. It has no recipe then."""
 
     @property
     def unique_name(self) -> str:

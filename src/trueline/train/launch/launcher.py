@@ -9,9 +9,7 @@ lifeline ends all its processes. JOB/launcher.json records how it ended; SIGKILL
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -38,6 +36,7 @@ from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import hosts, shutdown
+from trueline.train.launch.preload import EarlyAgent, find_preload
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.train.master.claims import SUPERSEDED
 from trueline.train.master.failover import MasterProcess, reserve_port
@@ -46,9 +45,6 @@ from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
-PRELOAD = ("torch._dynamo", "torch.nn.parallel", "torch.optim")
-"""What the agent imports once for all workers, beside their module and the libraries that the recipe imports. torch
-itself imports `torch._dynamo`, which takes about a second, when the first optimizer is made."""
 POLL_S = 0.25
 """How often the agent is checked; the end of the master's stream of events is handled at once."""
 EXIT_S = 0.1  # how long to wait for the master's exit code after its stream of events has ended
@@ -60,9 +56,12 @@ class Superseded(errors.JobStopped):
 
 
 class LocalJob:
-    """Runs the job whose settings are in `job_dir`. A context manager: it leaves no process behind."""
+    """Runs the job whose settings are in `job_dir`. A context manager: it leaves no process behind.
 
-    def __init__(self, job_dir: Path) -> None:
+    `early`: an agent that has begun to import already.
+    """
+
+    def __init__(self, job_dir: Path, early: EarlyAgent | None = None) -> None:
         self.job_dir = job_dir
         self.folder = JobDir(job_dir)
         self.settings: JobSettings = job_settings.load(job_dir)
@@ -76,6 +75,7 @@ class LocalJob:
         self._page = self._halting = ""
         self._superseded = False
         self._ssh: SshJoins | None = None
+        self._early = early
 
     def __enter__(self) -> LocalJob:
         with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
@@ -83,7 +83,7 @@ class LocalJob:
             exits.enter_context(event_file.writing(self.job_dir))
             exits.enter_context(shutdown.signals_as_errors(self.job_dir, self.halt))
             _kill_leftovers(self.folder.read_launch())
-            self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+            self.scratch = self._early.scratch if self._early else Path(tempfile.mkdtemp(prefix="trueline-"))
             launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
             self.folder.write_launch(launch)
             exits.push(lambda kind, error, trace: self._record_end(launch, error))
@@ -102,7 +102,7 @@ class LocalJob:
         hosts.expect_leader(self.folder, self.settings)
         self.folder.begin_launch()
         self.socket = self.scratch / "agent"
-        self.lifeline = self._master_life = Lifeline()
+        self.lifeline = self._master_life = self._early.lifeline if self._early else Lifeline()
         self._sweep()
         exits.callback(self._clean)
         self._reserved = exits.enter_context(reserve_port())
@@ -187,13 +187,16 @@ class LocalJob:
         self.folder.record("launcher.ended", outcome=outcome, why=why)
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
+        early, self._early = self._early, None
+        if early is not None:
+            return early.hand_over(self.folder.log("agent"))
         self.socket.unlink(missing_ok=True)
         log = self.folder.log("agent")
         return start_agent(self.socket, preload=self._preload(), life=self.lifeline.reading, log=log)
 
     def _preload(self) -> tuple[str, ...]:
         users = self.settings.script[0] if self.settings.script else self.settings.recipe
-        return (job_settings.WORKERS[self.settings.strategy], *PRELOAD, *libraries_of(Path(users)))
+        return find_preload(self.settings.strategy, Path(users))
 
     def _start_master(self) -> None:
         if self.master is None:
@@ -352,22 +355,6 @@ def _kill_leftovers(before: LaunchRecord | None) -> None:
             if entry.name.isdecimal() and before.scratch.encode() in (entry / "cmdline").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
     shutil.rmtree(before.scratch, ignore_errors=True)
-
-
-def libraries_of(recipe: Path) -> list[str]:
-    """Installed modules that the recipe's file imports at its top; the user's own modules run in workers only."""
-    try:
-        body = ast.parse(recipe.read_bytes()).body
-    except (OSError, SyntaxError):  # module:object, whose imports are only known when it runs
-        return []
-    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    return [name for name in dict.fromkeys(names) if _is_installed(name.partition(".")[0])]
-
-
-def _is_installed(top: str) -> bool:
-    spec = importlib.util.find_spec(top)
-    return spec is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
 
 
 if __name__ == "__main__":

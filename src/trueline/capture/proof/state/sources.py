@@ -71,7 +71,7 @@ class Readings:
         self.variables: dict[str, SourceLine | None] = {}
         self.files: dict[str, SourceLine | None] = {}
         self.asked: dict[str, SourceLine | None] = {}
-        """Paths that the file system was asked about."""
+        """Paths that the user's code looks up."""
 
     def note(self, name: str) -> None:
         self.lines.setdefault(name, code_paths.current_line())
@@ -99,7 +99,7 @@ class Readings:
 
         return read
 
-    def asking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def note_paths(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def ask(path: Any = ".", *args: Any, **options: Any) -> Any:
             if isinstance(path, str | bytes | os.PathLike) and _is_for_user(sys._getframe(1)):
                 name = os.fsdecode(path)
@@ -251,7 +251,7 @@ def _reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
         for module, name in BYTES:
             replace(module, name, readings.other(getattr(module, name), "urandom", numbers=False))
         for name in FILE_QUESTIONS:
-            replace(os, name, readings.asking(getattr(os, name)))
+            replace(os, name, readings.note_paths(getattr(os, name)))
         moved, day = _datetimes(readings)
         replace(datetime, "datetime", moved)
         replace(datetime, "date", day)

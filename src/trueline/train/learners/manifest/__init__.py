@@ -1,0 +1,1 @@
+"""Manifests of Fabric for Deep Learning."""

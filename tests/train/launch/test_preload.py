@@ -1,0 +1,47 @@
+"""An agent that imports before its job is prepared, and what it imports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trueline.train.launch.preload import PRELOAD, EarlyAgent, find_preload
+from worlds.jobs import TINY
+from worlds.waiting import until
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_agent_imports_the_worker_of_its_strategy_and_the_libraries_of_the_recipe(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import os\nimport numpy\nfrom torch.nn import functional\nimport of_the_user\n")
+    assert find_preload("allreduce", recipe) == ("trueline.train.worker.main", *PRELOAD, "numpy", "torch.nn")
+    assert find_preload("ps", Path("module:object"))[0] == "trueline.ps.worker"
+
+
+def test_an_early_agent_that_no_launcher_takes_over_ends_with_its_block():
+    with EarlyAgent("allreduce", Path(TINY)) as early:
+        agent = psutil.Process(early._process.pid)
+        assert agent.is_running()
+    assert not agent.is_running()
+    assert not early.scratch.exists()
+
+
+def test_what_an_early_agent_writes_is_in_the_log_of_the_job(tmp_path):
+    with EarlyAgent("allreduce", Path(TINY)) as early:
+        early._log.write_text("before\n")
+        log = tmp_path / "logs" / "agent.log"
+        process = early.hand_over(log)
+        with early._log.open("a") as file:
+            file.write("after\n")
+    assert log.read_text() == "before\nafter\n"
+    assert process.poll() is None  # it is the launcher's, which ends it by the lifeline
+    early.lifeline.end()
+    until(lambda: process.poll() is not None, "the end of the agent")
+
+
+def test_the_head_of_a_submitted_job_starts_its_agent_before_it_imports_torch():
+    script = "import sys, trueline.train.cluster.head; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
