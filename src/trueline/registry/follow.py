@@ -141,9 +141,7 @@ def open_tracker(
 
 
 def check_tracker(name: str) -> None:
-    """Raises UsageError or MissingPackage, before a job begins, for a tracker that `open_tracker` would not find. Imports
-    nothing.
-    """
+    """Raises UsageError or MissingPackage for a tracker that `open_tracker` would not find. Imports nothing."""
     module, _, function = name.partition(":")
     known, hint = name == "mlflow" or name in _FAMILIAR, "one of mlflow, wandb, module:function"
     package = name if known else module.partition(".")[0]

@@ -422,7 +422,6 @@ CASES: dict[Any, Case] = {
     _ATEN.selu.default: of(F.selu, -R.abs() * 1e-5, atol=0.0),
     round: of(lambda x: x[:, : round(x.shape[1] * 0.5)], R, free=(1,)),
     _ATEN.roll.default: of(lambda x: x.roll(x.shape[1] // 2, 1), R, free=(1,)),
-    _ATEN.scatter_reduce.two: of(lambda x: x.scatter_reduce(1, torch.zeros(2, 6, dtype=torch.int64), x, "mean"), R),
     _ATEN.scaled_dot_product_attention.default: attention(SHOWN),
     _ATEN.argmax.default: of(lambda x: x.argmax(1), A),
     _ATEN.argmin.default: of(lambda x: x.argmin(1), A),
