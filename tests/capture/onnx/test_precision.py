@@ -138,6 +138,20 @@ def test_rounding_does_not_grow_with_a_free_size(length: int) -> None:
     assert max(errors[:8]) < 4e-7, errors
 
 
+def halves(x: Tensor) -> Sequence[Tensor]:
+    size = x.shape[1]
+    shifted = torch.roll(x, (5 - size) // 2, 1) + x[:, (3 - size) // 2, None]
+    return shifted, x.new_ones(-(-size // 8)), x[:, : (size - 20) // 3], F.pad(x, (0, 0, 0, -size % 8))
+
+
+def test_a_size_below_zero_is_divided_as_in_python() -> None:
+    session = as_onnx(halves, (2, 9, 2))
+    for size in (8, 9, 10, 15, 16, 19, 22, 23, 40):
+        x = torch.arange(size * 2.0).reshape(1, size, 2)
+        for mine, torchs in zip(session.run(None, {"x": x.numpy()}), halves(x), strict=True):
+            np.testing.assert_array_equal(mine, torchs.numpy(), f"{size}")
+
+
 def extremes(x: Tensor) -> Sequence[Tensor]:
     return x.amax(1), x.amin((1, 2)), x.max(), x.min(2).values, torch.where(x.abs().amax(1) < 3, 1.0, 2.0)
 

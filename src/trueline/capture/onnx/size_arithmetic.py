@@ -3,7 +3,7 @@
 A product that Python rounds to 28.999999999999996 is then 29, at a few lengths that probes rarely meet. Nodes that the
 exporter made of calls of Python's own operators (`operator.mul`, `math.floor`, `torch.sym_float`) are arithmetic on
 sizes: their results become double, their constants are read from the call, and what enters tensors is a float as
-before.
+before. Its division of whole numbers rounds towards zero, where Python's rounds down: `-(-length // 8)`.
 """
 
 import re
@@ -29,6 +29,10 @@ _CALL = re.compile(r"call_function\[target=((?:operator|math|builtins|torch\.sym
 def compute_in_double(model: ir.Model) -> None:
     """Rewrites `model` in place. Raises CaptureError for a fraction that the exporter does not record exactly."""
     nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _size_call(node)]
+    for node in nodes:
+        call = _size_call(node)
+        if call is not None and call[1] == "operator.floordiv" and node.op_type == "Div" and _may_be_negative(node):
+            _round_down(node)
     floats = [value for node in nodes for value in node.outputs if value.dtype == ir.DataType.FLOAT]
     if not floats:
         return
@@ -50,6 +54,35 @@ def compute_in_double(model: ir.Model) -> None:
         _cast_inputs(node)
     for name in [name for name, value in model.graph.initializers.items() if not value.uses()]:
         model.graph.initializers.pop(name)
+
+
+def _may_be_negative(node: ir.Node) -> bool:
+    """Whether one of the operands comes of a difference, a negative number, or another operator than those of sizes."""
+    left = list(node.inputs)
+    while left:
+        value = left.pop()
+        producer, tensor = (value.producer(), value.const_value) if value is not None else (None, None)
+        if tensor is not None and (tensor.numpy() < 0).any():
+            return True
+        if producer is not None and _size_call(producer):
+            if producer.op_type in ("Sub", "Neg"):
+                return True
+            left.extend(producer.inputs)
+    return False
+
+
+def _round_down(node: ir.Node) -> None:
+    """What is left over has the divisor's sign in ONNX, too: without it the division is exact."""
+    above, below = node.inputs
+    rest = ir.node("Mod", [above, below])
+    whole = ir.node("Sub", [above, rest.outputs[0]])
+    assert node.graph is not None
+    node.graph.insert_before(node, [rest, whole])
+    for one in (rest, whole):
+        one.metadata_props.update(node.metadata_props)
+        one.outputs[0].type, one.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+        one.outputs[0].name = f"{node.outputs[0].name}_{one.op_type.lower()}"
+    node.replace_input_with(0, whole.outputs[0])
 
 
 def computes_size(node: ir.Node) -> bool:
