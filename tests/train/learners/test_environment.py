@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from trueline.engine.cluster.settings import LocalSettings, PodmanSettings, SlurmSettings
+from trueline.engine.cluster.settings import (
+    KubernetesSettings,
+    LocalSettings,
+    PodmanSettings,
+    RaySettings,
+    SlurmSettings,
+)
 from trueline.errors import UsageError
 from trueline.train.cluster.store import JobStore
 from trueline.train.learners import places
@@ -119,6 +125,16 @@ def test_podman_has_the_volume_and_the_image_of_a_custom_framework():
     assert (fitted.image, fitted.mounts) == ("me/torch:1", ("/cosdata",))
     assert "me/torch:1" in notes[-1]
     assert fit_engine(PodmanSettings(image="own"), asked)[0].image == "own"
+
+
+def test_gpus_and_images_are_those_of_kubernetes_and_ray():
+    asked = make(gpus=2, gpu_type="a100", framework="custom", framework_version="me/torch:1")
+    pods, notes = fit_engine(KubernetesSettings(resources={"fast/disk": "1"}), asked)
+    assert (pods.image, pods.resources) == ("me/torch:1", {"nvidia.com/gpu": "2", "fast/disk": "1"})
+    assert "gpu_type: a100 has no effect here" in notes[0]
+    assert fit_engine(KubernetesSettings(image="own"), asked)[0].image == "own"
+    assert fit_engine(RaySettings(resources=("disk=1",)), asked)[0].resources == ("disk=1", "GPU=2")
+    assert fit_engine(RaySettings(), make())[0].resources == ()
 
 
 def test_a_zip_is_a_model_definition_and_one_that_leaves_its_folder_is_refused(tmp_path):

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings, SlurmSettings
+from trueline.engine.cluster.settings import (
+    AnySettings,
+    KubernetesSettings,
+    LocalSettings,
+    PodmanSettings,
+    RaySettings,
+    SlurmSettings,
+)
 from trueline.errors import UsageError
 from trueline.storage.location import Location
 from trueline.train.cluster import operate
@@ -123,12 +130,20 @@ def fit_engine(engine: AnySettings, manifest: FfdlManifest) -> tuple[AnySettings
     if isinstance(fitted, SlurmSettings) and gpus:
         kind = f"{manifest.gpu_type}:" if manifest.gpu_type else ""
         fitted = msgspec.structs.replace(fitted, options=(*fitted.options, f"--gres=gpu:{kind}{gpus}"))
+    if isinstance(fitted, RaySettings) and gpus:
+        fitted = msgspec.structs.replace(fitted, resources=(*fitted.resources, f"GPU={gpus}"))
+    if isinstance(fitted, KubernetesSettings):
+        image = fitted.image or (manifest.framework_version if manifest.framework == "custom" else "")
+        devices = {"nvidia.com/gpu": str(gpus)} if gpus else {}
+        fitted = msgspec.structs.replace(fitted, image=image, resources=devices | fitted.resources)
+    if gpus and manifest.gpu_type and isinstance(fitted, RaySettings | KubernetesSettings):
+        notes.append(f"gpu_type: {manifest.gpu_type} has no effect here; [engine] of trueline.toml chooses nodes")
     if isinstance(fitted, LocalSettings | PodmanSettings):
         _expect_room(fitted, manifest.learners, gpus)
     if isinstance(fitted, PodmanSettings):
         fitted = _fit_podman(fitted, manifest)
     named = f"{manifest.framework} {manifest.framework_version}".strip()
-    image = fitted.image if isinstance(fitted, PodmanSettings) else ""
+    image = fitted.image if isinstance(fitted, PodmanSettings | KubernetesSettings) else ""
     notes.append(f"framework: {named} runs with {image or 'the Python and the packages of the engine'}")
     return fitted, tuple(notes)
 
