@@ -242,6 +242,20 @@ def test_why_a_job_waits_is_shown_and_halt_withdraws_it(slurm_client, slurm):
     assert client.read()["state"] == "stopped"
 
 
+@pytest.mark.timeout(900)
+def test_two_jobs_that_each_hold_half_of_a_cluster_do_not_wait_for_each_other_forever(slurm_client, slurm):
+    """Slurm starts heads and hosts one by one: each head gets a node, and both hosts wait."""
+    client = slurm_client
+    (client.folder / "trueline.toml").write_text('[engine.slurm]\noptions = ["--exclusive"]\n')
+    jobs = [client.submit("slurm", "--workers", "2:2", epochs=1) for _ in range(2)]
+    launches = 0
+    for client.job in jobs:
+        until(lambda: client.read()["state"] == "finished", client.logs)
+        assert client.count() == (8, 0, 0)
+        launches += client.where.last_launch().number
+    assert launches > 2, "one of them queued again"
+
+
 def test_a_recipe_that_cannot_be_trained_fails_with_its_reason(engine, client):
     recipe = client.folder / "tiny" / "recipe.py"
     recipe.write_text(recipe.read_text().replace("def optimizer(", "def optimzer("))

@@ -66,6 +66,7 @@ _WORDS = {
     "head.started": "  the head started on {host} ({engine})",
     "host.submitted": "  {host} is submitted: {why}",
     "host.not_submitted": "  {host} was not submitted: {why}; again in {again_s:.0f} s",
+    "launch.given_back": "  {why}",
     "host.cancelled": "  {host} is given back: {why}",
     "host.ended": "  {host} has ended: {why}",
     "duties.delayed": "  {what} does not answer, and training continues: {why}",

@@ -159,5 +159,6 @@ def test_the_command_line_takes_a_file_and_prints_the_program(
     assert "y = MatMul (x, w)" in capsys.readouterr().out
     assert app.run(["capture", str(file), "checkpoint", "-o", str(out), "--quiet"]) == 2
     assert "takes no checkpoint" in capsys.readouterr().err
-    assert app.run(["capture", "recipe.py", "--quiet"]) == 2
+    (tmp_path / "recipe.py").write_text("")
+    assert app.run(["capture", str(tmp_path / "recipe.py"), "--quiet"]) == 2
     assert "name the checkpoint" in capsys.readouterr().err

@@ -8,13 +8,16 @@ from trueline.engine.cluster.decide import (
     JOIN_S,
     LAST_S,
     SETTLE_S,
+    YIELD_S,
     CancelHost,
     HostEnded,
+    HostEntry,
     HostPlan,
     SubmitHost,
     adopt,
     decide,
     fail,
+    gives_way,
 )
 
 QUEUED, RUNNING, ENDED = SubmissionState.QUEUED, SubmissionState.RUNNING, SubmissionState.ENDED
@@ -147,3 +150,20 @@ def test_no_name_is_submitted_twice_and_the_plan_reaches_its_number(moves):
                 joined.discard(action.role)
     assert len(set(named)) == len(named)
     assert len(world) == len(joined) == 2
+
+
+def test_of_two_launches_that_hold_half_each_one_gives_way_first_and_neither_while_its_hosts_run() -> None:
+    waiting = HostPlan(
+        hosts={"host-1": HostEntry(submitted_at=0.0), "host-2": HostEntry(submitted_at=0.0, running_at=1.0)}
+    )
+
+    def patience(name: str, number: int = 1) -> int:
+        return next(s for s in range(2000) if gives_way(waiting, waited_s=s, name=name, number=number))
+
+    first, second = patience("digits-1"), patience("digits-2")
+    assert first != second
+    assert all(YIELD_S < one <= 2 * YIELD_S + 1 for one in (first, second))
+    assert patience("digits-1", 4) > 4 * YIELD_S
+    for entry in waiting.hosts.values():
+        entry.running_at = 1.0
+    assert not gives_way(waiting, waited_s=1e9, name="digits-1", number=1)

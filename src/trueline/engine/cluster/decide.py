@@ -5,6 +5,7 @@ late (a dead node: half a minute), so a host that the master has lost is cancell
 ends before it has joined is a failure, and failures are tried again later each time.
 """
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ SETTLE_S = 5.0
 """A scheduler may list a submission this much later than it took it."""
 FIRST_S, LAST_S = 1.0, 60.0
 """How long the next submission waits after one failure, and at most."""
+YIELD_S = 30.0
+"""How long a launch that cannot begin holds its slots, at least."""
 ROLE = "host-"
 
 
@@ -140,6 +143,17 @@ def _follow(
         fail(plan, now)
         return [CancelHost(role, f"it did not join within {JOIN_S:.0f} s", grace=False)]
     return []
+
+
+def gives_way(plan: HostPlan, *, waited_s: float, name: str, number: int) -> bool:
+    """Whether a launch that cannot begin gives its slots back, while a host waits in the scheduler's queue.
+
+    Two jobs that each hold half of what both need would wait for each other forever. Each gives way after a time of its
+    own, by the `name` of the job and the `number` of the launch, and queues again; later launches are more patient.
+    """
+    share = hashlib.sha256(f"{name}.{number}".encode()).digest()[0] / 256
+    waits = any(not entry.running_at and not entry.leaving for entry in plan.hosts.values())
+    return waits and waited_s > YIELD_S * (1 + share) * min(number, 10)
 
 
 def fail(plan: HostPlan, now: float) -> float:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trueline import events
 from trueline.engine.cluster import decide as plans
 from trueline.engine.cluster.contract import (
@@ -27,10 +29,11 @@ from trueline.engine.cluster.contract import (
     make_name,
     role_of,
 )
+from trueline.engine.cluster.settings import KubernetesSettings, SlurmSettings
 from trueline.engine.hosts.token import read_token
 from trueline.errors import TruelineError, UsageError, first_line
 from trueline.storage.location import is_remote
-from trueline.train.cluster.commands import describe_submission
+from trueline.train.cluster.commands import HEAD, describe_submission
 from trueline.train.cluster.store import (
     HostStatus,
     JobLaunch,
@@ -47,11 +50,14 @@ from trueline.train.launch.launcher import LocalJob, Superseded
 from trueline.train.launch.shutdown import describe_end
 from trueline.train.master.claims import SUPERSEDED
 from trueline.train.master.hosts import HostsFolder
+from trueline.train.settings import parse_workers
 
 TICK_S = 0.25
 STATUS_S, LISTING_S = 1.0, 1.0
 REMOTE_S = 2.0
 """Time between two writes of logs to an object store: each is an object."""
+WITHOUT_GANGS = (SlurmSettings, KubernetesSettings)
+"""Engines that start a job's processes one by one, each as soon as there is room."""
 KEPT = ("job.json", "columns.json", "loss.json", "weights.safetensors", "summary.json")
 """Files of the job's folder that the next launch needs, beside the journal."""
 
@@ -82,7 +88,10 @@ class LeaderDuties:
         self._due = dict.fromkeys(("hosts", "status", "logs"), 0.0)
         self._kept_step = -1
         self._core_s, self._counted_at = 0.0, time.monotonic()
-        self._halting = False
+        self._halting = self._gives_way = False
+        self._began_at, self._first_step = time.monotonic(), -1
+        low, _ = parse_workers(launch.workers or job.workers)
+        self._may_give_way = isinstance(launch.engine, WITHOUT_GANGS) and role == HEAD and low > launch.engine.slots
 
     def begin(self) -> None:
         """Lets hosts join, and takes over those of a leader before."""
@@ -113,10 +122,19 @@ class LeaderDuties:
             self._keep_files((*KEPT, "journal"))
             self._copy_logs()
             record = jobs.read_job(self._folder.path)
+            if self._gives_way and outcome == "stopped":
+                self._queue_again()
             self._store.end_launch(self._launch.number, LaunchEnd(
                 outcome=outcome, why=why, step=record.step, total=record.total, checkpoint=record.checkpoint,
                 ended=time.time(),
             ))  # fmt: skip
+
+    def _queue_again(self) -> None:
+        """Submits the job's next launch, before this one ends: the job is never without one."""
+        number = self._launch.number + 1
+        launch = msgspec.structs.replace(self._launch, number=number, submitted=time.time())
+        if self._store.begin_launch(launch):
+            self._scheduler.submit(describe_submission(self._store, self._submitted, launch, HEAD))
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
@@ -188,6 +206,20 @@ class LeaderDuties:
         count = plans.count_hosts(target, self._launch.engine.slots)
         for action in plans.decide(self._plan, count, self._listed, here, time.monotonic()):
             self._carry_out(action)
+        if self._may_give_way:
+            self._consider_giving_way()
+
+    def _consider_giving_way(self) -> None:
+        step, now = jobs.read_job(self._folder.path).step, time.monotonic()
+        self._first_step = step if self._first_step < 0 else self._first_step
+        self._may_give_way = step == self._first_step
+        waited_s = now - self._began_at
+        name, number = self._submitted.unique_name, self._launch.number
+        if self._may_give_way and plans.gives_way(self._plan, waited_s=waited_s, name=name, number=number):
+            why = f"it queues again: after {waited_s:.0f} s there is no room to begin, and others may wait for its part"
+            self._gives_way = self._halting = True
+            self._leader.emit("launch.given_back", why=why)
+            self._leader.halt(why)
 
     def _carry_out(self, action: plans.HostAction) -> None:
         name = make_name(self._submitted.unique_name, self._launch.number, action.role)

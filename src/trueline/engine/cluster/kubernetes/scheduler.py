@@ -72,8 +72,9 @@ class KubernetesScheduler:
                 f"pods do not have {folder}, which the job needs",
                 hint="name it in claims or mounts of [engine.kubernetes], or use a store like s3://bucket/jobs",
             )
-        pod = make_pod(submission, self._settings, self._own)
-        if role_of(submission.name) == HEAD and self._own is None:
+        leads = role_of(submission.name) == HEAD  # the next launch of a head that gives way outlives its pod
+        pod = make_pod(submission, self._settings, None if leads else self._own)
+        if leads and self._own is None:
             self._sweep()  # which also finds now that the rights to see the job are missing
         try:
             self._call("POST", "pods", body=pod)
