@@ -156,7 +156,8 @@ class Client:
         """SIGKILL for a head or host and all that it has started, as its machine's end would be."""
         (process,) = self.processes(role)
         for one in (*process.children(recursive=True), process):
-            os.kill(one.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself meanwhile
+                os.kill(one.pid, signal.SIGKILL)
 
     def count(self) -> tuple[int, int, int]:
         """Steps of the newest checkpoint, records that are missing in it, and records that are too many."""
