@@ -1,4 +1,4 @@
-"""Kubernetes: how a pod is made, what its status is called, and what is told when the API server refuses or is away."""
+"""The Kubernetes scheduler makes pods, puts their status into words, and names what the API server refuses."""
 
 import base64
 import json

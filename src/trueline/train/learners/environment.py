@@ -69,7 +69,7 @@ def make_environment(manifest: FfdlManifest, training: str, number: int, folders
 
 
 def replace_job(text: str, state: Path) -> tuple[str, int]:
-    """`text` with the folder that stands for /job in place of it, and how often it stood there.
+    """`text` with `state` in place of /job, and the number of replacements.
 
     >>> replace_job("cat /job/master_node.txt file:///job/x", Path("/shared/state"))
     ('cat /shared/state/master_node.txt file:///job/x', 1)
