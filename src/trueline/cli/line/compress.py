@@ -49,7 +49,7 @@ trueline compress digits.bundle --quantize static --quantize dynamic -o small.bu
     "--quantize",
     multiple=True,
     metavar="WAY",
-    help="A way by hand: static, dynamic, openvino, weights, float16, bfloat16.",
+    help="A way by hand: static, dynamic, openvino, weights, float16, bfloat16, inductor.",
 )
 @click.option(
     "--prune", multiple=True, metavar="PART=SHARE",
