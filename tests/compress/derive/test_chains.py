@@ -7,13 +7,16 @@ from pathlib import Path
 import msgspec
 import onnx
 import pytest
+import torch
 from onnx import numpy_helper
 from safetensors.torch import save_file
 
 import trueline
 from trueline.bundle import open_bundle
+from trueline.checkpoint.checkpoint import load_model
 from trueline.compress import search as searching
 from trueline.compress.derive.plan import DerivePlan
+from trueline.compress.derive.qat import QatConv2d, QatLinear, measure_ranges
 from trueline.compress.planning import _join, _plan_pruning
 from trueline.errors import UsageError
 from trueline.recipe.load import load_recipe
@@ -65,6 +68,58 @@ def test_masks_in_rounds_are_one_training_of_known_length(trained: compressible.
 def test_rounds_without_anything_to_prune_are_refused(trained: compressible.Compressible) -> None:
     with pytest.raises(UsageError, match="rounds is 3"):
         trueline.compress(trained.bundle.path, rounds=3)
+
+
+def derive_file(plan: DerivePlan, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "recipe.py").write_text(plan.text)
+    return folder / "recipe.py"
+
+
+def test_a_recipe_that_was_derived_is_derived_again(trained: compressible.Compressible, tmp_path: Path) -> None:
+    pytest.importorskip("torch_pruning", reason="torch-pruning is not installed: pip install 'trueline[prune]'")
+    weights = str(trained.recipe.with_name("weights.safetensors"))
+    plan = DerivePlan(kind="channels", recipe=str(trained.recipe), checkpoint=weights, amounts={"channels": 0.5})
+    first = load_recipe(derive_file(plan, tmp_path / "0"))
+    pruned = first.make_model()
+    assert pruned[0].out_channels == 8
+    save_file(pruned.state_dict(), tmp_path / "pruned.safetensors")
+    recipe, checkpoint = str(tmp_path / "0" / "recipe.py"), str(tmp_path / "pruned.safetensors")
+    ranges = measure_ranges(load_model(first, Path(checkpoint)), first.source("training"))
+    plan = DerivePlan(kind="qat", recipe=recipe, checkpoint=checkpoint, ranges=ranges, rate=1.0)
+    second = load_recipe(derive_file(plan, tmp_path / "1"))
+    model = second.make_model()
+    assert type(model[0]) is QatConv2d
+    assert model[0].out_channels == 8
+    torch.testing.assert_close(model[0].weight, pruned[0].weight)
+    assert second.optimizer(model.parameters()).param_groups[0]["lr"] == pytest.approx(0.01)
+    assert first.optimizer(pruned.parameters()).param_groups[0]["lr"] == pytest.approx(0.01 * plan.rate)
+
+
+def test_layers_with_masks_learn_to_round_and_keep_their_zeros(
+    trained: compressible.Compressible, tmp_path: Path
+) -> None:
+    weights = str(trained.recipe.with_name("weights.safetensors"))
+    plan = DerivePlan(
+        kind="masks", recipe=str(trained.recipe), checkpoint=weights, amounts={"linear": 0.5}, rounds=2, steps=9
+    )
+    first = load_recipe(derive_file(plan, tmp_path / "0"))
+    masked = first.make_model()
+    assert float((masked[6].weight == 0).float().mean()) == pytest.approx(0.5 * 7 / 8, abs=0.01)
+    save_file({name: value.contiguous() for name, value in masked.state_dict().items()}, tmp_path / "m.safetensors")
+    recipe, checkpoint = str(tmp_path / "0" / "recipe.py"), str(tmp_path / "m.safetensors")
+    ranges = measure_ranges(load_model(first, Path(checkpoint)), first.source("training"))
+    assert set(ranges) == {"0", "2", "6"}
+    plan = DerivePlan(kind="qat", recipe=recipe, checkpoint=checkpoint, ranges=ranges)
+    model = load_recipe(derive_file(plan, tmp_path / "1")).make_model()
+    assert isinstance(model[6], QatLinear)
+    images, labels = first.dataset("training").tensors
+    before = model[6].weight == 0
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    torch.nn.functional.cross_entropy(model.train()(images[:64]), labels[:64]).backward()
+    optimizer.step()
+    assert torch.equal(model[6].weight == 0, before)
+    assert model.state_dict().keys() == masked.state_dict().keys()
 
 
 @pytest.mark.slow
