@@ -102,11 +102,11 @@ class Client:
         """When the first event of this name happened after a time."""
 
         def find() -> float:
+            launch = self.where.last_launch()
+            end = self.where.read_end(launch.number) if launch is not None else None  # its events are there before it
             for name, event, at in self.events():
                 if name == what and at > after and all(event.get(key) == value for key, value in fields.items()):
                     return at
-            launch = self.where.last_launch()
-            end = self.where.read_end(launch.number) if launch is not None else None
             assert end is None or end.ended < after or what == "end", f"{end}: {self.logs()}"
             return 0.0
 
@@ -130,14 +130,20 @@ class Client:
 
     def processes(self, role: str = "") -> list[psutil.Process]:
         """The heads and hosts of this client's jobs that run, or those of one role."""
-        found = []
-        for one in psutil.process_iter(["cmdline"]):
+        found: dict[int, psutil.Process] = {}
+        for one in psutil.process_iter(["cmdline", "ppid"]):
             words = one.info["cmdline"] or []
             module = next((word for word in words if word.startswith(MODULES)), "")
             own = module and "python" in words[0] and str(self.store) in " ".join(words)
             if own and (not role or words[-1] == role or module.endswith(f".{role}")):
-                found.append(one)
-        return found
+                found[one.pid] = one
+
+        def is_fork(one: psutil.Process) -> bool:
+            """Whether it is about to become another program."""
+            parent = found.get(one.info["ppid"])
+            return parent is not None and parent.info["cmdline"] == one.info["cmdline"]
+
+        return [one for one in found.values() if not is_fork(one)]
 
     def find_outside(self, role: str, pid: int) -> int:
         """The pid here of a process that a head or host has started; `pid`: in its container, which may have its own

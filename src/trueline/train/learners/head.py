@@ -35,6 +35,8 @@ from trueline.train.learners.rendezvous import MemberFault, Rendezvous
 from trueline.train.learners.submission import read_stored_manifest
 
 TICK_S, ORDERS_S, LISTING_S = 0.05, 0.25, 1.0
+PARTED_S = 5.0
+"""The connections of processes that have ended end at once, but for a network that loses packets."""
 PART_S = 600.0
 """Learners that push results to a bucket have so long at the end."""
 
@@ -138,14 +140,21 @@ class LearnersHead:
                 hosts.enter_joined(self._entries[number])
                 self._emit("learner.joined", learner=number, host=host, address=address)
             case messages.CommandEnded(generation=generation, code=code):
-                plans.enter_end(self._group, number, generation, code, time.monotonic())
-                self._emit("learner.ended", learner=number, why=plans.describe_code(code)[0])
+                self._begin(self._enter_end(number, generation, code))
             case messages.LearnerMetric():
                 self._enter_metric(number, message)
             case messages.LearnerEvent(name=name, fields=fields):
                 self._emit(name, **fields)
                 if name == "learner.refused":
                     self._fail(f"learner {number}: {fields['why']}")
+
+    async def _enter_end(self, number: int, generation: int, code: int) -> None:
+        """Notes the end of a learner's command, once it is known how its processes left their groups: a command may end
+        well although one of them died, and their connections are others than the learner's."""
+        if (rendezvous := self._find_rendezvous(generation)) is not None:
+            await rendezvous.wait_parted(number, PARTED_S)
+        plans.enter_end(self._group, number, generation, code, time.monotonic())
+        self._emit("learner.ended", learner=number, why=plans.describe_code(code)[0])
 
     def _fail(self, why: str) -> None:
         if self._end is None:
