@@ -14,11 +14,12 @@ import trueline
 from trueline.bundle import open_bundle
 from trueline.compress import search as searching
 from trueline.compress.api import _usual_methods
+from trueline.compress.apply import inductor
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.inductor import InductorQuantizer
 from trueline.compress.measure.kernels import count_kernels
 from trueline.compress.method import CompressMethod
-from trueline.errors import BudgetMissed, MissingPackage, UsageError
+from trueline.errors import BudgetMissed, CaptureError, MissingPackage, UsageError
 from trueline.runtime.open import open_program, replay
 from trueline.runtime.torch_export import FILE
 from worlds import compressible
@@ -72,6 +73,21 @@ def test_kernels_are_counted_in_the_compiled_source_and_float32_is_found_out(tmp
     with zipfile.ZipFile(path, "w") as package:
         package.writestr("model/data/aotinductor/model/x.wrapper.cpp", call.format("addmm_out"))
     assert "float32" in InductorQuantizer().find_fault(count_kernels(path, "aotinductor"))
+
+
+def test_a_program_that_was_compiled_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loader:
+        def __init__(self, *_: object) -> None: ...
+
+        def boxed_run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [given[0] * factor]
+
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", Loader)
+    factor = 2.02
+    inductor._check_compiled(tmp_path, lambda x: (x * 2,), [torch.randn(4, 3)])
+    factor = 2.5
+    with pytest.raises(CaptureError, match="answers otherwise than the quantized model"):
+        inductor._check_compiled(tmp_path, lambda x: (x * 2,), [torch.randn(4, 3)])
 
 
 @pytest.mark.slow

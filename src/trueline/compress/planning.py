@@ -27,7 +27,7 @@ def make_plans(reference: Reference, wishes: DeriveWishes) -> list[list[DerivePl
     """What to train before anything is quantized: chains of plans, each of which begins where the one before it ended
     (distill, then prune, then train for int8). Raises UsageError, RecipeError, CheckpointError, CaptureError."""
     from trueline.compress.derive.bundles import check_checkpoint, find_checkpoint
-    from trueline.recipe.load import locate_recipe
+    from trueline.recipe.load import load_recipe, locate_recipe
 
     if not wishes:
         return []
@@ -42,7 +42,8 @@ def make_plans(reference: Reference, wishes: DeriveWishes) -> list[list[DerivePl
         begins = first[0]
     short = max(1, begins.epochs // SHORTER)
     last = [msgspec.structs.replace(_CHANGED_BY, kind="qat", epochs=short)] if wishes.qat else []
-    pruned = [_plan_pruning(amounts, wishes.rounds, short, recipe) for amounts in wishes.prunings]
+    trained = recipe if wishes.student is None else load_recipe(wishes.student)
+    pruned = [_plan_pruning(amounts, wishes.rounds, short, trained) for amounts in wishes.prunings]
     return [_join([*first, *stages, *last], begins) for stages in pruned or [[]]]
 
 

@@ -1,8 +1,8 @@
 """int8 for torch's own compiler: torchao quantizes the bundle's exported program, AOTInductor compiles and freezes it.
 
 Without freezing the compiler keeps float32 in silence (pytorch/ao#4566), so int8 kernels are counted in the C++ that it
-wrote. What it makes is machine code: a server runs it with `--allow-code` alone, so no search tries it unless a user
-names it.
+wrote, and the compiled program is compared with the quantized model: torch 2.13 compiles some of them wrong. What it
+makes is machine code, which a server runs with `--allow-code` alone, so no search tries it unless a user names it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from trueline.runtime.tensors import to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature
+
+
+_CLOSE = 0.05
+"""Relative difference between the compiled and the quantized model: their int8 sums are the same, but for rounding."""
 
 
 @final
@@ -52,9 +56,26 @@ class InductorQuantizer:
         except Exception as error:
             raise CaptureError(f"torchao does not quantize it: {first_line(error)}") from error
         compile_program(again, out)
+        _check_compiled(out, quantized, batches[0])
 
     def find_fault(self, kernels: Kernels) -> str:
         return "" if kernels.quantized else "not quantized: the compiled code computes every heavy operator in float32"
+
+
+def _check_compiled(path: Path, quantized: Any, given: Sequence[torch.Tensor]) -> None:
+    """Raises CaptureError where the compiled program computes otherwise than the quantized model it is made of."""
+    with torch.no_grad():
+        want = [leaf for leaf in torch.utils._pytree.tree_leaves(quantized(*given)) if isinstance(leaf, torch.Tensor)]
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+    have = loader.boxed_run([one.clone() for one in given])
+    for one, other in zip(want, have, strict=True):
+        gap = float((one.double() - other.double()).norm() / one.double().norm().clamp_min(1e-12))
+        if not gap <= _CLOSE:
+            raise CaptureError(
+                f"AOTInductor's program answers otherwise than the quantized model that it was compiled from: off by "
+                f"{gap:.2g} of the answer, {_CLOSE:g} at most",
+                hint="a fault of torch's compiler here; the other ways run in ONNX Runtime and OpenVINO",
+            )
 
 
 def _free_axes(signature: Signature) -> tuple[Any, ...]:
