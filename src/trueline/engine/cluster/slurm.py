@@ -5,11 +5,12 @@ without knowing the job. Slurm lists a dead node's jobs as running for half a mi
 forgotten after `MinJobAge` (five minutes by default). Sources: sbatch(1), squeue(1), scancel(1) of Slurm 22.05.
 """
 
+import os
 import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from trueline import files
@@ -69,7 +70,9 @@ class SlurmScheduler:
     def submit(self, submission: Submission) -> str:
         folder = Path(submission.log).parent
         folder.mkdir(parents=True, exist_ok=True)
-        with files.hold_lock(folder / ".slurm.lock"):  # to Slurm a name may have any number of jobs
+        with ExitStack() as submitting:
+            with suppress(OSError):  # a file system without locks; to Slurm a name may have any number of jobs
+                submitting.enter_context(files.hold_lock(folder / f".slurm-{os.getuid()}.lock"))
             if known := self._find(submission.name):
                 return known[0]
             script = make_script(submission)
