@@ -90,6 +90,12 @@ def worker_pids(client: Client) -> list[int]:
     return sorted(pid for pid in pids if pid)
 
 
+def wait_loss(client: Client, after: float) -> None:
+    """Until the master has lost a worker: its agent has said so, or its lease was over before."""
+    names = ("worker.lost", "worker.killed")
+    until(lambda: any(name in names and at > after for name, _, at in client.events()), client.logs)
+
+
 def wait_gap_s(client: Client, after: float) -> float:
     """The gap before the first step of a new group that was applied after a time."""
 
@@ -118,7 +124,7 @@ def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random
         at = time.time()
         if number % 5 < 4:
             os.kill(dice.choice(worker_pids(client)), signal.SIGKILL)
-            client.wait("worker.lost", after=at)
+            wait_loss(client, at)
             gaps.append(wait_gap_s(client, at))
             full = client.wait_workers(3, after=client.wait("worker.joined", after=at))
         elif heads and number % 10 == 9:
