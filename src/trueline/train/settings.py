@@ -165,9 +165,9 @@ def load(job_dir: Path) -> JobSettings:
     file = JobDir(job_dir).settings
     try:
         job = msgspec.json.decode(file.read_bytes(), type=JobSettings)
-        if job.script:
-            return replace(job, script=(str(job_dir / job.script[0]), *job.script[1:]))  # of an absolute one: the same
-        travelled = job.recipe and ":" not in job.recipe
+        if job.script and not Path(job.script[0]).is_absolute():  # it has travelled to this host
+            return replace(job, script=(str(job_dir / job.script[0]), *job.script[1:]))
+        travelled = job.recipe and ":" not in job.recipe and not Path(job.recipe).is_absolute()
         return replace(job, recipe=str(job_dir / job.recipe)) if travelled else job
     except FileNotFoundError as error:
         why = f"{job_dir} holds no job: it has no job.json"
