@@ -39,9 +39,10 @@ def _where(condition: Any, self: Any, other: Any) -> Any:
 
 def _add(self: Any, other: Any, alpha: float = 1) -> Any:
     """ONNX adds numbers of one dtype, and the exporter leaves a boolean beside a whole number as it is."""
-    if ir.DataType.BOOL in (self.dtype, other.dtype) and self.dtype != other.dtype:
+    kinds = [getattr(one, "dtype", None) for one in (self, other)]
+    if None not in kinds and ir.DataType.BOOL in kinds and kinds[0] != kinds[1]:
         self, other = (
-            (op.CastLike(self, other), other) if self.dtype == ir.DataType.BOOL else (self, op.CastLike(other, self))
+            (op.CastLike(self, other), other) if kinds[0] == ir.DataType.BOOL else (self, op.CastLike(other, self))
         )
     return core.aten_add(self, other, alpha)
 
