@@ -225,9 +225,9 @@ class LossTrial:
 
     def _expect_unchanged(self) -> None:
         grad = None if self._marked is None else self._marked.grad
-        cleared = grad is None or not bool(grad.any())  # which is of no use, and does no harm
+        cleared = grad is not None and not bool(grad.any())  # which is of no use, and does no harm
         others = _state(self.inputs, but=self._marked) != self._state
-        if others or not (cleared or bool((grad == LARGE).all())):
+        if others or not (grad is None or cleared or bool(grad.eq(LARGE).all())):
             raise UsageError(
                 "the loop changes the parameters or their gradients itself",
                 hint="job.step(loss) runs backward and optimizer; gradients are clipped by clip_norm (in a loop: "
@@ -273,7 +273,7 @@ class LossTrial:
                 whole, *parts = (
                     changes.get(buffer, torch.zeros(())) for changes in (self._changes[0], *self._changes[at : at + 2])
                 )
-                mean = sum(share * part for share, part in zip(shares[at - 1 : at + 1], parts, strict=True))
+                mean = shares[at - 1] * parts[0] + shares[at] * parts[1]
                 scale = max(float(whole.norm()), float(mean.norm()))
                 found = float((whole - mean).norm()) / scale if scale else 0.0
                 name, off = (buffer, found) if found > off else (name, off)
