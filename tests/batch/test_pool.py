@@ -23,7 +23,7 @@ from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError, DataError, StorageError, UsageError
 from trueline.recipe.load import load_recipe
 from worlds.jobs import MEASURED, checkpoint_of
-from worlds.waiting import until_ended
+from worlds.waiting import until, until_ended
 
 pytestmark = pytest.mark.jobs
 
@@ -89,21 +89,22 @@ def test_a_worker_that_kills_itself_once_changes_no_number(trained, tmp_path, mo
 
 def test_sigkills_from_outside_change_no_byte(trained, tmp_path, monkeypatch):
     predict(MEASURED, trained, tmp_path / "one.jsonl", batch=8)
-    monkeypatch.setenv("MEASURED_SLOW_S", "0.004")
-    killed = []
+    prison, records, killed = tmp_path / "prison", (16, 80, 150, 290), []  # of four chunks
+    prison.mkdir()
 
-    def kill(name, fields):
-        if name == "prediction.advanced" and len(killed) < 4:
-            (agent,) = (
-                child for child in psutil.Process().children() if "trueline.engine.local.agent" in child.cmdline()
-            )
-            for worker in agent.children()[:1]:
-                worker.kill()
-                killed.append(worker.pid)
+    def kill():
+        for record in records:
+            until((prison / str(record)).exists, f"a worker reads record {record}")
+            killed.append(int((prison / str(record)).read_text()))
+            os.kill(killed[-1], signal.SIGKILL)
+            (prison / f"{record}.killed").touch()
 
-    with events.listening(kill):
-        predict(MEASURED, trained, tmp_path / "many.jsonl", batch=8, workers=3)
-    assert len(killed) == 4
+    killer = threading.Thread(target=kill)
+    killer.start()
+    monkeypatch.setenv("MEASURED_PRISON", f"{prison}:{','.join(map(str, records))}")
+    predict(MEASURED, trained, tmp_path / "many.jsonl", batch=8, workers=3)
+    killer.join()
+    assert len(set(killed)) == 4
     assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 
@@ -172,17 +173,13 @@ def started(trained, *arguments, slow_s=0.02):
 
 def descendants_once_at_work(process):
     """The agent and both workers, once they run."""
-    found = []
 
     def look():
-        while process.poll() is None and len(found) < 3:
-            found[:] = psutil.Process(process.pid).children(recursive=True)
+        assert process.poll() is None, process.communicate()
+        found = psutil.Process(process.pid).children(recursive=True)
+        return found if len(found) >= 3 else []
 
-    looking = threading.Thread(target=look)
-    looking.start()
-    looking.join(60)
-    assert len(found) == 3, process.communicate()
-    return found
+    return until(look, "the agent and two workers run")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

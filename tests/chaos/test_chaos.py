@@ -23,6 +23,7 @@ from trueline.train.master.master import Master
 from trueline.train.master.server import SecretInterceptor
 from trueline.train.settings import Fault, JobSettings
 from worlds import TESTS
+from worlds.jobs import JobGate
 from worlds.waiting import until
 
 RECIPES = TESTS / "train" / "recipes"
@@ -114,7 +115,8 @@ victim.run()
 
 
 @pytest.mark.jobs
-def test_a_storm_that_is_killed_leaves_no_process_of_its_job(tmp_path):
+def test_a_storm_that_is_killed_leaves_no_process_of_its_job(tmp_path, monkeypatch):
+    JobGate(tmp_path, monkeypatch)
     command = [sys.executable, "-c", STORM, str(RECIPES / "tiny.py"), str(tmp_path / "home")]
     storm = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     mark = storm.stdout.readline().strip()

@@ -7,11 +7,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
 from trueline.train.api import train
 from trueline.train.settings import Fault
-from worlds.jobs import TINY, plain_loop, seen_counts
+from worlds.jobs import TINY, JobGate, plain_loop, seen_counts
 
 pytestmark = pytest.mark.jobs
 
@@ -20,7 +21,9 @@ EPOCHS = 150
 
 def test_a_job_whose_last_worker_died_goes_on_from_before_a_torn_checkpoint_and_counts_right(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "torn_disk"), prepend=":")
-    result = train(TINY, job_dir=tmp_path / "job", workers=1, epochs=EPOCHS, checkpoint_every=20)
+    gate = JobGate(tmp_path, monkeypatch, first=60)
+    with events.listening(gate.open_at(("worker.joined", "worker-0.1"))):
+        result = train(TINY, job_dir=tmp_path / "job", workers=1, epochs=EPOCHS, checkpoint_every=20)
     assert result.summary.facts["workers_started"] == 2
     assert seen_counts(result.checkpoint) == [EPOCHS]
     found, expected = checkpoint.read(result.checkpoint).state["model"], plain_loop(load_recipe(TINY), EPOCHS * 8)

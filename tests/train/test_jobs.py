@@ -21,7 +21,7 @@ from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 from worlds.curves import curves
-from worlds.jobs import RECORDS, STEPS, TINY, plain_loop, seen_counts
+from worlds.jobs import RECORDS, STEPS, TINY, JobGate, find_agent, plain_loop, seen_counts
 from worlds.waiting import until_ended
 
 pytestmark = pytest.mark.slow
@@ -70,9 +70,7 @@ def psutil_left(tmp_path) -> list[str]:
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
     """Opens the gate of the recipe, before which the steps from the twentieth on are slow."""
-    file = tmp_path / "open"
-    monkeypatch.setenv("TINY_GATE", f"20:{file}")
-    return lambda _: file.touch()
+    return JobGate(tmp_path, monkeypatch).open
 
 
 class Usual:
@@ -82,9 +80,10 @@ class Usual:
         self.folder, self.heard = folder, Heard()
         self.refused: list[grpc.StatusCode] = []
         self.modes: list[int] = []
-        for act in (self.knock, self.look_at_the_secret, self.leave_a_part):
-            self.heard.at("step.applied", act)
-        self.result, _ = run(folder, self.heard, workers=3)
+        with pytest.MonkeyPatch.context() as patch:
+            for act in (self.knock, self.look_at_the_secret, self.leave_a_part, JobGate(folder, patch).open):
+                self.heard.at("step.applied", act)
+            self.result, _ = run(folder, self.heard, workers=3)
 
     def knock(self, _) -> None:
         address = json.loads((self.folder / "job" / "master.json").read_text())["address"]
@@ -205,15 +204,7 @@ def test_a_worker_that_dies_while_the_master_is_dead_is_noticed_and_replaced(tmp
 def test_the_agents_death_costs_no_step_and_a_replacement_can_still_start(tmp_path, gate):
     heard = Heard().at("agent.lost", gate)
 
-    def kill_agent(_):
-        running = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-        (agent,) = [
-            process for process in running
-            if "trueline.engine.local.agent" in process.info["cmdline"] and process.ppid() == os.getpid()
-        ]  # fmt: skip
-        agent.kill()
-
-    heard.at("step.applied", kill_agent, lambda fields: fields["step"] >= 10)
+    heard.at("step.applied", lambda _: find_agent(os.getpid()).kill(), lambda fields: fields["step"] >= 10)
     result, heard = run(tmp_path, heard, workers=2, epochs=12)
     assert len(heard.of("agent.lost")) == 1
     assert len(heard.of("worker.started")) == 2
@@ -261,17 +252,17 @@ def test_a_planned_departure_fails_no_step(tmp_path, gate):
 
 
 @pytest.mark.jobs
-def test_a_worker_that_hangs_is_given_up_when_its_lease_is_over(tmp_path):
-    heard = Heard()
+def test_a_worker_that_hangs_is_given_up_when_its_lease_is_over(tmp_path, gate):
+    heard = Heard().at("worker.killed", gate)
 
     def stop(_):
         pids = {f["worker"]: f["pid"] for f in heard.of("worker.running")}
         os.kill(pids["worker-1.0"], signal.SIGSTOP)
 
     heard.at("step.applied", stop, lambda fields: fields["step"] >= 10)
-    result, heard = run(tmp_path, heard, workers=3, lease_s=4.0)
+    result, heard = run(tmp_path, heard, workers=3, lease_s=6.0, epochs=12)
     assert [fields["worker"] for fields in heard.of("worker.killed")] == ["worker-1.0"]
-    assert seen_counts(result.checkpoint) == [6.0]
+    assert seen_counts(result.checkpoint) == [12.0]
 
 
 SCRIPT = """
@@ -292,8 +283,9 @@ with events.listening(tell):
 
 
 @pytest.mark.jobs
-def test_after_ctrl_c_no_process_is_left_and_no_torn_file(tmp_path):
+def test_after_ctrl_c_no_process_is_left_and_no_torn_file(tmp_path, monkeypatch):
     job = tmp_path / "job"
+    JobGate(tmp_path, monkeypatch, first=150)
     launcher = subprocess.Popen([sys.executable, "-c", SCRIPT, str(TINY), str(job)], stdout=subprocess.PIPE)
     assert launcher.stdout.readline() == b"under way\n"
     family = psutil.Process(launcher.pid).children(recursive=True)
@@ -306,6 +298,7 @@ def test_after_ctrl_c_no_process_is_left_and_no_torn_file(tmp_path):
     assert psutil_left(tmp_path) == []
 
 
+@pytest.mark.jobs
 def test_a_job_that_lost_every_process_resumes_exactly_with_another_number_of_workers(tmp_path):
     job = tmp_path / "job"
     script = SCRIPT.replace("epochs=4000", "epochs=12").replace(">= 100", ">= 47")

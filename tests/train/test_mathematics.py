@@ -8,7 +8,7 @@ from trueline.checkpoint import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
 from worlds import TESTS
-from worlds.jobs import TINY
+from worlds.jobs import TINY, JobGate
 
 pytestmark = pytest.mark.jobs
 
@@ -104,13 +104,15 @@ def test_activation_checkpointing_draws_the_same_masks_and_counts_a_batch_once(t
     assert apart(plain, final(tmp_path, workers=3)) < 1e-4
 
 
-def test_a_large_state_is_streamed_to_who_is_behind_while_the_others_go_on(tmp_path):
+def test_a_large_state_is_streamed_to_who_is_behind_while_the_others_go_on(tmp_path, monkeypatch):
     faults = [Fault(step=9, slot=1, phase="backward"), Fault(step=25, slot=0, phase="allreduced")]
-    storm = final(tmp_path, LARGE, workers=3, faults=faults)
+    gate = JobGate(tmp_path, monkeypatch)
+    with events.listening(gate.open_at(("worker.joined", "worker-0.1"), ("worker.joined", "worker-1.1"))):
+        storm = final(tmp_path, LARGE, workers=3, faults=faults, epochs=20)
     logs = "".join(path.read_text() for path in tmp_path.glob("job-*/logs/worker-*.log"))
     assert "worker.caught_up" in logs
-    assert storm["model"]["seen"].round(decimals=6).unique().tolist() == [6.0]
-    assert apart(storm, final(tmp_path, LARGE, workers=1)) < 1e-9
+    assert storm["model"]["seen"].round(decimals=6).unique().tolist() == [20.0]
+    assert apart(storm, final(tmp_path, LARGE, workers=1, epochs=20)) < 1e-9
 
 
 def test_evaluations_find_the_best_stop_early_and_are_the_same_for_any_number_of_workers(tmp_path):

@@ -3,10 +3,8 @@ that the loop sets give the same weights for any number of workers and kills. Mo
 test_scripts.py."""
 
 import importlib.util
-import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from trueline import errors, events
 from trueline.checkpoint import checkpoint
 from trueline.train import api
+from trueline.train.settings import Fault
 from trueline.train.step.plan import JobPlan
 from worlds.jobs import TINY
 
@@ -79,27 +78,19 @@ for batch in job:
 
 @pytest.mark.parametrize("how", ["draws", "sums"])
 def test_draws_sums_and_token_weights_are_those_of_one_process_though_workers_die(how, tmp_path):
-    def run(workers, kills=()):
-        alive, left = [], list(kills)
-
-        def kill(event, fields):
-            if event == "worker.running":
-                alive.append(fields["pid"])
-            if event == "step.applied" and left and fields["step"] >= left[0]:
-                left.pop(0)
-                os.kill(alive.pop(0), signal.SIGKILL)
-
-        folder = tmp_path / str(workers)
+    def run(workers, faults=()):
+        folder, lost = tmp_path / str(workers), []
         folder.mkdir()
         (folder / "loop.py").write_text(ODD)
-        with events.listening(kill):
-            result = api.launch(api.prepare_script(folder / "loop.py", [how], job_dir=folder / "job", workers=workers))
+        job = api.prepare_script(folder / "loop.py", [how], job_dir=folder / "job", workers=workers, faults=faults)
+        with events.listening(lambda name, _: lost.append(name) if name == "worker.lost" else None):
+            result = api.launch(job)
         assert result.summary.exactly_once
-        assert not left
+        assert len(lost) == len(faults)
         return checkpoint.read(result.checkpoint).state["model"]
 
     alone = run(1)
-    for name, value in run(3, kills=(4, 12)).items():
+    for name, value in run(3, faults=[Fault(step=4, slot=0), Fault(step=12, slot=1, phase="applied")]).items():
         torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-9)
 
 
@@ -129,21 +120,13 @@ if __name__ == "__main__":
 def test_a_rate_that_the_loop_sets_by_itself_is_that_of_a_plain_loop_though_workers_die(workers, tmp_path):
     """Of five workers one has no records in a step of four. Worker 0 is never killed and holds the state."""
     (tmp_path / "nano.py").write_text(NANO)
-    pids, left = {}, [10, 30][: workers - 1]
-
-    def kill(event, fields):
-        if event == "worker.running":
-            pids[fields["worker"]] = fields["pid"]
-        if event == "step.applied" and left and fields["step"] >= left[0]:
-            victim = max(ref for ref in pids if not ref.startswith("worker-0."))
-            left.pop(0)
-            os.kill(pids.pop(victim), signal.SIGKILL)
-
-    with events.listening(kill):
-        job = api.prepare_script(tmp_path / "nano.py", [], job_dir=tmp_path / "job", workers=workers)
+    faults = [Fault(step=10, slot=workers - 1), Fault(step=30, slot=workers - 2, phase="applied")]
+    faults, lost = faults[: workers - 1], []
+    job = api.prepare_script(tmp_path / "nano.py", [], job_dir=tmp_path / "job", workers=workers, faults=faults)
+    with events.listening(lambda name, _: lost.append(name) if name == "worker.lost" else None):
         result = api.launch(job)
     assert result.summary.exactly_once
-    assert not left
+    assert len(lost) == len(faults)
     plain = runpy.run_path(str(tmp_path / "nano.py"))
     plan = JobPlan(num_records=200, global_batch=4, epochs=2, seed=0)
     for step in range(plan.total_steps):

@@ -1,8 +1,6 @@
 """Recipes whose loss is a sum, or a mean by tokens, train as plain torch does with whole batches; workers may die."""
 
 import importlib.util
-import os
-import signal
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.train.api import train
+from trueline.train.settings import Fault
 from trueline.train.step.plan import JobPlan
 from worlds import TESTS
 
@@ -38,18 +37,10 @@ def plain(seed):
 @pytest.mark.parametrize(("how", "workers"), [("sum", 2), ("weighted", 2), ("weighted", 5)])
 def test_a_sum_and_a_mean_by_tokens_are_those_of_a_plain_loop_though_a_worker_dies(how, workers, tmp_path, monkeypatch):
     monkeypatch.setenv("REDUCED", how)
-    pids, left = {}, [3]
-
-    def kill(event, fields):
-        if event == "worker.running":
-            pids[fields["worker"]] = fields["pid"]
-        if event == "step.applied" and left and fields["step"] >= left[0]:
-            left.pop()
-            os.kill(pids["worker-1.0"], signal.SIGKILL)  # worker 0 holds the state
-
-    with events.listening(kill):
-        result = train(REDUCED, workers=workers, job_dir=tmp_path / "job", seed=7)
-    assert not left
+    lost = []
+    with events.listening(lambda name, fields: lost.append(fields["worker"]) if name == "worker.lost" else None):
+        result = train(REDUCED, workers=workers, job_dir=tmp_path / "job", seed=7, faults=[Fault(step=3, slot=1)])
+    assert lost == ["worker-1.0"]
     assert result.summary.exactly_once
     assert {certificate["reduction"] for certificate in result.summary.facts["certificates"]} == {how}
     assert checkpoint.read_manifest(result.checkpoint)["loss"] == {"reduction": how}

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ from trueline.checkpoint import checkpoint
 from trueline.train import api
 from trueline.train import settings as job_settings
 from trueline.train.launch import jobs, shutdown
+from trueline.train.settings import Fault
 from worlds.jobs import TINY, seen_counts
 
 pytestmark = pytest.mark.jobs
@@ -83,14 +83,6 @@ def script(tmp_path, *arguments, code=LOOP, **options):
 
 
 def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follows_its_loop(tmp_path, monkeypatch):
-    killed = []
-
-    def kill(name, fields):
-        if name == "worker.running":
-            killed.append(fields["pid"])
-        if name == "step.applied" and fields["step"] == 20:
-            os.kill(killed[1], signal.SIGKILL)
-
     after = tmp_path / "after"
     os.mkfifo(after)
 
@@ -100,9 +92,12 @@ def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follo
             os.close(os.open(after, os.O_WRONLY | os.O_NONBLOCK))
 
     monkeypatch.setattr(shutdown, "time", SimpleNamespace(sleep=let_go))
-    job = script(tmp_path, "30", code=LOOP.replace("{after}", str(after)), workers=2, checkpoint_every=50)
-    with events.listening(kill):
+    code, faults = LOOP.replace("{after}", str(after)), [Fault(step=20, slot=1)]
+    job = script(tmp_path, "30", code=code, workers=2, checkpoint_every=50, faults=faults)
+    lost = []
+    with events.listening(lambda name, _: lost.append(name) if name == "worker.lost" else None):
         result = api.launch(job)
+    assert lost == ["worker.lost"]
     settled = job_settings.load(job)
     assert (settled.epochs, settled.global_batch, settled.seed) == (30, 30, 0)
     assert seen_counts(result.checkpoint) == [30.0]
@@ -112,24 +107,18 @@ def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follo
 
 
 def test_a_loop_of_ones_own_is_evaluated_averaged_and_stopped_early_though_workers_die(tmp_path):
-    def run(name, workers, kills=()):
-        alive, left = [], list(kills)
-
-        def kill(event, fields):
-            if event == "worker.running":
-                alive.append(fields["pid"])
-            if event == "step.applied" and left and fields["step"] >= left[0]:
-                left.pop(0)
-                os.kill(alive.pop(), signal.SIGKILL)
-
+    def run(name, workers, faults=()):
+        lost = []
         (tmp_path / name).mkdir()
-        with events.listening(kill):
-            result = api.launch(script(tmp_path / name, code=MORE, workers=workers, checkpoint_every=25))
+        job = script(tmp_path / name, code=MORE, workers=workers, checkpoint_every=25, faults=faults)
+        with events.listening(lambda name, _: lost.append(name) if name == "worker.lost" else None):
+            result = api.launch(job)
+        assert len(lost) == len(faults)
         assert result.summary.exactly_once
         return result, checkpoint.read(result.checkpoint)
 
     calm, left = run("calm", 1)
-    stormy, arrived = run("stormy", 3, kills=(5, 12))
+    stormy, arrived = run("stormy", 3, faults=[Fault(step=5, slot=2), Fault(step=12, slot=1, phase="applied")])
     evaluations = left.state["ledger"]["evaluations"]
     assert [one["step"] for one in evaluations] == list(range(10, 10 * len(evaluations) + 1, 10))
     assert evaluations[-1]["stop"]

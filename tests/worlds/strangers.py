@@ -77,6 +77,8 @@ while not over.is_set():
                 heard += 1
             except OSError:
                 continue
+    if tried % 100 == 0:
+        os.pwrite(int(sys.argv[2]), str(tried).encode(), 0)
 print(json.dumps({"tried": tried, "listened": heard}))
 """
 
@@ -85,16 +87,23 @@ class PortThief:
     """Another user of the machine (the same one without SO_REUSEPORT, if tests do not run as root) that tries without a
     pause to listen on a port."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", LISTEN, str(os.geteuid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, folder: Path) -> None:
+        self._tried = folder / "tried"
+        with self._tried.open("w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", LISTEN, str(os.geteuid()), str(file.fileno())], pass_fds=[file.fileno()],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
 
     def aim(self, port: int) -> None:
         """Begins; the port stays the same from then on."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{port}\n")
         self._process.stdin.flush()
+
+    def tried(self) -> int:
+        """How often it has tried so far."""
+        return int(self._tried.read_text() or 0)
 
     def stop(self) -> dict[str, int]:
         """Ends the attempts; returns how many there were, and how often it listened."""

@@ -90,11 +90,14 @@ class HostSums:
     def sum(self, value: torch.Tensor) -> HostSum:
         """Begins the sum of `value` [any shape, contiguous, in host memory] in place.
 
-        All members call it in one order.
+        All members call it in one order. Raises RuntimeError when a sum before has failed.
         """
         flat = value.view(-1)
         parts = [(flat[at : at + CHUNK], next(self._numbers)) for at in range(0, max(1, len(flat)), CHUNK)]
-        return HostSum([self._lanes.submit(self._run, part, number) for part, number in parts])
+        try:
+            return HostSum([self._lanes.submit(self._run, part, number) for part, number in parts])
+        except RuntimeError as error:
+            raise RuntimeError(f"gloo: the group was left: {error}") from error
 
     def close(self) -> None:
         """Takes the mark back: nothing of this process is read for this group from now on."""

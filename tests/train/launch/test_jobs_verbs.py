@@ -21,7 +21,7 @@ from trueline.train.job_dir import JobDir
 from trueline.train.launch import jobs
 from trueline.train.launch.launcher import detach
 from trueline.train.master.journal import Journal
-from worlds.jobs import STEPS, TINY, seen_counts
+from worlds.jobs import STEPS, TINY, JobGate, seen_counts
 from worlds.waiting import until, until_ended
 
 pytestmark = pytest.mark.jobs
@@ -37,8 +37,10 @@ def family(job: Path) -> list[psutil.Process]:
     return [launcher, *launcher.children(recursive=True)]
 
 
-def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint_and_resumed_exactly(tmp_path, capsys):
-    job = tmp_path / "job"
+def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint_and_resumed_exactly(
+    tmp_path, capsys, monkeypatch
+):
+    job, gate = tmp_path / "job", JobGate(tmp_path, monkeypatch, first=50)
     options = [
         "--workers",
         "2",
@@ -70,6 +72,7 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
     assert left["checkpoint"] > 45  # nobody but `halt` asked for one
     assert (left["lost"], left["step"]) == (0, left["checkpoint"])
     assert "Ctrl-C" not in (job / "logs" / "launcher.log").read_text()
+    gate.open()
     result = api.launch(api.prepare_resume(job, workers=2))
     assert seen_counts(result.checkpoint) == [300.0]
     assert jobs.read_job(job).state == "finished"
@@ -79,8 +82,9 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
 
 
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
-def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_path, kill):
+def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_path, kill, monkeypatch):
     job = tmp_path / "job"
+    JobGate(tmp_path, monkeypatch)
     command = [sys.executable, "-m", "trueline", "train", str(TINY), "--epochs", "4000", "--job", str(job)]
     as_usual = signal.signal(kill, signal.SIG_DFL)  # whoever runs the tests may ignore it, under nohup for one
     shell = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -100,7 +104,8 @@ def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_pa
     assert not (job / "secret").exists()
 
 
-def test_a_job_whose_launcher_was_killed_is_dead_and_can_be_resumed(tmp_path, capsys):
+def test_a_job_whose_launcher_was_killed_is_dead_and_can_be_resumed(tmp_path, capsys, monkeypatch):
+    JobGate(tmp_path, monkeypatch, first=40)
     job = api.prepare(TINY, workers=1, epochs=4000, checkpoint_every=20, job_dir=tmp_path / "job")
     pid = detach(job)
     until(lambda: jobs.read_job(job).checkpoint >= 20, "the job has a checkpoint")

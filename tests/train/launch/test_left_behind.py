@@ -11,7 +11,7 @@ import pytest
 
 from trueline.chaos.leftovers import MARK, find_marked
 from trueline.train.launch import jobs
-from worlds.jobs import TINY
+from worlds.jobs import TINY, JobGate
 from worlds.waiting import until
 
 pytestmark = pytest.mark.jobs
@@ -54,7 +54,8 @@ HOSTS = {
     "kill", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda one: one.name
 )
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_job_ends_with_the_process_that_runs_it(host, kill, tmp_path):
+def test_a_job_ends_with_the_process_that_runs_it(host, kill, tmp_path, monkeypatch):
+    JobGate(tmp_path, monkeypatch)
     job, fork, file = tmp_path / "job", tmp_path / "fork", tmp_path / "test_host.py"
     file.write_text(f"TINY, JOB, FORK = {str(TINY)!r}, {str(job)!r}, {str(fork)!r}\n{KERNEL}")
     mark = f"{os.getpid()}-{time.monotonic_ns()}"

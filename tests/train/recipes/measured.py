@@ -1,6 +1,8 @@
 """Records whose reading or computing can be told to fail: MEASURED_TROUBLE is `how:record[:marker]`.
 
 How: raise, die, hang. With a marker file it happens once, to whoever makes the file.
+MEASURED_PRISON is `folder:record,record`: whoever reads one of these writes its number into the file RECORD of the
+folder and stays until there is a file RECORD.killed. So somebody else can kill it in the middle of its work.
 """
 
 import os
@@ -24,8 +26,20 @@ class Troubled(Dataset):
     def __getitem__(self, index):
         if os.environ.get("MEASURED_SLOW_S"):
             time.sleep(float(os.environ["MEASURED_SLOW_S"]))  # so that somebody else has time to kill
+        if os.environ.get("MEASURED_PRISON"):
+            wait_to_be_killed(index)
         trouble(index)
         return self.inputs[index], self.inputs[index].sum()
+
+
+def wait_to_be_killed(index):
+    folder, _, records = os.environ["MEASURED_PRISON"].rpartition(":")
+    if str(index) in records.split(","):
+        written = Path(folder, f"{index}.{os.getpid()}")
+        written.write_text(str(os.getpid()))
+        written.replace(Path(folder, str(index)))
+        while not Path(folder, f"{index}.killed").exists():
+            time.sleep(0.005)
 
 
 def trouble(index):
