@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs test-engines kubernetes mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-engines bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-ps protos clean bench-compress
+.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms suite-serve quick-train quick-programs quick-rooms test-jobs test-engines kubernetes mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-engines bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-engines chaos-ps protos clean bench-compress
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,13 +58,14 @@ SUMMARY = status=$$?; $(BIN)/python tests/outcomes.py $(addprefix $(CACHE)/,$(SU
 
 # Each suite has its own pytest cache: two at a time would overwrite each other's.
 CACHE := .pytest_cache
-SUITES_full := suite-programs suite-train suite-rooms suite-line
+SUITES_full := suite-programs suite-train suite-rooms suite-serve suite-line
 SUITES_quick := quick-rooms quick-train quick-programs
 SUITES_jobs := suite-jobs
 SUITES_long := suite-long
 QUICK := -m 'not slow and not chaos and not line and not jobs and not long'
 PROGRAMS := tests/capture tests/doctor tests/runtime
 TRAIN := tests/train tests/engine tests/data tests/checkpoint tests/parallel tests/batch tests/chaos tests/storage
+SERVE := tests/serve tests/torchserve tests/web tests/registry
 ROOMS := tests $(addprefix --ignore=,$(PROGRAMS) $(TRAIN))
 
 again: $(STAMP)  ## the few tests that failed in the last `make test`, alone; what passes now is named as flaky
@@ -84,7 +85,10 @@ suite-programs: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(PROGRAMS)
 
 suite-rooms: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(ROOMS)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(ROOMS) $(addprefix --ignore=,$(SERVE))
+
+suite-serve: $(STAMP)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(SERVE)
 
 quick-train: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(TRAIN)
@@ -95,7 +99,7 @@ quick-programs: $(STAMP)
 quick-rooms: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(ROOMS)
 
-test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, custom loops
+test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms, and programs compiled to machine code
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m 'jobs and not engines' $(call MARKED,jobs); $(call SUMMARY,jobs)
 
 mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many of a sample the tests catch; half an hour
@@ -115,7 +119,7 @@ $(RAY)/.installed: constraints.txt | $(STAMP)
 # Ray comes into an environment of its own; where that fails, its tests are skipped.
 test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, podman, Ray, Slurm, Kubernetes; skips have their reasons
 	-$(MAKE) --no-print-directory $(RAY)/.installed
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py tests/train/test_learner_jobs.py tests/train/test_kubernetes_jobs.py
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py tests/train/test_submitted_kinds.py tests/train/test_learner_jobs.py tests/train/test_kubernetes_jobs.py
 
 kubernetes:  ## a real Kubernetes for test-engines, from Debian's source package into the user's cache; ten minutes, once
 	sh tests/worlds/kubernetes/build.sh "$${XDG_CACHE_HOME:-$$HOME/.cache}/trueline/kubernetes"
@@ -197,6 +201,13 @@ bench-hosts: $(STAMP)  ## sums between two hosts, strikes at jobs on them, the m
 bench-engines: $(STAMP)  ## submitted jobs on local processes, podman, Ray and Slurm: first step, strikes, halt, resume elsewhere; as root
 	-$(MAKE) --no-print-directory $(RAY)/.installed
 	$(BIN)/python bench/engines.py $(BENCH)
+
+comma := ,
+ENGINES ?= local,podman,ray,slurm,kubernetes
+
+chaos-engines: $(STAMP)  ## KILLS=100 strikes at workers, hosts and heads of a job on each of ENGINES=local,podman,...; as root
+	-$(MAKE) --no-print-directory $(RAY)/.installed
+	$(BIN)/python bench/engines.py --strikes-only --kills $(KILLS) $(addprefix --only ,$(subst $(comma), ,$(ENGINES))) $(BENCH)
 
 chaos-ps: $(STAMP)  ## KILLS=200 random kills of workers, servers and masters of jobs with parameter servers, counted by a table
 	$(BIN)/python bench/ps_chaos.py --kills $(KILLS) $(BENCH)

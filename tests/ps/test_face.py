@@ -11,13 +11,12 @@ import pytest
 from grpc_tools import protoc
 
 import trueline.wire
-from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.errors import UsageError
 from trueline.ps.face import ParameterFace, open_face
 from trueline.train.api import train
 from trueline.train.job_dir import JobDir
-from worlds.killer import Killer
+from worlds.gates import StepGate
 from worlds.parameter_servers import SECRET, SPEC, values, world
 
 CLIENT = Path(__file__).parent / "face_client.py"
@@ -71,29 +70,20 @@ def test_a_client_made_from_the_proto_pulls_and_pushes_once_and_needs_the_secret
         client.close()
 
 
-class Caller(Killer):
-    """Has the client call when half of the steps are done, and kills the face then."""
-
-    def __init__(self, job_dir, port, stubs):
-        super().__init__(job_dir, [(30, "face-0")])
-        self.port, self.stubs, self.found = port, stubs, None
-
-    def __call__(self, name, fields):
-        super().__call__(name, fields)
-        if self.killed and self.found is None:
-            secret = JobDir(self.job.path).read_secret()
-            self.found = asyncio.run(call(self.stubs, f"127.0.0.1:{self.port}", secret))
-
-
 @pytest.mark.jobs
 def test_other_clients_push_beside_a_job_whose_records_are_counted_as_before(tmp_path, stubs):
+    """The face is killed in the middle, and called when it is back."""
+    job, answers = tmp_path / "job", []
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    caller = Caller(tmp_path / "job", port, stubs)
-    with events.listening(caller):
-        found = train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2, grpc_port=port)
-    assert caller.found["table"] == ["items", 4]
-    assert caller.found["after"] != caller.found["before"]
+
+    def call_face():
+        answers.append(asyncio.run(call(stubs, f"127.0.0.1:{port}", JobDir(job).read_secret())))
+
+    with StepGate(job, (30, "face-0"), (31, call_face)):
+        found = train(COUNTING, job_dir=job, strategy="ps", workers=2, servers=2, grpc_port=port)
+    assert answers[0]["table"] == ["items", 4]
+    assert answers[0]["after"] != answers[0]["before"]
     assert found.summary.exactly_once
     assert -5 in checkpoint.read(found.checkpoint).state["model"]["items.ids"].tolist()
     assert found.summary.facts["steps"] == 80

@@ -4,13 +4,10 @@ import contextlib
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -19,28 +16,18 @@ from trueline.checkpoint import checkpoint
 from trueline.errors import JobStopped
 from trueline.train.api import train
 from trueline.train.launch import jobs
+from worlds.counted import ENDLESS, STEPS, LaunchedJob, count_uneven, count_wrong
+from worlds.gates import StepGate
 from worlds.killer import Killer
 from worlds.waiting import until
 
 pytestmark = pytest.mark.jobs
 COUNTING = Path(__file__).parent / "recipes" / "counting.py"
-RECORDS = 640
 
 
 def run(job_dir, *strikes, recipe=COUNTING, **settings):
-    killer = Killer(job_dir, list(strikes))
-    with events.listening(killer):
-        found = train(recipe, job_dir=job_dir, strategy="ps", **settings)
-    assert len(killer.killed) == len(strikes), killer.killed
-    return found
-
-
-def count_wrong(result, epochs=2):
-    """Records that were not applied `epochs` times."""
-    state = checkpoint.read(result.checkpoint).state["model"]
-    seen = torch.zeros(RECORDS)
-    seen[state["seen.ids"]] = state["seen.rows"][:, 0]
-    return int((seen != epochs).sum())
+    with StepGate(job_dir, *strikes):
+        return train(recipe, job_dir=job_dir, strategy="ps", **settings)
 
 
 def test_workers_servers_and_the_master_die_and_each_record_counts_once(tmp_path):
@@ -50,61 +37,41 @@ def test_workers_servers_and_the_master_die_and_each_record_counts_once(tmp_path
     assert count_wrong(found) == 0
 
 
-class LateKiller(Killer):
-    """Kills a server when the last checkpoint is there, before the job ends."""
-
-    def __call__(self, name, fields):
-        super().__call__(name, fields)
-        if name == "checkpoint.saved" and fields["step"] == 2 * RECORDS // 16 and not self.killed:
-            os.kill(self.find("server-0"), signal.SIGKILL)
-            self.killed.append("server-0")
-
-
 def test_a_server_that_dies_after_the_last_checkpoint_is_counted_when_it_is_back(tmp_path):
-    killer = LateKiller(tmp_path / "job", [])
-    with events.listening(killer):
+    """After its part of it: while the process that joins the parts begins, and once more when that has ended."""
+    last = 2 * STEPS
+
+    class LateGate(StepGate):
+        def __call__(self, name, fields):
+            super().__call__(name, fields)
+            if name == "checkpoint.saved" and fields["step"] == last and self.find("server-0"):
+                self.kill("server-0")
+
+    with LateGate(tmp_path / "job", (last, "server-0"), slack=0):
         found = train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2)
-    assert killer.killed == ["server-0"]
     assert found.summary.exactly_once
 
 
-class Halter(Killer):
-    """Halts the job after a number of steps, as `trueline halt` does."""
-
-    def __init__(self, job_dir, step):
-        super().__init__(job_dir, [])
-        self.step = step
-
-    def __call__(self, name, fields):
-        super().__call__(name, fields)
-        if self.steps >= self.step > 0:
-            self.step = 0
-            threading.Thread(target=jobs.halt, args=(self.job.path,), daemon=True).start()
-
-
 def test_a_halted_job_goes_on_with_other_numbers_of_workers_and_servers(tmp_path):
-    with events.listening(Halter(tmp_path / "job", 20)), pytest.raises(JobStopped):
-        train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2, epochs=4)
-    halted = checkpoint.latest(tmp_path / "job" / "checkpoints")
-    assert 20 <= halted.step < 160
-    found = train(COUNTING, job_dir=tmp_path / "job", resume=True, workers=1, servers=3)
+    job = tmp_path / "job"
+
+    def halt():
+        threading.Thread(target=jobs.halt, args=(job,), daemon=True).start()
+
+    with StepGate(job, (20, halt), (20, "job.halting")), pytest.raises(JobStopped):
+        train(COUNTING, job_dir=job, strategy="ps", workers=2, servers=2, epochs=4)
+    halted = checkpoint.latest(job / "checkpoints")
+    assert 20 <= halted.step < 4 * STEPS
+    found = train(COUNTING, job_dir=job, resume=True, workers=1, servers=3)
     assert found.summary.exactly_once
     assert count_wrong(found, epochs=4) == 0
 
 
 def test_a_job_that_lost_every_process_goes_on_from_what_its_servers_wrote(tmp_path):
-    job = tmp_path / "job"
-    script = f"from trueline.train.api import train; train({str(COUNTING)!r}, job_dir={str(job)!r}, " \
-             "strategy='ps', workers=2, servers=2)"  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True, stderr=subprocess.DEVNULL)
-    try:
-        log = job / "events.jsonl"
-        until(lambda: log.exists() and log.read_text().count("step.applied") >= 15, lambda: "no steps")
-    finally:
-        for child in [process, *psutil.Process(process.pid).children(recursive=True)]:
-            os.kill(child.pid, signal.SIGKILL)
-        process.wait()
-    found = train(COUNTING, job_dir=job, resume=True)
+    launched = LaunchedJob(COUNTING, tmp_path / "job", strategy="ps", workers=2, servers=2)
+    with StepGate(launched.folder, (15, launched.kill_all)):
+        launched.run()
+    found = train(COUNTING, job_dir=launched.folder, resume=True)
     assert found.summary.exactly_once
     assert count_wrong(found) == 0
 
@@ -121,8 +88,8 @@ def test_synchronous_steps_are_those_of_the_allreduce_strategy(tmp_path):
 
 
 class Scaler(Killer):
-    """Asks for the next number of servers 30 steps after it got the one before; kills `victim` in the middle of each
-    move: when the first of several new routings is in the journal."""
+    """Asks for the next number of servers 30 steps after it got the one before, and halts the job after the last one;
+    kills `victim` in the middle of each move: when the first of several new routings is in the journal."""
 
     def __init__(self, job_dir, numbers, victim=""):
         super().__init__(job_dir, [])
@@ -135,9 +102,11 @@ class Scaler(Killer):
             threading.Thread(target=self.strike, args=[self.count_routings()], daemon=True).start()
         if name == "servers.scaled" and fields["servers"] == self.numbers[self.asked - 1]:
             self.reached, self.mark = self.asked, self.steps
-        if self.asked == self.reached < len(self.numbers) and self.steps >= self.mark + 30:
+        if self.asked == self.reached <= len(self.numbers) and self.steps >= self.mark + 30:
             self.asked += 1
-            ask = partial(jobs.scale, self.job.path, servers=self.numbers[self.reached])
+            ask = partial(jobs.halt, self.job.path)
+            if self.reached < len(self.numbers):
+                ask = partial(jobs.scale, self.job.path, servers=self.numbers[self.reached])
             threading.Thread(target=ask, daemon=True).start()
 
     def count_routings(self):
@@ -152,9 +121,9 @@ class Scaler(Killer):
 
 @pytest.mark.parametrize("victim", ["", "master", "server-0"])
 def test_servers_are_taken_and_come_back_while_training_goes_on_whoever_dies_meanwhile(tmp_path, victim):
-    scaler = Scaler(tmp_path / "job", [3, 2, 3, 2], victim)
-    with events.listening(scaler):
-        found = train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2, epochs=24)
+    job = tmp_path / "job"
+    scaler = Scaler(job, [3, 2, 3, 2], victim)
+    with events.listening(scaler), pytest.raises(JobStopped):
+        train(COUNTING, job_dir=job, strategy="ps", workers=2, servers=2, epochs=ENDLESS, checkpoint_every=500)
     assert (scaler.reached, len(scaler.killed)) == (4, 4 if victim else 0)
-    assert found.summary.exactly_once
-    assert count_wrong(found, epochs=24) == 0
+    assert count_uneven(checkpoint.latest(job / "checkpoints")) == 0

@@ -21,7 +21,7 @@ from trueline.runtime.session import Session
 from worlds.models import Mlp, ShapeBranch
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here, and AOTInductor compiles C++")
-pytestmark = [pytest.mark.line, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

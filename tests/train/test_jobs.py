@@ -298,6 +298,7 @@ def test_after_ctrl_c_no_process_is_left_and_no_torn_file(tmp_path, monkeypatch)
     assert psutil_left(tmp_path) == []
 
 
+@pytest.mark.jobs
 def test_a_job_that_lost_every_process_resumes_exactly_with_another_number_of_workers(tmp_path):
     job = tmp_path / "job"
     script = SCRIPT.replace("epochs=4000", "epochs=12").replace(">= 100", ">= 47")

@@ -89,6 +89,7 @@ class Slurm:
             )  # fmt: skip
 
     def _write_config(self) -> None:
+        """SlurmdTimeout is long, so that Slurm does not know of a dead node before a busy machine has replaced it."""
         controller, *ports = _free_ports(1 + len(NODES))
         host, folder = socket.gethostname(), self.folder
         nodes = "\n".join(
@@ -114,7 +115,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=15
+SlurmdTimeout=300
 KillWait=10
 MinJobAge=300
 SelectType=select/cons_tres

@@ -1,9 +1,9 @@
 """As counting.py, for steps that workers share: a row of `seen` grows by one for each record of a step's mean."""
 
 import torch
-from counting import Counting, dataset, global_batch, optimizer
+from counting import Counting, dataset, global_batch, optimizer, scheduler
 
-__all__ = ["dataset", "loss", "model", "optimizer"]
+__all__ = ["dataset", "loss", "model", "optimizer", "scheduler"]
 
 name = "hybrid"
 epochs = 2

@@ -70,7 +70,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_rollout_in_every_order_of_its_operations_loses_no_request(store: Path, processes: int) -> None:
     """Issue: a rollout without `initial_workers` cost 3,976 requests."""
     first, second = [one.name for one in sorted(store.iterdir()) if one.name.startswith("pair-")] or [
@@ -120,7 +120,7 @@ def test_a_rollout_in_every_order_of_its_operations_loses_no_request(store: Path
         assert set(load.statuses) == {200}, load.statuses
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_rollout_by_the_repository_api_loses_no_request_and_an_unload_answers_those_under_way(
     tmp_path: Path, processes: int
 ) -> None:

@@ -151,3 +151,20 @@ def test_the_store_of_a_group_does_what_torchs_stores_do(meet, tmp_path, monkeyp
         assert waiting.result() == b"1"
     for connection in store._idle:
         connection.close()
+
+
+def test_a_learner_has_parted_once_none_of_its_processes_has_a_connection(meet, tmp_path):
+    meeting = meet(2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda learner: join(tmp_path, learner, learner - 1, 2), (1, 2)))
+
+    def wait(learner: int, limit_s: float):
+        return asyncio.run_coroutine_threadsafe(meeting.rendezvous.wait_parted(learner, limit_s), meeting._loop)
+
+    parting = wait(1, 60.0)
+    wait(1, 0.0).result()  # there is a limit
+    assert not parting.done()
+    for connection in hook._joined:
+        connection.close()
+    parting.result()
+    assert meeting.faults[0].learner in (1, 2), "the death is known before the parting"

@@ -1,6 +1,7 @@
 """The master's side of `hook.py`: process groups of a generation, and the store of each."""
 
 import asyncio
+import collections
 import contextlib
 import json
 from collections.abc import Callable
@@ -53,10 +54,27 @@ class Rendezvous:
         self._learners, self._emit, self._report = learners, emit, report
         self._groups: dict[str, _Forming] = {}
         self._tables: dict[str, _Table] = {}
+        self._connections: collections.Counter[int] = collections.Counter()
+        self._parted = asyncio.Condition()
         self.closed = False
 
     async def serve(self, learner: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers the frames of one connection until it ends."""
+        self._connections[learner] += 1
+        try:
+            await self._answer(learner, reader, writer)
+        finally:
+            self._connections[learner] -= 1
+            async with self._parted:
+                self._parted.notify_all()
+
+    async def wait_parted(self, learner: int, limit_s: float) -> None:
+        """Returns once no process of a learner's script has a connection: what they had to say is known then."""
+        async with self._parted:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._parted.wait_for(lambda: not self._connections[learner]), limit_s)
+
+    async def _answer(self, learner: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         table, joined, parted, pid = _Table(), False, False, 0
         with contextlib.suppress(EOFError, OSError, ValueError, LookupError):
             while True:

@@ -47,6 +47,7 @@ FEW, QUICK_S = 5, 0.2  # records that are tried where a few of them take longer 
 POOL, LOOK_S = 64, 0.05  # most records that are looked at, and for how long, to find some that differ
 ATTEMPTS = 3  # choices of records: some may be damaged
 PARAMETERS, ELEMENTS = 8, 1 << 20  # the last parameters whose gradients are compared, and the most elements of one
+KEPT = 1 << 16  # elements of a gradient that are kept: seven whole ones would be the most memory that a worker ever has
 TOLERANCE, ON_DEVICE, IN_HALF = 1e-4, 5e-3, 3e-2  # of loss and gradients: float32, with TF32, in half precision
 Batches = Generator[StepBatch, None, None]
 
@@ -78,6 +79,8 @@ class LossTrial:
         self._draws = self._half = self._uneven = False
         self._took_s = 0.0
         self._state: tuple[Any, ...] = ()
+        self._kept: list[torch.Tensor] = []
+        """Of each parameter, the indices at which gradients are compared: where the first of them is largest."""
 
     def batches(self) -> Batches:
         """Raises UsageError for a loop that no seed makes repeatable, and for a loss that is not made of its parts."""
@@ -106,12 +109,15 @@ class LossTrial:
         elements = reduction.averaged_elements(value)
         found = _gradients(value, self._parameters, self.inputs.model)
         flat = [
-            (torch.zeros_like(mine) if its is None else its.to_dense()).detach().double().flatten()
+            (torch.zeros_like(mine) if its is None else its.to_dense()).detach().flatten()
             for mine, its in zip(self._parameters, found, strict=True)
         ]
+        if not self._tried:
+            self._kept = [value.abs().topk(min(KEPT, len(value)), sorted=False).indices for value in flat]
+        kept = [value[indices].double() for value, indices in zip(flat, self._kept, strict=True)]
         uneven = elements is not None and elements[0] != elements[1]
         self._uneven = self._uneven or uneven
-        gradient = torch.cat(flat).cpu()
+        gradient = torch.cat(kept).cpu()
         self._tried.append(
             LossSample(records, 0.0, torch.zeros_like(gradient), weight)
             if weight == 0

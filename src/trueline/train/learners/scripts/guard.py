@@ -1,8 +1,11 @@
 """Runs a command and leaves nothing of it behind: `python -I -S guard.py PARENT COMMAND...`.
 
 A process between a learner and its shell, by the standard library alone. What the shell starts stays below it, also
-when it goes into the background (prctl(2), PR_SET_CHILD_SUBREAPER). SIGTERM reaches all of it; all of it is killed when
-the shell has ended, when this process gets SIGUSR1, and when its parent dies, by whatever means (PR_SET_PDEATHSIG).
+when it goes into the background (prctl(2), PR_SET_CHILD_SUBREAPER). All of it is killed when the shell has ended, when
+this process gets SIGUSR1, and when its parent dies, by whatever means (PR_SET_PDEATHSIG).
+
+SIGTERM reaches all of it as a notice. A shell dies of that at once, while what it runs may write a checkpoint: from
+then on this process ends when nothing is left, or with SIGUSR1 of its parent, which knows how long a notice is.
 """
 
 import contextlib
@@ -49,11 +52,16 @@ def signal_below(number: int) -> bool:
 
 
 def kill_below() -> None:
-    while signal_below(signal.SIGKILL):
+    _wait_below(signal.SIGKILL)  # again and again: what is killed may have forked meanwhile
+
+
+def _wait_below(number: int) -> None:
+    """Signals what descends from this process until nothing does; 0 is no signal."""
+    while signal_below(number):
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 continue
-        time.sleep(POLL_S)  # what is killed may have forked meanwhile
+        time.sleep(POLL_S)
 
 
 def die(number: int, frame: object) -> None:
@@ -64,12 +72,21 @@ def die(number: int, frame: object) -> None:
 def main() -> None:
     adopt_orphans()
     signal.signal(signal.SIGUSR1, die)
-    signal.signal(signal.SIGTERM, lambda number, _: signal_below(number) and None)
+    noticed: list[bool] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        noticed.append(signal_below(number))
+
+    signal.signal(signal.SIGTERM, pass_on)
     ctypes.CDLL(None, use_errno=True).prctl(PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
     if os.getppid() != int(sys.argv[1]):
         os._exit(128 + signal.SIGKILL)  # the parent died before
     child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL)
+    if noticed:
+        signal_below(signal.SIGTERM)  # it was not there yet
     code = child.wait()
+    if noticed:
+        _wait_below(0)
     kill_below()
     sys.exit(code if code >= 0 else 128 - code)
 
