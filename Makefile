@@ -212,7 +212,7 @@ chaos-engines: $(STAMP)  ## KILLS=100 strikes at workers, hosts and heads of a j
 chaos-ps: $(STAMP)  ## KILLS=200 random kills of workers, servers and masters of jobs with parameter servers, counted by a table
 	$(BIN)/python bench/ps_chaos.py --kills $(KILLS) $(BENCH)
 
-chaos-hosts: $(STAMP)  ## KILLS=300 strikes at workers, hosts, links, master and store of a job on two hosts: an hour; as root
+chaos-hosts: $(STAMP)  ## KILLS=300 strikes at workers, hosts, links, clocks, master and store of a job on two hosts: an hour; as root
 	$(BIN)/python bench/hosts.py --only strikes --strikes $(KILLS) $(BENCH)
 
 bench-ps: $(STAMP)  ## the parameter server beside torch's RPC, and what its death costs

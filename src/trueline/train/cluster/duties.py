@@ -75,7 +75,7 @@ class LeaderDuties:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="duties", daemon=True)
         self._away: dict[str, str] = {}
-        self._offsets: dict[str, int] = {}
+        self._offsets = {"logs/events.log": leader.inherited_bytes}
         self._live: dict[str, Any] = {}
         self._listed: dict[str, SubmissionReport] = {}
         self._kit: JoinKit | None = None

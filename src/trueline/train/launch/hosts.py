@@ -152,12 +152,13 @@ def clean(folder: JobDir, *, keep_launch: bool) -> None:
 
 def _pack(folder: JobDir, own: HostsFolder, job: JobSettings, store: str) -> tuple[TravelledFile, ...]:
     """The files of the job as joined hosts get them; its settings there name the recipe or script that travelled."""
-    users, named = Path(job.script[0] if job.script else job.recipe), ":" in job.recipe
-    code = Path.cwd() if named else users.parent
-    there = job.recipe if named else f"{travel.CODE}/{users.name}"
-    travelled = {"script": (there, *job.script[1:])} if job.script else {"recipe": there}
+    users, *arguments = job.script or (job.recipe,)
+    named = ":" in users and not job.script
+    code = Path.cwd() if named else Path(users).parent
+    there = users if named else f"{travel.CODE}/{Path(users).name}"
+    travelled = replace(job, script=(there, *arguments)) if job.script else replace(job, recipe=there)
     settings = own.path / "job.json"
-    settings.write_bytes(msgspec.json.encode(replace(job, **travelled, checkpoints=store)))
+    settings.write_bytes(msgspec.json.encode(replace(travelled, checkpoints=store)))
     sources = {"job.json": settings, **travel.code_files(code)}
     for path in (folder.columns, folder.weights):
         if path.exists():
