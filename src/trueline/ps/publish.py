@@ -39,7 +39,7 @@ FORMAT = "onnx"
 SAVE_S = 120.0
 """How long a requested checkpoint is waited for; without one, the newest is published."""
 POLL_S = 0.25
-NICENESS = 10
+NICENESS = 5
 """Of the process beside a job: workers and servers come first."""
 FOLDER = "published"
 
