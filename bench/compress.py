@@ -7,7 +7,8 @@ With that variable, threads of torch that wait leave the processor to the progra
 speed       ResNet-50, MobileNetV2 and a 6-layer encoder, built here with random weights, batch 1: every variant, the
             parent in ONNX Runtime and the eager model, alternately in one run. The variant that a first run chooses is
             compared with the best of all in a second.
-accuracy    trained models of three kinds (images, tokens, a table), on 5,000 generated evaluation records each
+accuracy    trained models of three kinds (images, audio or tokens, a table), on 5,000 evaluation records or more each:
+            real ones where a package has them (see `bench/_real_recipes.py`), else generated ones
 prune       28 architectures of the project's zoo without 30 % of their channels: run at other sizes, captured, proven
 kill        a search that is killed after its third candidate and typed again: candidates that are tried twice
 
@@ -256,23 +257,29 @@ def metrics():
 """
 
 
-def make_bundle(kind: str, folder: Path) -> Path:
-    """Trains for four epochs, and captures."""
+def make_bundle(kind: str, folder: Path, source: Path | None = None) -> Path:
+    """Trains for some epochs, or takes the weights that `source` has, and captures."""
+    from bench._real_recipes import EPOCHS, write_recipe
     from safetensors.torch import save_file
 
     import trueline
 
     file = folder / "recipe.py"
-    file.write_text(RECIPE.format(kind=kind))
+    file.write_text(RECIPE.format(kind=kind) if source is None else write_recipe(kind, source))
     recipe = trueline.load_recipe(file)
     torch.manual_seed(0)
     model, data = recipe.model(), recipe.dataset("training")
     optimizer = recipe.optimizer(model.parameters())
-    for step in range(4 * len(data) // 100):
-        inputs, labels = data[[at % len(data) for at in range(step * 100, step * 100 + 100)]]
-        optimizer.zero_grad()
-        recipe.loss(model(inputs), labels).backward()
-        optimizer.step()
+    if source is not None and not EPOCHS[kind]:
+        model.load_state_dict(torch.load(source, weights_only=True))
+    else:
+        for step in range(4 * len(data) // 100):
+            if step * 100 % len(data) < 100:
+                order = torch.randperm(len(data))
+            inputs, labels = data[order[[at % len(data) for at in range(step * 100, step * 100 + 100)]]]
+            optimizer.zero_grad()
+            recipe.loss(model(inputs), labels).backward()
+            optimizer.step()
     save_file(model.state_dict(), folder / "weights.safetensors")
     out = folder / f"{kind}.bundle"
     trueline.capture(recipe, folder / "weights.safetensors", out, formats=["onnx"])
@@ -280,23 +287,32 @@ def make_bundle(kind: str, folder: Path) -> Path:
 
 
 def measure_accuracy(quick: bool) -> Figures:
+    from bench._real_recipes import find_file
+
     import trueline
     from trueline.errors import BudgetMissed
 
     figures: Figures = {}
-    for kind in ("table",) if quick else ("images", "tokens", "table"):
+    for kind in ("table",) if quick else ("images", "audio", "table"):
+        source = find_file(kind)
+        if source is None:
+            kind = {"audio": "tokens"}.get(kind, kind)
         with tempfile.TemporaryDirectory() as folder:
-            bundle = make_bundle(kind, Path(folder))
+            bundle = make_bundle(kind, Path(folder), source)
+            figures[f"{kind}_records"] = (
+                "generated" if source is None else "real" if kind != "audio" else "real weights"
+            )
             try:
                 found = trueline.compress(bundle, budget="accuracy=0.5%", target="latency", minutes=3)
             except BudgetMissed as error:
                 print(error.message)
                 figures[f"{kind}_loss"] = None
                 continue
-            print(found.as_text())
+            print(found.as_text(), flush=True)
             figures |= {
                 f"{kind}_loss": found.row.loss, f"{kind}_loss_bound": found.row.loss_high,
                 f"{kind}_accuracy": found.facts["parent_value"], f"{kind}_chosen": found.row.name,
+                f"{kind}_count": found.facts["evaluation_records"],
                 f"{kind}_vs_fp32": found.row.vs_fp32[1], f"{kind}_vs_eager": found.row.vs_eager[1],
             }  # fmt: skip
     losses = [value for key, value in figures.items() if key.endswith("_loss")]

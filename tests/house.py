@@ -28,6 +28,9 @@ hybrid training, the gRPC face, servers on the page, the compiled search; cluste
 (0027); submitted jobs on Ray, the page of all jobs; Kubernetes (0026); columns of lists of numbers, columns in words
 (0022)."""
 MAX_LINES += 1_200  # deltas of bundles, and jobs that publish them (0024)
+MAX_LINES += 1_100  # chains, heads, experts, schedules and choices by operator of compression (0025)
+MAX_LINES += 300  # scripts and parameter servers on the engines of `submit` (0026)
+MAX_LINES += 700  # scripts, clocks and the history of a job on many machines (0023)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

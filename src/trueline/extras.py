@@ -23,6 +23,8 @@ EXTRA_OF = {
     "torch_pruning": "prune",
     "openvino": "openvino",
     "nncf": "openvino",
+    "optuna": "search",
+    "torchao": "inductor",
     "numba": "numba",
     "llvmlite": "numba",
     "ray": "ray",

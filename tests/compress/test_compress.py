@@ -262,6 +262,77 @@ def test_a_full_disk_in_the_search_leaves_no_bundle(
     assert not (tmp_path / "small.bundle").exists()
 
 
+def test_a_disk_that_is_full_ends_the_search_also_where_a_quantizer_says_it_in_its_own_words(
+    trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import shutil
+    from collections import namedtuple
+
+    from trueline.compress.apply import dynamic, static
+    from trueline.errors import CaptureError, DiskFull
+
+    def fail(self, method, program, out):
+        raise CaptureError("it does not work") from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(static.StaticQuantizer, "apply", fail)
+    with pytest.raises(DiskFull, match="no room left"):
+        trueline.compress(trained.bundle.path, quantize=["static"], out=tmp_path / "small.bundle")
+
+    def fail_in_c(self, method, program, out):
+        raise CaptureError("std::ofstream::write")
+
+    monkeypatch.setattr(dynamic.DynamicQuantizer, "apply", fail_in_c)
+    with pytest.raises(BudgetMissed, match="std::ofstream"):  # with room it is a row
+        trueline.compress(trained.bundle.path, quantize=["dynamic"], out=tmp_path / "small.bundle")
+    usage = namedtuple("usage", "total used free")(1, 1, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DiskFull, match="no room left"):
+        trueline.compress(trained.bundle.path, quantize=["dynamic"], out=tmp_path / "other.bundle")
+    assert not list(tmp_path.glob("*.bundle"))
+
+
+def test_what_is_not_proven_at_other_sizes_is_a_row_and_the_next_best_is_sealed(
+    trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trueline.compress import sealing
+
+    seal = sealing.seal
+
+    def refuse(reference, base, row, program, out, facts):
+        if row.kind == "static":
+            raise NotProven("at batch 17 it is off")
+        return seal(reference, base, row, program, out, facts)
+
+    monkeypatch.setattr(sealing, "seal", refuse)
+    found = trueline.compress(
+        trained.bundle.path, quantize=["static", "dynamic"], target="size", budget="accuracy=3%", out=tmp_path / "b"
+    )
+    assert found.row.kind == "dynamic"
+    [row] = [row for row in found.rows if row.kind == "static"]
+    assert (row.verdict, row.why) == ("failed", "not proven: at batch 17 it is off")
+
+
+def test_training_records_of_another_shape_are_rows_and_other_methods_continue(
+    trained: compressible.Compressible, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "other.py"
+    recipe.write_text(
+        compressible.RECIPE.replace("TensorDataset(images, labels)", "TensorDataset(images[..., :7], labels) "
+                                    'if mode == "training" else TensorDataset(images, labels)')
+    )  # fmt: skip
+    before = files_of(trained.bundle.path)
+    found = trueline.compress(
+        trained.bundle.path, recipe=recipe, quantize=["static", "dynamic"], target="size", budget="accuracy=3%",
+        out=tmp_path / "small.bundle",
+    )  # fmt: skip
+    assert found.row.kind == "dynamic"
+    [row] = [row for row in found.rows if row.kind == "static"]
+    assert row.verdict == "failed"
+    assert "does not take the recipe's training records" in row.why
+    assert files_of(trained.bundle.path) == before
+
+
 def test_the_command_prints_the_table_and_json(
     trained: compressible.Compressible, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

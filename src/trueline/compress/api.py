@@ -17,6 +17,7 @@ from trueline.bundle import Bundle, open_bundle
 from trueline.compress.derive.wishes import DeriveWishes
 from trueline.compress.method import (
     BY_DEFAULT,
+    BY_HAND,
     MINUTES,
     TARGETS,
     UNCHANGED,
@@ -26,8 +27,8 @@ from trueline.compress.method import (
     parse_budget,
     parse_method,
 )
-from trueline.compress.planning import derive_bundles, make_plans
-from trueline.errors import BudgetMissed, BundleError, StorageError, UsageError, closest, join_names
+from trueline.compress.planning import derive_bundles, make_plans, name_plans
+from trueline.errors import BudgetMissed, BundleError, NotProven, StorageError, UsageError, closest, join_names
 
 if TYPE_CHECKING:
     from trueline.compress.candidate import CompressedCandidate
@@ -81,7 +82,8 @@ def compress(
     budget: str | Budget | None = None,
     target: Target = "latency",
     quantize: Sequence[str] = (),
-    prune: str | None = None,
+    prune: str | Sequence[str] | None = None,
+    rounds: int = 1,
     distill: str | Path | None = None,
     drop: str | None = None,
     match: Sequence[str] = (),
@@ -95,43 +97,52 @@ def compress(
     Candidates are judged on the recipe's evaluation records; `recipe` is looked for by its digest when left out.
     `budget` says how much of a metric may be lost (`accuracy=1%`: 0.01, with 95 % confidence), 1 % of accuracy by
     default. `target` is what to make small. `quantize` names ways by hand (`static`, `static:s8s8,entropy`).
-    `prune` (`conv=0.2,linear=0.4`: masks; `channels=0.3`: a smaller model) starts from `checkpoint`, looked for by
-    its digest, and trains a third of the recipe's epochs at a tenth of its learning rate. `qat` trains as long from
-    there with weights and inputs rounded to int8. `distill` is the recipe of a student, which learns from the
-    bundle's answers; `drop` (`0.5`, `encoder.layers=0.5`) makes one of the model's own layers, and `match`
-    (`STUDENT=TEACHER`) lets submodules learn from the outputs of others. Each is captured and proven like a new
-    model, then quantized: by `quantize`, or, with a budget, in every way. Without a budget the best of what was
-    named is sealed whatever it loses. After `minutes` no further candidate is tried. A call that was killed
-    continues in OUT.search, which also holds the best so far.
+    `distill` is the recipe of a student, which learns from the bundle's answers; `drop` (`0.5`, `encoder.layers=0.5`)
+    makes one of the model's own layers; `match` (`STUDENT=TEACHER`) lets submodules learn from outputs of others.
+    `prune` (`conv=0.2,linear=0.4`: masks; `channels=0.3,heads=0.25,experts=0.5`: a smaller model; several compete)
+    starts from the student or from `checkpoint`, looked for by its digest, and trains a third of the recipe's epochs
+    at a tenth of its learning rate, in `rounds`. `qat` trains as long with weights and inputs rounded to int8. These
+    follow one another. Each is captured and proven like a new model, then quantized: the last by `quantize`, or, with
+    a budget, all in every way. Without a budget the best of what was named is sealed whatever it loses. After `minutes`
+    no further candidate is tried. A call that was killed continues in OUT.search, with the best so far.
 
     Raises BudgetMissed with the table of all candidates when none keeps the budget, UsageError, RecipeError, DataError,
-    BundleError, StorageError, and what training and capture raise. The parent is never changed; nothing is then left
-    at `out`.
+    BundleError, StorageError, and what training and capture raise; then nothing is at `out`. The parent never changes.
     """
-    wishes = DeriveWishes.of(prune=prune, distill=distill, drop=drop, match=match, qat=qat, checkpoint=checkpoint)
-    by_hand = bool(quantize or wishes)
-    methods, wanted = _check(quantize, target, minutes), _read_budget(budget, by_hand=by_hand)
+    wishes = DeriveWishes.of(
+        prune=prune, rounds=rounds, distill=distill, drop=drop, match=match, qat=qat, checkpoint=checkpoint
+    )
+    methods = _check(quantize, target, minutes)
+    wanted = _read_budget(budget, by_hand=bool(quantize or wishes))
     parent = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     place = _check_free(parent, out, target, overwrite=overwrite)
     _check_parent(parent)
     reference = _open_reference(parent, recipe, wanted)
-    plans = make_plans(reference, wishes)
-    search = _open_search(reference, place, target, [plan.name for plan in plans] + [one.name for one in methods])
-    derive_bundles(search, plans)
+    chains = make_plans(reference, wishes)
+    search = _open_search(reference, place, target, [*name_plans(chains), *(one.name for one in methods)])
+    derive_bundles(search, chains)
     search.ends = time.monotonic() + 60 * minutes
     search.run(_choose_methods(search, methods, budgeted=budget is not None))
-    search.measure_all()
     return _finish(search, place)
 
 
 def _finish(search: Search, place: Path) -> Compressed:
-    """Writes the report and seals the best. Raises BudgetMissed."""
+    """Measures all together, writes the report and seals the best. Raises BudgetMissed."""
+    from trueline.compress.search import refuse
+
+    search.measure_all()
     facts = _facts(search.reference, search)
+    while (best := search.best()) is not None:
+        try:
+            sealed = search.seal(best, place, facts)
+            break
+        except NotProven as error:  # one that only the last measurement made the best
+            search.rows[best.name] = refuse(best, error)
     report = _write_report(search, facts)
-    best = search.best()
     if best is None:
         raise _make_missed(search, facts, report)
-    sealed, parent = _seal(search, best, place, facts), search.reference.bundle.digest
+    _clear(search, best, place, sealed)
+    parent = search.reference.bundle.digest
     return Compressed(
         path=place, digest=sealed.digest, parent=parent, row=best, rows=tuple(search.rows.values()), report=report,
         facts=facts,
@@ -231,9 +242,10 @@ def _check_promise(reference: Reference) -> None:
 
 def _choose_methods(search: Search, methods: Sequence[CompressMethod], *, budgeted: bool) -> list[CompressMethod]:
     """By hand: the derived models alone, or quantized as the user says. Else every way, of every model."""
+    bases = list(search.bases if budgeted else search.finals)
     if methods:
-        return [replace(method, base=base) for base in (search.bases or [""]) for method in methods]
-    alone = [CompressMethod(UNCHANGED, base=base) for base in search.bases]
+        return [replace(method, base=base) for base in (bases or [""]) for method in methods]
+    alone = [CompressMethod(UNCHANGED, base=base) for base in bases]
     if alone and not budgeted:
         return alone
     return alone + [replace(one, base=base) for base in ("", *search.bases) for one in _usual_methods()]
@@ -260,7 +272,8 @@ def _open_search(reference: Reference, place: Path, target: Target, by_hand: Seq
 def _usual_methods() -> list[CompressMethod]:
     from trueline.compress.apply.quantizers import QUANTIZERS
 
-    return [method for quantizer in QUANTIZERS.values() for method in quantizer.list_variants()]
+    usual = [quantizer for kind, quantizer in QUANTIZERS.items() if kind not in BY_HAND]
+    return [method for quantizer in usual for method in quantizer.list_variants()]
 
 
 def _facts(reference: Reference, search: Search) -> dict[str, Any]:
@@ -301,11 +314,10 @@ def _make_missed(search: Search, facts: dict[str, Any], report: Path) -> BudgetM
     )
 
 
-def _seal(search: Search, best: CompressedCandidate, place: Path, facts: dict[str, Any]) -> Bundle:
-    sealed = search.seal(best, place, facts)
+def _clear(search: Search, best: CompressedCandidate, place: Path, sealed: Bundle) -> None:
+    """Removes what only the search needed."""
     for name in ("work", "programs", "best.bundle"):
         shutil.rmtree(search.folder / name, ignore_errors=True)
     if not (place / "bundle.json").is_file():
         raise StorageError(f"{place} was not written")
-    events.emit("bundle.sealed", path=str(place), digest=sealed.digest, serve="onnx")
-    return sealed
+    events.emit("bundle.sealed", path=str(place), digest=sealed.digest, serve=best.format)

@@ -20,6 +20,8 @@ class CompressedCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     exclude: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     base: str = ""
+    trial: int = 0
+    """Number of a choice of the Bayesian search; 0 for all others."""
     verdict: Verdict
     why: str = ""
     metric: float | None = None

@@ -34,27 +34,41 @@ VARIANTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "float16": (),
     "bfloat16": (),
     "weights": (("int8", "int4"),),
+    "inductor": (("static", "dynamic"),),
 }
 """Kind of a method: groups of words, of which a method has one each. The first word is the usual one."""
 
 
-def format_of(kind: str) -> Literal["onnx", "openvino"]:
+BY_HAND = ("inductor",)
+"""Kinds that a search tries only if a user names them: machine code, which a server runs by consent alone."""
+ProgramFormat = Literal["onnx", "openvino", "aotinductor"]
+
+
+def format_of(kind: str) -> ProgramFormat:
     """The format of the program that a method of `kind` makes: which runtime proves, times and serves it."""
+    if kind == "inductor":
+        return "aotinductor"
     return "openvino" if kind.startswith("openvino") else "onnx"
+
+
+def file_of(format: str) -> str:
+    """The name of a program's file."""
+    return "model.so.pt2" if format == "aotinductor" else "model.onnx"
 
 
 @dataclass(frozen=True, slots=True)
 class CompressMethod:
     """One way to compress a program. `exclude`: names of operators that stay as they are; `base`: the derived model
-    whose program it is, empty for the parent's."""
+    whose program it is, empty for the parent's; `trial`: the number of a choice of the Bayesian search."""
 
     kind: str
     words: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     base: str = ""
+    trial: int = 0
 
     @property
-    def format(self) -> Literal["onnx", "openvino"]:
+    def format(self) -> ProgramFormat:
         return format_of(self.kind)
 
     @property
@@ -65,7 +79,8 @@ class CompressMethod:
         'static:u8s8,entropy without 2'
         """
         words = ":" + ",".join(self.words) if self.words else ""
-        own = f"{self.kind}{words}" + (f" without {len(self.exclude)}" if self.exclude else "")
+        trial = f" (choice {self.trial})" if self.trial else ""
+        own = f"{self.kind}{words}" + (f" without {len(self.exclude)}{trial}" if self.exclude else "")
         return " + ".join([self.base] * bool(self.base) + [own] * (self.kind != UNCHANGED))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,32 +14,72 @@ from trueline.errors import UsageError
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature
+    from trueline.compress.derive.bundles import Derived
     from trueline.compress.measure.reference import Reference
     from trueline.compress.search import Search
+    from trueline.recipe.contract import Recipe
 
 TEMPERATURE = 2.0
 """Of a teacher's answers."""
 
 
-def make_plans(reference: Reference, wishes: DeriveWishes) -> list[DerivePlan]:
-    """What to train before anything is quantized. Raises UsageError, RecipeError, CheckpointError, CaptureError."""
+def make_plans(reference: Reference, wishes: DeriveWishes) -> list[list[DerivePlan]]:
+    """What to train before anything is quantized: chains of plans, each of which begins where the one before it ended
+    (distill, then prune, then train for int8). Raises UsageError, RecipeError, CheckpointError, CaptureError."""
     from trueline.compress.derive.bundles import check_checkpoint, find_checkpoint
-    from trueline.compress.derive.qat import plan_qat
-    from trueline.recipe.load import locate_recipe
+    from trueline.recipe.load import load_recipe, locate_recipe
 
-    plans, recipe, start = [], reference.recipe, ""
-    where = locate_recipe(recipe, recipe.path and str(recipe.path)) if wishes else ""
+    if not wishes:
+        return []
+    recipe, start = reference.recipe, ""
+    where = locate_recipe(recipe, recipe.path and str(recipe.path))
     if wishes.starts_from_checkpoint:
         start = find_checkpoint(reference.bundle, wishes.checkpoint)
         check_checkpoint(start)
-    if wishes.amounts:
-        kind, amounts, epochs = kind_of(wishes.amounts), dict(wishes.amounts), max(1, recipe.defaults.epochs // SHORTER)
-        plans.append(DerivePlan(kind=kind, recipe=where, checkpoint=start, amounts=amounts, epochs=epochs, rate=RATE))
-    if wishes.qat:
-        plans.append(plan_qat(recipe, where, start))
+    first, begins = [], DerivePlan(kind="qat", recipe=where, checkpoint=start, epochs=recipe.defaults.epochs)
     if wishes.student is not None or wishes.drop:
-        plans.append(_plan_student(reference, wishes, where, start))
-    return plans
+        first = [_plan_student(reference, wishes, where, start)]
+        begins = first[0]
+    short = max(1, begins.epochs // SHORTER)
+    last = [msgspec.structs.replace(_CHANGED_BY, kind="qat", epochs=short)] if wishes.qat else []
+    trained = recipe if wishes.student is None else load_recipe(wishes.student)
+    pruned = [_plan_pruning(amounts, wishes.rounds, short, trained) for amounts in wishes.prunings]
+    return [_join([*first, *stages, *last], begins) for stages in pruned or [[]]]
+
+
+def name_plans(chains: Sequence[Sequence[DerivePlan]]) -> list[str]:
+    """The names of all plans, each once."""
+    return list(dict.fromkeys(plan.name for chain in chains for plan in chain))
+
+
+_CHANGED_BY = DerivePlan(kind="qat", recipe="")
+
+
+def _plan_pruning(amounts: Mapping[str, float], rounds: int, epochs: int, recipe: Recipe) -> list[DerivePlan]:
+    """Masks are raised inside of one training; channels, heads and experts are removed before one training each."""
+    kind = kind_of(amounts)
+    if kind == "masks" or rounds == 1:
+        steps = -(-recipe.source("training").num_records * epochs // recipe.defaults.global_batch) if rounds > 1 else 0
+        return [DerivePlan(kind=kind, recipe="", amounts=dict(amounts), rounds=rounds, steps=steps, epochs=epochs)]
+    each = {name: round(1 - (1 - amount) ** (1 / rounds), 4) for name, amount in amounts.items()}
+    plan = DerivePlan(kind=kind, recipe="", amounts=each, epochs=max(1, epochs // rounds))
+    named = DerivePlan(kind=kind, recipe="", amounts=dict(amounts)).name
+    return [msgspec.structs.replace(plan, title=f"{named}, {number} of {rounds}") for number in range(1, rounds + 1)]
+
+
+def _join(plans: Sequence[DerivePlan], begins: DerivePlan) -> list[DerivePlan]:
+    """The plans as a chain: the first is of the parent's recipe or the student's, the others say in their titles what
+    they follow. A training that follows another at a tenth of the rate keeps that rate."""
+    found: list[DerivePlan] = []
+    for plan in plans:
+        fresh = not found or found[-1].kind == "taught"
+        title = f"{found[-1].name} > {plan.name}" if found else plan.title
+        if found and plan.title and found[-1].title and found[-1].amounts == plan.amounts:
+            title = f"{found[-1].title.rpartition(', ')[0]}, {plan.title.rpartition(', ')[2]}"  # another round
+        rate = plan.rate if plan.kind == "taught" else RATE if fresh else 1.0
+        where = {} if found or plan.kind == "taught" else {"recipe": begins.recipe, "checkpoint": begins.checkpoint}
+        found.append(msgspec.structs.replace(plan, title=title, rate=rate, **where))
+    return found
 
 
 def _plan_student(reference: Reference, wishes: DeriveWishes, where: str, start: str) -> DerivePlan:
@@ -60,11 +101,46 @@ def _plan_student(reference: Reference, wishes: DeriveWishes, where: str, start:
     )
 
 
-def derive_bundles(search: Search, plans: Sequence[DerivePlan]) -> None:
-    """Trains and captures each plan's model; `search` gets their bundles as bases."""
+def derive_bundles(search: Search, chains: Sequence[Sequence[DerivePlan]]) -> None:
+    """Trains and captures the models of each chain; `search` gets their bundles as bases. What chains share is done
+    once."""
+    from trueline.compress.derive.bundles import derive, find_derived
+
+    done: dict[str, Derived] = {}
+    for chain in chains:
+        last: Derived | None = None
+        for plan in chain:
+            if plan.name not in done:
+                folder = search.folder / "derived" / str(len(done))
+                done[plan.name] = find_derived(folder) or derive(_complete(search, plan, last, folder), folder)
+                check_alike(search.reference.bundle.signature, done[plan.name].bundle.signature)
+                search.bases[plan.name] = done[plan.name].bundle
+            last = done[plan.name]
+        search.finals.append(chain[-1].name)
+
+
+def _complete(search: Search, plan: DerivePlan, last: Derived | None, folder: Path) -> DerivePlan:
+    """The plan with what is known only now: where it begins, the teacher's answers, ranges, parts that stay."""
+    from trueline.checkpoint.checkpoint import load_model
+    from trueline.compress.derive.define import choose_parts
+    from trueline.compress.derive.qat import measure_ranges
+    from trueline.recipe.load import load_recipe
+    from trueline.storage.location import parse_location
+
+    if last is not None:
+        plan = msgspec.structs.replace(plan, recipe=str(last.recipe.absolute()), checkpoint=last.checkpoint)
+    if plan.kind == "taught":
+        return _write_answers(search, plan, folder)
+    recipe = load_recipe(plan.recipe)
+    if plan.kind == "qat":
+        model = load_model(recipe, parse_location(plan.checkpoint) if plan.checkpoint else None)
+        return msgspec.structs.replace(plan, ranges=measure_ranges(model, recipe.source("training")))
+    return choose_parts(recipe, plan)
+
+
+def _write_answers(search: Search, plan: DerivePlan, folder: Path) -> DerivePlan:
     from trueline.capture.model.eager import EagerSession
     from trueline.checkpoint.checkpoint import load_model
-    from trueline.compress.derive.bundles import derive
     from trueline.compress.derive.define import make_student, read_example
     from trueline.compress.derive.taught import Insides, write_answers
     from trueline.compress.measure.records import open_records
@@ -72,23 +148,16 @@ def derive_bundles(search: Search, plans: Sequence[DerivePlan]) -> None:
     from trueline.storage.location import parse_location
 
     reference = search.reference
-    for number, plan in enumerate(plans):
-        folder = search.folder / "derived" / str(number)
-        if plan.kind == "taught":
-            signature, student = reference.bundle.signature_of("onnx"), load_recipe(plan.recipe)
-            made = make_student(student, plan).eval()
-            check_alike(signature, EagerSession(made, read_example(student)).signature)
-            insides = None
-            if plan.matches:
-                insides = Insides(
-                    load_model(reference.recipe, parse_location(plan.checkpoint)), list(plan.matches.values())
-                )
-            records = open_records(student, "training", signature)
-            answers = write_answers(folder / "answers", reference.session, records, reference.bundle.digest, insides)
-            plan = msgspec.structs.replace(plan, answers=str(answers.absolute()))
-        derived = derive(plan, folder)
-        check_alike(reference.bundle.signature, derived.signature)
-        search.bases[plan.name] = derived
+    signature, student = reference.bundle.signature_of("onnx"), load_recipe(plan.recipe)
+    made = make_student(student, plan).eval()
+    check_alike(signature, EagerSession(made, read_example(student)).signature)
+    insides = None
+    if plan.matches:
+        teacher = load_model(reference.recipe, parse_location(plan.checkpoint))
+        insides = Insides(teacher, list(plan.matches.values()))
+    records = open_records(student, "training", signature)
+    answers = write_answers(folder / "answers", reference.session, records, reference.bundle.digest, insides)
+    return msgspec.structs.replace(plan, answers=str(answers.absolute()))
 
 
 def check_alike(parent: Signature, made: Signature) -> None:

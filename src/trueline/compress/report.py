@@ -105,7 +105,8 @@ def as_page(rows: Iterable[CompressedCandidate], facts: Mapping[str, Any]) -> st
 def reasons(row: CompressedCandidate) -> str:
     """Why the candidate is not offered, and which operators no kernel in int8 was found for."""
     more = ", ..." if row.floating > len(row.left) else ""
-    left = f"in float32: {', '.join(row.left)}{more}" if row.quantized and row.left else ""
+    shown = row.left and (row.quantized or row.verdict == "not compressed")
+    left = f"in float32: {', '.join(row.left)}{more}" if shown else ""
     return "; ".join(part for part in (row.why, left) if part)
 
 

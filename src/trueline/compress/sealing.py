@@ -53,7 +53,7 @@ def seal(
     """
     began = time.monotonic()
     parent = reference.bundle
-    session = open_session(row.format, program, base.signature_of("onnx"))
+    session = open_session(row.format, program, base.signature_of("onnx"), native=True)
     answers = reference.answer(session)
     errors = accuracy.largest_errors(reference.answers, answers, session.signature)
     golden = [_golden(session, one, errors) for one in parent.golden() if takes(session.signature, one.inputs)]
@@ -78,7 +78,7 @@ def seal(
             columns=columns, records=parent.golden_records() if columns is not None else (),
         )  # fmt: skip
         sealed = seal_bundle(out, contents, overwrite=True)
-    replay(sealed, open_program(sealed))
+    replay(sealed, open_program(sealed, native=True))
     return sealed
 
 

@@ -10,6 +10,7 @@ A search that was killed continues behind the last row. Ranges are collected onc
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from trueline import events, files
 from trueline.bundle import Bundle
@@ -26,21 +26,20 @@ from trueline.compress import gate, sealing
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.quantizers import QUANTIZERS
 from trueline.compress.candidate import CompressedCandidate
+from trueline.compress.derive.plan import STRUCTURAL
 from trueline.compress.measure import accuracy
 from trueline.compress.measure.kernels import count_kernels, size_of
 from trueline.compress.measure.latency import Rounds
 from trueline.compress.measure.memory import measure_memory
 from trueline.compress.measure.reference import EAGER, PARENT, Reference
-from trueline.compress.method import UNCHANGED, CompressMethod, Target
-from trueline.errors import MissingPackage, StorageError, TruelineError
+from trueline.compress.method import UNCHANGED, CompressMethod, Target, file_of
+from trueline.compress.refine import Refiner
+from trueline.errors import MissingPackage, NotProven, StorageError, TruelineError
 
 QUICK_S, FULL_S = 1.0, 6.0
 """Seconds that programs are timed: a candidate beside its parent, and all together at the end."""
-BLAMED = 5
-"""Operators that a row names."""
 GAIN = 1.02
 """Times the parent's speed that a candidate has to have for sure, if latency is the target."""
-_PROGRAM = "model.onnx"
 
 
 @dataclass(slots=True)
@@ -58,12 +57,19 @@ class Search:
     """What the user named, for the report."""
     bases: dict[str, Bundle] = field(default_factory=dict)
     """Bundles of derived models, by their names in the rows."""
+    finals: list[str] = field(default_factory=list)
+    """Of the bases: those with which a chain ends."""
 
     def program(self, base: str = "") -> ParentProgram:
         """The program that methods of `base` begin with."""
         work = self.folder / "work" / str([*self.bases].index(base) if base else "parent")
         work.mkdir(parents=True, exist_ok=True)
-        return ParentProgram(self.bundle_of(base).program_path("onnx"), work, self.reference.calibration)
+        bundle = self.bundle_of(base)
+        exported = [one.format for one in bundle.manifest.programs if one.format == "torch_export"]
+        return ParentProgram(
+            bundle.program_path("onnx"), work, self.reference.calibration, signature=bundle.signature_of("onnx"),
+            exported=bundle.program_path("torch_export") if exported else None,
+        )  # fmt: skip
 
     def bundle_of(self, base: str) -> Bundle:
         return self.bases[base] if base else self.reference.bundle
@@ -85,7 +91,7 @@ class Search:
 
     def run(self, methods: Sequence[CompressMethod]) -> None:
         """Tries `methods`, and better ones for those that lose too much, until the time is over."""
-        for method in chain(methods, self._spare(methods)):  # the second begins when the first is done
+        for method in chain(methods, self._refiner().propose(methods)):  # the second begins when the first is done
             if method.name in self.rows:
                 continue
             if self.clock() >= self.ends:
@@ -93,30 +99,12 @@ class Search:
                 return
             self._try(method)
 
-    def _spare(self, methods: Sequence[CompressMethod]) -> Iterator[CompressMethod]:
-        """The best static method without its most sensitive operators, if no static method keeps the budget."""
-        from trueline.compress.sensitivity import rank_operators
-
-        tried = [
-            row for method in methods if (row := self.rows.get(method.name)) and row.kind == "static" and not row.base
-        ]
-        judged = [row for row in tried if row.loss is not None]
-        if not judged or any(row.verdict in ("offered", "no gain") for row in judged):
-            return
-        best = min(judged, key=lambda row: row.loss_high if row.loss_high is not None else np.inf)
-        method = CompressMethod(best.kind, best.words)
-        errors = rank_operators(self.reference, self.program(), method, self.ends, self.clock)
-        ranked = list(errors)
-        blamed = ", ".join(f"{name} ({errors[name]:.2g})" for name in ranked[:BLAMED])
-        why = f"{best.why}; quantized alone, these operators change the answers most: {blamed}"
-        self.rows[best.name] = msgspec.structs.replace(best, why=why)
-        for count in (1, 2, 4, 8, 16, 32):
-            if count >= len(ranked):
-                return
-            method = CompressMethod(best.kind, best.words, tuple(ranked[:count]))
-            yield method
-            if self.rows.get(method.name) and self.rows[method.name].verdict == "offered":
-                return
+    def _refiner(self) -> Refiner:
+        parent = size_of(self.reference.bundle.program_path("onnx"))
+        return Refiner(
+            reference=self.reference, rows=self.rows, ends=self.ends, clock=self.clock, open_program=self.program,
+            cost=lambda row: self.cost(row) / (1 if self.target == "latency" else parent),
+        )  # fmt: skip
 
     def _try(self, method: CompressMethod) -> None:
         began = self.clock()
@@ -126,17 +114,31 @@ class Search:
         except StorageError:
             raise
         except TruelineError as error:
+            self._check_room(error)
             install = f"; {error.hint}" if isinstance(error, MissingPackage) else ""
             row = _row_of(method, verdict="failed", why=f"{error.message}{install}")
         except OSError as error:
             raise files.storage_error(error, self.folder) from error
         row = msgspec.structs.replace(row, seconds=round(self.clock() - began, 2))
-        improves = self._is_better(row)
+        if self._is_better(row):
+            try:
+                self.seal(row, self.folder / "best.bundle", {"so_far": True})
+            except NotProven as error:
+                row = refuse(row, error)
         self.rows[row.name] = row
-        if improves:
-            self.seal(row, self.folder / "best.bundle", {"so_far": True})
         _append(self.folder / "rows.jsonl", row)
         events.emit("candidate.judged", name=row.name, verdict=row.verdict, why=row.why)
+
+    def _check_room(self, error: TruelineError) -> None:
+        """Raises DiskFull where a method has failed since the disk is full: those after it would fail, too."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise files.storage_error(cause, self.folder) from error
+            cause = cause.__cause__
+        needed = size_of(self.reference.bundle.program_path("onnx"))
+        if shutil.disk_usage(self.folder).free < needed:  # runtimes write in C++, and say so in their own words
+            raise files.storage_error(OSError(errno.ENOSPC, "No space left on device"), self.folder) from error
 
     def _is_better(self, row: CompressedCandidate) -> bool:
         best = self.best()
@@ -144,15 +146,18 @@ class Search:
 
     def seal(self, row: CompressedCandidate, out: Path, facts: dict[str, Any]) -> Bundle:
         """Seals the candidate at `out`. Raises NotProven, StorageError."""
-        return sealing.seal(self.reference, self.bundle_of(row.base), row, self.path_of(row), out, facts)
+        try:
+            return sealing.seal(self.reference, self.bundle_of(row.base), row, self.path_of(row), out, facts)
+        except OSError as error:
+            raise files.storage_error(error, out) from error
 
     def path_of(self, row: CompressedCandidate) -> Path:
-        return self.folder / row.folder / _PROGRAM
+        return self.folder / row.folder / file_of(row.format)
 
     def _measure(self, method: CompressMethod) -> CompressedCandidate:
         reference, quantizer = self.reference, QUANTIZERS[method.kind]
         place = f"programs/{len(self.rows)}-{method.kind}"
-        out = self.folder / place / _PROGRAM
+        out = self.folder / place / file_of(method.format)
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir(parents=True)
         quantizer.apply(method, self.program(method.base), out)
@@ -209,7 +214,8 @@ class Search:
                 one.setdefault("vs_eager", {})[batch] = rounds.speedup(name, EAGER)[0]
         del sessions
         bundle = self.reference.bundle
-        paths = {PARENT: bundle.program_path("onnx"), **{row.name: self.path_of(row) for row in judged}}
+        paths = {PARENT: bundle.program_path("onnx")}
+        paths |= {row.name: self.path_of(row) for row in judged if row.format != "aotinductor"}
         in_openvino = {row.name for row in judged if row.format == "openvino"}
         memory = measure_memory(
             paths, self.reference.write_inputs(self.program().work / "inputs.safetensors"), in_openvino
@@ -251,7 +257,13 @@ _MASKED = "; masks alone are not faster: the runtime has no kernels for sparse w
 
 
 def _is_masked(row: CompressedCandidate) -> bool:
-    return row.base.startswith("prune:") and "channels=" not in row.base and row.kind == UNCHANGED
+    last = row.base.rpartition("> ")[2]
+    return last.startswith("prune:") and not any(f"{part}=" in last for part in STRUCTURAL) and row.kind == UNCHANGED
+
+
+def refuse(row: CompressedCandidate, error: NotProven) -> CompressedCandidate:
+    """The row of a candidate that keeps the budget on the records, but is farther off elsewhere than was accepted."""
+    return msgspec.structs.replace(row, verdict="failed", why=f"not proven: {error.message}")
 
 
 def explain(reference: Reference, verdict: gate.GateVerdict) -> str:
@@ -273,8 +285,9 @@ def _add_times(facts: dict[str, Any], rounds: Rounds, name: str, batch: int) -> 
 
 def _row_of(method: CompressMethod, **facts: Any) -> CompressedCandidate:
     return CompressedCandidate(
-        name=method.name, kind=method.kind, words=method.words, exclude=method.exclude, base=method.base, **facts
-    )
+        name=method.name, kind=method.kind, words=method.words, exclude=method.exclude, base=method.base,
+        trial=method.trial, **facts,
+    )  # fmt: skip
 
 
 def read_rows(path: Path) -> Iterator[CompressedCandidate]:

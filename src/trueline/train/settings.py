@@ -77,7 +77,7 @@ class JobSettings(TrainingSettings):
     relative to the job's folder."""
     recipe_digest: str
     script: tuple[str, ...] = ()
-    """A Python file with a custom loop over `trueline.Elastic`, and its arguments."""
+    """A Python file with a custom loop over `trueline.Elastic`, and its arguments. Its path is as that of `recipe`."""
     workers: int
     min_workers: int = 1
     faults: tuple[Fault, ...] = ()
@@ -165,6 +165,8 @@ def load(job_dir: Path) -> JobSettings:
     file = JobDir(job_dir).settings
     try:
         job = msgspec.json.decode(file.read_bytes(), type=JobSettings)
+        if job.script and not Path(job.script[0]).is_absolute():  # it has travelled to this host
+            return replace(job, script=(str(job_dir / job.script[0]), *job.script[1:]))
         travelled = job.recipe and ":" not in job.recipe and not Path(job.recipe).is_absolute()
         return replace(job, recipe=str(job_dir / job.recipe)) if travelled else job
     except FileNotFoundError as error:

@@ -68,3 +68,46 @@ def test_a_name_that_chooses_no_layer_is_an_error_with_those_that_exist() -> Non
 def test_amounts_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="prune is"):
         parse_amounts(text)
+
+
+def train(model: nn.Module, schedule: masks.MaskSchedule, steps: int, state: dict | None = None) -> dict:
+    optimizer = schedule.follow(torch.optim.Adam(model.parameters(), lr=0.01))
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=draw)).square().mean().backward()
+        optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def test_a_schedule_raises_the_masks_fast_at_first_and_reaches_the_amount_before_the_end() -> None:
+    torch.manual_seed(0)
+    schedule = masks.MaskSchedule({"linear": 0.8}, rounds=4, steps=20)
+    model = schedule.attach(nn.Sequential(nn.Linear(4, 100)))
+    reached = [zeros(model[0])]
+    optimizer = schedule.follow(torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in range(20):
+        optimizer.step()
+        reached.append(zeros(model[0]))
+    rounds = sorted(set(reached))
+    assert rounds == pytest.approx([0.8 * (1 - (1 - number / 4) ** 3) for number in (1, 2, 3, 4)], abs=0.003)
+    assert reached.index(rounds[-1]) <= 0.6 * 20
+    assert reached == sorted(reached)
+
+
+def test_a_worker_that_takes_the_state_in_the_middle_continues_the_schedule() -> None:
+    def fresh() -> tuple[nn.Module, masks.MaskSchedule]:
+        torch.manual_seed(0)
+        schedule = masks.MaskSchedule({"linear": 0.8}, rounds=4, steps=20)
+        return schedule.attach(nn.Sequential(nn.Linear(4, 100))), schedule
+
+    model, schedule = fresh()
+    state = train(model, schedule, 7)
+    middle = zeros(model[0])
+    other, schedule = fresh()
+    train(other, schedule, 8, state)
+    assert 0.2 < middle < 0.8 - 0.01
+    assert zeros(other[0]) == pytest.approx(0.8, abs=0.003)

@@ -23,22 +23,24 @@ SETTINGS = {
 
 def emit(exported: Exported, folder: Path) -> Path:
     """Writes `folder/programs/model.so.pt2`; returns its path. Raises CaptureError, also when there is no compiler."""
+    return compile_program(exported.program, folder / FILE)
+
+
+def compile_program(program: torch.export.ExportedProgram, path: Path) -> Path:
+    """Compiles `program` to `path`. Raises CaptureError, also when there is no compiler."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise CaptureError(
             f"AOTInductor compiles C++, and there is no compiler '{compiler}' here",
             hint="install g++ (Debian: apt install g++), or name yours in CXX",
         )
-    path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(CHECK_INPUTS, "1")
     with tempfile.TemporaryDirectory(prefix="trueline-aoti-") as scratch:
         made = Path(scratch) / "model.pt2"
         try:
             with quiet(), torch.no_grad():
-                torch._inductor.aoti_compile_and_package(
-                    exported.program, package_path=str(made), inductor_configs=SETTINGS
-                )
+                torch._inductor.aoti_compile_and_package(program, package_path=str(made), inductor_configs=SETTINGS)
         except Exception as error:
             raise CaptureError(f"AOTInductor cannot compile the model: {one_line(error)}") from error
         shutil.move(made, path)

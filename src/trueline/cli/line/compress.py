@@ -19,8 +19,14 @@ trueline compress digits.bundle --budget accuracy=1% --target size --minutes 5 -
 trueline compress digits.bundle --prune channels=0.3 --quantize static
     removes channels, trains further with the recipe, captures, quantizes
 
+trueline compress digits.bundle --prune channels=0.3,heads=0.25 --prune channels=0.5 --rounds 3 --budget accuracy=1%
+    two smaller models, each pruned in three parts with training after each; they and their quantized forms compete
+
 trueline compress digits.bundle --distill student/recipe.py --budget accuracy=1%
     trains the student on the bundle's answers; it, its quantized forms and the bundle's compete
+
+trueline compress digits.bundle --drop 0.5 --prune heads=0.25 --qat --quantize static
+    a chain: a student of half of the layers, without a quarter of its heads, trained for int8, quantized
 
 trueline compress digits.bundle --drop 0.5 --match encoder.layers.2=encoder.layers.5 --quantize static
     every second layer, taught by the whole model's answers and by what its layer 5 returns
@@ -43,9 +49,19 @@ trueline compress digits.bundle --quantize static --quantize dynamic -o small.bu
     "--quantize",
     multiple=True,
     metavar="WAY",
-    help="A way by hand: static, dynamic, openvino, weights, float16, bfloat16.",
+    help="A way by hand: static, dynamic, openvino, weights, float16, bfloat16, inductor.",
 )
-@click.option("--prune", metavar="LAYER=SHARE", help="conv=0.2,linear=0.4: zero weights; channels=0.3: fewer channels.")
+@click.option(
+    "--prune", multiple=True, metavar="PART=SHARE",
+    help="conv=0.2,linear=0.4: zero weights; channels=0.3,heads=0.25,experts=0.5: fewer of them. Several compete.",
+)  # fmt: skip
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Parts in which is pruned, with training between them.",
+)
 @click.option("--distill", metavar="RECIPE", help="Train this student on the bundle's answers.")
 @click.option("--drop", metavar="[STACK=]SHARE", help="A ready student: the model without this share of its layers.")
 @click.option(

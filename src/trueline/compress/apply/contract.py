@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from trueline.compress.method import CompressMethod
 
 if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
+    from trueline.bundle.signature import Array, Signature
     from trueline.compress.measure.kernels import Kernels
 
 Calibration = Callable[[], Sequence["dict[str, Array]"]]
@@ -26,6 +26,9 @@ class ParentProgram:
     calibration: Calibration
     notes: dict[str, str] = field(default_factory=dict)
     """What a quantizer has to say of the program, by its kind."""
+    exported: Path | None = None
+    """The same as a torch.export program, where the bundle has one, with its signature."""
+    signature: Signature | None = None
 
 
 class Quantizer(Protocol):

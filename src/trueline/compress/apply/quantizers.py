@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from trueline.compress.apply.contract import Quantizer
 from trueline.compress.apply.dynamic import DynamicQuantizer
 from trueline.compress.apply.half import HalfQuantizer
+from trueline.compress.apply.inductor import InductorQuantizer
 from trueline.compress.apply.openvino import OpenVinoQuantizer, OpenVinoUnchanged
 from trueline.compress.apply.static import StaticQuantizer
 from trueline.compress.apply.unchanged import NoQuantizer
@@ -21,5 +22,6 @@ QUANTIZERS: Mapping[str, Quantizer] = {
     "weights": WeightQuantizer(),
     "float16": HalfQuantizer("float16"),
     "bfloat16": HalfQuantizer("bfloat16"),
+    "inductor": InductorQuantizer(),
     UNCHANGED: NoQuantizer(),
 }

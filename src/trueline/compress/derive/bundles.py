@@ -8,6 +8,7 @@ FOLDER/NAME.bundle   what was captured; a call that was killed finds it, or cont
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from trueline import events, files
@@ -26,12 +27,26 @@ from trueline.train.api import train
 from trueline.train.job_dir import JobDir
 
 
-def derive(plan: DerivePlan, folder: Path, *, workers: str = "1") -> Bundle:
-    """The bundle of the plan's model, in `folder`. Raises what train and capture raise."""
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A derived model: its bundle, and the recipe and checkpoint with which the next plan of a chain begins."""
+
+    bundle: Bundle
+    recipe: Path
+    checkpoint: str
+
+
+def find_derived(folder: Path) -> Derived | None:
+    """What was derived in `folder` before; None: nothing, or not to the end."""
+    kept, file = folder / "checkpoint", folder / "recipe.py"
+    found = sorted(folder.glob("*.bundle"))
+    return Derived(open_bundle(found[0]), file, kept.read_text()) if found and kept.is_file() else None
+
+
+def derive(plan: DerivePlan, folder: Path, *, workers: str = "1") -> Derived:
+    """The plan's model, in `folder`. Raises what train and capture raise."""
     recipe = load_recipe(plan.recipe)
     out = folder / f"{recipe.name}.bundle"
-    if out.is_dir():
-        return open_bundle(out)
     file = folder / "recipe.py"
     files.write_atomic(file, plan.text.encode())
     derived = load_recipe(file)
@@ -42,10 +57,12 @@ def derive(plan: DerivePlan, folder: Path, *, workers: str = "1") -> Bundle:
         events.emit("derived.training", name=plan.name, epochs=plan.epochs)
         resume = JobDir(job).settings.is_file()
         trained = train(file, workers=None if resume else workers, job_dir=job, resume=resume).chosen
+    trained_at = trained if not isinstance(trained, Path) else trained.absolute()
+    files.write_atomic(folder / "checkpoint", str(trained_at or "").encode())
     if plan.kind == "masks":
         trained, derived = _make_permanent(recipe, plan, derived, trained, folder), recipe
     capture(derived, trained, out, formats=["onnx"])
-    return open_bundle(out)
+    return Derived(open_bundle(out), file, str(trained_at or ""))
 
 
 def _check(recipe: Recipe, plan: DerivePlan) -> None:
@@ -60,7 +77,11 @@ def _make_permanent(
     """A file of the recipe's own weights, with zeros where the masks are."""
     from safetensors.torch import save_file
 
-    model = load_model(derived, trained) if trained is not None else derive_model(recipe, plan)
+    if trained is None:
+        model = derive_model(recipe, plan)
+    else:
+        model = masks.make_permanent(load_model(derived, trained))
+        masks.mask(model, plan.amounts)  # where the training had fewer steps than the schedule
     path = folder / "masked.safetensors"
     state = {
         name: value.detach().clone().contiguous() for name, value in masks.make_permanent(model).state_dict().items()
@@ -83,7 +104,7 @@ def find_checkpoint(bundle: Bundle, given: Location | None) -> str:
             continue
     raise UsageError(
         f"the checkpoint that bundle '{bundle.name}' was captured from is not found here or beside the bundle, and "
-        "pruning begins with its parameters",
+        "what is derived from it begins with its parameters",
         hint="name it: --checkpoint runs/digits-1/checkpoints/step-00000276",
     )
 

@@ -10,11 +10,12 @@ import msgspec
 import torch
 
 from trueline.checkpoint.checkpoint import load_model
-from trueline.compress.derive import channels, layers, masks, qat
+from trueline.compress.derive import attention_heads, channels, experts, layers, masks, qat
 from trueline.compress.derive.features import FeatureWatch
 from trueline.compress.derive.plan import DerivePlan
 from trueline.compress.derive.taught import read_variances
 from trueline.data.source import Mode
+from trueline.errors import CaptureError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.recipe.settings import TrainingSettings
@@ -30,6 +31,8 @@ _TAKEN_OVER = (
 )  # fmt: skip
 _APPLIED = ("feed", "columns", "augment", "tokenizer")
 """What the Source of a taught recipe has done already."""
+_RECORDS, _BATCH = 256, 32
+"""Training records by which experts are chosen, and how many at a time."""
 
 
 def define(given: Mapping[str, Any], file: str) -> dict[str, Any]:
@@ -48,14 +51,18 @@ def define(given: Mapping[str, Any], file: str) -> dict[str, Any]:
 
     watch = FeatureWatch(plan.matches, read_variances(plan.answers) if plan.matches else ())
 
+    schedule = masks.MaskSchedule(plan.amounts, plan.rounds, plan.steps) if plan.kind == "masks" else None
+
     def model() -> torch.nn.Module:
+        if schedule is not None:
+            return schedule.attach(load_base(base, plan))
         return watch.attach(make_student(base, plan) if taught else derive_model(base, plan))
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         made = base.optimizer(params)
         for group in made.param_groups:
             group["lr"] *= plan.rate
-        return made
+        return made if schedule is None else schedule.follow(made)
 
     found |= {"model": model, "optimizer": optimizer, "dataset": base.records}
     if taught:
@@ -69,15 +76,46 @@ def make_student(base: Recipe, plan: DerivePlan) -> torch.nn.Module:
 
 
 def derive_model(base: Recipe, plan: DerivePlan) -> torch.nn.Module:
-    """The base's trained model, changed as the plan says: masks, fewer channels, fewer layers, or layers that round."""
-    model = load_model(base, parse_location(plan.checkpoint) if plan.checkpoint else None)
+    """The base's trained model, changed as the plan says: masks, fewer experts, heads, channels or layers, or layers
+    that round."""
+    model = load_base(base, plan)
     if plan.layers:
         return layers.drop_layers(model, plan.layers)
     if plan.kind == "qat":
         return qat.prepare_qat(model, plan.ranges)
     if plan.kind == "masks":
         return masks.mask(model, plan.amounts)
-    return channels.remove_channels(model, read_example(base), plan.amounts["channels"])
+    example = read_example(base)
+    model = experts.remove_experts(model, example, plan.experts)
+    model = attention_heads.remove_heads(model, example, plan.heads)
+    share = plan.amounts.get("channels")
+    return channels.remove_channels(model, example, share) if share else model
+
+
+def load_base(base: Recipe, plan: DerivePlan) -> torch.nn.Module:
+    """The base's model with the parameters of the plan's checkpoint."""
+    return load_model(base, parse_location(plan.checkpoint) if plan.checkpoint else None)
+
+
+def choose_parts(base: Recipe, plan: DerivePlan) -> DerivePlan:
+    """The plan with the heads and experts that stay, chosen here once: in each worker they might be others. Raises
+    CaptureError where none can be removed safely."""
+    if not plan.amounts.keys() & {"heads", "experts"}:
+        return plan
+    model, example = load_base(base, plan), read_example(base)
+    found: dict[str, dict[str, list[int]]] = {}
+    if "experts" in plan.amounts:
+        found["experts"] = experts.choose_experts(model, read_examples(base), plan.amounts["experts"])
+    if "heads" in plan.amounts:
+        found["heads"] = attention_heads.choose_heads(model, example, plan.amounts["heads"])
+    for name, kept in found.items():
+        if not kept:
+            raise CaptureError(
+                f"no {name} of this model can be removed safely: in no block {plan.amounts[name]:.0%} are whole {name} "
+                "without which it answers as if they were zero",
+                hint="channels=0.3 removes channels between layers; linear=0.3 sets weights to zero",
+            )
+    return msgspec.structs.replace(plan, **found)
 
 
 def read_example(recipe: Recipe) -> Any:
@@ -88,6 +126,15 @@ def read_example(recipe: Recipe) -> Any:
         return recipe.examples()
     source: Source = recipe.source("training")
     return source.read(np.arange(2, dtype=np.int64) % source.num_records).inputs
+
+
+def read_examples(recipe: Recipe) -> list[Any]:
+    """Inputs of training records, some hundred in all; what is chosen by them is chosen once."""
+    import numpy as np
+
+    source: Source = recipe.source("training")
+    picked = np.unique(np.linspace(0, source.num_records - 1, _RECORDS).astype(np.int64))
+    return [source.read(picked[at : at + _BATCH]).inputs for at in range(0, len(picked), _BATCH)]
 
 
 def _teach(base: Recipe, plan: DerivePlan, watch: FeatureWatch) -> dict[str, Any]:

@@ -7,8 +7,9 @@ Runtime has no kernels for sparse weights on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,20 +41,90 @@ class ZeroMask(nn.Module):
         return weight
 
 
+@dataclass(frozen=True, slots=True)
+class MaskGroup:
+    """Layers of which each, or all `together`, lose the share `amount`."""
+
+    layers: Sequence[nn.Module]
+    amount: float
+    together: bool
+
+
 def mask(model: nn.Module, amounts: Mapping[str, float]) -> nn.Module:
-    """`model` with masks; `amounts` are shares by kind of layer (conv, linear, embedding), name of a module, or
-    `global`, for which all layers compete. Raises UsageError for a name that chooses no layer."""
-    for name, amount in amounts.items():
-        layers = choose_layers(model, name)
-        weights = [layer.get_parameter("weight").detach() for layer in layers]
-        if name == GLOBAL:
-            found = _choose_weights(torch.cat([weight.flatten() for weight in weights]), amount)
-            pieces = list(torch.split(found, [weight.numel() for weight in weights]))
-        else:
-            pieces = [_choose_weights(weight, amount) for weight in weights]
-        for layer, weight, piece in zip(layers, weights, pieces, strict=True):
-            parametrize.register_parametrization(layer, "weight", ZeroMask(piece.reshape(weight.shape)))
+    """`model` with masks of all of `amounts`. Raises UsageError."""
+    add_masks(model, amounts, 1.0)
     return model
+
+
+def add_masks(model: nn.Module, amounts: Mapping[str, float], reached: float) -> list[MaskGroup]:
+    """Gives `model` masks; `amounts` are shares by kind of layer (conv, linear, embedding), name of a module, or
+    `global`, for which all layers compete; `reached` of them is zero now. Returns the layers. Raises UsageError for a
+    name that chooses no layer."""
+    groups = []
+    for name, amount in amounts.items():
+        group = MaskGroup(choose_layers(model, name), amount, name == GLOBAL)
+        for layer in group.layers:
+            ones = torch.ones_like(layer.get_parameter("weight").detach())
+            parametrize.register_parametrization(layer, "weight", ZeroMask(ones))
+        groups.append(group)
+    raise_masks(groups, reached)
+    return groups
+
+
+def raise_masks(groups: Sequence[MaskGroup], reached: float) -> None:
+    """Sets the smallest weights to zero until `reached` of each group's amount is. What is zero stays so."""
+    for group in groups:
+        weights = [cast("torch.Tensor", layer.weight).detach() for layer in group.layers]
+        if group.together:
+            found = _choose_weights(torch.cat([one.flatten() for one in weights]), group.amount * reached)
+            pieces = list(torch.split(found, [one.numel() for one in weights]))
+        else:
+            pieces = [_choose_weights(one, group.amount * reached) for one in weights]
+        for layer, weight, piece in zip(group.layers, weights, pieces, strict=True):
+            masked: Any = layer
+            masked.parametrizations.weight[0].mask.copy_(piece.reshape(weight.shape))
+
+
+class MaskSchedule:
+    """Raises the masks while the model trains: fast at first, slower as less is left (Zhu and Gupta, arXiv 1710.01878).
+
+    The steps are counted in the optimizer's first group, and masks are buffers of the model, so that a worker that
+    joins gets both with the state, and a resumed job continues. All members hold the same weights, so they choose the
+    same.
+    """
+
+    UNTIL = 0.6
+    """Share of the training in which the amounts are reached; the rest heals."""
+
+    def __init__(self, amounts: Mapping[str, float], rounds: int, steps: int) -> None:
+        self._amounts, self._rounds = amounts, rounds
+        self._every = max(1, int(self.UNTIL * steps / rounds))
+        self._groups: list[MaskGroup] = []
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """`model` with the masks of the first round."""
+        self._groups = add_masks(model, self._amounts, self._share_at(0))
+        return model
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """`optimizer`, whose steps raise the masks of the model that was made last."""
+        groups = self._groups
+        optimizer.param_groups[0].setdefault(_STEPS, 0)
+
+        def count(stepped: Any, *_: Any) -> None:
+            done = stepped.param_groups[0][_STEPS] = stepped.param_groups[0].get(_STEPS, 0) + 1
+            number, rest = divmod(done, self._every)
+            if rest == 0 and number < self._rounds:
+                raise_masks(groups, self._share_at(number))
+
+        optimizer.register_step_post_hook(count)
+        return optimizer
+
+    def _share_at(self, number: int) -> float:
+        return float(1 - (1 - (number + 1) / self._rounds) ** 3)
+
+
+_STEPS = "masked_steps"
 
 
 def _choose_weights(weights: torch.Tensor, amount: float) -> torch.Tensor:

@@ -8,13 +8,18 @@ from typing import Literal
 
 import msgspec
 
-from trueline.errors import UsageError
+from trueline.errors import UsageError, join_names
 
-CHANNELS, GLOBAL = "channels", "global"
+GLOBAL = "global"
+STRUCTURAL = ("channels", "heads", "experts")
+"""Parts that are removed; all other names are of layers whose weights become zero."""
 Kind = Literal["masks", "channels", "taught", "qat"]
 SHORTER, RATE = 3, 0.1
 """A model that is trained already gets a third of the recipe's epochs, at a tenth of its learning rate."""
-_HINT = "conv=0.2,linear=0.4 sets weights of these layers to zero; channels=0.3 removes whole channels"
+_HINT = (
+    "conv=0.2,linear=0.4 sets weights of these layers to zero; channels=0.3, heads=0.25 and experts=0.5 remove what "
+    "they name"
+)
 
 
 class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,7 +29,16 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: Kind
     recipe: str
     checkpoint: str = ""
+    title: str = ""
+    """Of a plan that follows another one: both names."""
     amounts: dict[str, float] = {}
+    rounds: int = 1
+    """In which masks reach their amounts, over `steps` steps of the training."""
+    steps: int = 0
+    heads: dict[str, list[int]] = {}
+    """Those that stay, by the name of their attention block."""
+    experts: dict[str, list[int]] = {}
+    """Those that stay, by the name of their container."""
     epochs: int = 1
     rate: float = 1.0
     """Times the recipe's learning rate."""
@@ -43,10 +57,13 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def name(self) -> str:
         """As in the rows of the report."""
+        if self.title:
+            return self.title
         amounts = ",".join(f"{name}={amount:g}" for name, amount in self.amounts.items())
         kept = "".join(f",{len(places)} of {name or 'the layers'}" for name, places in self.layers.items())
         taught = f"distill:{self.temperature:g}{kept}" + ",features" * bool(self.matches)
-        return {"taught": taught, "qat": "qat"}.get(self.kind, f"prune:{amounts}")
+        slowly = f" in {self.rounds} rounds" if self.rounds > 1 else ""
+        return {"taught": taught, "qat": "qat"}.get(self.kind, f"prune:{amounts}{slowly}")
 
     @property
     def text(self) -> str:
@@ -84,8 +101,13 @@ def parse_amounts(text: str) -> dict[str, float]:
                 f"prune is '{text}', and '{part}' is not LAYER=SHARE with a share between 0 and 1", hint=_HINT
             )
         amounts[name] = amount
-    if CHANNELS in amounts and len(amounts) > 1:
-        raise UsageError(f"prune is '{text}': channels are removed alone, not beside masks", hint=_HINT)
+    parts = [name for name in amounts if name in STRUCTURAL]
+    if parts and len(parts) < len(amounts):
+        raise UsageError(
+            f"prune is '{text}': {join_names(parts)} are removed from the model, the others become zero; a model is "
+            "pruned in one of these ways",
+            hint=f"name masks in another search, and here --prune {parts[0]}={amounts[parts[0]]:g}",
+        )
     return amounts
 
 
@@ -105,4 +127,4 @@ def parse_matches(texts: Sequence[str]) -> dict[str, str]:
 
 
 def kind_of(amounts: Mapping[str, float]) -> Kind:
-    return "channels" if CHANNELS in amounts else "masks"
+    return "channels" if amounts.keys() & set(STRUCTURAL) else "masks"

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from trueline import events, files
 from trueline.capture.model.arguments import as_arguments
@@ -112,14 +113,23 @@ def prepare_qat(model: nn.Module, ranges: Mapping[str, Range]) -> nn.Module:
     linear or convolutional layer."""
     for name, within in ranges.items():
         layer = dict(model.named_modules()).get(name)
-        if layer is None or type(layer) not in _QAT:
+        if layer is None or type_before_parametrizations(layer) not in _QAT:
             raise CaptureError(
                 f"the plan rounds inputs of layer '{name}', which is no linear or convolutional layer of the model",
                 hint="the recipe's model has changed: write the plan again",
             )
-        layer.__class__ = _QAT[type(layer)]
+        layer.__class__ = _make_class(layer)
         cast("Any", layer).input_range = within
     return model
+
+
+def _make_class(layer: nn.Module) -> type[nn.Module]:
+    """The class that rounds, for a layer with masks too: those are properties of a class of its own."""
+    plain, masked = type_before_parametrizations(layer), type(layer)
+    if masked is plain:
+        return _QAT[plain]
+    kept = {name: value for name, value in vars(masked).items() if name not in ("__dict__", "__weakref__", "__doc__")}
+    return type(masked.__name__, (_QAT[plain],), kept)
 
 
 def measure_ranges(model: nn.Module, source: Source) -> dict[str, Range]:
@@ -150,7 +160,7 @@ def _watch(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
     hooks = [
         layer.register_forward_pre_hook(lambda _, given, name=name: note(name, given))
         for name, layer in model.named_modules()
-        if type(layer) in _QAT
+        if type_before_parametrizations(layer) in _QAT
     ]
     try:
         yield seen

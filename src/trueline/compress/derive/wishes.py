@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeriveWishes:
-    """`amounts`: shares to prune; `student`: its recipe, or `drop`: how many layers a ready one lacks; `matches`:
-    submodules of the student that learn from submodules of the teacher."""
+    """`prunings`: shares to prune, each a model of its own, reached in `rounds`; `student`: its recipe, or `drop`: how
+    many layers a ready one lacks; `matches`: submodules of the student that learn from submodules of the teacher."""
 
-    amounts: Mapping[str, float]
+    prunings: Sequence[Mapping[str, float]]
+    rounds: int
     student: str | Path | None
     drop: str
     matches: Mapping[str, str]
@@ -28,25 +29,32 @@ class DeriveWishes:
 
     @classmethod
     def of(
-        cls, *, prune: str | None, distill: str | Path | None, drop: str | None, match: Sequence[str], qat: bool,
-        checkpoint: Location | None,
+        cls, *, prune: str | Sequence[str] | None, rounds: int, distill: str | Path | None, drop: str | None,
+        match: Sequence[str], qat: bool, checkpoint: Location | None,
     ) -> DeriveWishes:  # fmt: skip
         """Raises UsageError."""
         if distill is not None and drop:
             raise UsageError("--distill names a student, and --drop makes one: give one of them")
+        prunings = [prune] if isinstance(prune, str) else list(prune or ())
+        if rounds < 1 or (rounds > 1 and not prunings):
+            raise UsageError(
+                f"rounds is {rounds}, expected 1 or more, and something to prune",
+                hint="--prune channels=0.4 --rounds 4 removes 40 % in four parts, and trains after each",
+            )
         if match and distill is None and not drop:
             raise UsageError(
                 "--match is about a student, and there is none",
                 hint="name its recipe: --distill student/recipe.py, or let it be made: --drop 0.5",
             )
         return cls(
-            amounts=parse_amounts(prune) if prune else {}, student=distill, drop=drop or "",
+            prunings=[parse_amounts(text) for text in prunings], rounds=rounds, student=distill, drop=drop or "",
             matches=parse_matches(match), qat=qat, checkpoint=checkpoint,
         )  # fmt: skip
 
     def __bool__(self) -> bool:
-        return bool(self.amounts or self.student is not None or self.drop or self.qat)
+        return bool(self.prunings or self.student is not None or self.drop or self.qat)
 
     @property
     def starts_from_checkpoint(self) -> bool:
-        return bool(self.amounts or self.qat or self.drop or self.matches)
+        """Whether the parent's parameters are needed; a student's own are trained first."""
+        return bool(self.drop or self.matches or (self.student is None and (self.prunings or self.qat)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,11 @@ FLOATING = frozenset(
     {"Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "ConvTranspose", "LSTM", "GRU"}
 )
 _OPENVINO_HEAVY = frozenset({"Convolution", "FullyConnected", "MatMul", "Deconvolution", "RNNSeq", "RNNCell"})
+_COMPILED = re.compile(
+    r"AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_cpu_"
+    r"(_qlinear\w*|_qconv\w*|mkldnn__\w+|mkldnn_\w+|addmm\w*|mm\w*|bmm\w*|baddbmm\w*|convolution|_mkl_linear)\("
+)
+"""A call of a heavy kernel in AOTInductor's wrapper."""
 NAMED = 5
 HEAVY = frozenset({"Conv", "MatMul", "Gemm", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})
 """Operators that compress is about, as a captured program has them."""
@@ -50,6 +57,8 @@ def count_kernels(path: Path, format: str = "onnx") -> Kernels:
     rewritten it for this machine. Raises BundleError, UsageError where the runtime is not installed."""
     if format == "openvino":
         return _count_in_openvino(path)
+    if format == "aotinductor":
+        return _count_in_package(path)
     with tempfile.TemporaryDirectory() as folder:
         rewritten = Path(folder) / "model.onnx"
         options = onnxruntime.SessionOptions()
@@ -67,6 +76,16 @@ def count_kernels(path: Path, format: str = "onnx") -> Kernels:
     return Kernels(
         quantized=sum(counts[name] for name in QUANTIZED), floating=len(left), half=half, left=tuple(left[:NAMED])
     )
+
+
+def _count_in_package(path: Path) -> Kernels:
+    """Calls of kernels in the C++ that AOTInductor wrote for the package."""
+    with zipfile.ZipFile(path) as package:
+        sources = [package.read(name).decode() for name in package.namelist() if name.endswith(".wrapper.cpp")]
+    counts = Counter(found[1] for text in sources for found in _COMPILED.finditer(text))
+    quantized = sum(count for name, count in counts.items() if name.startswith(("_qlinear", "_qconv")))
+    left = [name for name in counts.elements() if not name.startswith(("_qlinear", "_qconv"))]
+    return Kernels(quantized=quantized, floating=len(left), left=tuple(left[:NAMED]))
 
 
 def _count_in_openvino(path: Path) -> Kernels:

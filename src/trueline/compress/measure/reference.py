@@ -69,8 +69,9 @@ class Reference:
         return float(self.answers.values.mean())
 
     def open(self, program: Path, format: str) -> Session:
-        """A candidate as a server would open it. Raises UsageError where its runtime is not installed."""
-        return open_session(format, program, self.bundle.signature_of("onnx"))
+        """A candidate as a server would open it; machine code, too, since it was made here. Raises UsageError where its
+        runtime is not installed."""
+        return open_session(format, program, self.bundle.signature_of("onnx"), native=True)
 
     def answer(self, session: Session) -> Answers:
         return accuracy.answer(session, self.batches, self.metric)

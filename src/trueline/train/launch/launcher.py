@@ -41,6 +41,7 @@ from trueline.train.launch.publishing import PublisherProcess
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.train.master.claims import SUPERSEDED
 from trueline.train.master.failover import MasterProcess, reserve_port
+from trueline.train.master.hosts import HostsFolder
 from trueline.train.reasons import LEFT_OUT_EXIT
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
@@ -78,6 +79,8 @@ class LocalJob:
         self._ssh: SshJoins | None = None
         self._early = early
         self._publisher: PublisherProcess | None = None
+        self.inherited_bytes = 0
+        """Of JOB/events.jsonl: what a launch on another host has written."""
 
     def __enter__(self) -> LocalJob:
         with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
@@ -245,7 +248,8 @@ class LocalJob:
                 checked_at = time.monotonic()
                 self._keep_alive(EXIT_S if ended else 0.0)
         if self.settings.script:
-            shutdown.wait_for_scripts(self.job_dir, self.socket)
+            joined = HostsFolder(self.folder).read_launch() is not None
+            shutdown.wait_for_scripts(self.job_dir, self.socket, self._keep_alive if joined else None)
         if self._publisher is not None:
             self._publisher.finish()
         return summary

@@ -1,0 +1,123 @@
+"""Operators are chosen one by one where a method for the whole program loses too much."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trueline.compress import refine
+from trueline.compress.candidate import CompressedCandidate
+from trueline.compress.method import Budget, CompressMethod
+
+OPERATORS = [f"layer{number}" for number in range(10)]
+BAD = frozenset({"layer3", "layer6"})
+"""The program keeps the budget only when both stay in float32, and each alone looks harmless."""
+
+
+@dataclass
+class Rig:
+    """A search whose candidates cost what they leave out, without programs."""
+
+    folder: Path
+    rows: dict[str, CompressedCandidate] = field(default_factory=dict)
+    tried: list[str] = field(default_factory=list)
+    dies_after: float = math.inf
+
+    def refiner(self) -> refine.Refiner:
+        reference: Any = SimpleNamespace(budget=Budget("accuracy", 0.01))
+        return refine.Refiner(
+            reference=reference, rows=self.rows, cost=lambda row: (2 + len(row.exclude)) / 20, ends=1.0,
+            open_program=lambda base: None, clock=lambda: 0.0,  # type: ignore[arg-type,return-value]
+        )  # fmt: skip
+
+    def measure(self, method: CompressMethod) -> None:
+        self.tried.append(method.name)
+        missing = len(BAD - set(method.exclude))
+        self.rows[method.name] = CompressedCandidate(
+            name=method.name, kind=method.kind, words=method.words, exclude=method.exclude, base=method.base,
+            trial=method.trial, verdict="over budget" if missing else "offered", loss=0.2 * missing,
+            loss_high=0.21 * missing, why="loses",
+        )  # fmt: skip
+
+    def run(self, first: CompressMethod) -> None:
+        if first.name not in self.rows:
+            self.measure(first)
+        for method in self.refiner().propose([first]):
+            if method.name in self.rows:
+                continue
+            if len(self.tried) >= self.dies_after:
+                raise KeyboardInterrupt
+            self.measure(method)
+
+
+@pytest.fixture(autouse=True)
+def harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sensitivity alone points at other operators than those to blame."""
+    errors = {name: 0.1 - 0.01 * at for at, name in enumerate(OPERATORS)}
+    monkeypatch.setattr(refine, "rank_operators", lambda *_: dict(errors))
+
+
+FIRST = CompressMethod("static", ("u8s8", "minmax"))
+
+
+def best_of(rig: Rig) -> CompressedCandidate:
+    return min((row for row in rig.rows.values() if row.verdict == "offered"), key=lambda row: len(row.exclude))
+
+
+def test_the_bayesian_search_leaves_out_fewer_operators_than_sensitivity_alone(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    rig = Rig(tmp_path)
+    rig.run(FIRST)
+    by_sensitivity = [row for row in rig.rows.values() if row.exclude and not row.trial]
+    assert [len(row.exclude) for row in by_sensitivity] == [1, 2, 4, 8]
+    best = best_of(rig)
+    assert best.trial
+    assert set(best.exclude) >= BAD
+    assert len(best.exclude) < 8
+    assert sum(row.trial > 0 for row in rig.rows.values()) == refine.TRIALS
+    assert len({frozenset(row.exclude) for row in rig.rows.values()}) == len(rig.rows)  # none is tried twice
+
+
+def test_a_search_that_was_killed_continues_with_what_its_rows_know(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    rig = Rig(tmp_path, dies_after=9)
+    with pytest.raises(KeyboardInterrupt):
+        rig.run(FIRST)
+    kept = dict(rig.rows)
+    again = Rig(tmp_path, rows=dict(kept))
+    again.run(FIRST)
+    assert not set(again.tried) & set(kept)
+    assert sum(row.trial > 0 for row in again.rows.values()) == refine.TRIALS
+    assert len({frozenset(row.exclude) for row in again.rows.values()}) == len(again.rows)
+
+
+def test_what_keeps_the_budget_as_a_whole_is_not_refined(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    row = CompressedCandidate(
+        name=FIRST.name, kind="static", words=FIRST.words, verdict="no gain", loss=0.0, loss_high=0.001
+    )
+    rig.rows[FIRST.name] = row
+    assert list(rig.refiner().propose([FIRST])) == []
+
+
+def test_programs_of_derived_models_and_of_openvino_are_refined_too(tmp_path: Path) -> None:
+    for method in (CompressMethod("openvino", ("mixed",)), CompressMethod("static", FIRST.words, base="qat")):
+        rig = Rig(tmp_path)
+        rig.run(method)
+        assert {(row.kind, row.base) for row in rig.rows.values()} == {(method.kind, method.base)}
+        assert len(rig.rows) > 4
+
+
+def test_without_optuna_sensitivity_alone_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refine, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    rig = Rig(tmp_path)
+    rig.run(FIRST)
+    assert not any(row.trial for row in rig.rows.values())
+    assert best_of(rig).exclude == tuple(OPERATORS[:8])
