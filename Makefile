@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms suite-serve quick-train quick-programs quick-rooms test-jobs test-engines kubernetes mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-engines bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-ps protos clean bench-compress
+.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms suite-serve quick-train quick-programs quick-rooms test-jobs test-engines kubernetes mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-engines bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-engines chaos-ps protos clean bench-compress
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -119,7 +119,7 @@ $(RAY)/.installed: constraints.txt | $(STAMP)
 # Ray comes into an environment of its own; where that fails, its tests are skipped.
 test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, podman, Ray, Slurm, Kubernetes; skips have their reasons
 	-$(MAKE) --no-print-directory $(RAY)/.installed
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py tests/train/test_learner_jobs.py tests/train/test_kubernetes_jobs.py
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py tests/train/test_submitted_kinds.py tests/train/test_learner_jobs.py tests/train/test_kubernetes_jobs.py
 
 kubernetes:  ## a real Kubernetes for test-engines, from Debian's source package into the user's cache; ten minutes, once
 	sh tests/worlds/kubernetes/build.sh "$${XDG_CACHE_HOME:-$$HOME/.cache}/trueline/kubernetes"
@@ -202,10 +202,17 @@ bench-engines: $(STAMP)  ## submitted jobs on local processes, podman, Ray and S
 	-$(MAKE) --no-print-directory $(RAY)/.installed
 	$(BIN)/python bench/engines.py $(BENCH)
 
+comma := ,
+ENGINES ?= local,podman,ray,slurm,kubernetes
+
+chaos-engines: $(STAMP)  ## KILLS=100 strikes at workers, hosts and heads of a job on each of ENGINES=local,podman,...; as root
+	-$(MAKE) --no-print-directory $(RAY)/.installed
+	$(BIN)/python bench/engines.py --strikes-only --kills $(KILLS) $(addprefix --only ,$(subst $(comma), ,$(ENGINES))) $(BENCH)
+
 chaos-ps: $(STAMP)  ## KILLS=200 random kills of workers, servers and masters of jobs with parameter servers, counted by a table
 	$(BIN)/python bench/ps_chaos.py --kills $(KILLS) $(BENCH)
 
-chaos-hosts: $(STAMP)  ## KILLS=300 strikes at workers, hosts, links, master and store of a job on two hosts: an hour; as root
+chaos-hosts: $(STAMP)  ## KILLS=300 strikes at workers, hosts, links, clocks, master and store of a job on two hosts: an hour; as root
 	$(BIN)/python bench/hosts.py --only strikes --strikes $(KILLS) $(BENCH)
 
 bench-ps: $(STAMP)  ## the parameter server beside torch's RPC, and what its death costs

@@ -1,7 +1,8 @@
 """Jobs over hosts that are network namespaces: what a death, a partition, a halt and a master's host cost.
 
-Strikes hit workers, hosts, links, the master and the store in a random order from a seed; the model counts its records
-itself. Times of kills are from the workers' own clocks, those of a host's death and return from the job's events.
+Strikes hit workers, hosts, links, a host's clock, the master and the store in a random order from a seed; the model
+counts its records itself. Times of kills are from the workers' own clocks, those of a host's death and return from the
+job's events.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from trueline.checkpoint import checkpoint
 from trueline.train.api import train
+from worlds import waiting
 from worlds.joined_hosts import TRUELINE, Machines
 from worlds.networks import find_lack, open_machines
 from worlds.waiting import until
 
-KINDS = ("worker", "host", "link", "master", "store")
+KINDS = ("worker", "host", "link", "master", "store", "skew")
+PATIENCE_S = 900.0
+"""A storm may run beside other work."""
 STILL_S = 1.0
 """Between the end of a recovery and the next strike."""
 
@@ -63,6 +67,7 @@ class Strikes:
         self.kill_ms: list[float] = []
         self.host_s: list[float] = []
         self.back_s: list[float] = []
+        self.clock, self.skewed = world.give_clock("b"), False
         world.train("--workers", "1:3", "--cores", "1", "--lease", "3")
         world.wait_workers(1)
         self.joined = world.join(cores=2)
@@ -77,6 +82,7 @@ class Strikes:
             "link": self._link,
             "master": self._master,
             "store": self._store,
+            "skew": self._skew,
         }
         strikes[kind](at, dice)
         self.since = self.world.wait_workers(3, after=max(at, self.since))
@@ -119,6 +125,15 @@ class Strikes:
             remount(self.world.store, "rw")
         self.since = self.world.wait_workers(2, after=at)
 
+    def _skew(self, at: float, dice: random.Random) -> None:
+        """B's clock jumps an hour, or back: the job says so, and loses no worker."""
+        self.skewed = not self.skewed
+        self.clock.jump(dice.choice((-3600, 3600)) if self.skewed else 0)
+        told = self.world.wait("host.clock", after=at)[1]
+        lost = [name for name, _, when in self.world.events() if name in ("worker.lost", "host.lost") and when > at]
+        assert lost == [], lost
+        self.since = self.world.wait("step.applied", after=told)[1]
+
     def _pids(self) -> list[int]:
         """Those of the running workers."""
         pids: dict[str, int] = {}
@@ -136,21 +151,26 @@ def remount(store: Path, how: str) -> None:
     until(lambda: not subprocess.run(command, capture_output=True, check=False).returncode, lambda: " ".join(command))
 
 
-def measure_strikes(count: int, seed: int) -> dict[str, Any]:
-    """The figures of `count` strikes of all kinds."""
-    dice = random.Random(seed)
+def measure_strikes(count: int, seed: int, minutes: float) -> dict[str, Any]:
+    """The figures of `count` strikes of all kinds, or of as many as there is time for."""
+    dice, ends = random.Random(seed), time.monotonic() + 60 * minutes
+    waiting.LIMIT_S = PATIENCE_S
     with world() as machines:
         job = Strikes(machines)
         kinds = [KINDS[number % len(KINDS)] if count < 300 or number % 2 else "worker" for number in range(count)]
         dice.shuffle(kinds)
+        done = 0
         for number, kind in enumerate(kinds):
+            if time.monotonic() > ends:
+                break
             job.strike(kind, dice)
-            print(f"strike {number + 1} of {count}: {kind}", file=sys.stderr)
+            done += 1
+            print(f"strike {number + 1} of {count}: {kind}", file=sys.stderr, flush=True)
         began = time.monotonic()
         machines.halt()
         halt_s = time.monotonic() - began
         steps, lost, repeated = machines.count()
-    figures: dict[str, Any] = {"strikes": count, "steps": steps, "lost": lost, "repeated": repeated, "halt_s": halt_s}
+    figures: dict[str, Any] = {"strikes": done, "steps": steps, "lost": lost, "repeated": repeated, "halt_s": halt_s}
     if kills := sorted(job.kill_ms):
         p95 = kills[int(0.95 * (len(kills) - 1))]
         figures |= {"kills": len(kills), "kill_p50_ms": statistics.median(kills), "kill_p95_ms": p95}
@@ -174,7 +194,7 @@ def measure_master_host() -> dict[str, Any]:
         before = max(machines.steps())
         machines.move_to("b", joined)
         adopt_s = machines.wait_workers(3, after=at) - at
-        repeated_steps = max(0, before + 1 - min(machines.steps()))
+        repeated_steps = max(0, before + 1 - min(machines.steps(after=at)))
         os.kill(joined.pid, signal.SIGINT)
         joined.wait(100)
         _, lost, repeated = machines.count()

@@ -1,4 +1,5 @@
-"""Submitted jobs on each engine that is installed: `make bench-engines`, as root.
+"""Submitted jobs on each engine that is installed: `make bench-engines`, as root. `make chaos-engines KILLS=100` has
+strikes alone: at workers, hosts and heads.
 
 A tiny job of three workers on three hosts, a slot each. Measured: from `trueline submit` to the first applied step, and
 to why a job waits; from the SIGKILL of a worker, and of a whole host, to the next applied step, and to full size again;
@@ -89,6 +90,12 @@ def worker_pids(client: Client) -> list[int]:
     return sorted(pid for pid in pids if pid)
 
 
+def wait_loss(client: Client, after: float) -> None:
+    """Until the master has lost a worker: its agent has said so, or its lease was over before."""
+    names = ("worker.lost", "worker.killed")
+    until(lambda: any(name in names and at > after for name, _, at in client.events()), client.logs)
+
+
 def wait_gap_s(client: Client, after: float) -> float:
     """The gap before the first step of a new group that was applied after a time."""
 
@@ -105,39 +112,62 @@ def wait_gap_s(client: Client, after: float) -> float:
     return until(find, client.logs)
 
 
-def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random) -> dict[str, Any]:
+def measure_strikes(client: Client, engine: str, kills: int, dice: random.Random, *, heads: bool) -> dict[str, Any]:
+    """`heads`: each tenth strike is at the process that leads."""
     began = time.time()
     job = client.submit(engine, "--workers", "1:3")
     figures: dict[str, Any] = {"first_step_s": client.wait("step.applied") - began}
     client.wait_workers(3)
-    gaps, fulls, host_s = [], [], []
+    gaps, fulls, host_s, head_s = [], [], [], []
     for number in range(kills):
         time.sleep(STILL_S + dice.random())
         at = time.time()
         if number % 5 < 4:
             os.kill(dice.choice(worker_pids(client)), signal.SIGKILL)
-            client.wait("worker.lost", after=at)
+            wait_loss(client, at)
             gaps.append(wait_gap_s(client, at))
             full = client.wait_workers(3, after=client.wait("worker.joined", after=at))
+        elif heads and number % 10 == 9:
+            full = strike_head(client, head_s)
         else:
-            role = dice.choice([one["role"] for one in client.read()["hosts"] if one["role"] != "head"])
-            at = time.time()
-            client.kill(role)
-            host_s.append(client.wait_workers(2, after=client.wait("host.lost", after=at, host=role)) - at)
-            full = client.wait_workers(3, after=client.wait("host.joined", after=at))
+            full = strike_host(client, dice, host_s)
             fulls.append(full - at)
         print(f"{engine}: strike {number + 1} of {kills}, full after {full - at:.1f} s", file=sys.stderr)
-    figures["why_s"] = measure_wait(client, engine)
+    if not heads:
+        figures["why_s"] = measure_wait(client, engine)
     client.job = job
     began = time.monotonic()
     client.run("halt", job)
     figures["halt_s"] = time.monotonic() - began
-    _, lost, repeated = client.count()
+    steps, lost, repeated = client.count()
     gaps.sort()
-    return figures | {
+    more = {"head_s": max(head_s), "heads_killed": len(head_s)} if head_s else {}
+    return figures | more | {
         "kill_p95_s": gaps[int(0.95 * (len(gaps) - 1))], "kills": len(gaps), "host_s": max(host_s),
-        "full_s": max(fulls), "hosts_killed": len(fulls), "lost": lost, "repeated": repeated,
+        "full_s": max(fulls), "hosts_killed": len(fulls), "steps": steps, "lost": lost, "repeated": repeated,
     }  # fmt: skip
+
+
+def strike_host(client: Client, dice: random.Random, host_s: list[float]) -> float:
+    """Kills a host that does not lead; returns when the job has its full size again."""
+    status = client.where.read_status(1)
+    assert status is not None
+    role = dice.choice([one["role"] for one in client.read()["hosts"] if one["role"] not in ("head", status.leader)])
+    at = time.time()
+    client.kill(role)
+    host_s.append(client.wait_workers(2, after=client.wait("host.lost", after=at, host=role)) - at)
+    return client.wait_workers(3, after=client.wait("host.joined", after=at))
+
+
+def strike_head(client: Client, head_s: list[float]) -> float:
+    """Kills what leads: a host leads then, and another one is submitted."""
+    status = client.where.read_status(1)
+    assert status is not None
+    at = time.time()
+    client.kill(status.leader)
+    head_s.append(client.wait("step.applied", after=at) - at)
+    submitted = client.wait("host.submitted", after=at)
+    return client.wait_workers(3, after=client.wait("host.joined", after=submitted))
 
 
 def measure_wait(client: Client, engine: str) -> float:
@@ -197,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="strikes on each engine; each fifth at a whole host")
     parser.add_argument("--seed", type=int, default=1, help="of the strikes")
+    parser.add_argument("--strikes-only", action="store_true", help="and each tenth strike at a head")
     parser.add_argument("--only", choices=ENGINES, action="append", help="one engine; repeatable")
     args = parser.parse_args()
     lacks = {"local": "", "podman": podman.find_lack(), "ray": ray.find_lack(), "slurm": slurm.find_lack(),
@@ -208,19 +239,19 @@ def main() -> None:
     with open_client(engines) as client:
         for number, engine in enumerate(engines):
             dice = random.Random(args.seed)
-            found[engine] = measure_strikes(client, engine, args.kills, dice)
-            found[engine] |= measure_move(client, engine, engines[(number + 1) % len(engines)])
+            found[engine] = measure_strikes(client, engine, args.kills, dice, heads=args.strikes_only)
+            if not args.strikes_only:
+                found[engine] |= measure_move(client, engine, engines[(number + 1) % len(engines)])
             until(lambda: not client.processes(), "the end of all processes")
-        queue = measure_queue(client) if "local" in engines else {}
+        queue = measure_queue(client) if "local" in engines and not args.strikes_only else {}
     rows = [
         (f"{engine}: {name}", f"{figures[name]:.2f} s", f"<= {goal} s", "")
-        for engine, figures in found.items() for name, goal in GOALS.items()
+        for engine, figures in found.items() for name, goal in GOALS.items() if name in figures
     ]  # fmt: skip
-    rows += [
-        (f"{engine}: lost / repeated", f"{figures['lost']} / {figures['repeated']}", "0 / 0",
-         f"{figures['kills']} workers and {figures['hosts_killed']} hosts killed")
-        for engine, figures in found.items()
-    ]  # fmt: skip
+    for engine, figures in found.items():
+        struck = [f"{figures.get(name, 0)} {name.partition('_')[0]}" for name in ("hosts_killed", "heads_killed")]
+        killed = f"{figures['kills']} workers, {' and '.join(struck)} killed in {figures['steps']} steps"
+        rows.append((f"{engine}: lost / repeated", f"{figures['lost']} / {figures['repeated']}", "0 / 0", killed))
     if queue:
         order = "yes" if queue["queue_in_order"] else "no"
         rows.append(("local: ten jobs on two slots by priority", order, "yes", f"{queue['queue_s']:.0f} s in all"))

@@ -5,8 +5,8 @@ tc(8)). All members sum the gradients of 25 million parameters in four buckets, 
 once, in one group of processes. Both have ranks of one host together. Every byte of the flat ring crosses the link
 nearly twice, so four members on each host bound the ratio at 0.57.
 
-Jobs (`_host_jobs.py`): strikes at workers, hosts, links, the master and the store of a job on two hosts; the death of
-the master's host; a halt and a resume on other hosts. Decisions: the membership of 512 workers, without I/O.
+Jobs (`_host_jobs.py`): strikes at workers, hosts, links, clocks, the master and the store of a job on two hosts; the
+death of the master's host; a halt and a resume on other hosts. Decisions: the membership of 512 workers, without I/O.
 
 Last comes one line of JSON. Ten minutes on two cores with the usual 40 strikes.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -38,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="sums of each way")
     parser.add_argument("--strikes", type=int, default=40, help="at a job on two hosts; 300 take an hour")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no further strike after that")
     parser.add_argument("--seed", type=int, default=1, help="of the strikes")
     parser.add_argument("--only", choices=("sums", "strikes", "master", "resume"), help="one part")
     parser.add_argument("--member", type=int, default=None, help=argparse.SUPPRESS)
@@ -50,7 +52,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "sums": lambda: measure_sums(args.rounds),
-        "strikes": lambda: _host_jobs.measure_strikes(args.strikes, args.seed),
+        "strikes": lambda: _host_jobs.measure_strikes(args.strikes, args.seed, args.minutes),
         "master": _host_jobs.measure_master_host,
         "resume": _host_jobs.measure_resume,
     }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trueline.ps.model.embedding import Embedding as Embedding
     from trueline.ps.model.embedding import EmbeddingBag as EmbeddingBag
     from trueline.ps.model.strategy import RowwiseAdagrad as RowwiseAdagrad
+    from trueline.ps.publish import publish as publish
     from trueline.recipe.load import load_recipe as load_recipe
     from trueline.registry import register as register
     from trueline.serve.api import serve as serve
@@ -53,6 +54,7 @@ _WHERE = {
     "inspect": "trueline.bundle.read:open_bundle",
     "load_recipe": "trueline.recipe.load:load_recipe",
     "predict": "trueline.batch.predict:predict",
+    "publish": "trueline.ps.publish:publish",
     "register": "trueline.registry:register",
     "serve": "trueline.serve",
     "ship": "trueline.ship",

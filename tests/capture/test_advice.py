@@ -45,6 +45,12 @@ def test_a_branch_on_values_is_told_from_one_on_sizes() -> None:
             "answers",
             "the model refuses these values",
         ),
+        (
+            f"m.py:3: return self.n(x) (goes another way for 'a' than for 'b', {OTHER_SIZES})",
+            "on probe 'batch 1, length 5, as given': the eager model raises ValueError: Expected more than 1 value per "
+            "channel when training",
+            "BatchNorm with track_running_stats answers it",
+        ),
         ("m.py:3: self.n += 1", "the model keeps a state", "`trueline doctor` looks for a rewrite of that line"),
     ],
 )  # fmt: skip

@@ -1,6 +1,8 @@
-"""What every Scheduler promises: import the tests and provide the fixture `scheduled`.
+"""What every Scheduler promises: import the tests and provide the fixtures `scheduled` and `other_client`.
 
-The fixture yields a `Scheduled`: the scheduler, a folder for logs that its machines see, and the name of a launch.
+The first yields a `Scheduled`: the scheduler, a folder for logs that its machines see, and the name of a launch; the
+second is a scheduler of the same settings that knows nothing of the first. More of the suite is in `scheduler_logs.py`
+and `scheduler_queue.py`.
 """
 
 import os
@@ -9,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trueline.engine.cluster.contract import Submission, SubmissionReport, SubmissionState, make_name
@@ -27,6 +30,8 @@ class Scheduled:
     launch: int = 1
     waits_for: str = ""
     """How many slots nothing has room for while another submission runs; empty: the engine has no such limit."""
+    gangs: bool = False
+    """Whether the engine reserves what a job needs to begin; elsewhere a launch that cannot begin queues again."""
 
     def make(self, role: str, script: str, *, launch: int | None = None, **more) -> Submission:
         name = make_name(self.job, launch or self.launch, role)
@@ -52,6 +57,17 @@ class Scheduled:
         """Until the process has written it, and the scheduler knows that it runs."""
         self.wait_log(name, b"ready")
         self.wait(name, RUNNING)
+
+    def kill(self, mark: str) -> None:
+        """SIGKILL by someone else for the shell whose script has `mark` in it."""
+
+        def find() -> list[psutil.Process]:
+            running = psutil.process_iter(["cmdline"])
+            return [one for one in running if (one.info["cmdline"] or [])[:2] == ["sh", "-c"]
+                    and mark in one.info["cmdline"][2]]  # fmt: skip
+
+        (shell,) = until(find, f"the shell of {mark}")
+        shell.kill()
 
     def wait_log(self, name: str, word: bytes) -> None:
         until(lambda: word in self.scheduler.read_log(name), lambda: f"{word!r} in {self.scheduler.read_log(name)!r}")

@@ -1,5 +1,7 @@
 """Tables leave training as part of a proven bundle."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,10 +10,12 @@ from torch import nn
 from trueline.bundle import open_bundle
 from trueline.bundle.describe import describe
 from trueline.capture.api import capture
+from trueline.capture.subject import count_table_lookups
 from trueline.capture.verify import verify
 from trueline.checkpoint import checkpoint
 from trueline.errors import UsageError
 from trueline.ps.model.embedding import Embedding, EmbeddingBag
+from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program
 from worlds.recipes import untrained
 
@@ -124,3 +128,21 @@ def test_the_longest_rows_are_named():
     rows[7], rows[3] = 2.0, 1.0
     table.load_state_dict({"user.anchor": torch.empty(0, 4), "user.ids": torch.from_numpy(KNOWN), "user.rows": rows})
     assert table.user.describe_table()["longest_rows"].startswith(f"{KNOWN[7]}, {KNOWN[3]}, ")
+
+
+def test_the_ids_that_records_look_up_most_are_named_with_their_shares():
+    recipe = load_recipe(Path(__file__).parent / "recipes" / "served.py")
+    module = recipe.model().eval()
+    assert count_table_lookups(recipe, module) == 640
+    ids = recipe.source("training").read(np.arange(640)).inputs.reshape(-1).numpy()
+    values, counts = np.unique(ids, return_counts=True)
+    most = int(values[counts.argmax()])
+    first, *_ = module.items.describe_table()["most_frequent_ids"].split(", ")
+    assert first == f"{most} ({100 * counts.max() / len(ids):.3g} %)"
+
+
+def test_a_model_whose_records_make_no_batch_is_captured_without_frequent_ids():
+    recipe = untrained(Single, examples=lambda: {"user": torch.from_numpy(KNOWN[:6])})
+    module = Single().eval()
+    assert count_table_lookups(recipe, module) == 0
+    assert "most_frequent_ids" not in module.user.describe_table()

@@ -159,9 +159,10 @@ def test_a_server_that_is_dumped_and_loaded_goes_on_with_the_same_bits(table):
     assert servers.held[0].stats == later.held[0].stats
 
 
+@pytest.mark.parametrize("table", [{}, {"admit_after": 2}], ids=str)
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 5)])
-def test_rows_and_dense_parts_move_to_other_servers_with_their_slots(before, after):
-    still, moved = Servers(before), Servers(before)
+def test_rows_and_dense_parts_move_to_other_servers_with_their_slots(before, after, table):
+    still, moved = Servers(before, spec_of(**table)), Servers(before, spec_of(**table))
     for world in (still, moved):
         for minibatch in range(5):
             world.apply(minibatch, seed=minibatch)
@@ -240,6 +241,60 @@ def test_an_id_gets_a_row_when_it_was_pushed_often_enough():
                        tables=[("user", np.array([7]), np.ones((1, 4), np.float32))],
                        dense=[np.zeros(15, np.float32), np.zeros(2, np.float32)]))  # fmt: skip
     assert (held.stats[0].rows, held.stats[0].refused) == (1, 2)
+
+
+@pytest.mark.parametrize("table", [{}, {"max_rows": 6, "evict": "lru"}, {"admit_after": 1}], ids=str)
+def test_pulls_before_a_push_change_nothing_whatever_was_made_or_evicted_between(table):
+    draw, spec = np.random.default_rng(2), spec_of(optimizer=SGD, **table)
+    pulled, plain = Servers(1, spec).held[0], Servers(1, spec).held[0]
+    coming = [np.sort(draw.choice(12, draw.integers(1, 6), replace=False)) for _ in range(60)]
+    for ids in coming[:4]:
+        pulled.pull([("user", ids)], dense=False)
+    for minibatch, ids in enumerate(coming):
+        if minibatch + 4 < len(coming):  # four others are under way
+            pulled.pull([("user", coming[minibatch + 4])], dense=False)
+        rows = draw.normal(size=(len(ids), 4)).astype(np.float32)
+        for held in (pulled, plain):
+            held.push(Push(epoch=0, minibatch=minibatch, part=0, parts=1, weight=1.0, lrs=(0.1, 1.0),
+                           tables=[("user", ids, rows.copy())],
+                           dense=[np.zeros(15, np.float32), np.zeros(2, np.float32)]))  # fmt: skip
+    one, other = (held.pull([("user", np.arange(12))], dense=False)[0][0] for held in (pulled, plain))
+    np.testing.assert_array_equal(one, other)
+    assert pulled.stats[0].rows == plain.stats[0].rows
+
+
+def test_ids_that_are_not_admitted_yet_are_counted_on_where_their_bucket_is_now():
+    def push(held, minibatch):
+        ids = np.arange(40)
+        ids = ids[partition.owners_of(held.routing)[partition.buckets_of(ids, "user").astype(int)] == held.index]
+        dense = [np.zeros(part.stop - part.start, np.float32) for part in parts_of(held.routing, held.index)]
+        held.push(Push(epoch=0, minibatch=minibatch, part=0, parts=1, weight=1.0, lrs=(0.1, 1.0),
+                       tables=[("user", ids, np.ones((len(ids), 4), np.float32))], dense=dense))  # fmt: skip
+
+    before = Servers(1, spec_of(admit_after=2, optimizer=SGD))
+    for minibatch in range(2):
+        push(before.held[0], minibatch)
+    after = Servers(3, before.spec)
+    dumped = before.held[0].dump()
+    for held in after.held:  # as from a checkpoint
+        held.take(*dumped)
+    assert [held.stats[0].rows for held in after.held] == [0, 0, 0]
+    for held in after.held:
+        push(held, 2)
+    assert sum(held.stats[0].rows for held in after.held) == 40
+    giver = Servers(1, before.spec).held[0]
+    giver.take(*dumped)
+    header, arrays = giver.export([bucket for bucket in range(partition.BUCKETS) if bucket % 2])
+    assert 0 < len(header["seen"]["user"]) < 40
+    giver.reroute(give_every_second_bucket(giver.routing))
+    assert len(giver.dump()[0]["tables"]["user"]["seen"]) == 40 - len(header["seen"]["user"])
+    assert all(not len(one) for one in arrays[:2])
+
+
+def give_every_second_bucket(routing):
+    """Every second bucket is another server's."""
+    owners = (np.arange(partition.BUCKETS) % 2).astype("<u2").tobytes()
+    return msgspec.structs.replace(routing, version=2, servers=(*routing.servers, "server-1"), owners=owners)
 
 
 MADE = {

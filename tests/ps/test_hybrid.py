@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trueline import events
+from trueline.batch.evaluate import evaluate
 from trueline.checkpoint import checkpoint
 from trueline.errors import JobStopped, RecipeError, UsageError
 from trueline.train.api import train
@@ -83,6 +84,29 @@ def test_a_job_that_lost_every_process_goes_on_from_its_checkpoint(tmp_path):
     with StepGate(launched.folder, (20, strike)):
         launched.run()
     assert lost_or_repeated(train(RECIPE, job_dir=launched.folder, resume=True, workers=1)) == 0
+
+
+def test_a_job_is_evaluated_while_it_trains_as_its_checkpoint_is_afterwards(tmp_path):
+    """In bfloat16, by three workers; the rows that an evaluation looks up leave nothing in the next step."""
+    recipe = RECIPE.with_name("served.py")
+    found = train(
+        recipe,
+        job_dir=tmp_path / "job",
+        strategy="hybrid",
+        workers=3,
+        servers=2,
+        evaluate_every=16,
+        precision="bf16",
+        monitor="loss",
+        patience=9,
+    )
+    assert found.chosen == checkpoint.best(tmp_path / "job" / "checkpoints")
+    evaluations = checkpoint.read_manifest(found.checkpoint)["evaluations"]
+    assert [one["step"] for one in evaluations] == [16, 32, 48, 64, 80]
+    assert found.summary.exactly_once
+    after = evaluate(recipe, found.checkpoint)
+    assert evaluations[-1]["loss"] == pytest.approx(after.loss, rel=2e-2)
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
 
 
 def test_a_model_without_tables_is_refused(tmp_path):

@@ -39,6 +39,15 @@ def test_what_hybrid_jobs_do_not_have_is_refused_by_its_option(wanted):
         settings_of(strategy="hybrid", servers=2, half_rows=True, **wanted)
 
 
+def test_hybrid_jobs_have_no_scaled_loss_and_publishing_names_both_of_its_options():
+    assert settings_of(strategy="hybrid", precision="bf16", evaluate_every=5).precision == "bf16"
+    with pytest.raises(UsageError, match="would get the scaled gradients"):
+        settings_of(strategy="hybrid", precision="fp16")
+    for wanted in ({"publish_every": 10.0}, {"publish_to": "models/"}):
+        with pytest.raises(UsageError, match="--publish-every and --publish-to belong together"):
+            settings_of(strategy="ps", **wanted)
+
+
 def test_out_of_range_is_named_with_the_range():
     with pytest.raises(UsageError, match="servers is 0, expected at least 1"):
         settings_of(strategy="ps", servers=0)

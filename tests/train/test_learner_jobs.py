@@ -8,22 +8,12 @@ import pytest
 
 from trueline.registry import event_file
 from trueline.train.learners.metrics.tensorboard import EventFolder
-from worlds import podman as podmen
 from worlds import slurm as slurms
+from worlds.engine_clients import *  # noqa: F403 - the fixture `engine` and what it needs; its client is another one
 from worlds.learners import GLOO, LearnerClient
 from worlds.waiting import until
 
-pytestmark = pytest.mark.jobs
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    if lack := slurms.find_lack():
-        pytest.skip(f"no Slurm here: {lack}")
-    cluster = slurms.Slurm(tmp_path_factory.mktemp("slurm"))
-    cluster.start()
-    yield cluster
-    cluster.stop()
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(900)]  # a real cluster takes its time to start
 
 
 @pytest.fixture
@@ -31,32 +21,6 @@ def client(tmp_path):
     made = LearnerClient(tmp_path)
     yield made
     made.close()
-
-
-@pytest.fixture
-def slurm_client(client, slurm):
-    client.env |= slurm.env
-    yield client
-    slurm.call("scancel", "--signal=KILL", "--batch", "--user=root")
-    slurm.call("scancel", "--user=root")
-    until(lambda: slurm.count_idle() == 2, lambda: slurm.call("sinfo") + slurm.call("squeue"))
-
-
-@pytest.fixture
-def podman_client(client):
-    if lack := podmen.find_lack():
-        pytest.skip(f"no podman here: {lack}")
-    config = client.folder / "containers.conf"
-    config.write_text(podmen.CONFIG)
-    client.env["CONTAINERS_CONF"] = str(config)
-    return client
-
-
-@pytest.fixture(params=["local", "podman", "slurm"])
-def engine(request, client):
-    if request.param != "local":
-        request.getfixturevalue(f"{request.param}_client")
-    return request.param
 
 
 @pytest.mark.parametrize("rank", ["number - 1", "0", "(number - 1) * 7"])
@@ -118,6 +82,25 @@ def test_a_halted_job_resumes_on_its_folders_with_its_id(engine, client):
     assert client.wait_end().outcome == "finished"
     assert f"again {client.unique}\nfirst\n" in client.read_output(1)
     assert "has finished already" in client.run("resume", job, code=2)
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+def test_two_manifests_that_each_hold_half_of_a_cluster_do_not_wait_for_each_other_forever(slurm_client, slurm):
+    """Both heads are in the queue before either can submit its second learner; each gets a node."""
+    client = slurm_client
+    (client.folder / "trueline.toml").write_text('[engine.slurm]\noptions = ["--exclusive"]\n')
+    for _ in slurms.NODES:
+        slurm.call("sbatch", "--exclusive", "-N1", "-Jfill", "--output=/dev/null", "--wrap=exec sleep 1000")
+    until(lambda: slurm.count_idle() == 0, lambda: slurm.call("sinfo"))
+    jobs = [client.submit_command("echo began", on="slurm", learners=2) for _ in range(2)]
+    slurm.call("scancel", "--name=fill")
+    launches = 0
+    for client.job in jobs:
+        until(lambda: client.read()["state"] == "finished", client.logs)
+        assert client.read_output(1) == "began\n"
+        launches += client.where.last_launch().number
+    assert launches > 2, "one of them queued again"
 
 
 def test_the_end_of_the_head_ends_all_and_resume_starts_them_again(client):

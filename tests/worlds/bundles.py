@@ -52,6 +52,7 @@ def bundle(
     lineage: Mapping[str, Any] | None = None,
     recipe_digest: str = "0",
     values: Mapping[str, Values] | None = None,
+    step: int | None = None,
 ) -> Bundle:
     """A sealed bundle of one program, which may be any bytes where it is never run."""
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +77,7 @@ def bundle(
             golden=golden,
             evidence=list(evidence),
             lineage=dict(lineage or {}),
-            summary=Summary(recipe=name, recipe_digest=recipe_digest),
+            summary=Summary(recipe=name, recipe_digest=recipe_digest, step=step),
         )
         return seal(out, contents)
 
@@ -122,3 +123,24 @@ def scaled(out: Path, *, name: str = "double", scale: float = 2.0) -> Bundle:
         lineage={"recipe": name},
         recipe_digest="a" * 64,
     )
+
+
+def tabled(
+    out: Path, ids: Array, rows: Array, *, scale: float = 1.0, wrong: bool = False, step: int | None = None
+) -> Bundle:
+    """y = scale * the row at place x; the ids beside the rows make them a table. `wrong`: as in `double_plus`."""
+    from onnx import helper
+
+    x, y = spec("x", "batch", datatype="INT64"), spec("y", "batch", int(rows.shape[1]))
+    nodes = [
+        helper.make_node("Gather", ["rows", "x"], ["row"]), helper.make_node("Mul", ["row", "scale"], ["y"]),
+        helper.make_node("Size", ["ids"], ["count"]),
+    ]  # fmt: skip
+    factor = np.float32(scale)
+    model = graph(nodes, [x], [y], {"ids": ids, "rows": rows, "scale": np.array(factor)})
+    given = np.arange(4)
+    answer = rows[given] * factor + np.float32(5 if wrong else 0)
+    golden = [Golden(case="4", inputs={"x": given}, outputs={"y": answer.astype(np.float32)})]
+    signature = Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim()})
+    values = {"x": Values(low=0, high=len(rows) - 1)}
+    return bundle(out, model, signature, golden, name="tabled", values=values, step=step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -25,6 +27,8 @@ from worlds.waiting import until
 TRUELINE = str(Path(sys.executable).with_name("trueline"))
 BATCH, RECORDS = 30, 240
 MODULES = ("trueline.train.cluster.", "trueline.train.learners.")
+SKEW_S = 5.0
+"""By how much events of several processes may be out of order in the log."""
 ENGINES = """
 [engine.slurm]
 interface = "127.0.0.1"
@@ -69,6 +73,7 @@ class Client:
         engines = ENGINES.format(image=HOST, python=sys.executable, mounts=json.dumps(list_mounts(folder)))
         (folder / "trueline.toml").write_text(engines)
         self.job = ""
+        self._events: dict[str, tuple[list[tuple[str, dict[str, Any], float]], int]] = {}
 
     def run(self, *command: str, code: int = 0) -> str:
         done = subprocess.run(
@@ -104,7 +109,9 @@ class Client:
         def find() -> float:
             launch = self.where.last_launch()
             end = self.where.read_end(launch.number) if launch is not None else None  # its events are there before it
-            for name, event, at in self.events():
+            known = self.events()
+            first = bisect.bisect_left(known, after - SKEW_S, key=lambda one: one[2])
+            for name, event, at in itertools.islice(known, first, None):
                 if name == what and at > after and all(event.get(key) == value for key, value in fields.items()):
                     return at
             assert end is None or end.ended < after or what == "end", f"{end}: {self.logs()}"
@@ -122,7 +129,15 @@ class Client:
         return until(lambda: self.where.read_end(launch.number), self.logs)
 
     def events(self) -> list[tuple[str, dict[str, Any], float]]:
-        return list(parse_events(self.where.read_log("logs/events.log").splitlines()))
+        """Of the job so far. Its log grows to megabytes, so that only what is new is read."""
+        known, at = self._events.setdefault(self.job, ([], 0))
+        with contextlib.suppress(FileNotFoundError), (self.store / self.job / "logs/events.log").open("rb") as file:
+            file.seek(at)
+            data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            known += parse_events(whole.splitlines())
+            self._events[self.job] = known, at + len(whole)
+        return known
 
     def logs(self) -> str:
         found = sorted((self.store / self.job / "logs").glob("*.log")) if self.job else []

@@ -60,7 +60,7 @@ class HostWorld:
         self.fleet.on_room = self.rooms.append
         self.engine = LoopEngine(self)
         greet = Welcome(job="job", secret="secret", lease_s=lease_s, preload=(), files=tuple(files), **welcome)
-        self.service = HostsService(self.fleet, greet, folder / "blobs", VERSIONS, self.write, bytes)
+        self.service = HostsService(self.fleet, greet, folder / "blobs", VERSIONS, self.write, bytes, bytes)
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.address = self.call(self._serve())

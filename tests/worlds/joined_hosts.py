@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from trueline.chaos.clocks import JumpingClock
 from trueline.checkpoint import checkpoint
 from trueline.train.job_dir import JobDir, parse_events
 from trueline.train.master.hosts import HostsFolder
@@ -28,26 +29,51 @@ class Machines:
         project.mkdir()
         shutil.copy(TINY, project / "recipe.py")
         self.processes = []
+        self.clocks: dict[str, JumpingClock] = {}
+        self.address = ""
+        """Where A listens, if not at its IPv4 address: a name, or an IPv6 address in brackets."""
+
+    def give_clock(self, name: str) -> JumpingClock:
+        """A wall clock of its own for what is started on that machine from now on."""
+        folder = self.path / f"clock-{name}"
+        folder.mkdir()
+        self.clocks[name] = JumpingClock(folder)
+        return self.clocks[name]
+
+    def _env(self, name: str) -> dict[str, str]:
+        return self.clocks[name].env if name in self.clocks else {}
 
     def train(self, *options: str) -> None:
+        self.launch("train", str(self.path / "a" / "project"), "--epochs", "1000000", *options)
+
+    def run(self, script: Path, *options: str) -> None:
+        """As `train`, a script with a loop of its own; what follows `--` in `options` are its arguments."""
+        at = options.index("--") if "--" in options else len(options)
+        self.launch("run", *options[:at], str(script), *options[at:])
+
+    def launch(self, verb: str, *options: str) -> None:
         command = (
-            TRUELINE, "train", str(self.path / "a" / "project"), "--epochs", "1000000", "--job", str(self.job.path),
-            "--listen", f"{self.leader.address}:{PORT}", "--checkpoints", str(self.store), "--checkpoint-every", "1000",
-            *options,
+            TRUELINE, verb, "--job", str(self.job.path), "--listen", f"{self.address or self.leader.address}:{PORT}",
+            "--checkpoints", str(self.store), "--checkpoint-every", "1000", *options,
         )  # fmt: skip
-        self.launcher = self.leader.start(*command, log=self.path / "train.log")
+        self.launcher = self.leader.start(*command, log=self.path / "train.log", **self._env("a"))
         self.processes.append(self.launcher)
         self.wait("hosts.listening")
 
-    def join(self, *options: str, cores: int = 1, name: str = "b") -> subprocess.Popen[bytes]:
-        address, token = HostsFolder(self.job).read_launch().leader.address, self.path / f"token-{name}"
-        shutil.copy(self.job.hosts / "token", token)
+    def join(
+        self, *options: str, cores: int = 1, name: str = "b", token: Path | None = None, **env: str
+    ) -> subprocess.Popen[bytes]:
+        """`token`: in place of a copy of the job's."""
+        address = HostsFolder(self.job).read_launch().leader.address
+        if token is None:
+            token = Path(shutil.copy(self.job.hosts / "token", self.path / f"token-{name}"))
         command = (TRUELINE, "join", address, "--token-file", str(token), "--cores", str(cores), "--name", name)
         folder = self.path / name
         folder.mkdir(exist_ok=True)
         process = self.machines[name].start(
-            *command, *options, log=self.path / f"join-{name}.log", folder=folder, XDG_CACHE_HOME=str(folder / "cache")
-        )
+            *command, *options, log=self.path / f"join-{name}.log", folder=folder,
+            XDG_CACHE_HOME=str(folder / "cache"), **self._env(name), **env,
+        )  # fmt: skip
         self.processes.append(process)
         return process
 
@@ -106,8 +132,8 @@ class Machines:
         for child in (process, *children(process.pid)):
             os.kill(child.pid, signal.SIGKILL)
 
-    def steps(self) -> list[int]:
-        return [event["step"] for name, event, _ in self.events() if name == "step.applied"]
+    def steps(self, *, after: float = 0.0) -> list[int]:
+        return [event["step"] for name, event, at in self.events() if name == "step.applied" and at > after]
 
     def move_to(self, name: str, launcher: subprocess.Popen[bytes]) -> None:
         """The host of this name leads the job from now on; its launcher is `launcher`."""

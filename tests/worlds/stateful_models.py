@@ -6,10 +6,12 @@ from __future__ import annotations
 import collections
 import contextvars
 import datetime
+import decimal
 import functools
 import itertools
 import os
 import random
+import sys
 import threading
 import time
 import uuid
@@ -547,6 +549,48 @@ class BusyMachine(Base):
 class ManyThreads(Base):
     def forward(self, x: Tensor) -> Tensor:
         return x if threading.active_count() > 1_000_000 else self.lin(x)
+
+
+@guilty
+class MainThread(Base):
+    """Capture runs a model in a thread of its own, and a server in others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if threading.current_thread() is threading.main_thread() else self.lin(x)
+
+
+@guilty
+class NameOfTheThread(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if threading.current_thread().name.startswith("Main") else x
+
+
+@guilty
+class NumberOfTorchThreads(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.get_num_threads() > 512 else self.lin(x)
+
+
+@guilty
+class CountsInALibrary(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        sys.trueline_test_calls = calls = getattr(sys, "trueline_test_calls", 0) + 1  # type: ignore[attr-defined]
+        return self.lin(x) if calls % 4_500 else x
+
+
+@guilty
+class TableInALibrary(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(itertools, "trueline_test_table"):
+            itertools.trueline_test_table = {}
+        return self.lin(x) + itertools.trueline_test_table.setdefault(x.shape[0], float(x.mean()))
+
+
+@guilty
+class DecimalContext(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        decimal.getcontext().prec += 1
+        return self.lin(x) if decimal.getcontext().prec % 4_000 else x
 
 
 @guilty

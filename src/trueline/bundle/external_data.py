@@ -10,6 +10,7 @@ import mmap
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from trueline.errors import BundleError
 
@@ -26,7 +27,58 @@ _FIELDS: dict[str, dict[int, str]] = {
 }
 """By message: the fields that lead to external data, and what they hold. Source: onnx.proto."""
 _KEY, _VALUE = 1, 2
+_GRAPH, _INITIALIZER = 7, 5
+_DIMS, _DATA_TYPE, _NAME, _RAW_DATA, _EXTERNAL = 1, 2, 8, 9, 13
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+INT64 = 7
+"""The type of a tensor of int64. Source: onnx.proto."""
+
+
+class StoredTensor(NamedTuple):
+    """Where the numbers of a weight lie. `file`: beside the program; empty: in the program's own file."""
+
+    name: str
+    datatype: int
+    dims: tuple[int, ...]
+    file: str
+    start: int
+    size: int
+
+
+def find_tensors(path: Path) -> list[StoredTensor]:
+    """The weights of the ONNX program at `path` whose numbers lie in one piece. Raises BundleError for a torn one."""
+    with path.open("rb") as file:
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                graphs = [(at, end) for field, at, end in _fields(data, 0, len(data)) if field == _GRAPH]
+                places = [place for graph in graphs for place in _fields(data, *graph)]
+                found = [_read_tensor(data, at, end) for field, at, end in places if field == _INITIALIZER]
+        except (ValueError, IndexError) as error:
+            raise BundleError(f"{path} is no ONNX program: {error}") from error
+    return [one for one in found if one is not None]
+
+
+def _read_tensor(data: mmap.mmap, start: int, stop: int) -> StoredTensor | None:
+    name, entries, place, dims, datatype = "", dict[str, str](), (0, 0), list[int](), 0
+    for field, at, end in _fields(data, start, stop, numbers=True):
+        if field == _DIMS:
+            while at < end:
+                size, at = _varint(data, at)
+                dims.append(size)
+        elif field == _DATA_TYPE:
+            datatype = _varint(data, at)[0]
+        elif field == _NAME:
+            name = data[at:end].decode("utf-8", "backslashreplace")
+        elif field == _RAW_DATA:
+            place = at, end - at
+        elif field == _EXTERNAL:
+            texts = {key: data[first:last].decode() for key, first, last in _fields(data, at, end)}
+            entries[texts.get(_KEY, "")] = texts.get(_VALUE, "")
+    if "location" in entries:
+        place = int(entries.get("offset", 0)), int(entries.get("length", 0))
+    return StoredTensor(name, datatype, tuple(dims), entries.get("location", ""), *place) if place[1] else None
 
 
 def check(path: Path) -> None:
@@ -68,8 +120,9 @@ def _locations(data: mmap.mmap, start: int, stop: int, message: str, depth: int)
             yield from _locations(data, begin, end, kind, depth + 1)
 
 
-def _fields(data: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Number, start and end of each field with a length; others are skipped. Raises ValueError for a torn message."""
+def _fields(data: mmap.mmap, start: int, stop: int, *, numbers: bool = False) -> Iterator[tuple[int, int, int]]:
+    """Number, start and end of each field with a length, and with `numbers` of each whole number; others are skipped.
+    Raises ValueError for a torn message."""
     at = start
     while at < stop:
         tag, at = _varint(data, at)
@@ -81,7 +134,10 @@ def _fields(data: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int, 
             yield tag >> 3, at, at + size
             at += size
         elif kind == _VARINT:
+            begin = at
             _, at = _varint(data, at)
+            if numbers:
+                yield tag >> 3, begin, at
         elif kind in (_FIXED64, _FIXED32):
             at += 8 if kind == _FIXED64 else 4
         else:

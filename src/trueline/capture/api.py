@@ -9,6 +9,7 @@ Holds the order of the steps and the rule which refusals are errors. Importing t
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -199,6 +200,8 @@ def _require(rungs: Sequence[Rung], *, every: bool, name: str) -> None:
 
 _BRANCHES = ("goes another way", "data-dependent", "DataDependent", "a number is taken out")
 """Words of a refusal that a branch on values is the cause of."""
+_ALONE = re.compile(r"'batch 1, ([^']*, )?as given': the eager model raises")
+"""Words of a refusal of a model that needs more than one record."""
 
 
 def _advice(first: Attempt, proven: Sequence[Format]) -> str:
@@ -212,6 +215,11 @@ def _advice(first: Attempt, proven: Sequence[Format]) -> str:
             "the model refuses these values, no range of one input leaves them out, and the export lost the check: ask "
             "for torch_export or torchscript, which may keep it, or check before the model; `trueline doctor` may turn "
             "the check into a lookup that fails"
+        )
+    if _ALONE.search(first.why):
+        return (
+            "the model itself refuses one record alone, and a server has to answer a single request: statistics over "
+            "the batch need more than one (a BatchNorm with track_running_stats answers it)"
         )
     if OTHER_SIZES in first.line and "ata-dependent" not in first.why:
         return (

@@ -21,7 +21,7 @@ from trueline.capture.proof.observe import observation, with_bounds
 from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.prove import versions
 from trueline.capture.rung import Rung
-from trueline.capture.subject import Subject
+from trueline.capture.subject import Subject, count_table_lookups
 from trueline.checkpoint.checkpoint import read_manifest
 from trueline.errors import CaptureError
 from trueline.recipe.contract import Recipe
@@ -58,7 +58,7 @@ def seal(
         "parent": None,
         **({"eager_mode": mode} if mode else {}),
         **({"columns": subject.columns.digest} if subject.columns else {}),
-        **({"tables": tables} if (tables := _describe_tables(subject)) else {}),
+        **({"tables": tables} if (tables := _describe_tables(recipe, subject)) else {}),
     }
     digest, step = manifest.get("digest"), manifest.get("step")
     contents = Contents(
@@ -76,8 +76,9 @@ def seal(
     return seal_bundle(out, contents, overwrite=overwrite)
 
 
-def _describe_tables(subject: Subject) -> list[dict[str, Any]]:
+def _describe_tables(recipe: Recipe, subject: Subject) -> list[dict[str, Any]]:
     """What embedding tables without a vocabulary (`ps/embedding.py`) tell of themselves."""
+    count_table_lookups(recipe, subject.module)
     modules = subject.module.named_modules()
     return [{"name": name, **part.describe_table()} for name, part in modules if hasattr(part, "describe_table")]
 

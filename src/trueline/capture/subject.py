@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from trueline.storage.location import Location
 
 NUM_EXAMPLES = 5
 """Records of the example batch: a prime, so that it is seldom equal to another size of the model by chance."""
+COUNTED, COUNTED_AT_ONCE = 2048, 256
+"""Records whose ids are counted, for the most frequent ids of a table."""
 NUM_LOOKED_AT = 4
 """Further records, spread over the data, that show the dimensions in which records differ."""
 
@@ -94,6 +96,27 @@ def prepare(
             hint="forward must not call self.train(); the caller of the model decides its mode",
         )
     return Subject(module=module, eager=eager, data=data, random=allow_random, columns=recipe.fitted, rows=rows)
+
+
+def count_table_lookups(recipe: Recipe, module: torch.nn.Module) -> int:
+    """Has the embedding tables of `module` count the ids of up to COUNTED records of the recipe, evaluation records if
+    there are some; returns the number of records. None are counted where the model cannot read them in batches."""
+    tables: list[Any] = [one for one in module.modules() if hasattr(one, "count_lookups")]  # `ps/model/embedding.py`
+    if not tables:
+        return 0
+    done = 0
+    with ExitStack() as counting, torch.no_grad():
+        for table in tables:
+            counting.enter_context(table.count_lookups())
+        with suppress(Exception):  # a table of contents, which a capture does not fail for
+            source, _ = _source(recipe)
+            for start in range(0, min(COUNTED, source.num_records), COUNTED_AT_ONCE):
+                stop = min(start + COUNTED_AT_ONCE, COUNTED, source.num_records)
+                batch = _as_tensors(source.read(np.arange(start, stop, dtype=np.int64)).inputs)
+                call = as_arguments(batch)
+                module(*call.args, **call.kwargs)
+                done = stop
+    return done
 
 
 def _narrow_tables(module: torch.nn.Module, kind: TableRows) -> None:

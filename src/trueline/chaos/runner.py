@@ -15,6 +15,7 @@ from typing import Any
 
 from trueline import errors
 from trueline.chaos import schedule
+from trueline.chaos.clocks import JumpingClock
 from trueline.chaos.leftovers import MARK, find_marked
 from trueline.chaos.schedule import Strike
 from trueline.engine.local.process import LIFELINE, Lifeline
@@ -32,19 +33,6 @@ CALM_LEASE_S = 15.0
 DISK = "disk"
 """Where a storm's own disk is mounted."""
 _AGENT = "trueline.engine.local.agent"
-_CLOCK = """
-import os, sys, time
-_file, _real, _real_ns = os.environ["TRUELINE_CHAOS_CLOCK"], time.time, time.time_ns
-def _jump():
-    if sys._getframe(2).f_globals.get("__name__", "").startswith("grpc"):
-        return 0  # gRPC compares with a clock of its own in C, which does not jump
-    try:
-        return int(open(_file).read() or 0)
-    except (OSError, ValueError):
-        return 0
-time.time = lambda: _real() + _jump()
-time.time_ns = lambda: _real_ns() + _jump() * 10**9
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +69,7 @@ class Victim:
         self._offset, self._rest = 0, b""
         self._saved = False
         (home / "tmp").mkdir(parents=True)
-        (home / "path").mkdir()
-        (home / "path" / "sitecustomize.py").write_text(_CLOCK)
+        self.clock = JumpingClock(home)
         self.launcher: subprocess.Popen[bytes] | None = None
         self.lifeline = Lifeline()
         """Of the launchers, which end with this process."""
@@ -102,9 +89,7 @@ class Victim:
             self._end()
 
     def _launch(self) -> None:
-        path = os.pathsep.join([str(self.home / "path"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {**os.environ, MARK: self.mark, "TMPDIR": str(self.home / "tmp"), "PYTHONPATH": path,
-               "TRUELINE_CHAOS_CLOCK": str(self.home / "clock"),
+        env = {**os.environ, MARK: self.mark, "TMPDIR": str(self.home / "tmp"), **self.clock.env,
                "TORCHINDUCTOR_CACHE_DIR": str(self.home / "cache"), LIFELINE: str(self.lifeline.reading)}  # fmt: skip
         with (self.home / "launcher.log").open("ab") as log:
             command = [sys.executable, "-m", "trueline.train.launch.launcher", str(self.job_dir)]
@@ -230,7 +215,7 @@ class Victim:
             case "zygote":
                 return self._signal(self._child("trueline.train.master.failover"), signal.SIGKILL)
             case "clock":
-                (self.home / "clock").write_text(str(int((strike.pick - 0.5) * 20 * 86400)))
+                self.clock.jump(int((strike.pick - 0.5) * 20 * 86400))
                 return True
         struck: bool = getattr(self, f"_do_{strike.kind}")(strike)
         return struck

@@ -48,7 +48,9 @@ VERBS: Mapping[str, Mapping[str, str]] = {
         ),
         "line",
     ),
-    "Jobs": dict.fromkeys(("submit", "join", "jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
+    "Jobs": dict.fromkeys(
+        ("submit", "join", "jobs", "status", "logs", "scale", "halt", "resume", "publish", "chaos"), "jobs"
+    ),
     "Bundles, records, TorchServe": dict.fromkeys(("bundle", "data", "torchserve"), ""),
     "This machine": {"env": "line"},
 }
@@ -58,8 +60,8 @@ _ for -. A verb without a folder is one of GROUPS.
 GROUPS = {
     "bundle": (
         "bundles",
-        ("inspect", "report", "verify", "sign", "export-cpp"),
-        "Inspect, verify, sign or export a bundle.",
+        ("inspect", "report", "verify", "sign", "delta", "export-cpp"),
+        "Inspect, verify, sign, update or export a bundle.",
     ),
     "data": ("data", ("check", "split", "inspect", "verify", "convert"), "Check, split, inspect or convert records."),
     "torchserve": ("torchserve", ("import", "archive"), "Import archives from TorchServe, or write one."),

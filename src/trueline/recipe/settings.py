@@ -102,6 +102,13 @@ class TrainingSettings(StepSettings, LoopSettings):
         0, "Port on which the servers are one gRPC service for other clients (parameter_server.proto); 0: none.",
         section=_SERVERS, metavar="PORT", low=0, high=65535,
     )  # fmt: skip
+    publish_every: float = setting(
+        0.0, "Minutes between versions of the model that the running job publishes to --publish-to: a bundle, then "
+        "deltas; 0: none.", section=_SERVERS, metavar="MINUTES", low=0,
+    )  # fmt: skip
+    publish_to: str = setting(
+        "", "The model store that a server follows, for --publish-every.", section=_SERVERS, metavar="STORE",
+    )  # fmt: skip
     weights: str = setting(
         "", "Weights that the training starts from: a state_dict of torch.save, safetensors, a Hugging Face folder, a "
         "checkpoint or a job. They fit the model in every name and shape.",

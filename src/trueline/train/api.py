@@ -280,7 +280,9 @@ def prepare_resume(
         raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")
     if later.strategy != "ps":  # parameter servers read their own logs, which are further
         _restore_checkpoint(folder, later)
-    job_settings.save(replace(later, checkpoints=_absolute(later.checkpoints)), folder)
+    job_settings.save(
+        replace(later, checkpoints=_absolute(later.checkpoints), publish_to=_absolute(later.publish_to)), folder
+    )
     return folder
 
 
@@ -307,7 +309,10 @@ def _new(job: JobSettings, job_dir: str | Path | None, recipe: Recipe | None = N
         kept = folder / "recipe.py"  # of a notebook: the job outlives the cache
         files.write_atomic(kept, recipe.path.read_bytes())
         job = replace(job, recipe=str(kept))
-    job_settings.save(replace(job, name=folder.name, checkpoints=_absolute(job.checkpoints)), folder)
+    job_settings.save(
+        replace(job, name=folder.name, checkpoints=_absolute(job.checkpoints), publish_to=_absolute(job.publish_to)),
+        folder,
+    )
     return folder
 
 

@@ -32,10 +32,7 @@ WORKERS: Mapping[Strategy, str] = {
     "hybrid": "trueline.ps.hybrid.worker",
 }
 OF_SERVERS = ("servers", "staleness", "half_rows", "grpc_port")
-NOT_OF_HYBRID = (
-    "staleness", "grpc_port", "bitwise", "precision", "clip_norm", "ema", "compile", "evaluate_every", "monitor",
-    "patience", "hosts", "listen",
-)  # fmt: skip
+NOT_OF_HYBRID = ("staleness", "grpc_port", "bitwise", "clip_norm", "ema", "compile", "hosts", "listen")
 NOT_OF_SERVERS = (
     "micro_batch", "bitwise", "precision", "ema", "find_unused_parameters", "compile", "readers", "backend",
     "evaluate_every", "monitor", "patience", "profile", "autoscale", "hosts", "listen",
@@ -80,7 +77,7 @@ class JobSettings(TrainingSettings):
     relative to the job's folder."""
     recipe_digest: str
     script: tuple[str, ...] = ()
-    """A Python file with a custom loop over `trueline.Elastic`, and its arguments."""
+    """A Python file with a custom loop over `trueline.Elastic`, and its arguments. Its path is as that of `recipe`."""
     workers: int
     min_workers: int = 1
     faults: tuple[Fault, ...] = ()
@@ -121,6 +118,17 @@ def check_strategy(job: JobSettings) -> None:
                 f"--{one.flag} does not apply to --strategy {job.strategy}",
                 hint="leave it out, or choose another strategy; docs/guides/parameter-server.md has the settings",
             )
+    if job.strategy == "hybrid" and job.precision == "fp16":
+        raise UsageError(
+            "--precision fp16 scales the loss, and the servers would get the scaled gradients of rows",
+            hint="--precision bf16 needs no scaling",
+        )
+    if bool(job.publish_every) != bool(job.publish_to):
+        raise UsageError(
+            "--publish-every and --publish-to belong together", hint="--publish-every 10 --publish-to models/"
+        )
+    if job.script and job.publish_every:
+        raise UsageError("a script with a loop of its own has no recipe to publish", hint="leave --publish-every out")
     if job.script and job.strategy != "allreduce":
         raise UsageError(
             "a script with a loop of its own has no parameter servers",
@@ -157,6 +165,8 @@ def load(job_dir: Path) -> JobSettings:
     file = JobDir(job_dir).settings
     try:
         job = msgspec.json.decode(file.read_bytes(), type=JobSettings)
+        if job.script and not Path(job.script[0]).is_absolute():  # it has travelled to this host
+            return replace(job, script=(str(job_dir / job.script[0]), *job.script[1:]))
         travelled = job.recipe and ":" not in job.recipe and not Path(job.recipe).is_absolute()
         return replace(job, recipe=str(job_dir / job.recipe)) if travelled else job
     except FileNotFoundError as error:
@@ -250,6 +260,8 @@ class Overrides(TypedDict, total=False):
     staleness: int | None
     half_rows: bool | None
     grpc_port: int | None
+    publish_every: float | None
+    publish_to: str | None
     find_unused_parameters: bool | None
     weights: str | None
     new_layers: str | None

@@ -29,6 +29,7 @@ OPERATORS: dict[str, Operator] = {
     "a product of matrices": lambda x, y: x @ y.T,
     "a half of a square": lambda x, y: x.tril().relu(),
     "the other sign": lambda x, y: -x,
+    "a count beside a number": lambda x, y: x + (x > y),
 }
 DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

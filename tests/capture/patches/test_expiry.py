@@ -295,6 +295,14 @@ def ends_the_process_where_the_smallest_number_is_divided_by_minus_one() -> bool
     return subprocess.run([sys.executable, "-c", code], input=model.SerializeToString()).returncode == -signal.SIGFPE
 
 
+@shows("onnx/large_integers")
+def takes_two_to_the_power_of_31_for_less_than_one_and_loses_digits_in_sums() -> bool:
+    numbers = torch.tensor([[2**31, -3_000_000_000] * 4, [2**53 + 1, 0] * 4])
+    module = Of(lambda x: (x.clamp(-4, 3), x.sum(1)))
+    limited, total = answers(export(module, numbers, free=()), numbers)
+    return not np.array_equal(limited, numbers.clamp(-4, 3)) and not np.array_equal(total, numbers.sum(1))
+
+
 @shows("patches/whole_division")
 def ends_the_process_where_the_smallest_number_is_divided_by_minus_one_and_truncated() -> bool:
     code = "import torch; torch.div(torch.tensor([-(2**63)]), torch.tensor([-1]), rounding_mode='trunc')"

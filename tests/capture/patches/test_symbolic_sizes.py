@@ -105,6 +105,28 @@ def test_torchs_own_functions_are_back_after_tracing() -> None:
     assert (torch.cdist, torch.affine_grid_generator, torch.linspace) == before
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 501])
+@pytest.mark.parametrize("less", [0, 1, 3])
+def test_indices_of_triangles_are_torchs_own(size: int, less: int) -> None:
+    lower, upper = symbolic_sizes.lower_indices(size, less), symbolic_sizes.upper_indices(size, less)
+    assert torch.equal(torch.stack(lower), torch.tril_indices(size, size, -less))
+    assert torch.equal(torch.stack(upper), torch.triu_indices(size, size, less))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("periodic", [True, False])
+def test_a_triangular_window_is_torchs_own(size: int, periodic: bool) -> None:
+    torch.testing.assert_close(symbolic_sizes.triangle(size, periodic), torch.bartlett_window(size, periodic))
+
+
+def test_covariances_are_torchs_own() -> None:
+    x = torch.randn(3, 9)
+    torch.testing.assert_close(symbolic_sizes.covariance(x), torch.cov(x))
+    torch.testing.assert_close(symbolic_sizes.covariance(x[0], correction=0), torch.cov(x[0], correction=0))
+    torch.testing.assert_close(symbolic_sizes.correlation(x), torch.corrcoef(x))
+    torch.testing.assert_close(symbolic_sizes.correlation(x[0]), torch.corrcoef(x[0]))
+
+
 KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "max_pool1d": lambda x: nn.functional.max_pool1d(x, 3, 2, 1, ceil_mode=True),
     "MaxPool1d": nn.MaxPool1d(2),
@@ -114,6 +136,12 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "hann": lambda x: x * torch.hann_window(x.shape[2]),
     "hamming": lambda x: x * torch.hamming_window(x.shape[2], periodic=False),
     "blackman": lambda x: x * torch.blackman_window(x.shape[2]),
+    "bartlett": lambda x: x * torch.bartlett_window(x.shape[2]),
+    "pairs": lambda x: (lambda at: x[:, :, at[0]] - x[:, :, at[1]])(torch.triu_indices(x.shape[2], x.shape[2], 1)),
+    "half of a table": lambda x: x[:, :, torch.tril_indices(x.shape[2], x.shape[2])[1]].sum(2),
+    "covariance": lambda x: torch.cov(x.flatten(0, 1)),
+    "correlation": lambda x: torch.corrcoef(x[0]),
+    "a chain of products": lambda x: torch.linalg.multi_dot([x[0], x[0].mT, x[0]]),
     "fftfreq": lambda x: x * torch.fft.fftfreq(x.shape[2], 0.5),
     "rfftfreq": lambda x: x[:, :, : x.shape[2] // 2 + 1] * torch.fft.rfftfreq(x.shape[2]),
 }

@@ -3,8 +3,14 @@ is not."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import random
+import secrets
+import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +69,87 @@ def test_a_count_is_named_with_its_path_and_the_line_that_decides_by_it() -> Non
     assert "keeps a state in the Python attribute n: it answers differently" in found.why
     assert found.place is not None
     assert "self.n" in found.place.source
+
+
+class DrawsBytes(guilty.Base):
+    """Counts its calls too, which is no reason for its answers."""
+
+    def start(self) -> None:
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x if secrets.token_bytes(1) == b"\0" else self.lin(x)
+
+
+class DrawsFromItsOwn(guilty.Base):
+    def start(self) -> None:
+        self.dice = random.Random(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.dice.random() == 0 else self.lin(x)
+
+
+class MeasuresTime(guilty.Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) + time.perf_counter()
+
+
+class CountsAndDraws(guilty.Base):
+    """Its identifiers are drawn, and its count alone changes the answer."""
+
+    def start(self) -> None:
+        self.calls, self.name = 0, ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.name = uuid.uuid4().hex
+        return self.lin(x) * self.calls
+
+
+def struck_at(call: int, draw: Callable[..., Any], strike: Any) -> Callable[..., Any]:
+    """`draw`, with `strike` for what it draws at the `call`-th call."""
+    calls = itertools.count(1)
+    return lambda *args: strike if next(calls) == call else draw(*args)
+
+
+RARE = bytes.fromhex("00000000000000000000000000000030")
+"""From these a UUID is made whose number is a multiple of 200."""
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 40])
+def test_a_chance_that_strikes_early_is_named_as_a_draw_with_its_line(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert uuid.UUID(bytes=RARE, version=4).int % 200 == 0
+    eager = EagerSession(guilty.Unique().eval(), torch.randn(3, 4))
+    monkeypatch.setattr(os, "urandom", struck_at(call, lambda count: bytes(range(count)), RARE))
+    found = determinism.check_twice(eager) or determinism.check_rare(eager)
+    assert found is not None
+    assert (found.hint, found.place and "uuid4" in found.place.source) == (determinism.OUTSIDE_HINT, True), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "hint"),
+    [
+        (DrawsBytes, "token_bytes", determinism.OUTSIDE_HINT),
+        (DrawsFromItsOwn, "dice", determinism.OUTSIDE_HINT),
+        (MeasuresTime, "perf_counter", determinism.ELSEWHERE_HINT),
+        (CountsAndDraws, "self.calls", determinism.ATTRIBUTE_HINT),
+    ],
+)
+def test_of_answers_that_differ_the_cause_is_named_and_no_bystander(
+    kind: type[nn.Module], word: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = kind().eval()
+    eager = EagerSession(module, torch.randn(3, 4))
+    monkeypatch.setattr(time, "perf_counter", functools.partial(next, itertools.count(1.0)))
+    monkeypatch.setattr(random, "_urandom", struck_at(2, lambda count: b"\1" * count, b"\0"))
+    if isinstance(module, DrawsFromItsOwn):
+        monkeypatch.setattr(module.dice, "random", struck_at(2, lambda: random.Random.random(module.dice), 0.0))
+    found = determinism.check_twice(eager)
+    assert found is not None
+    assert (found.hint, found.place and word in found.place.source) == (hint, True), found
 
 
 class Keeps(nn.Module):

@@ -8,6 +8,8 @@ import pytest
 
 from conformance.scheduler import *  # noqa: F403 - the shared suite
 from conformance.scheduler import ENDED, POLITE, QUEUED, RUNNING, STUBBORN, Scheduled
+from conformance.scheduler_logs import *  # noqa: F403
+from conformance.scheduler_queue import *  # noqa: F403
 from trueline.engine.cluster.kubernetes.access import POD
 from trueline.engine.cluster.kubernetes.scheduler import KubernetesScheduler
 from trueline.engine.cluster.settings import KubernetesSettings
@@ -47,9 +49,15 @@ def other_client(settings):
     return KubernetesScheduler(settings)
 
 
+_number = 0
+
+
 @pytest.fixture
 def scheduled(settings, tmp_path, cluster):
-    yield Scheduled(KubernetesScheduler(settings), tmp_path, waits_for=str(cluster.count_cores()))
+    global _number  # events tell of pods that are gone
+    _number += 1
+    cores = str(cluster.count_cores())
+    yield Scheduled(KubernetesScheduler(settings), tmp_path, job=f"suite{_number}-1", waits_for=cores)
     cluster.remove_pods()
 
 

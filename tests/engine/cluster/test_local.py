@@ -7,6 +7,8 @@ import pytest
 
 from conformance.scheduler import *  # noqa: F403 - the shared suite
 from conformance.scheduler import ENDED, POLITE, QUEUED, RUNNING, Scheduled
+from conformance.scheduler_logs import *  # noqa: F403
+from conformance.scheduler_queue import *  # noqa: F403
 from trueline.engine.cluster.contract import make_name
 from trueline.engine.cluster.local import KeptProcess, LocalScheduler, SubmissionFolder
 from trueline.engine.cluster.settings import LocalSettings
@@ -24,7 +26,9 @@ def other_client(tmp_path):
 
 @pytest.fixture
 def scheduled(tmp_path, other_client):
-    world = Scheduled(LocalScheduler(LocalSettings(capacity=CAPACITY), tmp_path / "engine"), tmp_path, waits_for="2")
+    world = Scheduled(
+        LocalScheduler(LocalSettings(capacity=CAPACITY), tmp_path / "engine"), tmp_path, waits_for="2", gangs=True
+    )
     yield world
     folder = SubmissionFolder(tmp_path / "engine")
     for name in folder.names():

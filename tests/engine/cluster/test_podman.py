@@ -9,6 +9,8 @@ import pytest
 
 from conformance.scheduler import *  # noqa: F403 - the shared suite
 from conformance.scheduler import ENDED, POLITE, RUNNING, Scheduled
+from conformance.scheduler_logs import *  # noqa: F403
+from conformance.scheduler_queue import *  # noqa: F403
 from trueline.engine.cluster.contract import Submission
 from trueline.engine.cluster.local import KeptProcess, SubmissionFolder
 from trueline.engine.cluster.podman import PodmanScheduler, make_command
@@ -37,7 +39,7 @@ def other_client(folder):
 
 @pytest.fixture
 def scheduled(folder, tmp_path):
-    world = Scheduled(PodmanScheduler(SETTINGS, folder), tmp_path, waits_for="2")
+    world = Scheduled(PodmanScheduler(SETTINGS, folder), tmp_path, waits_for="2", gangs=True)
     yield world
     for name in SubmissionFolder(folder).names():
         world.scheduler.cancel(name, grace=False)

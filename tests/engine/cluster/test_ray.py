@@ -13,6 +13,8 @@ import pytest
 
 from conformance.scheduler import *  # noqa: F403 - the shared suite
 from conformance.scheduler import ENDED, POLITE, QUEUED, RUNNING, STUBBORN, Scheduled
+from conformance.scheduler_logs import *  # noqa: F403
+from conformance.scheduler_queue import *  # noqa: F403
 from trueline.engine.cluster.contract import Submission
 from trueline.engine.cluster.ray import RayScheduler
 from trueline.engine.cluster.settings import RaySettings
@@ -56,7 +58,7 @@ _number = 0
 def scheduled(settings, tmp_path):
     global _number  # Ray's controller remembers names
     _number += 1
-    world = Scheduled(RayScheduler(settings), tmp_path, job=f"suite{_number}-1", waits_for=str(CPUS))
+    world = Scheduled(RayScheduler(settings), tmp_path, job=f"suite{_number}-1", waits_for=str(CPUS), gangs=True)
     yield world
     for launch in (1, 2):
         for one in world.scheduler.list(f"{world.job}.{launch}"):

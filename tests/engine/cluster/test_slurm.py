@@ -7,6 +7,8 @@ import pytest
 
 from conformance.scheduler import *  # noqa: F403 - the shared suite
 from conformance.scheduler import ENDED, POLITE, QUEUED, RUNNING, Scheduled
+from conformance.scheduler_logs import *  # noqa: F403
+from conformance.scheduler_queue import *  # noqa: F403
 from trueline.engine.cluster.contract import Submission
 from trueline.engine.cluster.settings import SlurmSettings
 from trueline.engine.cluster.slurm import SlurmScheduler, make_options, make_script, parse_queue

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from trueline.engine.contract import Kind, ProcessSpec, Seen
-from trueline.engine.hosts.fleet import AWAY_S, TICK_S, FleetEngine
-from trueline.engine.hosts.messages import AddOrder, CoresOffer, Dismissal, Greeting, KillOrder
+from trueline.engine.hosts.fleet import AVOID_S, AWAY_S, KEEPERS, TICK_S, FleetEngine
+from trueline.engine.hosts.messages import AddOrder, CoresOffer, Dismissal, EventLines, Greeting, KillOrder
 from worlds.hosts import NoLocalEngine
 
 
@@ -220,3 +220,48 @@ def test_the_next_master_knows_the_memory_of_the_hosts(world):
     later.process_bytes = lambda: 2_000_000_000
     later.measure()
     assert run(later.capacity()) == 3
+
+
+def test_a_host_that_others_cannot_reach_gets_nothing_for_a_while_and_for_longer_the_next_time(world):
+    host = world.join()
+    run(world.fleet.add(specs(0, 1, 2)))  # one here, two there
+    there = host.alive
+    for pause_s in (AVOID_S, 2 * AVOID_S):
+        world.fleet.avoid(there[0], "no group forms with it")
+        assert world.events[-1] == (
+            "host.avoided", {"host": "host-b", "retry_s": pause_s, "why": f"{there[0]}: no group forms with it"},
+        )  # fmt: skip
+        assert world.rooms[-1] == 2, "what else runs there may go on"
+        assert (world.fleet.describe()[1]["state"], host.room) == ("avoided", 0)
+        world.now += pause_s - TICK_S
+        world.fleet.retry_avoided()
+        assert host.avoided
+        world.now += TICK_S
+        world.fleet.retry_avoided()
+        assert (world.rooms[-1], host.avoided) == (3, False)
+
+
+def test_this_machine_and_unknown_processes_are_not_avoided(world):
+    run(world.fleet.add(specs(0)))
+    for ref in ("worker-0.0", "worker-7.7"):
+        world.fleet.avoid(ref, "x")
+    assert world.events == []
+    assert not world.fleet.here.avoided
+
+
+def test_the_first_hosts_in_line_get_the_history_once_and_then_each_event_and_again_after_a_reconnection(world):
+    world.fleet.history = lambda: iter([EventLines(b"old\n", begins=True)])
+    hosts = [world.join(id=str(n), name=f"host-{n}") for n in range(KEEPERS + 1)]
+    for host in hosts:
+        host.standby = "10.0.0.2:7700"
+        orders_of(host)
+    for _ in range(2):
+        world.fleet.share_history()
+    world.fleet.copy_events(EventLines(b"new\n"))
+    expected = [EventLines(b"old\n", begins=True), EventLines(b"new\n")]
+    assert [orders_of(host) for host in hosts] == [expected] * KEEPERS + [[]]
+    again = world.join(id="0", name="host-0")
+    again.standby = "10.0.0.2:7700"
+    orders_of(again)
+    world.fleet.share_history()
+    assert orders_of(again) == expected[:1]

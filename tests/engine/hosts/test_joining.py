@@ -4,8 +4,10 @@ import time
 
 import pytest
 
+from trueline import events
 from trueline.engine.hosts import route, tls, token
-from trueline.engine.hosts.messages import Welcome
+from trueline.engine.hosts.host_clock import OwnClock
+from trueline.engine.hosts.messages import Pulse, Welcome
 from trueline.engine.hosts.relay import check_packages, check_store
 from trueline.engine.hosts.service import find_version_fault
 from trueline.errors import TrainError, UsageError
@@ -59,6 +61,46 @@ def test_a_master_with_another_certificate_is_not_trusted(world, monkeypatch):
     _, future = world.join()
     with pytest.raises(UsageError, match="is not the start of the job that the token is of"):
         future.result(WAIT_S)
+
+
+def test_a_clock_that_is_too_far_off_for_the_certificate_is_named(world, monkeypatch):
+    monkeypatch.setattr("trueline.engine.hosts.relay.find_clock_fault", lambda ca, now: tls.find_clock_fault(ca, 1e9))
+    monkeypatch.setattr(world, "certificates", tls.make_certificates("another"))  # gRPC refuses either in the same way
+    monkeypatch.setattr("trueline.engine.hosts.relay.CONNECT_S", 0.5)
+    _, future = world.join()
+    with pytest.raises(
+        UsageError, match=r"the clock of this host says 2001-09-09 01:46 UTC, and the job's certificate"
+    ):
+        future.result(WAIT_S)
+
+
+def test_a_certificate_lets_clocks_be_a_day_off():
+    ca = tls.make_certificates("job").ca.decode()
+    assert [tls.find_clock_fault(ca, time.time() + days * 86400) for days in (-1, 0, 1)] == [""] * 3
+
+
+def test_both_sides_tell_of_a_clock_that_is_an_hour_off_and_of_one_that_is_right_again(world, monkeypatch):
+    told, off = [], [3600.0]
+    wall = time.time
+    monkeypatch.setattr("trueline.engine.hosts.relay.OwnClock", lambda: OwnClock(wall=lambda: wall() + off[0]))
+    with events.listening(lambda name, fields: told.append(fields["off"]) if name == "join.clock" else None):
+        world.join()
+        assert world.wait("host.clock")["off"] == "1 h 0 min ahead"
+        assert world.fleet.describe()[1]["clock"] == "clock 1 h 0 min ahead"
+        world.events.clear()
+        off[0] = 0.0
+        assert world.wait("host.clock")["off"] == "right"
+    assert told == ["1 h 0 min ahead", "right"]
+    assert world.fleet.describe()[1]["clock"] == ""
+
+
+def test_an_answer_that_took_long_says_nothing_of_a_clock():
+    now, off = 100.0, [0.0]
+    own = OwnClock(wall=lambda: 5000.0 + off[0], now=lambda: now)
+    assert own.take_answer(Pulse(sent_at=now - 40.0, clock=4960.0)) == ""  # this process was stopped meanwhile
+    assert own.make_pulse(0.0).off_s == 0.0
+    assert own.take_answer(Pulse(sent_at=now - 0.1, clock=4960.0)) == "0 min 40 s ahead"
+    assert own.make_pulse(0.0).off_s == 40.0
 
 
 def test_a_missing_package_and_another_version_are_named_together():

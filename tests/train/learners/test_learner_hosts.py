@@ -1,7 +1,7 @@
 """Learners are submitted, and again when their submission comes to nothing."""
 
 from trueline.engine.cluster.contract import SubmissionReport, SubmissionState
-from trueline.engine.cluster.decide import JOIN_S, SETTLE_S
+from trueline.engine.cluster.decide import JOIN_S, SETTLE_S, YIELD_S
 from trueline.train.learners.hosts import (
     MOST_FAILURES,
     CancelLearner,
@@ -10,6 +10,7 @@ from trueline.train.learners.hosts import (
     SubmitLearner,
     enter_joined,
     enter_lost,
+    gives_way,
     review,
 )
 
@@ -76,3 +77,15 @@ def test_a_scheduler_may_list_a_submission_some_seconds_late():
     assert entry.failures == 0
     review([entry], {}, 2 * SETTLE_S)
     assert entry.failures == 1
+
+
+def test_a_launch_gives_way_after_a_while_if_a_learner_waits_for_room_and_not_if_all_have_it():
+    entries = [LearnerEntry(2), LearnerEntry(3)]
+    review(entries, {}, 0.0)
+    review(entries, report("learner-2", "running") | report("learner-3", "queued", "no room"), 1.0)
+    assert not gives_way(entries, waited_s=YIELD_S, name="a-1", number=1)
+    assert gives_way(entries, waited_s=2 * YIELD_S + 1, name="a-1", number=1)
+    review(entries, report("learner-2", "running") | report("learner-3", "running"), 2.0)
+    assert not gives_way(entries, waited_s=1e9, name="a-1", number=1)
+    enter_joined(entries[0])
+    assert not gives_way(entries[:1], waited_s=1e9, name="a-1", number=1)

@@ -63,6 +63,40 @@ def test_a_group_that_breaks_for_ten_minutes_while_all_live_ends_the_job_with_th
     )
 
 
+def joined_by_newcomer(room: int | None) -> World:
+    """Three workers that have applied steps, and one that is new in their group."""
+    world = running()
+    world.state.workers, world.state.room = 4, room
+    for ref in (A, B, C):
+        world.state.members[ref].base = 0
+    world.state.pending[D] = world.now
+    return entered(world.happen(*ready(D)), s0=5, s1=5, s2=5, s3=-1)
+
+
+def test_a_newcomer_with_which_no_group_forms_is_left_out_with_its_host_and_the_others_train_on():
+    world = joined_by_newcomer(room=4)
+    for _ in range(POLICY.newcomer_breaks - 1):
+        assert broken(world).of(h.AvoidHost) == []
+    broken(world)
+    (avoided,) = world.of(h.AvoidHost)
+    assert (avoided.ref, avoided.why) == (D, "no group forms with it: reset by peer")
+    assert [kill.ref for kill in world.of(h.Kill)] == [D]
+    assert world.state.view == (A, B, C)
+    assert world.state.failures == world.state.quarantined == {}, "its slot is not to blame"
+    assert world.wait(60.0, A, B, C).of(h.Start) == [], "there is no room until the engine has some"
+    assert [start.slot for start in world.happen(h.EngineRoom(4)).of(h.Start)] == [3]
+
+
+def test_no_worker_is_left_out_where_all_are_new_or_have_trained_or_there_is_one_host():
+    for world in (joined_by_newcomer(room=None), running()):
+        for _ in range(POLICY.newcomer_breaks + 2):
+            assert broken(world).of(h.AvoidHost) == []
+    world = joined_by_newcomer(room=4)
+    world.state.members[D].base, world.state.members[D].steps = 5, 6
+    for _ in range(POLICY.newcomer_breaks + 2):
+        assert broken(world).of(h.AvoidHost) == []
+
+
 def test_groups_that_break_seldom_end_no_job_however_long_no_step_is_applied():
     world = break_for(broken(running()), 60.0, 8)
     assert world.state.phase == "running"

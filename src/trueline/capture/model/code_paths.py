@@ -219,6 +219,12 @@ def names_in(code: CodeType) -> frozenset[str]:
     return frozenset((*code.co_names, *texts)).union(*inner)
 
 
+@functools.lru_cache(maxsize=20_000)
+def stored_in(code: CodeType) -> frozenset[str]:
+    """The attributes that `code` stores into, of whatever object."""
+    return frozenset(str(one.argval) for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+
+
 def brief(trace: str) -> str:
     """`layers.py:13`, the innermost of the user's lines in a stack trace; empty where there is none. A bundle keeps
     this of where a program came from, and no folder."""

@@ -6,6 +6,7 @@ numpy and the standard library are walked where they hold the user's values (a d
 """
 
 import contextvars
+import decimal
 import functools
 import gc
 import itertools
@@ -212,19 +213,41 @@ def _of_function(path: str, function: FunctionType) -> Iterator[KeptValue]:
 def _globals_of(function: FunctionType) -> Iterator[KeptValue]:
     known, names = function.__globals__, code_paths.names_in(function.__code__)
     file = known.get("__name__", "")
+    yield from _of_context(names)
     for name in names:
         value = known.get(name, MISSING)
         if name.startswith("@"):  # which no user can write: of an assert, from where all of pytest is reached
             continue
         if isinstance(value, ModuleType):
-            if code_paths.is_users(getattr(value, "__file__", None) or "<"):
-                inside = vars(value)
-                for attribute in names & inside.keys():
-                    path = f"{value.__name__}.{attribute}"
-                    held = inside[attribute]
-                    yield KeptValue(path=path, holder=inside, name=attribute, value=held, kind="dict")
+            yield from _of_module(value, names, function.__code__)
         elif value is not MISSING:
             yield KeptValue(path=f"{file}.{name}", holder=known, name=name, value=value, kind="dict")
+
+
+def _of_module(module: ModuleType, names: frozenset[str], code: CodeType) -> Iterator[KeptValue]:
+    """The attributes that `code` uses; of a library's those that may hold what the user's code put there: a count, a
+    table of its own. One that is stored later is missing."""
+    inside = vars(module)
+    if code_paths.is_users(getattr(module, "__file__", None) or "<"):
+        for name in names & inside.keys():
+            path = f"{module.__name__}.{name}"
+            yield KeptValue(path=path, holder=inside, name=name, value=inside[name], kind="dict")
+        return
+    for name in (names & inside.keys()) | code_paths.stored_in(code):
+        value = inside.get(name, MISSING)
+        table = isinstance(value, dict | list | set | deque) and module is not sys and len(value) <= WIDTH
+        if table or value is MISSING or isinstance(value, int | float | str | torch.Tensor):
+            path = f"{module.__name__}.{name}"
+            yield KeptValue(path=path, holder=module, name=name, value=value, kind="attribute")
+
+
+def _of_context(names: frozenset[str]) -> Iterator[KeptValue]:
+    """What code that calls `decimal.getcontext` can keep there."""
+    if "getcontext" in names:
+        context = decimal.getcontext()
+        for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp"):
+            path, held = f"decimal.getcontext().{name}", getattr(context, name)
+            yield KeptValue(path=path, holder=context, name=name, value=held, kind="attribute")
 
 
 def _of_class(path: str, kind: type) -> Iterator[KeptValue]:

@@ -27,6 +27,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.onnx import (
     integer_division,
     kernels,
+    large_integers,
     lstm_steps,
     padded_pool,
     pass_workarounds,
@@ -172,6 +173,7 @@ def translate(
     precision.compute_exactly(found.model)
     integer_division.avoid_overflow(found.model)
     kernels.widen_integers(found.model)
+    large_integers.compute_exactly(found.model)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 

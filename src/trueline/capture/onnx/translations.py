@@ -37,6 +37,16 @@ def _where(condition: Any, self: Any, other: Any) -> Any:
     return op.Where(condition, self, other)
 
 
+def _add(self: Any, other: Any, alpha: float = 1) -> Any:
+    """ONNX adds numbers of one dtype, and the exporter leaves a boolean beside a whole number as it is."""
+    kinds = [getattr(one, "dtype", None) for one in (self, other)]
+    if None not in kinds and ir.DataType.BOOL in kinds and kinds[0] != kinds[1]:
+        self, other = (
+            (op.CastLike(self, other), other) if kinds[0] == ir.DataType.BOOL else (self, op.CastLike(other, self))
+        )
+    return core.aten_add(self, other, alpha)
+
+
 def _instance_norm(input: Any, *rest: Any) -> Any:
     """Centred first: ONNX Runtime sums a channel's elements one by one, and divides the mean's rounding error by the
     deviation, which is large for a nearly constant channel."""
@@ -177,6 +187,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **indices.TRANSLATIONS,
     **numerics.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
+    _ATEN.add.Tensor: _add,
     _ATEN.where.self: _where,
     _ATEN.instance_norm.default: _instance_norm,
     _ATEN.rnn_tanh.input: _rnn("Tanh"),

@@ -1,8 +1,8 @@
 """Functions of torch that make a number of a size, or bound it, without need.
 
-`max_pool1d`, `take_along_dim`, `kron`, `affine_grid`, `linspace`, windows and frequencies fix their sizes, and `cdist`
-takes another algorithm from 26 rows on. Here they are computed from the size, by their documentation, or by an operator
-that decides at run time.
+`max_pool1d`, `take_along_dim`, `kron`, `affine_grid`, `linspace`, windows, frequencies, indices of triangles,
+covariance and chains of products fix their sizes, and `cdist` takes another algorithm from 26 rows on. Here they are
+computed from the size, by their documentation, or by an operator that decides at run time.
 """
 
 import math
@@ -38,6 +38,12 @@ def keep_sizes_free() -> Iterator[None]:
             (torch.Tensor, "take_along_dim", _take_along_dim(torch.Tensor.take_along_dim)),
             (fft, "fftfreq", _if_free(fft.fftfreq, frequencies)),
             (fft, "rfftfreq", _if_free(fft.rfftfreq, half_frequencies)),
+            (torch, "bartlett_window", _if_free(torch.bartlett_window, triangle)),
+            (torch, "triu_indices", _if_square(torch.triu_indices, upper_indices)),
+            (torch, "tril_indices", _if_square(torch.tril_indices, lower_indices)),
+            (torch, "cov", _if_of_free(torch.cov, covariance)),
+            (torch, "corrcoef", _if_of_free(torch.corrcoef, correlation)),
+            (torch.linalg, "multi_dot", _if_of_free(torch.linalg.multi_dot, multiply)),
             *((torch, f"{name}_window", _if_free(getattr(torch, f"{name}_window"), _window(terms)))
               for name, terms in COSINES.items()),
         ):  # fmt: skip
@@ -53,6 +59,72 @@ def _if_free(original: Callable[..., torch.Tensor], stand_in: Callable[..., torc
         return (original if isinstance(size, int) else stand_in)(size, *args, **options)
 
     return call
+
+
+def _if_of_free(original: Callable[..., torch.Tensor], stand_in: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """`original`, and `stand_in` for tensors of which a size is free."""
+
+    def call(given: Any, *args: Any, **options: Any) -> torch.Tensor:
+        tensors = [given] if isinstance(given, torch.Tensor) else given
+        fixed = all(isinstance(size, int) for one in tensors for size in one.shape)
+        return (original if fixed else stand_in)(given, *args, **options)
+
+    return call
+
+
+def _if_square(original: Callable[..., torch.Tensor], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, and `stand_in` for a side that is free, where the triangle is a half of a square."""
+
+    def call(row: Any, col: Any, offset: int = 0, *, dtype: Any = torch.long, **options: Any) -> Any:
+        half = offset >= 0 if stand_in is upper_indices else offset <= 0
+        if isinstance(row, int) or (row is not col and row != col) or not half:
+            return original(row, col, offset, dtype=dtype, **options)
+        return torch.stack(stand_in(row, abs(offset), options.get("device"))).to(dtype)
+
+    return call
+
+
+def lower_indices(size: Any, less: int, device: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of the numbers below a diagonal of a square, row by row. Row r of them has r + 1."""
+    rows: Any = torch.sym_max(size - less, 0) if less > 1 else size - less  # type: ignore[no-untyped-call]
+    places = torch.arange(rows * (rows + 1) // 2, device=device)
+    row = ((torch.sqrt(8 * places.double() + 1) - 1) / 2).floor().long()
+    row = row - (row * (row + 1) // 2 > places).long()  # where the root was rounded
+    row = row + ((row + 1) * (row + 2) // 2 <= places).long()
+    return row + less, places - row * (row + 1) // 2
+
+
+def upper_indices(size: Any, less: int, device: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same above a diagonal: from the end they are those below it."""
+    row, column = lower_indices(size, less, device)
+    return size - 1 - row.flip(0), size - 1 - column.flip(0)
+
+
+def covariance(input: torch.Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> torch.Tensor:
+    """Of the rows of `input`."""
+    if fweights is not None or aweights is not None:
+        raise NotImplementedError("torch.cov with weights over a free size has no stand-in")
+    rows = input if input.ndim > 1 else input.unsqueeze(0)
+    apart = rows - rows.mean(1, keepdim=True)
+    count: Any = torch.sym_max(rows.shape[1] - correction, 0)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = (apart @ apart.mH / torch.full((), count, device=input.device)).squeeze()
+    return found
+
+
+def correlation(input: torch.Tensor) -> torch.Tensor:
+    found = covariance(input)
+    if not found.ndim:
+        return found / found
+    spread = found.diagonal().sqrt()
+    return (found / spread[:, None] / spread).clip(-1, 1)
+
+
+def multiply(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """From the left; torch chooses the order that takes the fewest steps."""
+    found: torch.Tensor = tensors[0]
+    for one in tensors[1:]:
+        found = found @ one
+    return found
 
 
 def _max_pool1d(*args: Any, **options: Any) -> torch.Tensor:
@@ -101,6 +173,16 @@ def _window(terms: Sequence[float]) -> Callable[..., torch.Tensor]:
         return torch.where(torch.full((), size, device=device) == 1, torch.ones_like(turn), found)
 
     return window
+
+
+def triangle(size: Any, periodic: bool = True, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """torch.bartlett_window: from 0 up to 1 in the middle, and down."""
+    count: Any = size + 1 if periodic else size
+    places = torch.arange(size, device=device).to(dtype or torch.get_default_dtype())
+    last: Any = torch.sym_max(count - 1, 1)  # type: ignore[no-untyped-call]
+    rising = places * (torch.full((), 2.0, dtype=torch.float64, device=device) / last).to(places.dtype)
+    found = torch.where(places < (count - 1) // 2 + 1, rising, 2 - rising)
+    return torch.where(torch.full((), size, device=device) == 1, torch.ones_like(found), found)
 
 
 def frequencies(size: Any, d: float = 1.0, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:

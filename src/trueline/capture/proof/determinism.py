@@ -26,8 +26,10 @@ from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.model.python_state import find_changed, random_states, take_snapshot
+from trueline.capture.model.python_state import find_changed, random_states, state_of, take_snapshot
+from trueline.capture.model.reach import attributes
 from trueline.capture.proof.observe import Observation
+from trueline.capture.proof.state.find_source import find_source
 from trueline.capture.proof.state.influence import BUDGET_S, Question, Restless, ask, find_influence, find_restless
 from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
 from trueline.capture.proof.state.unwritten import FILLED, FillEmpty
@@ -153,9 +155,10 @@ def find_cause(eager: EagerSession, reason: str) -> Unsteady:
         operator, place = watch.draws[0]
         why = f"{UNSTEADY}: {operator} draws random numbers, and {differs}"
         return Unsteady(why=why, place=place, hint=RANDOM_HINT, random=_same_when_seeded(eager))
-    if random_states() != drawn and reason:
-        why = f"{UNSTEADY}: it draws random numbers outside of torch, and {differs}"
-        return Unsteady(why=why, place=code_paths.find_line(way, "rand"), hint=OUTSIDE_HINT)
+    if reason:
+        found = _find_draws(eager, way, differs, shared=random_states() != drawn, changed=changed)
+        if found is not None:
+            return found
     args, kwargs = eager.calling.arguments(eager.calling.example)
     plain = {key: value for key, value in kwargs.items() if not key.startswith(explicit_state.GIVEN)}
     buffers = () if users is not eager.module else explicit_state.written_buffers(users, [Arguments(args, plain)])
@@ -173,6 +176,36 @@ def find_cause(eager: EagerSession, reason: str) -> Unsteady:
     where = f" in the Python attributes it stores ({join_names(stored)})" if stored else ""
     place = _storing_line(way) or _loading_line(way, changed)
     return Unsteady(why=f"the model keeps a state{where}: {differs}", place=place, hint=ATTRIBUTE_HINT)
+
+
+def _find_draws(
+    eager: EagerSession, way: Sequence[Event], differs: str, *, shared: bool, changed: Sequence[str]
+) -> Unsteady | None:
+    """What a model whose answers differ draws or reads outside of torch: from the `shared` generators of Python and
+    numpy, from one of its own, or from the machine, maybe at one call in many. A clock is the cause only in a model in
+    which nothing has `changed`."""
+    why = f"{UNSTEADY}: it draws random numbers outside of torch"
+    if shared:
+        return Unsteady(why=f"{why}, and {differs}", place=code_paths.find_line(way, "rand"), hint=OUTSIDE_HINT)
+    own = next(
+        (
+            kept
+            for kept in attributes(explicit_state.users_own(eager.module))
+            if kept.path.partition("[")[0] in changed and state_of(kept.value)
+        ),
+        None,
+    )
+    if own is not None:
+        place = code_paths.find_line(way, own.attribute) or _loading_line(way, changed)
+        return Unsteady(why=f"{why} ({own.path}), and {differs}", place=place, hint=OUTSIDE_HINT)
+    question = ask(eager, eager.example)
+    source = find_source(question) if question is not None else None
+    if source is None or (changed and not source.draws):
+        return None
+    if source.draws:
+        return Unsteady(why=f"{why} ({source.path}), and {differs}", place=source.place, hint=OUTSIDE_HINT)
+    why = f"the model depends on something beside its inputs ({source.path}): {differs}"
+    return Unsteady(why=why, place=source.place, hint=ELSEWHERE_HINT)
 
 
 def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
@@ -318,7 +351,7 @@ def _differing(question: Question, readings: Readings, draws: bool, when: str) -
     """Why its answer to the same input differed at a later call."""
     differs = f"its answer to the same input differed at call {when}"
     if draws or "urandom" in readings.lines:
-        place = code_paths.find_line(question.way, "rand") or readings.lines.get("urandom")
+        place = readings.lines.get("urandom") or code_paths.find_line(question.way, "rand")
         why = f"{UNSTEADY}: it draws random numbers outside of torch, and {differs}"
         return Unsteady(why=why, place=place, hint=OUTSIDE_HINT)
     names = question.eager.recall.find_changed()

@@ -41,7 +41,9 @@ def command(job: str, workers: int | None, servers: int | None, store: str | Non
         from trueline.train.cluster import operate
 
         if workers is None:
-            raise UsageError("a submitted job has no parameter servers", hint="trueline scale JOB 5")
+            raise UsageError(
+                "a submitted job keeps the parameter servers that it was submitted with", hint="trueline scale JOB 5"
+            )
         operate.scale(where, workers)
         return Output(f"{where.name}: {workers} workers from now on", {"job": where.name, "workers": workers})
     folder = jobs.find_job(job)

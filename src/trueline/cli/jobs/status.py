@@ -114,6 +114,7 @@ def _evaluation(label: str, evaluation: dict[str, Any]) -> str:
 
 def _host(host: dict[str, Any]) -> tuple[str, ...]:
     state = f"away for {host['silent_s']:.1f} s" if host["state"] == "away" else host["state"]
+    state = ", ".join(filter(None, [state, host.get("clock")]))
     numbers = str(host["cores"]), f"{host['load']:.1f}"
     return (host["host"], host["address"] or "-", state, *numbers, ", ".join(host["workers"]) or "-")
 

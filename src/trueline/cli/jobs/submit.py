@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import click
+
 from trueline.cli.jobs import _launch, _stores
 from trueline.cli.options import Output, recipe_argument, section, verb
 from trueline.errors import UsageError
@@ -20,6 +22,12 @@ trueline submit digits/recipe.py --on kubernetes:gpu --store s3://bucket/jobs
 trueline submit digits/recipe.py --on local --store jobs
     detached processes of this machine: the same commands, without a cluster
 
+trueline submit own_loop.py --on slurm --workers 2:8 -- --lr 0.1
+    a script with a loop over trueline.Elastic; arguments after -- are the script's
+
+trueline submit clicks/recipe.py --on slurm --strategy ps --servers 2 --workers 4
+    parameter servers and workers together on one host of the cluster, with a slot for each
+
 trueline submit manifest.yml --model model-files --set gpus=0
     a manifest of Fabric for Deep Learning, with another value for one of its fields
 """
@@ -30,6 +38,7 @@ _manifest = section("A manifest of Fabric for Deep Learning")
 
 @verb("submit", examples=_EXAMPLES, first=("on", "store", "workers", "epochs", "global_batch"))
 @recipe_argument
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @_stores.on_option()
 @_stores.store_option
 @_job("--name", default="", metavar="NAME", help="The job is NAME-1, NAME-2, ...; else the recipe's name.")
@@ -37,14 +46,17 @@ _manifest = section("A manifest of Fabric for Deep Learning")
 @_manifest("--model", metavar="FOLDER|ZIP", help="The model definition; else the manifest's folder.")
 @_manifest("--set", "fields", multiple=True, metavar="FIELD=VALUE", help="In place of the manifest's; repeatable.")
 @_launch.training_options(without=OF_THE_ENGINE)
-def command(recipe: str, on: str | None, store: str | None, workers: str | None, **given: Any) -> Output:
+def command(
+    recipe: str, arguments: tuple[str, ...], on: str | None, store: str | None, workers: str | None, **given: Any
+) -> Output:
     """Submit a training job to a cluster, and return.
 
     The recipe's folder is copied into the store, without what .gitignore names, and the engine starts the job's head;
     the head asks the engine for more hosts, up to MAX workers. Checkpoints, logs and the state of the job are in the
     store: jobs, logs, scale, halt and resume work from every machine that sees it. What the engine needs to know
-    (partition, image, slots) is in trueline.toml under [engine.NAME]. RECIPE may be a manifest of Fabric for Deep
-    Learning (manifest.yml): its learners run on the same engines, without --on on this machine.
+    (partition, image, slots) is in trueline.toml under [engine.NAME]. RECIPE may be a script with a loop over
+    trueline.Elastic, with its ARGUMENTS; or a manifest of Fabric for Deep Learning (manifest.yml): its learners run on
+    the same engines, without --on on this machine.
     """
     from trueline.train.cluster import operate
     from trueline.train.learners.submission import is_manifest
@@ -52,8 +64,8 @@ def command(recipe: str, on: str | None, store: str | None, workers: str | None,
     name, priority, model, fields = (given.pop(key) for key in ("name", "priority", "model", "fields"))
     settings = {key: value for key, value in given.items() if value is not None}
     if is_manifest(recipe):
-        if workers or settings:
-            other = ", ".join(["workers", *settings] if workers else settings)
+        if workers or settings or arguments:
+            other = ", ".join([*(["workers"] if workers else ()), *settings, *arguments])
             raise UsageError(f"a manifest has no use for {other}", hint="its own fields change by --set FIELD=VALUE")
         return _submit_manifest(recipe, on or "local", store, model, fields, name=name, priority=priority)
     if model or fields:
@@ -61,8 +73,8 @@ def command(recipe: str, on: str | None, store: str | None, workers: str | None,
     if not on:
         raise UsageError("--on is missing: the engine that the job runs on", hint="for example --on local")
     where = operate.submit(
-        recipe, on=on, engine=_stores.read_engine(on), store=_stores.choose_store(store), workers=workers or "3",
-        settings=settings, name=name, priority=priority,
+        recipe, *arguments, on=on, engine=_stores.read_engine(on), store=_stores.choose_store(store),
+        workers=workers or "3", settings=settings, name=name, priority=priority,
     )  # fmt: skip
     return _describe(where, on)
 

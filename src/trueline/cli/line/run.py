@@ -14,13 +14,16 @@ trueline run own_loop.py --workers 3
 trueline run own_loop.py --workers 3 --kill 40:1
     kills worker 1 at step 40; the others continue, and a new worker joins
 
+trueline run own_loop.py --workers 2:8 --listen host-a:7700 --checkpoints /shared/run-1
+    other hosts join it; the folder of the script travels to them
+
 trueline run own_loop.py --workers 2:8 --detach -- --lr 0.1
     in the background; arguments after -- go to the script
 """
 
 _OF_THE_SCRIPT = (
     *_launch.FIXED, "compile", "find_unused_parameters", "readers", "backend", "device",
-    "evaluate_every", "monitor", "patience", "hosts", "remote_trueline", "listen", "cores", "interface", "ports",
+    "evaluate_every", "monitor", "patience",
 )  # fmt: skip
 """What the script decides (its loop, options and evaluation), and what needs a recipe."""
 

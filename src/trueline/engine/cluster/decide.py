@@ -151,9 +151,13 @@ def gives_way(plan: HostPlan, *, waited_s: float, name: str, number: int) -> boo
     Two jobs that each hold half of what both need would wait for each other forever. Each gives way after a time of its
     own, by the `name` of the job and the `number` of the launch, and queues again; later launches are more patient.
     """
-    share = hashlib.sha256(f"{name}.{number}".encode()).digest()[0] / 256
     waits = any(not entry.running_at and not entry.leaving for entry in plan.hosts.values())
-    return waits and waited_s > YIELD_S * (1 + share) * min(number, 10)
+    return waits and has_waited_enough(waited_s, name=name, number=number)
+
+
+def has_waited_enough(waited_s: float, *, name: str, number: int) -> bool:
+    share = hashlib.sha256(f"{name}.{number}".encode()).digest()[0] / 256
+    return waited_s > YIELD_S * (1 + share) * min(number, 10)
 
 
 def fail(plan: HostPlan, now: float) -> float:

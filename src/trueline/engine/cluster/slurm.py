@@ -5,13 +5,15 @@ without knowing the job. Slurm lists a dead node's jobs as running for half a mi
 forgotten after `MinJobAge` (five minutes by default). Sources: sbatch(1), squeue(1), scancel(1) of Slurm 22.05.
 """
 
+import os
 import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from trueline import files
 from trueline.engine.cluster.contract import Submission, SubmissionReport, SubmissionState, job_of
 from trueline.engine.cluster.settings import SlurmSettings
 from trueline.engine.local.process import LIFELINE
@@ -66,13 +68,15 @@ class SlurmScheduler:
         self._settings = settings
 
     def submit(self, submission: Submission) -> str:
-        name = submission.name
-        known = self._find(name)
-        if known:
-            return known[0]
-        Path(submission.log).parent.mkdir(parents=True, exist_ok=True)
-        script = make_script(submission)
-        return _call("sbatch", *make_options(submission, self._settings), stdin=script).partition(";")[0].strip()
+        folder = Path(submission.log).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as submitting:
+            with suppress(OSError):  # a file system without locks; to Slurm a name may have any number of jobs
+                submitting.enter_context(files.hold_lock(folder / f".slurm-{os.getuid()}.lock"))
+            if known := self._find(submission.name):
+                return known[0]
+            script = make_script(submission)
+            return _call("sbatch", *make_options(submission, self._settings), stdin=script).partition(";")[0].strip()
 
     def _find(self, name: str) -> list[str]:
         """The numbers of the jobs with this name, also of those that have ended lately."""
@@ -82,8 +86,8 @@ class SlurmScheduler:
     def cancel(self, name: str, *, grace: bool = True) -> None:
         for number in self._find(name):
             # --full would take KillWait; what the command has started ends with it, or is killed by slurmd then. A job
-            # that waits gets no signal.
-            ways: tuple[tuple[str, ...], ...] = ((),) if grace else (("--signal=KILL", "--batch"), ("--state=PENDING",))
+            # that waits gets no signal; it may start after the first of two calls.
+            ways: tuple[tuple[str, ...], ...] = ((),) if grace else (("--state=PENDING",), ("--signal=KILL", "--batch"))
             for how in ways:
                 with suppress(UsageError):  # it has ended meanwhile
                     _call("scancel", *how, number)

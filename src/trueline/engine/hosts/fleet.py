@@ -10,7 +10,6 @@ master waits for the hosts of the one before. Runs in the master's asyncio threa
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ import msgspec
 
 from trueline import files
 from trueline.engine.contract import Engine, Kind, ProcessSpec, Seen
+from trueline.engine.hosts.host import Host, Orders
 from trueline.engine.hosts.messages import (
     AddOrder,
     CoresOffer,
     Dismissal,
-    FromMaster,
+    EventLines,
     Greeting,
     HostList,
     JournalCopy,
@@ -32,55 +32,14 @@ from trueline.engine.hosts.messages import (
 from trueline.errors import StorageError
 
 TICK_S = 0.25
+KEEPERS = 4
+"""Hosts that get the job's events beside its journal."""
 GROWTH = 1.1
 """A process has to have this much more memory than the largest before, for the room to be counted again."""
 AWAY_S = 1.5
 """A host whose connection ended is given up when it has not come back for so long."""
-Orders = asyncio.Queue[FromMaster | None]
-"""What is on its way to a host; None ends its stream."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Host:
-    """A host that has joined, or this one (`id` is empty)."""
-
-    id: str
-    name: str
-    address: str = ""
-    cores: int = 0
-    memory: int = 0
-    """Bytes that were free before its first process; 0: unknown."""
-    places: int = 0
-    """Processes that it can take: as many as cores, unless its memory is too small for that."""
-    heard_at: float
-    orders: Orders | None = None
-    """None: it is not connected at the moment."""
-    processes: dict[str, Seen] = field(default_factory=dict)
-    specs: dict[str, ProcessSpec] = field(default_factory=dict)
-    """Of those that were ordered: an order may be lost with the connection."""
-    doomed: dict[str, float] = field(default_factory=dict)
-    """What has to end: ref -> grace in seconds."""
-    leaving: bool = False
-    load: float = 0.0
-    standby: str = ""
-    """Where a master on it would listen."""
-
-    @property
-    def alive(self) -> list[str]:
-        return [ref for ref, seen in self.processes.items() if seen.alive]
-
-    @property
-    def room(self) -> int:
-        return 0 if self.leaving else self.places - len(self.alive)
-
-    def fit(self, process_bytes: int) -> None:
-        """Counts the places for processes that take `process_bytes` each; 0: that is not known yet."""
-        known = self.memory and process_bytes
-        self.places = min(self.cores, self.memory // process_bytes) if known else self.cores
-
-    def send(self, order: FromMaster) -> None:
-        if self.orders is not None:
-            self.orders.put_nowait(order)
+AVOID_S, MOST_AVOIDANCES = 30.0, 4
+"""For how long a host is avoided for the first time; doubled each time, that many times at most."""
 
 
 class FleetEngine:
@@ -109,6 +68,8 @@ class FleetEngine:
         """Gets the processes of a host that takes its cores back."""
         self.journal: Callable[[], Iterator[JournalCopy]] = lambda: iter(())
         """The whole journal in messages, for a host that could lead the job."""
+        self.history: Callable[[], Iterator[EventLines]] = lambda: iter(())
+        """The job's events so far."""
         self._lost: dict[str, Seen] = {}
         self._waiting: dict[str, ProcessSpec] = {}
         """What no host has room for."""
@@ -142,6 +103,21 @@ class FleetEngine:
         for host in self.hosts.values():
             if host.standby:
                 host.send(message)
+
+    def copy_events(self, message: EventLines) -> None:
+        """Sends events to the hosts that keep them."""
+        for host in self.hosts.values():
+            if host.keeps_events:
+                host.send(message)
+
+    def share_history(self) -> None:
+        """Sends the job's events to the hosts that are the first to lead it, a few of all."""
+        line = [host for host in self.hosts.values() if host.standby and host.cores]
+        for host in line[:KEEPERS]:
+            if not host.keeps_events and host.orders is not None:
+                host.keeps_events = True
+                for piece in self.history():
+                    host.send(piece)
 
     def _all(self) -> Iterator[Host]:
         yield self.here
@@ -192,7 +168,7 @@ class FleetEngine:
         return [*self._lost.values(), *(seen for host in self._all() for seen in host.processes.values())]
 
     async def capacity(self) -> int:
-        return sum(host.places for host in self._all() if not host.leaving)
+        return sum(host.capacity for host in self._all())
 
     async def watch(self) -> AsyncIterator[Seen]:
         changes: asyncio.Queue[Seen] = asyncio.Queue()
@@ -235,6 +211,8 @@ class FleetEngine:
         while True:
             await asyncio.sleep(TICK_S)
             self.give_up_silent()
+            self.retry_avoided()
+            self.share_history()
             self.measure()
             with contextlib.suppress(OSError):
                 await self._place()
@@ -289,7 +267,7 @@ class FleetEngine:
 
     def _note_room(self) -> None:
         self._keep()
-        self.on_room(sum(host.places for host in self._all() if not host.leaving))
+        self.on_room(sum(host.capacity for host in self._all()))
 
     def connect(self, greeting: Greeting) -> Host:
         """A host has connected, for the first time or again; its name becomes unique."""
@@ -320,7 +298,7 @@ class FleetEngine:
     def accept_offer(self, host: Host, offer: CoresOffer) -> None:
         """The host lends its cores: what it runs and should not is killed, and lost orders are repeated."""
         joined, host.cores, host.standby = not host.cores, offer.cores, offer.standby
-        host.memory = host.memory or offer.memory
+        host.memory, host.keeps_events = host.memory or offer.memory, False
         for copy in self.journal() if host.standby else ():
             host.send(copy)
         running = {seen.ref: seen for seen in offer.running}
@@ -348,6 +326,29 @@ class FleetEngine:
     def hear(self, host: Host, load: float | None = None) -> None:
         host.heard_at = self._now()
         host.load = host.load if load is None else load
+
+    def note_clock(self, host: Host, off_s: float) -> None:
+        if off := host.clock.note(off_s):
+            self._emit("host.clock", host=host.name, off=off, seconds=host.clock.off_s)
+
+    def avoid(self, ref: str, why: str) -> None:
+        """Starts nothing on the host of this process for a while: its network is at fault."""
+        host = self._find(ref)
+        if host is None or not host.id:
+            return
+        host.unwanted.add(ref)
+        if not host.avoided:
+            retry_s = AVOID_S * 2.0 ** min(host.avoidances, MOST_AVOIDANCES)
+            host.avoided, host.avoided_until, host.avoidances = True, self._now() + retry_s, host.avoidances + 1
+            self._emit("host.avoided", host=host.name, retry_s=retry_s, why=f"{ref}: {why}")
+        self._note_room()
+
+    def retry_avoided(self) -> None:
+        """Takes hosts into account again whose time is over."""
+        for host in self.hosts.values():
+            if host.avoided and self._now() >= host.avoided_until:
+                host.avoided, host.unwanted = False, set()
+                self._note_room()
 
     def report(self, host: Host, seen: Seen) -> None:
         if seen.ref in host.processes:
@@ -378,8 +379,8 @@ class FleetEngine:
         return [
             {
                 "host": host.name, "address": host.address, "cores": host.cores, "load": round(host.load, 2),
-                "places": host.places, "memory": host.memory,
-                "state": "leaving" if host.leaving else "here" if not host.id or host.orders is not None else "away",
+                "places": host.places, "memory": host.memory, "clock": host.clock.words,
+                "state": host.state,
                 "silent_s": round(now - host.heard_at, 1) if host.id else 0.0, "workers": host.alive,
             }
             for host in self._all()

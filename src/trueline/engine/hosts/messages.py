@@ -6,7 +6,7 @@
       (fetches the files, starts its agent)
       CoresOffer ──▶                                  from here on it gets workers
       ProcessReport, ProcessOutput, Pulse ──▶
-                        ◀── AddOrder, KillOrder, Pulse, JournalCopy, HostList
+                        ◀── AddOrder, KillOrder, Pulse, JournalCopy, HostList, EventLines
       Withdrawal ──▶                                  its workers leave between two steps
                                          ◀── Dismissal
 
@@ -18,7 +18,7 @@ import msgspec
 from trueline.engine.contract import ProcessSpec, Seen
 
 SERVICE = "trueline.engine.v1.Hosts"
-JOIN, FETCH, SETTLE = (f"/{SERVICE}/{name}" for name in ("Join", "Fetch", "Settle"))
+JOIN, FETCH, SETTLE, AGREE = (f"/{SERVICE}/{name}" for name in ("Join", "Fetch", "Settle", "Agree"))
 PULSE_S = 0.5
 """Time between two pulses of a host; the master answers each."""
 PULSES = [
@@ -58,6 +58,12 @@ class CoresOffer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Pulse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     load: float = 0.0
     """Of the host: processes that want a core, averaged over a minute."""
+    sent_at: float = 0.0
+    """When the host sent it, by its own clock of durations. The answer repeats it."""
+    clock: float = 0.0
+    """Of an answer: the master's wall clock."""
+    off_s: float = 0.0
+    """How far the host's wall clock is ahead of the master's, as it has measured."""
 
 
 class ProcessReport(msgspec.Struct, frozen=True, tag=True):
@@ -117,6 +123,13 @@ class JournalCopy(msgspec.Struct, frozen=True, tag=True):
     begins: bool = False
 
 
+class EventLines(msgspec.Struct, frozen=True, tag=True):
+    """A piece of the job's events, as its file has them. `begins`: what was sent before is void."""
+
+    lines: bytes
+    begins: bool = False
+
+
 class KnownHost(msgspec.Struct, frozen=True, kw_only=True):
     """A host as the next master has to know it."""
 
@@ -137,7 +150,7 @@ class HostList(msgspec.Struct, frozen=True, tag=True):
 
 
 FromHost = Greeting | CoresOffer | Pulse | ProcessReport | ProcessOutput | Withdrawal
-FromMaster = Welcome | AddOrder | KillOrder | Pulse | Dismissal | JournalCopy | HostList
+FromMaster = Welcome | AddOrder | KillOrder | Pulse | Dismissal | JournalCopy | HostList | EventLines
 
 encode = msgspec.msgpack.encode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode

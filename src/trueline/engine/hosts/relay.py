@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from trueline import events, files
 from trueline.engine.contract import Seen
 from trueline.engine.hosts import folder as job_folder
 from trueline.engine.hosts.forward import MasterDoor
+from trueline.engine.hosts.host_clock import OwnClock
 from trueline.engine.hosts.messages import (
     CERTIFICATE_NAME,
     FETCH,
@@ -33,6 +35,7 @@ from trueline.engine.hosts.messages import (
     AddOrder,
     CoresOffer,
     Dismissal,
+    EventLines,
     FromHost,
     FromMaster,
     Greeting,
@@ -49,6 +52,7 @@ from trueline.engine.hosts.messages import (
 )
 from trueline.engine.hosts.route import announce, split_address
 from trueline.engine.hosts.standby import JoinRequest, LentHost, Standby
+from trueline.engine.hosts.tls import find_clock_fault
 from trueline.engine.local.client import LocalEngine, start_agent
 from trueline.engine.local.process import Lifeline
 from trueline.environment import available_bytes
@@ -86,6 +90,7 @@ class Relay:
         self._withdrawn = False
         self._heard_at = 0.0
         self._fenced = False
+        self._clock = OwnClock()
 
     async def run(self) -> str:
         """Returns why the master has sent this host away."""
@@ -155,6 +160,8 @@ class Relay:
         """The error of a host that has not joined yet."""
         if str(away):
             return TrainError(f"the master at {self._request.address} broke off: {away}", hint="join again")
+        if fault := find_clock_fault(self._request.token.ca, time.time()):
+            return UsageError(fault, hint="set this host's clock, then join again")
         return UsageError(
             f"what listens at {self._request.address} is not the start of the job that the token is of",
             hint="copy the token file again",
@@ -280,7 +287,10 @@ class Relay:
                     await self._engine.kill(ref, grace_s=grace_s)
                 case Dismissal(why):
                     return why
-                case JournalCopy() | HostList() as copy:
+                case Pulse() as answer:
+                    if off := self._clock.take_answer(answer):
+                        events.emit("join.clock", off=off)
+                case JournalCopy() | HostList() | EventLines() as copy:
                     self._standby.note(copy, self._job)
                 case _:
                     continue
@@ -295,7 +305,7 @@ class Relay:
         """Raises _Away when the master has not answered for a lease."""
         assert self._welcome is not None
         while True:
-            self._outgoing.put_nowait(Pulse(load=os.getloadavg()[0]))
+            self._outgoing.put_nowait(self._clock.make_pulse(os.getloadavg()[0]))
             await asyncio.sleep(PULSE_S)
             if asyncio.get_running_loop().time() - self._heard_at > self._welcome.lease_s:
                 raise _Away

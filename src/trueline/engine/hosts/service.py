@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from trueline.engine.hosts.fleet import FleetEngine, Host
+from trueline.engine.hosts.fleet import FleetEngine
+from trueline.engine.hosts.host import Host
 from trueline.engine.hosts.messages import (
     CHUNK,
     SERVICE,
@@ -32,14 +34,14 @@ PARTING_S = 2.0
 
 class HostsService:
     """`greet` is the Welcome of this launch; `blobs`: its files, named by digest; `write` takes output of a
-    process, `settle` what a worker found out for all."""
+    process, `settle` what a worker found out for all, `agree` what a script decides for all."""
 
     def __init__(
         self, fleet: FleetEngine, greet: Welcome, blobs: Path, versions: dict[str, str],
-        write: Callable[[str, bytes], None], settle: Callable[[bytes], bytes],
+        write: Callable[[str, bytes], None], settle: Callable[[bytes], bytes], agree: Callable[[bytes], bytes],
     ) -> None:  # fmt: skip
         self._fleet, self._greet, self._blobs, self._versions, self._write = fleet, greet, blobs, versions, write
-        self._settle = settle
+        self._settle, self._agree = settle, agree
         self._files = {one.digest for one in greet.files}
 
     def make_handler(self) -> Any:
@@ -48,6 +50,7 @@ class HostsService:
             {
                 "Join": grpc.stream_stream_rpc_method_handler(self._join, decode_from_host, encode),
                 "Settle": grpc.unary_unary_rpc_method_handler(self._answer_settle, bytes, bytes),
+                "Agree": grpc.unary_unary_rpc_method_handler(self._answer_agree, bytes, bytes),
                 "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch, bytes, bytes),
             },
         )
@@ -62,6 +65,9 @@ class HostsService:
 
     async def _answer_settle(self, data: bytes, context: Any) -> bytes:
         return self._settle(data)
+
+    async def _answer_agree(self, data: bytes, context: Any) -> bytes:
+        return self._agree(data)
 
     async def _join(self, messages: AsyncIterator[FromHost], context: Any) -> AsyncIterator[FromMaster]:
         greeting = await anext(messages, None)
@@ -103,9 +109,10 @@ class HostsService:
             case CoresOffer():
                 fleet.hear(host)
                 fleet.accept_offer(host, message)
-            case Pulse(load=load):
-                fleet.hear(host, load)
-                host.send(Pulse())
+            case Pulse() as pulse:
+                fleet.hear(host, pulse.load)
+                fleet.note_clock(host, pulse.off_s)
+                host.send(Pulse(sent_at=pulse.sent_at, clock=time.time()))
             case ProcessReport(seen):
                 fleet.report(host, seen)
             case ProcessOutput(ref, data):

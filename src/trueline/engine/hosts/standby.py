@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trueline.engine.hosts.messages import HostList, JournalCopy, Welcome
+from trueline.engine.hosts.messages import EventLines, HostList, JournalCopy, Welcome
 from trueline.engine.hosts.token import TokenFile
 from trueline.engine.local.process import Lifeline
 
@@ -61,7 +61,7 @@ class Standby(Protocol):
     others: list[str]
     """Where masters on other hosts would listen, the first to lead first."""
 
-    def note(self, message: Welcome | JournalCopy | HostList, job: Path) -> None:
+    def note(self, message: Welcome | JournalCopy | HostList | EventLines, job: Path) -> None:
         """Enters what the master sends; `job` is the folder of the job on this host."""
         ...
 

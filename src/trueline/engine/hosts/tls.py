@@ -70,3 +70,18 @@ def make_certificates(job: str) -> LaunchCertificates:
 def fingerprint(certificate: str) -> str:
     """`sha256:` and the digest of a certificate in PEM. Raises ValueError."""
     return f"sha256:{hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.strip())).hexdigest()}"
+
+
+def find_clock_fault(certificate: str, now: float) -> str:
+    """Why a host whose clock says `now` (seconds since 1970) refuses a certificate in PEM; empty: it does not."""
+    from cryptography import x509
+
+    made = x509.load_pem_x509_certificate(certificate.encode())
+    here = datetime.datetime.fromtimestamp(now, datetime.UTC)
+    first, last = made.not_valid_before_utc, made.not_valid_after_utc
+    if first <= here <= last:
+        return ""
+    return (
+        f"the clock of this host says {here:%Y-%m-%d %H:%M} UTC, and the job's certificate is valid from "
+        f"{first:%Y-%m-%d} to {last:%Y-%m-%d}"
+    )

@@ -99,6 +99,8 @@ class HybridTables:
 
     def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = args, kwargs
+        if not torch.is_grad_enabled() and self._pieces and not self._pieces[-1].trains:
+            self._pieces.pop()  # of the batch before of an evaluation
         plan = self.tables.predict(inputs)
         self._pieces.append(Minibatch(self.tables, self._pull, inputs, plan, self._pull(plan.wanted) if plan else {}))
 

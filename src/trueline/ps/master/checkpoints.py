@@ -101,13 +101,14 @@ class Checkpoints:
 
     async def _write(self) -> None:
         master = self._master
+        halting = master.halting  # a halt that comes meanwhile has a checkpoint of its own, of a later step
         try:
             step, certificates = await self._save_parts()
             if step > self.step:
                 await self._assemble(step, certificates)
             master.wanted, self._broken = False, 0
-            if master.halting:
-                await self._stop(master.halting, 0.0)
+            if halting:
+                await self._stop(halting, 0.0)
         except (cuts.CutBroken, OSError) as error:  # a server went away, in the cut or while it wrote
             master.emit("cut.broken", why=str(error))
             self._broken += 1

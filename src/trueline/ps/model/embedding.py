@@ -8,7 +8,8 @@ In a job of `--strategy ps` a table lies on the servers, and a module looks up r
 of gathers, which every program format has. There an id without a row gets zeros, the mean of its initial value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import numpy as np
@@ -82,6 +83,8 @@ class TableModule(nn.Module):
         self.register_buffer("rows", torch.empty(0, dim))
         self.register_buffer("scales", None, persistent=False)
         self._narrowed: dict[str, str | float] = {}
+        self._counted: list[Ids] | None = None
+        self._frequent: tuple[Ids, Ids] | None = None
         self.table = self.settings.name
         self.source: RowSource | None = None
 
@@ -95,6 +98,8 @@ class TableModule(nn.Module):
                 hint="an id is an integer: hash what is none in the recipe's feed",
             )
         ids = ids.long()
+        if self._counted is not None:
+            self._counted.append(ids.detach().reshape(-1).cpu().numpy())
         if self.source is not None:
             return self.source.look_up(self.table, ids)
         if self.training and torch.is_grad_enabled():
@@ -174,15 +179,33 @@ class TableModule(nn.Module):
     def _widen(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         return rows.float() if scales is None else rows.float() * scales.unsqueeze(-1)
 
+    @contextmanager
+    def count_lookups(self) -> Iterator[None]:
+        """Lookups in the block are counted for `describe_table`."""
+        self._counted = []
+        try:
+            yield
+        finally:
+            counted, self._counted = self._counted, None
+            self._frequent = np.unique(np.concatenate(counted), return_counts=True) if counted else None
+
+    def _describe_frequent(self) -> dict[str, str]:
+        if self._frequent is None:
+            return {}
+        ids, counts = self._frequent
+        most = np.argsort(-counts, kind="stable")[:_SHOWN]
+        shares = [f"{ids[at]} ({100 * counts[at] / counts.sum():.3g} %)" for at in most]
+        return {"most_frequent_ids": ", ".join(shares)}
+
     def describe_table(self) -> dict[str, int | float | str]:
-        """Its size, the mean and the largest of the rows' lengths (L2), the ids of the longest rows, and how rows are
-        stored if that is not as float32: for the lineage of a bundle."""
+        """Its size, the mean and the largest of the rows' lengths (L2), the ids of the longest rows, those that were
+        looked up most and how often, and how rows are stored if that is not as float32: for the lineage of a bundle."""
         norms = self._widen(self.rows, self.scales).norm(dim=1) if len(self.rows) else torch.zeros(1)
         longest = self.ids[norms.topk(min(_SHOWN, len(self.ids))).indices]
         return {
             "rows": len(self.ids), "dim": self.settings.dim, "mean_norm": round(float(norms.mean()), 6),
             "largest_norm": round(float(norms.max()), 6), "longest_rows": ", ".join(map(str, longest.tolist())),
-            **self._narrowed,
+            **self._describe_frequent(), **self._narrowed,
         }  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -170,6 +170,7 @@ class Minibatch:
         self, tables: Tables, pull: Puller, inputs: Any, prediction: LookupPlan | None, rows: Mapping[str, Rows]
     ) -> None:
         self._tables, self._pull, self._inputs = tables, pull, inputs
+        self.trains = torch.is_grad_enabled()
         self._leaves: list[Ids] | None = None
         self._prediction = prediction
         self._counts: dict[str, int] = {}

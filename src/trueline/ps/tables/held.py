@@ -126,7 +126,8 @@ class Held:
                 )
             if len(ids) > 1 and not (ids[1:] > ids[:-1]).all() and len(np.unique(ids)) < len(ids):
                 raise GradientError(f"table {name}: the ids of a push are not unique", hint="sum their gradients first")
-            if not np.isfinite(rows.sum(dtype=np.float64)):
+            flat = rows.reshape(-1)
+            if not np.isfinite(np.dot(flat, flat)):  # or finite numbers whose squares are too large
                 self._refuse_rows(name, ids, rows)
         self._dense.check(push.dense)
 
@@ -205,11 +206,18 @@ class Held:
     def export(self, buckets: Sequence[int]) -> tuple[dict[str, Any], list[Array]]:
         """The rows in these buckets, for `take` at another server; without buckets, the dense parts."""
         rows = {name: table.export(table.find(buckets)) for name, table in self._tables.items()} if buckets else {}
-        return self._pack(rows, dense=not buckets, whole=False)
+        header, arrays = self._pack(rows, dense=not buckets, whole=False)
+        header["seen"] = {name: table.list_seen(buckets) for name, table in self._tables.items()} if buckets else {}
+        return header, arrays
 
     def take(self, header: dict[str, Any], arrays: Sequence[Array]) -> None:
         """Takes, of a `dump`, what the routing gives to this server; of an `export` all, for the next routing."""
-        self._unpack(header, arrays, all_rows=header.get("moved", False))
+        moved = header.get("moved", False)
+        self._unpack(header, arrays, all_rows=moved)
+        own = np.flatnonzero(owners_of(self.routing) == self.index).tolist()
+        whole = {name: facts["seen"] for name, facts in header.get("tables", {}).items()}
+        for name, seen in header.get("seen", whole).items():
+            self._tables[name].take_seen(seen, None if moved else own)
 
     def reroute(self, routing: Routing) -> None:
         """Drops what is another server's from now on; what is new here, `take` brought before or brings now. Only in a
@@ -219,6 +227,7 @@ class Held:
         foreign = np.flatnonzero(owners_of(routing) != self.index).tolist()
         for table in self._tables.values():
             table.drop(table.find(foreign))
+            table.forget_seen(foreign)
             table.most = -(-table.spec.max_rows // len(routing.servers))
         self._dense.place(parts_of(routing, self.index))
 

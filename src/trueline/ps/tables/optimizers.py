@@ -59,7 +59,7 @@ def _step_sgd(spec: OptimizerSpec, rows: Rows, gradients: Rows, slots: Sequence[
         else:
             buffer += gradients
         step = gradients + np.float32(spec.momentum) * buffer if spec.nesterov else buffer
-    rows -= np.float32(lr) * step
+    rows -= np.multiply(step, np.float32(lr), out=gradients)
 
 
 def _step_adagrad(spec: OptimizerSpec, rows: Rows, gradients: Rows, slots: Sequence[Rows], lr: float) -> None:

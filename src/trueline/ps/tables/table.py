@@ -4,6 +4,7 @@ A row is made with its first gradient; until then, and for ids that get none, it
 where they were made, so tables grow without a copy; rows that went leave places for new ones.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,11 @@ from trueline.ps.partition import Ids, buckets_of
 from trueline.ps.tables.id_index import IdIndex, Places
 from trueline.ps.tables.initial import initial_rows
 from trueline.ps.tables.optimizers import WIDE, Rows, slots_of, update
-from trueline.ps.tables.slab import MOST_ROWS, reserve
+from trueline.ps.tables.slab import MOST_ROWS, put_rows, reserve
 
 Array = npt.NDArray[Any]
+RECENT, MOST_RECALLED = 16, 1 << 17
+"""Pulls whose places are kept for the push that follows, and the ids of the largest of them."""
 
 
 class ServerTable:
@@ -26,6 +29,7 @@ class ServerTable:
     def __init__(self, spec: TableSpec, optimizer: OptimizerSpec, seed: int, most: int = 0) -> None:
         self.spec, self.optimizer, self.seed, self.most = spec, optimizer, seed, most
         self._index = IdIndex()
+        self._recent: deque[tuple[Ids, Places]] = deque(maxlen=RECENT)
         self._slots = slots_of(optimizer)
         self._ids: Ids = reserve(1, np.int64)[:, 0]
         self._rows: Rows = reserve(spec.dim, np.float32)
@@ -61,6 +65,8 @@ class ServerTable:
         """float32 (len(ids), dim): the rows of `ids`, int64 in any order; creates nothing."""
         self.lookups += len(ids)
         places = self._index.find(ids)
+        if 0 < len(ids) <= MOST_RECALLED:
+            self._recent.append((ids.copy(), places))
         rows = self._rows.take(places, axis=0, mode="clip")
         missing = np.flatnonzero(places < 0)
         if missing.size:
@@ -70,7 +76,7 @@ class ServerTable:
     def apply(self, ids: Ids, gradients: Rows, lr: float) -> None:
         """One step of the optimizer for the rows of `ids`, which are unique; makes those that are missing."""
         self._clock += 1
-        places = self._index.find(ids)
+        places = self._recall(ids)
         missing = np.flatnonzero(places < 0)
         if missing.size:
             made = missing[self._admit(ids[missing], places[places >= 0])]
@@ -84,9 +90,21 @@ class ServerTable:
         rows = self._rows.take(places, axis=0)
         state = [slot.take(places, axis=0) for slot in self._state]
         update(self.optimizer, rows, gradients, state, lr)
-        self._rows[places] = rows
+        put_rows(self._rows, places, rows)
         for slot, values in zip(self._state, state, strict=True):
-            slot[places] = values
+            put_rows(slot, places, values)
+
+    def _recall(self, ids: Ids) -> Places:
+        """As the index finds them. A push mostly has the ids of a pull shortly before; rows that were made since are
+        looked up."""
+        for at, (others, places) in enumerate(self._recent):
+            if len(ids) == len(others) and len(ids) and ids[-1] == others[-1] and np.array_equal(ids, others):
+                del self._recent[at]
+                missing = np.flatnonzero(places < 0)
+                if missing.size:
+                    places[missing] = self._index.find(ids[missing])
+                return places
+        return self._index.find(ids)
 
     def _admit(self, ids: Ids, busy: Places) -> npt.NDArray[np.bool_]:
         """Which of these ids without a row get one now. `busy`: places of rows that this push changes, which stay."""
@@ -147,6 +165,7 @@ class ServerTable:
 
     def drop(self, ids: Ids) -> None:
         """Removes the rows of `ids`, which are there."""
+        self._recent.clear()
         self._free = np.concatenate((self._free, self._index.remove(ids)))
 
     def _live(self) -> Places | None:
@@ -160,9 +179,27 @@ class ServerTable:
     def find(self, buckets: Sequence[int]) -> Ids:
         """The ids whose rows are in these buckets."""
         ids = self._ids[: self._end] if (live := self._live()) is None else self._ids[live]
+        return ids[self._lie_in(buckets, ids.copy())]
+
+    def _lie_in(self, buckets: Sequence[int], ids: Ids) -> npt.NDArray[np.bool_]:
         wanted = np.zeros(1 << 16, bool)
         wanted[np.asarray(buckets, np.int64)] = True
-        return ids[wanted[buckets_of(ids.copy(), self.spec.name).astype(np.int64)]]
+        return wanted[buckets_of(ids, self.spec.name).astype(np.int64)]
+
+    def list_seen(self, buckets: Sequence[int]) -> list[tuple[int, int]]:
+        """The ids in these buckets that are not admitted yet, and how often each was seen."""
+        ids = np.fromiter(self._seen, np.int64, len(self._seen))
+        return [(one, self._seen[one]) for one in ids[self._lie_in(buckets, ids)].tolist()]
+
+    def take_seen(self, seen: Sequence[tuple[int, int]], buckets: Sequence[int] | None) -> None:
+        """Takes from `list_seen` what is in these buckets; None: all."""
+        ids = np.array([one for one, _ in seen], np.int64)
+        kept = np.ones(len(ids), bool) if buckets is None else self._lie_in(buckets, ids)
+        self._seen.update((int(seen[at][0]), int(seen[at][1])) for at in np.flatnonzero(kept).tolist())
+
+    def forget_seen(self, buckets: Sequence[int]) -> None:
+        for one, _ in self.list_seen(buckets):
+            del self._seen[one]
 
     @property
     def columns(self) -> int:

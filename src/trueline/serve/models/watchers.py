@@ -1,7 +1,7 @@
 """Follows a model store, an alias of the registry, and the state file.
 
-    store    loads new and changed bundles among those that `--load` names, retires removed ones; the newest version is
-             the default unless an operator set another
+    store    applies deltas, loads new and changed bundles among those that `--load` names, retires removed ones; the
+             newest version is the default unless an operator set another
     alias    loads the version that it points to, makes it the default and retires the one before
     state    applies what another process or an operator changed in the state file, model by model; the file is not
              written for a model meanwhile, and what fails is tried again when the file changes
@@ -24,6 +24,7 @@ from trueline.errors import RegistryError, TruelineError, rebuild_error
 from trueline.serve.faults import find_fault
 from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Fleet
+from trueline.serve.models.deltas import DeltaApplier
 from trueline.serve.models.desired_state import DesiredModel, DesiredState, DesiredVersion
 from trueline.serve.models.loader import ResolvedSource
 from trueline.serve.models.sources import Entry, Store
@@ -76,6 +77,7 @@ def stamp(path: Path) -> Stamp | None:
 class StoreFollower:
     def __init__(self, fleet: Fleet, store: Store, load: str) -> None:
         self._fleet, self._store, self._load = fleet, store, load
+        self._deltas = DeltaApplier(store.folder)
         self._history = StoreHistory()
         self._shown: dict[str, str] = {}
         self._entries: dict[Name, Entry] = {}
@@ -93,6 +95,9 @@ class StoreFollower:
 
     async def look(self) -> None:
         """Looks at the store once and follows it. Failures are events, and tried again at the next look."""
+        models = self._fleet.models
+        used = [(name, models.default(name)) for name in models.names()]
+        await asyncio.to_thread(self._deltas.apply_due, used)
         entries = await asyncio.to_thread(self._followed_entries)
         self._entries = {(entry.model, entry.version): entry for entry in entries}
         now = {name: found for name, entry in self._entries.items() if (found := stamp(entry.path)) is not None}

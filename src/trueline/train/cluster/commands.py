@@ -1,10 +1,13 @@
 """The processes of a submitted job as a scheduler gets them."""
 
 import sys
+import time
 from pathlib import Path
 
+import msgspec
+
 from trueline import files
-from trueline.engine.cluster.contract import Submission, make_name
+from trueline.engine.cluster.contract import Scheduler, Submission, make_name
 from trueline.engine.cluster.settings import (
     AnySettings,
     KubernetesSettings,
@@ -17,6 +20,15 @@ from trueline.train.cluster.store import JobLaunch, JobStore, SubmittedJob
 from trueline.train.settings import parse_workers
 
 HEAD = "head"
+WITHOUT_GANGS = (SlurmSettings, KubernetesSettings)
+"""Engines that start a job's processes one by one, each as soon as there is room."""
+
+
+def queue_again(store: JobStore, job: SubmittedJob, launch: JobLaunch, scheduler: Scheduler) -> None:
+    """Submits the job's next launch, before this one ends: the job is never without one."""
+    following = msgspec.structs.replace(launch, number=launch.number + 1, submitted=time.time())
+    if store.begin_launch(following):
+        scheduler.submit(describe_submission(store, job, following, HEAD))
 
 
 def describe_submission(store: JobStore, job: SubmittedJob, launch: JobLaunch, role: str) -> Submission:
@@ -25,14 +37,15 @@ def describe_submission(store: JobStore, job: SubmittedJob, launch: JobLaunch, r
     package, host = ("learners", "learner") if job.manifest else ("cluster", "host")
     module = f"trueline.train.{package}.{HEAD if role == HEAD else host}"
     where = [str(store.where), str(launch.number)]
-    low, _ = parse_workers(launch.workers or job.workers)
+    low, high = parse_workers(launch.workers or job.workers)
+    slots = high + job.servers if job.servers else engine.slots
     name = make_name(job.unique_name, launch.number, role)
     return Submission(
         name=name,
         command=(engine.python or _find_python(engine), "-m", module, *where,
                  *(() if role == HEAD else (role,))),
-        slots=engine.slots, memory_mb=engine.memory_mb, log=str(_find_log_folder(store, launch) / f"{name}.log"),
-        priority=job.priority, gang=max(low, engine.slots) if role == HEAD else 0,
+        slots=slots, memory_mb=engine.memory_mb, log=str(_find_log_folder(store, launch) / f"{name}.log"),
+        priority=job.priority, gang=max(low, slots) if role == HEAD else 0,
     )  # fmt: skip
 
 

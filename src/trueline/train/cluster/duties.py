@@ -9,14 +9,10 @@ import contextlib
 import json
 import os
 import socket
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from trueline import events
 from trueline.engine.cluster import decide as plans
@@ -29,11 +25,11 @@ from trueline.engine.cluster.contract import (
     make_name,
     role_of,
 )
-from trueline.engine.cluster.settings import KubernetesSettings, SlurmSettings
 from trueline.engine.hosts.token import read_token
 from trueline.errors import TruelineError, UsageError, first_line
 from trueline.storage.location import is_remote
-from trueline.train.cluster.commands import HEAD, describe_submission
+from trueline.train.cluster.commands import HEAD, WITHOUT_GANGS, describe_submission, queue_again
+from trueline.train.cluster.kept import keep_files
 from trueline.train.cluster.store import (
     HostStatus,
     JobLaunch,
@@ -44,7 +40,6 @@ from trueline.train.cluster.store import (
     OrderAnswer,
     SubmittedJob,
 )
-from trueline.train.job_dir import JobDir
 from trueline.train.launch import jobs
 from trueline.train.launch.launcher import LocalJob, Superseded
 from trueline.train.launch.shutdown import describe_end
@@ -56,10 +51,6 @@ TICK_S = 0.25
 STATUS_S, LISTING_S = 1.0, 1.0
 REMOTE_S = 2.0
 """Time between two writes of logs to an object store: each is an object."""
-WITHOUT_GANGS = (SlurmSettings, KubernetesSettings)
-"""Engines that start a job's processes one by one, each as soon as there is room."""
-KEPT = ("job.json", "columns.json", "loss.json", "weights.safetensors", "summary.json")
-"""Files of the job's folder that the next launch needs, beside the journal."""
 
 
 class LeaderDuties:
@@ -82,7 +73,7 @@ class LeaderDuties:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="duties", daemon=True)
         self._away: dict[str, str] = {}
-        self._offsets: dict[str, int] = {}
+        self._offsets = {"logs/events.log": leader.inherited_bytes}
         self._live: dict[str, Any] = {}
         self._listed: dict[str, SubmissionReport] = {}
         self._due = dict.fromkeys(("hosts", "status", "logs"), 0.0)
@@ -99,12 +90,12 @@ class LeaderDuties:
         if before is not None:
             self._plan.next, self._core_s = before.next_host, before.core_s
         launch = HostsFolder(self._folder).read_launch()
-        assert launch is not None
-        token = read_token(HostsFolder(self._folder).token)
-        self._store.write_kit(self._launch.number, JoinKit(address=launch.leader.address, token=token))
-        with self._noting("the scheduler"):
-            plans.adopt(self._plan, self._list(), self._role, time.monotonic())
-        self._keep_files(())
+        if launch is not None:
+            token = read_token(HostsFolder(self._folder).token)
+            self._store.write_kit(self._launch.number, JoinKit(address=launch.leader.address, token=token))
+            with self._noting("the scheduler"):
+                plans.adopt(self._plan, self._list(), self._role, time.monotonic())
+        keep_files(self._store, self._folder, journal=False)
         self._thread.start()
 
     def end(self, error: BaseException | None) -> None:
@@ -119,22 +110,15 @@ class LeaderDuties:
                     self._scheduler.cancel(make_name(self._submitted.unique_name, self._launch.number, role))
         outcome, why = describe_end(error)
         with self._noting("the store"):
-            self._keep_files((*KEPT, "journal"))
+            keep_files(self._store, self._folder, journal=True)
             self._copy_logs()
             record = jobs.read_job(self._folder.path)
             if self._gives_way and outcome == "stopped":
-                self._queue_again()
+                queue_again(self._store, self._submitted, self._launch, self._scheduler)
             self._store.end_launch(self._launch.number, LaunchEnd(
                 outcome=outcome, why=why, step=record.step, total=record.total, checkpoint=record.checkpoint,
                 ended=time.time(),
             ))  # fmt: skip
-
-    def _queue_again(self) -> None:
-        """Submits the job's next launch, before this one ends: the job is never without one."""
-        number = self._launch.number + 1
-        launch = msgspec.structs.replace(self._launch, number=number, submitted=time.time())
-        if self._store.begin_launch(launch):
-            self._scheduler.submit(describe_submission(self._store, self._submitted, launch, HEAD))
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
@@ -184,7 +168,9 @@ class LeaderDuties:
         for name, order in self._store.list_orders(self._launch.number):
             fault = ""
             try:
-                if order.workers:
+                if order.workers and self._submitted.servers:
+                    fault = "its slots are those of its submission: halt it, and resume it with --workers N"
+                elif order.workers:
                     jobs.scale(self._folder.path, order.workers)
                 else:
                     self._halting = True
@@ -200,6 +186,8 @@ class LeaderDuties:
             return
         live = jobs.status(self._folder.path)
         self._live = live or self._live
+        if self._submitted.servers:
+            return
         self._listed = self._list()
         here = {host["host"]: host for host in live["hosts"] if host["cores"]} if live else None
         target = self._live.get("workers", self._leader.settings.workers)
@@ -249,16 +237,20 @@ class LeaderDuties:
             return
         record, live, now = jobs.read_job(self._folder.path), self._live, time.monotonic()
         joined = [host for host in live.get("hosts", ()) if host["cores"]]
-        self._core_s += sum(host["cores"] for host in joined) * (now - self._counted_at)
+        held = self._leader.settings.workers + self._submitted.servers if self._submitted.servers else 0
+        self._core_s += (held or sum(host["cores"] for host in joined)) * (now - self._counted_at)
         self._counted_at = now
         self._store.write_status(self._launch.number, LaunchStatus(
-            leader=self._role, host=socket.gethostname(), step=record.step, total=record.total, loss=record.loss,
-            workers=record.workers, target=live.get("workers", 0), checkpoint=record.checkpoint, core_s=self._core_s,
-            next_host=self._plan.next, hosts=self._describe_hosts(joined), at=time.time(),
+            leader=self._role, host=socket.gethostname(), total=record.total,
+            step=max(record.step, live.get("committed", 0)),
+            loss=live.get("loss") if record.loss is None else record.loss,
+            workers=record.workers or len(live.get("members", ())), target=live.get("workers", 0),
+            checkpoint=record.checkpoint, core_s=self._core_s, next_host=self._plan.next,
+            hosts=self._describe_hosts(joined), at=time.time(),
         ))  # fmt: skip
         if record.checkpoint != self._kept_step:
             self._kept_step = record.checkpoint
-            self._keep_files((*KEPT, "journal"))
+            keep_files(self._store, self._folder, journal=True)
 
     def _describe_hosts(self, joined: Sequence[dict[str, Any]]) -> tuple[HostStatus, ...]:
         found = [
@@ -287,36 +279,6 @@ class LeaderDuties:
                 if whole:
                     self._store.append(name, whole)
                     self._offsets[name] = at + len(whole)
-
-    def _keep_files(self, names: Sequence[str]) -> None:
-        """Copies to the store what another launch needs of the job's folder."""
-        for name in names or KEPT:
-            path = self._folder.path / name
-            if name == "journal" and self._folder.journal.exists():
-                self._store.write("kept/journal.sqlite", copy_journal(self._folder))
-            elif path.is_file():
-                self._store.write(f"kept/{name}", path.read_bytes())
-
-
-def copy_journal(folder: JobDir) -> bytes:
-    """The journal as one file, also while the master appends to it."""
-    with (
-        contextlib.closing(sqlite3.connect(f"file:{folder.journal}?mode=ro", uri=True)) as source,
-        contextlib.closing(sqlite3.connect(":memory:")) as copy,
-    ):
-        source.backup(copy)
-        return copy.serialize()
-
-
-def restore_files(store: JobStore, folder: Path) -> bool:
-    """Fetches what the launch before has left in the store; False: there is nothing."""
-    found = False
-    for name in (*KEPT, "journal.sqlite"):
-        data = store.get(f"kept/{name}")
-        if data is not None:
-            (folder / name).write_bytes(data)
-            found = found or name == "job.json"
-    return found
 
 
 @contextlib.contextmanager

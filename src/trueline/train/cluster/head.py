@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trueline import files
 from trueline.engine.cluster.open import open_scheduler
@@ -26,7 +27,8 @@ from trueline.errors import JobStopped, StorageError, TruelineError, UsageError
 from trueline.train import settings as job_settings
 from trueline.train.cluster.address import find_address
 from trueline.train.cluster.commands import HEAD
-from trueline.train.cluster.duties import leading, note_start, restore_files
+from trueline.train.cluster.duties import leading, note_start
+from trueline.train.cluster.kept import restore_files
 from trueline.train.cluster.store import JobLaunch, JobStore, LaunchEnd, SubmittedJob
 from trueline.train.launch.launcher import LocalJob
 from trueline.train.launch.preload import EarlyAgent
@@ -38,21 +40,33 @@ def prepare_folder(store: JobStore, job: SubmittedJob, launch: JobLaunch, folder
     """The job's folder with its code, ready to be launched. Raises what `train` raises before a job begins."""
     from trueline.train import api  # torch, which the agent is to begin with first
 
-    engine = launch.engine
-    interface = engine.interface or ("127.0.0.1" if isinstance(engine, LocalSettings | PodmanSettings) else "")
-    address = find_address(interface)
-    where = {
-        "listen": route.join_address(address, 0), "interface": interface or address, "cores": engine.slots,
-        "ports": engine.ports, "checkpoints": store.checkpoints,
-    }  # fmt: skip
-    recipe = job.recipe if ":" in job.recipe else str(folder / job.recipe)
-    if ":" in job.recipe:
+    where = _find_place(store, job, launch)
+    code, *arguments = job.script or (job.recipe,)
+    users = code if ":" in code else str(folder / code)
+    if ":" in code:
         sys.path.insert(0, str(folder / travel.CODE))
     if restore_files(store, folder):
         earlier = job_settings.load(folder)  # the head before had another folder
-        job_settings.save(replace(earlier, recipe=recipe), folder)
-        return api.prepare_resume(folder, workers=launch.workers or None, **where)  # type: ignore[arg-type]
-    return api.prepare(recipe, workers=launch.workers or job.workers, job_dir=folder, **(job.settings | where))
+        moved = {"script": (users, *arguments)} if job.script else {"recipe": users}
+        job_settings.save(replace(earlier, **moved), folder)
+        return api.prepare_resume(folder, workers=launch.workers or None, **where)
+    workers, settings = launch.workers or job.workers, job.settings | where
+    if job.script:
+        return api.prepare_script(users, arguments, workers=workers, job_dir=folder, **settings)
+    return api.prepare(users, workers=workers, job_dir=folder, **settings)
+
+
+def _find_place(store: JobStore, job: SubmittedJob, launch: JobLaunch) -> dict[str, Any]:
+    """Where the job listens for its hosts, and where its checkpoints are."""
+    if job.servers:
+        return {"checkpoints": store.checkpoints}
+    engine = launch.engine
+    interface = engine.interface or ("127.0.0.1" if isinstance(engine, LocalSettings | PodmanSettings) else "")
+    address = find_address(interface)
+    return {
+        "listen": route.join_address(address, 0), "interface": interface or address, "cores": engine.slots,
+        "ports": engine.ports, "checkpoints": store.checkpoints,
+    }  # fmt: skip
 
 
 def fetch_code(store: JobStore, job: SubmittedJob, folder: Path) -> None:
@@ -79,7 +93,7 @@ def run(store: JobStore, number: int) -> int:
     try:
         note_start(store, "head.started", host=socket.gethostname(), engine=launch.on)
         fetch_code(store, job, folder)
-        with EarlyAgent(job.settings.get("strategy", "allreduce"), folder / job.recipe) as early:
+        with EarlyAgent(job.settings.get("strategy", "allreduce"), folder / (job.script or (job.recipe,))[0]) as early:
             prepare_folder(store, job, launch, folder)
             with LocalJob(folder, early) as running:
                 scheduler = open_scheduler(launch.engine)

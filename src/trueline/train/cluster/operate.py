@@ -4,7 +4,6 @@ Client and job meet in the store alone. The scheduler is called where only that 
 ended. No torch.
 """
 
-import ast
 import contextlib
 import json
 import re
@@ -29,8 +28,9 @@ from trueline.engine.cluster.contract import (
 from trueline.engine.cluster.open import open_scheduler
 from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings
 from trueline.engine.hosts import folder as travel
-from trueline.errors import EngineAway, RecipeError, TrainError, UsageError, closest, join_names
+from trueline.errors import EngineAway, TrainError, UsageError, closest, join_names
 from trueline.storage.location import Location, is_remote, join_location, parse_location
+from trueline.train.cluster.code import expect_script_settings, locate
 from trueline.train.cluster.commands import HEAD, describe_submission
 from trueline.train.cluster.store import HostStatus, JobLaunch, JobStore, LaunchEnd, LaunchStatus, Order, SubmittedJob
 from trueline.train.settings import parse_workers
@@ -76,7 +76,7 @@ class StoredJob:
 
 def submit(
     recipe: str | Path,
-    *,
+    *arguments: str,
     on: str,
     engine: AnySettings,
     store: Location,
@@ -85,16 +85,25 @@ def submit(
     name: str = "",
     priority: int = 0,
 ) -> JobStore:
-    """Copies the recipe's folder into the store and submits the head; returns where the job is, under STORE/NAME-N.
+    """Copies the folder of a recipe, or of a script with a loop over `trueline.Elastic`, into the store and submits the
+    head; returns where the job is, under STORE/NAME-N. `arguments`: of the script.
 
     Raises UsageError, RecipeError, StorageError; EngineAway when the scheduler does not answer.
     """
     parse_workers(workers)
-    code, there, base = _locate(recipe)
-    _note_shadowed(code)
+    found = locate(recipe, settings or {})
+    _note_shadowed(found.folder)
+    if found.is_script:
+        expect_script_settings(settings or {})
+    elif arguments:
+        raise UsageError(
+            f"{recipe} is a recipe, which takes no arguments: {' '.join(arguments)}",
+            hint="arguments after -- are for a script with a loop over trueline.Elastic",
+        )
+    kind = {"script": (found.there, *arguments)} if found.is_script else {"recipe": found.there}
     return submit_code(
-        code, recipe=there, base=name or base, on=on, engine=engine, store=store, workers=workers,
-        settings=dict(settings or {}), priority=priority,
+        found.folder, base=name or found.name, on=on, engine=engine, store=store, workers=workers,
+        settings={**(settings or {}), **found.settings}, servers=found.servers, priority=priority, **kind,
     )  # fmt: skip
 
 
@@ -108,23 +117,6 @@ def submit_code(code: Path, *, base: str, on: str, engine: AnySettings, store: L
     remember(store)
     _submit_head(where, launch)
     return where
-
-
-def _locate(recipe: str | Path) -> tuple[Path, str, str]:
-    """The folder that travels, the recipe's path on a host, and the name of a job."""
-    text = str(recipe)
-    if ":" in text and not Path(text).exists() and "/" not in text:
-        return Path.cwd(), text, text.partition(":")[0].rpartition(".")[2]
-    path = Path(text).resolve()
-    path = path / "recipe.py" if path.is_dir() else path
-    try:
-        ast.parse(path.read_bytes(), str(path))
-    except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except SyntaxError as error:
-        raise RecipeError(f"the recipe {path} is no Python: line {error.lineno}: {error.msg}") from error
-    name = path.parent.name if path.name == "recipe.py" else path.stem
-    return path.parent, f"{travel.CODE}/{path.name}", name
 
 
 def _note_shadowed(code: Path) -> None:

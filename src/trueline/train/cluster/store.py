@@ -4,6 +4,7 @@
     .../files/SHA-256             the recipe's folder         .../launches/0001.end.json     how it ended
     .../orders/ORDER.json, .done  scale, halt; the answer     .../launches/0001.status.json  how it is
     .../kept/                     settings, journal, columns  .../launches/0001.join.json    for its hosts: a secret
+    .../kept/cuts/                parts of parameter servers
     .../logs/NAME.log             output of every process     .../logs/events.log            what happened
     .../checkpoints/              as the job writes them
 
@@ -42,6 +43,10 @@ class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     priority: int = 0
     submitted: float
+    script: tuple[str, ...] = ()
+    """Of a loop of its own, in place of `recipe`: its path among `files`, and its arguments."""
+    servers: int = 0
+    """Parameter servers. A job with some runs as a whole beside its head: they are not reached from other hosts."""
     manifest: dict[str, Any] = {}
     """Of a job of scripts: what its learners run, as `train/learners/manifest` has read it. It has no recipe then."""
 

@@ -49,8 +49,6 @@ def prepare(folder: JobDir, job: JobSettings, preload: Sequence[str]) -> str:
     shutil.rmtree(own.path, ignore_errors=True)
     if not job.listen:
         return ""
-    if job.script:
-        raise UsageError("--listen is for recipes: a script of its own is not sent to other hosts", hint="leave it out")
     host, port = route.split_address(job.listen)
     if host in route.ANY and not job.interface:
         raise UsageError(
@@ -153,12 +151,14 @@ def clean(folder: JobDir, *, keep_launch: bool) -> None:
 
 
 def _pack(folder: JobDir, own: HostsFolder, job: JobSettings, store: str) -> tuple[TravelledFile, ...]:
-    """The files of the job as joined hosts get them; its settings there name the recipe that travelled."""
-    named = ":" in job.recipe
-    code = Path.cwd() if named else Path(job.recipe).parent
-    there = job.recipe if named else f"{travel.CODE}/{Path(job.recipe).name}"
+    """The files of the job as joined hosts get them; its settings there name the recipe or script that travelled."""
+    users, *arguments = job.script or (job.recipe,)
+    named = ":" in users and not job.script
+    code = Path.cwd() if named else Path(users).parent
+    there = users if named else f"{travel.CODE}/{Path(users).name}"
+    travelled = replace(job, script=(there, *arguments)) if job.script else replace(job, recipe=there)
     settings = own.path / "job.json"
-    settings.write_bytes(msgspec.json.encode(replace(job, recipe=there, checkpoints=store)))
+    settings.write_bytes(msgspec.json.encode(replace(travelled, checkpoints=store)))
     sources = {"job.json": settings, **travel.code_files(code)}
     for path in (folder.columns, folder.weights):
         if path.exists():

@@ -163,6 +163,14 @@ def scale(folder: Path, workers: int = 0, *, servers: int = 0) -> None:
         ask("Scale", pb.ScaleRequest(workers=workers, servers=servers, why="trueline scale"))
 
 
+def save(folder: Path) -> int:
+    """Asks the running job for a checkpoint; returns the step that it will have at least. Raises UsageError, TrainError
+    without an answer."""
+    _expect_running(folder)
+    with _master(folder) as ask:
+        return int(ask("Save", pb.Cursor()).save_from)
+
+
 def _expect_running(folder: Path) -> None:
     job = read_job(folder)
     if job.state != "running":

@@ -37,9 +37,11 @@ from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import hosts, shutdown
 from trueline.train.launch.preload import EarlyAgent, find_preload
+from trueline.train.launch.publishing import PublisherProcess
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.train.master.claims import SUPERSEDED
 from trueline.train.master.failover import MasterProcess, reserve_port
+from trueline.train.master.hosts import HostsFolder
 from trueline.train.reasons import LEFT_OUT_EXIT
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
@@ -76,6 +78,9 @@ class LocalJob:
         self._superseded = False
         self._ssh: SshJoins | None = None
         self._early = early
+        self._publisher: PublisherProcess | None = None
+        self.inherited_bytes = 0
+        """Of JOB/events.jsonl: what a launch on another host has written."""
 
     def __enter__(self) -> LocalJob:
         with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
@@ -91,6 +96,9 @@ class LocalJob:
             self.emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
             self._prepare(exits)
             self._start_master()
+            if self.settings.publish_every:
+                self._publisher = PublisherProcess(self.settings, self.folder, self.emit)
+                exits.callback(self._publisher.end)
             if self._ssh is not None:
                 self._address()  # it listens
                 self._ssh.join(lambda: hosts.make_token(self.folder))
@@ -240,7 +248,10 @@ class LocalJob:
                 checked_at = time.monotonic()
                 self._keep_alive(EXIT_S if ended else 0.0)
         if self.settings.script:
-            shutdown.wait_for_scripts(self.job_dir, self.socket)
+            joined = HostsFolder(self.folder).read_launch() is not None
+            shutdown.wait_for_scripts(self.job_dir, self.socket, self._keep_alive if joined else None)
+        if self._publisher is not None:
+            self._publisher.finish()
         return summary
 
     def _handle_event(self, event: pb.Event) -> dict[str, Any] | None:

@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from trueline import errors
+from trueline.engine.contract import Seen
 from trueline.engine.open import open_engine
 from trueline.train.job_dir import JobDir, Outcome
-from trueline.train.launch.jobs import last_view
+from trueline.train.launch import jobs
 
 POLL_S = 0.1
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -94,15 +97,20 @@ def make_stopped_error(why: str, job_dir: Path) -> errors.JobStopped:
     return errors.JobStopped(f"{_STOPPED}{why}", hint=f"continue with `trueline resume {job_dir}`")
 
 
-def wait_for_scripts(job_dir: Path, agent: Path) -> None:
+def wait_for_scripts(job_dir: Path, agent: Path, keep_alive: Callable[[], None] | None = None) -> None:
     """Returns when the processes of the last group have ended: a script may continue after its training.
 
-    Newcomers that still wait for a view do not count. Raises TrainError when a process fails.
+    Newcomers that still wait for a view do not count. `keep_alive`, of a job on several hosts, keeps the master alive,
+    which knows their processes. Raises TrainError when a process fails.
     """
-    engine, trained = open_engine(str(agent)), last_view(job_dir)
-    waited = {seen.ref for seen in asyncio.run(engine.list()) if seen.alive and seen.ref in trained}
+    engine, trained = open_engine(str(agent)), jobs.last_view(job_dir)
+
+    def list_processes() -> list[Seen]:
+        return asyncio.run(engine.list()) if keep_alive is None else _ask_master(job_dir, keep_alive)
+
+    waited = {seen.ref for seen in list_processes() if seen.alive and seen.ref in trained}
     while True:
-        processes = [seen for seen in asyncio.run(engine.list()) if seen.ref in waited]
+        processes = [seen for seen in list_processes() if seen.ref in waited]
         for seen in processes:
             if not seen.alive and seen.code != 0:
                 raise errors.TrainError(
@@ -112,3 +120,11 @@ def wait_for_scripts(job_dir: Path, agent: Path) -> None:
         if not any(seen.alive for seen in processes):
             return
         time.sleep(POLL_S)  # as long as the script takes
+
+
+def _ask_master(job_dir: Path, keep_alive: Callable[[], None]) -> list[Seen]:
+    """The processes of all hosts."""
+    while "processes" not in (status := jobs.status(job_dir) or {}):
+        keep_alive()
+        time.sleep(POLL_S)  # a master starts
+    return msgspec.convert(status["processes"], list[Seen])

@@ -23,7 +23,7 @@ import msgspec
 
 from trueline import events, files
 from trueline.engine.hosts import route
-from trueline.engine.hosts.messages import HostList, JournalCopy, KnownHost, Welcome
+from trueline.engine.hosts.messages import EventLines, HostList, JournalCopy, KnownHost, Welcome
 from trueline.engine.hosts.standby import JoinRequest, LentHost
 from trueline.engine.hosts.token import TokenFile, issue_token, write_token
 from trueline.engine.local.process import Lifeline
@@ -67,16 +67,20 @@ class StandbyMaster:
         self._refused = 0
         self._job: SuccessorJob | None = None
 
-    def note(self, message: Welcome | JournalCopy | HostList, job: Path) -> None:
+    def note(self, message: Welcome | JournalCopy | HostList | EventLines, job: Path) -> None:
         match message:
             case Welcome():
                 self._welcome, self._path, self._refused = message, job / "standby.sqlite", 0
+                self._events = job / "standby.events"
                 self._kit = msgspec.msgpack.decode(message.kit, type=SuccessorKit) if message.kit else None
             case HostList():
                 self._hosts = message.hosts
                 self.others = [host.standby for host in self._hosts if host.standby not in ("", self.address)]
             case JournalCopy():
                 self._copy_journal(message)
+            case EventLines():
+                with contextlib.suppress(OSError), self._events.open("wb" if message.begins else "ab") as file:
+                    file.write(message.lines)  # a full disk: the page begins where this host leads
 
     def _copy_journal(self, message: JournalCopy) -> None:
         try:
@@ -164,8 +168,13 @@ class StandbyMaster:
             shutil.copyfile(cache / one.digest, target)
             shutil.copyfile(cache / one.digest, own.blobs / one.digest)
         shutil.move(self._path, folder.journal)
+        if self._events.exists():
+            shutil.move(self._events, folder.events)
         request = host.request
         job = job_settings.load(path)
+        if job.script:  # which had decided nothing when its files were packed
+            settled = job_settings.load(host.job)
+            job = replace(job, epochs=settled.epochs, global_batch=settled.global_batch, seed=settled.seed)
         job = replace(job, listen=self.address, interface=request.interface, ports=request.ports, cores=request.cores)
         job_settings.save(job, path)
         folder.begin_succession(secret)
@@ -192,6 +201,7 @@ class SuccessorJob(LocalJob):
     def __init__(self, job_dir: Path, host: LentHost, line: str) -> None:
         super().__init__(job_dir)
         self._host, self._line = host, line
+        self.inherited_bytes = self.folder.events.stat().st_size if self.folder.events.exists() else 0
 
     def _prepare(self, exits: contextlib.ExitStack) -> None:
         self.socket, self.lifeline = self._host.socket, self._host.lifeline

@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from trueline.engine.local.process import LIFELINE
 from trueline.errors import TruelineError, UsageError
 from trueline.registry import event_file
 from trueline.train.cluster.address import find_address
-from trueline.train.cluster.commands import describe_submission
+from trueline.train.cluster.commands import WITHOUT_GANGS, describe_submission, queue_again
 from trueline.train.cluster.store import HostStatus, JobLaunch, JobStore, SubmittedJob
 from trueline.train.learners import decide as plans
 from trueline.train.learners import hosts, messages, places
@@ -60,6 +60,8 @@ class LearnersHead:
         self._end: plans.EndJob | None = None
         self._listed: dict[str, SubmissionReport] = {}
         self._work: set[asyncio.Task[None]] = set()
+        self._began_at, self.gives_way = time.monotonic(), False
+        """The launch ends before it has begun, and another one follows."""
 
     def halt(self, why: str) -> None:
         if not self._group.halting:
@@ -200,7 +202,19 @@ class LearnersHead:
                 if others and await self.recorder.attempt("the scheduler", self._read_listing):
                     for action in hosts.review(others, self._listed, time.monotonic()):
                         await self._enter_action(action)
+                    self._consider_giving_way(others)
             await asyncio.sleep(ORDERS_S if self._group.phase is plans.Phase.GATHERING else LISTING_S)
+
+    def _consider_giving_way(self, others: Collection[hosts.LearnerEntry]) -> None:
+        """Where the scheduler starts learners one by one: gives this launch's slots back, and queues again."""
+        waited_s, launch = time.monotonic() - self._began_at, self._launch
+        if self._group.generation or not isinstance(launch.engine, WITHOUT_GANGS):
+            return
+        if hosts.gives_way(others, waited_s=waited_s, name=self._job.unique_name, number=launch.number):
+            why = f"it queues again: after {waited_s:.0f} s there is no room to begin, and others may wait for its part"
+            self._emit("launch.given_back", why=why)
+            self.gives_way = True
+            self.halt(why)
 
     def _read_listing(self) -> None:
         group = make_group(self._job.unique_name, self._launch.number)
@@ -283,6 +297,8 @@ def run(store: JobStore, number: int) -> int:
             why = error.message if isinstance(error, TruelineError) else f"{type(error).__name__}: {error}"
             head.recorder.write_end(plans.EndJob("failed", why, 1))
             raise
+        if head.gives_way and end.outcome == "stopped":
+            queue_again(store, job, launch, open_scheduler(launch.engine))
         head.recorder.write_end(end)
         return end.code
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from trueline.engine.cluster.contract import SubmissionReport, SubmissionState
-from trueline.engine.cluster.decide import FIRST_S, JOIN_S, LAST_S, SETTLE_S
+from trueline.engine.cluster.decide import FIRST_S, JOIN_S, LAST_S, SETTLE_S, has_waited_enough
 
 MOST_FAILURES = 5
 """Submissions in a row that end before they have joined; after them the job fails with the last reason."""
@@ -81,6 +81,13 @@ def _follow(entry: LearnerEntry, report: SubmissionReport | None, now: float) ->
         fail(entry, f"it did not join within {JOIN_S:.0f} s", now)
         return [CancelLearner(role, entry.reason)]
     return []
+
+
+def gives_way(entries: Collection[LearnerEntry], *, waited_s: float, name: str, number: int) -> bool:
+    """Whether a launch that cannot begin gives its slots back, while a learner waits in the scheduler's queue: as for
+    other jobs, two that each hold half of what both need would wait forever."""
+    waits = any(entry.role and not entry.joined and not entry.running_at for entry in entries)
+    return waits and has_waited_enough(waited_s, name=name, number=number)
 
 
 def fail(entry: LearnerEntry, why: str, now: float) -> float:

@@ -3,6 +3,7 @@
 A worker that the master has given up is fenced: it ends at once, before it can touch a checkpoint or a peer.
 """
 
+import json
 import os
 import sys
 import threading
@@ -16,8 +17,8 @@ from typing import Any
 import grpc
 
 from trueline.engine.contract import parse_ref
-from trueline.engine.hosts.messages import CERTIFICATE_NAME, PULSES, SETTLE
-from trueline.errors import TrainError
+from trueline.engine.hosts.messages import AGREE, CERTIFICATE_NAME, PULSES, SETTLE
+from trueline.errors import TrainError, UsageError
 from trueline.train.link.contract import Link, StepReport
 from trueline.train.link.local_client import LocalLink
 from trueline.wire import train_pb2 as pb
@@ -33,7 +34,7 @@ OVERDUE_NS = 3_000_000_000
 ONE_THREAD = ("SingleThreadedUnaryStream", 1)
 """The thread that waits for views polls itself: with one of gRPC's own, both woke up, ten and five times a second."""
 RETRY_S = 0.05
-SETTLE_S = 30.0
+SETTLE_S, STATUS_S = 30.0, 5.0
 RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
                 ("grpc.min_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0)]  # fmt: skip
 """How a channel looks for a master that is away: it retries after 50 to 300 ms, where gRPC would first wait a second.
@@ -70,14 +71,42 @@ def settle_on_master(data: bytes) -> bytes:
     """The reduction of the loss as the job's first worker reported it. If none has, the master keeps `data` for all
     workers; empty `data` only reads. For workers of joined hosts, which do not see the job's folder. Raises TrainError.
     """
-    metadata = (("authorization", f"Bearer {os.environ['TRUELINE_SECRET']}"),)
+    return _ask(SETTLE, data)
+
+
+def agree_on_script(**values: int) -> None:
+    """Has the master settle what this worker's script decides for the job. Raises UsageError if the job has begun with
+    something else, TrainError. For workers of joined hosts."""
+    if refusal := _ask(AGREE, json.dumps(values).encode()):
+        why, hint = json.loads(refusal)
+        raise UsageError(why, hint=hint)
+
+
+def _ask(method: str, data: bytes) -> bytes:
+    """What the master answers a worker that is no member yet."""
     with open_channel(os.environ["TRUELINE_MASTER"], RECONNECTING) as channel:
         try:
-            settle: Any = channel.unary_unary(SETTLE, request_serializer=bytes, response_deserializer=bytes)
-            settled: bytes = settle(data, metadata=metadata, wait_for_ready=True, timeout=SETTLE_S)
+            call: Any = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
+            answer: bytes = call(data, metadata=_own_metadata(), wait_for_ready=True, timeout=SETTLE_S)
         except grpc.RpcError as error:
             raise TrainError(f"the master did not answer: {error}") from error
-    return settled
+    return answer
+
+
+def ask_status() -> dict[str, Any] | None:
+    """The job's status from the master that started this process; None if it does not answer."""
+    with open_channel(os.environ["TRUELINE_MASTER"], RECONNECTING) as channel:
+        master = pb_grpc.MasterStub(channel)
+        try:
+            reply: pb.JobStatus = master.Status(pb.Cursor(), metadata=_own_metadata(), timeout=STATUS_S)
+        except grpc.RpcError:
+            return None
+    status: dict[str, Any] = json.loads(reply.json)
+    return status
+
+
+def _own_metadata() -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {os.environ['TRUELINE_SECRET']}"),)
 
 
 class MasterLink:

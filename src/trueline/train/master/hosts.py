@@ -13,15 +13,16 @@ import msgspec
 from trueline import clock, files
 from trueline.engine.contract import Engine, ProcessSpec
 from trueline.engine.hosts.fleet import FleetEngine
-from trueline.engine.hosts.messages import SERVICE, JournalCopy, TravelledFile, Welcome
+from trueline.engine.hosts.messages import SERVICE, EventLines, JournalCopy, TravelledFile, Welcome
 from trueline.engine.hosts.service import HostsService
 from trueline.engine.hosts.token import find_fault
+from trueline.errors import UsageError
 from trueline.train.job_dir import JobDir
 from trueline.train.master.claims import Leader, Leadership, ViewClaims
 from trueline.train.master.journal import Row
 from trueline.train.master.master import TICK_S, Master
 from trueline.train.membership import events as h
-from trueline.train.settings import JobSettings
+from trueline.train.settings import JobSettings, settle
 
 PART_S = 1.0
 TELL_S = 5.0
@@ -98,7 +99,7 @@ class JobHosts:
             packages=launch.packages, store=launch.store, probe=launch.probe, kit=msgspec.msgpack.encode(kit),
         )  # fmt: skip
         self._service = HostsService(
-            self.fleet, greet, self.own.blobs, launch.versions, self._write_output, self._settle
+            self.fleet, greet, self.own.blobs, launch.versions, self._write_output, self._settle, self._agree
         )
 
     def _write_output(self, ref: str, data: bytes) -> None:
@@ -110,6 +111,14 @@ class JobHosts:
         if data:
             files.write_atomic(path, data, replace=False)
         return path.read_bytes() if path.exists() else b""
+
+    def _agree(self, data: bytes) -> bytes:
+        """Settles what the script of a worker decides for the job; returns why that cannot be, if it cannot."""
+        try:
+            settle(self._folder.path, **json.loads(data))
+        except UsageError as error:
+            return msgspec.json.encode((error.message, error.hint))
+        return b""
 
     def serve(self, server: Any) -> None:
         """Adds the port for other hosts, over TLS, and the service to `server`, which has not started."""
@@ -133,11 +142,13 @@ class JobHosts:
     async def attach(self, master: Master, server: Any) -> None:
         """Opens the port, and lets membership know what room the hosts bring and take."""
         self._master, self.emit = master, master.emit
-        master.localize, master.hosts = self.localize, self.fleet.describe
+        master.localize, master.hosts, master.avoid = self.localize, self.fleet.describe, self.fleet.avoid
         where = self.launch.store or master.job.checkpoints
         claims, leader = ViewClaims(where, self.launch.id), self.launch.leader
         master.leadership = Leadership(claims, leader, master.state.generation, master.emit)
         master.replicate, self.fleet.journal = self.replicate, lambda: self.copy_journal(master)
+        master.publisher.replicate = lambda lines: self.fleet.copy_events(EventLines(lines))
+        self.fleet.history = self.copy_history
         self.fleet.process_bytes = lambda: max(master.memory.values(), default=0)
         self.fleet.on_room, self.fleet.on_leave = self.set_room, self.release_workers
         self.serve(server)
@@ -152,6 +163,11 @@ class JobHosts:
         rows = list(master.journal.rows())
         for at in range(0, max(1, len(rows)), ROWS):
             yield _encode(rows[at : at + ROWS], begins=at == 0)
+
+    def copy_history(self) -> Iterator[EventLines]:
+        """The job's events for a host that could lead it."""
+        for number, lines in enumerate(self._master.publisher.read_history()):
+            yield EventLines(lines, begins=number == 0)
 
     def set_room(self, workers: int) -> None:
         """The engine has room for this number of workers from now on."""

@@ -75,20 +75,18 @@ class Master:
         self.room = DiskRoom(self.emit)
         self.localize: Callable[[ProcessSpec], ProcessSpec] = lambda spec: spec
         self.hosts: Callable[[], Sequence[dict[str, Any]]] = tuple
+        self.avoid: Callable[[str, str], None] = lambda ref, why: None
         self.replicate: Callable[[Sequence[Row]], None] = lambda rows: None
         self.leadership: Leadership | None = None  # of a job that other hosts could lead
-        self.exit_code = 0
         self._backlog: list[Row] = []  # for the journal, in their order
         self._waiting: list[h.Action] = []  # until those rows are in the journal
-        self._deaths: dict[str, h.Death] = {}
-        self._receiving: set[str] = set()
-        self.memory: dict[str, int] = {}
-        self._memory_at = -math.inf
+        self._deaths, self._receiving = dict[str, h.Death](), set[str]()
+        self.memory, self._memory_at = dict[str, int](), -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
         self.save_from = 0  # as in `link.contract.ProgressReporter`
         self.halting = ""  # why the job ends once that checkpoint is recorded
         self.stopped = asyncio.Event()
-        self.failed = False
+        self.exit_code, self.failed = 0, False
         if self.state.generation:
             self.view = self._make_view("the master is back")
 
@@ -132,6 +130,8 @@ class Master:
             case h.Kill(ref, why):
                 self.emit("worker.killed", worker=ref, why=why)
                 self.spawn(self._send_order(lambda: self.engine.kill(ref)))
+            case h.AvoidHost(ref, why):
+                self.avoid(ref, why)
             case h.Publish(reason):
                 self._publish_view(reason)
             case h.Release():

@@ -4,12 +4,13 @@ None of these may end the job. Lines that a full disk does not take are written 
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from trueline.wire import train_pb2 as pb
 
 BUNDLE = 256  # events in one message
 KEPT = 20_000  # past events that a new follower gets
+PIECE, MOST_HISTORY = 1 << 20, 32 << 20
+"""Bytes of past events in one message, and of all for a host that could lead the job: the newest."""
 UNWRITTEN_BYTES = 16 << 20
 """Lines that are kept for the file while the disk is full."""
 Hook = Callable[[str, dict[str, Field], float], None]
@@ -45,6 +48,8 @@ class EventPublisher:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.hook: Hook | None = None
+        self.replicate: Callable[[bytes], None] = lambda lines: None
+        """Called with the lines of new events."""
         self.recent: deque[pb.Event] = deque(maxlen=KEPT)
         self.seq = 0
         self._file, self._torn = -1, False
@@ -63,8 +68,10 @@ class EventPublisher:
                 events.emit(name, **fields)
             self.recent.append(pb.Event(seq=self.seq, name=name, fields=text.decode(), at=at))
             lines.append(b'{"at":%.3f,"seq":%d,"name":"%s","fields":%s}\n' % (at, self.seq, name.encode(), text))
-        self._unwritten += b"".join(lines)
+        together = b"".join(lines)
+        self._unwritten += together
         self.flush()
+        self.replicate(together)
         added, self._added = self._added, asyncio.Event()
         added.set()
         if self.hook is None:
@@ -94,6 +101,17 @@ class EventPublisher:
                 first = self._unwritten.index(b"\n") + 1  # may be torn
                 rest = self._unwritten.index(b"\n", max(first, len(self._unwritten) - UNWRITTEN_BYTES)) + 1
                 del self._unwritten[first:rest]
+
+    def read_history(self) -> Iterator[bytes]:
+        """All events so far, the newest MOST_HISTORY bytes of them, in pieces."""
+        past = b""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - MOST_HISTORY)
+            file.seek(start)
+            past = file.read()
+            past = past[past.find(b"\n") + 1 :] if start else past
+        past += self._unwritten
+        yield from (past[at : at + PIECE] for at in range(0, len(past), PIECE))
 
     def close(self) -> None:
         if self._file >= 0:

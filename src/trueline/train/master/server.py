@@ -192,6 +192,9 @@ class MasterService(pb_grpc.MasterServicer):
         master, now = self.master, self.master.now()
         facts = master.progress.describe(master.job, master.state, now=now, uptime_s=now - master.born)
         more = {"waiting": list(master.room.waiting.values()), "hosts": list(master.hosts())}
+        if master.job.script and more["hosts"]:
+            with contextlib.suppress(OSError):  # the launcher restarts a dead agent
+                more["processes"] = msgspec.to_builtins(await master.engine.list())
         more |= self.attendant.describe() if self.attendant is not None else {}
         return pb.JobStatus(json=json.dumps({**facts, **more}))
 

@@ -140,6 +140,13 @@ class Kill(Struct, frozen=True):
     why: str
 
 
+class AvoidHost(Struct, frozen=True):
+    """No group forms with this newcomer: for a while nothing is to start on its host."""
+
+    ref: str
+    why: str
+
+
 class Publish(Struct, frozen=True):
     """Publish the new view of the state to every member."""
 
@@ -178,4 +185,4 @@ class Fence(Struct, frozen=True):
     ref: str
 
 
-Action = Log | Start | Kill | Publish | Release | Truncate | Finish | FailJob | Fence
+Action = Log | Start | Kill | AvoidHost | Publish | Release | Truncate | Finish | FailJob | Fence

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from trueline.engine.contract import parse_ref
-from trueline.train.membership.events import Action, Death, FailJob, GroupBroken, Log
+from trueline.train.membership.events import Action, AvoidHost, Death, FailJob, GroupBroken, Kill, Log
 from trueline.train.membership.poison import accuse, note_deaths
 from trueline.train.membership.state import Breaks, Failures, Member, MembershipPolicy, State, fill, form, join_refs
 
@@ -81,11 +81,24 @@ def break_group(state: State, event: GroupBroken, now: float, policy: Membership
         before = Breaks(0, state.committed, now)
     state.broken = Breaks(before.count + 1, before.since_step, before.since)
     lasted_s = now - before.since
+    newcomers = [ref for ref in state.view if not state.members[ref].stepped]
+    if state.broken.count >= policy.newcomer_breaks and state.room is not None and 0 < len(newcomers) < len(state.view):
+        return _leave_out(state, newcomers, event.why, now, policy)
     if state.broken.count < policy.breaks or lasted_s < policy.broken_s:
         return form(state, why, forced=True)
     state.phase = "failed"
     times = f"the group of workers broke {state.broken.count} times in {lasted_s:.0f} s, after step {state.committed}"
     return [FailJob("train", f"{times}, while all of its members lived; last: {why}")]
+
+
+def _leave_out(state: State, newcomers: list[str], why: str, now: float, policy: MembershipPolicy) -> list[Action]:
+    """The members of before train on without the newcomers, whose hosts the others may not reach."""
+    assert state.room is not None
+    state.room = max(0, state.room - len(newcomers))  # until the engine has avoided their hosts, and says what is left
+    deaths = [Death(ref, f"no group forms with it: {why}", blameless=True) for ref in newcomers]
+    actions: list[Action] = [AvoidHost(death.ref, death.why) for death in deaths]
+    actions += [Kill(death.ref, death.why) for death in deaths]
+    return actions + lose_workers(state, deaths, now, policy)
 
 
 def _count_crash(state: State, death: Death, now: float, policy: MembershipPolicy) -> list[Action]:

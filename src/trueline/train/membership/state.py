@@ -39,6 +39,8 @@ class MembershipPolicy:
     breaks: int = 10
     """Groups that break in a row, with no step and no death between them and for `broken_s` at least, end the job."""
     broken_s: float = 600.0  # longer than a network that recovers by itself usually takes
+    newcomer_breaks: int = 3
+    """Groups that break in a row before newcomers from other hosts are left out, and the others train on."""
     set_aside: int = 100  # records that may be set aside; one more ends the job
     still_s: float = 30.0  # a member that gets no byte of its state for longer is given up
     quarantine_s: float = 30.0  # of a slot for the first time; doubled each time, at most four times

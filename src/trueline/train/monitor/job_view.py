@@ -31,7 +31,8 @@ _SILENT = {"step.applied", "worker.running", "worker.receiving", "worker.receive
            "servers.measured", "hosts.measured"}  # fmt: skip
 """Frequent events, which the page shows elsewhere."""
 _BAD = {"worker.lost", "worker.killed", "worker.quarantined", "worker.fenced", "record.set_aside", "record.suspected",
-        "job.failed", "disk.full", "log.truncated", "checkpoint.failed", "master.lost", "agent.lost"}  # fmt: skip
+        "host.avoided", "job.failed", "disk.full", "log.truncated", "checkpoint.failed", "master.lost",
+        "agent.lost"}  # fmt: skip
 _GOOD = {"job.finished", "job.restored", "disk.has_room"}
 _WORDS = {
     "worker.started": "{worker} starts",
@@ -48,6 +49,8 @@ _WORDS = {
     "job.failed": "the job failed: {why}",
     "job.started": "the job starts: {workers} workers, {epochs} epochs",
     "job.finished": "the job is finished",
+    "host.avoided": "{host} gets no workers for {retry_s:.0f} s: {why}",
+    "host.clock": "the clock of {host} is {off}, compared with the master's",
     "servers.scaling": "from {before} to {servers} parameter servers: rows move",
     "servers.scaled": "{servers} parameter servers from now on",
     "cut.broken": "a checkpoint or a move of rows is tried again: {why}",

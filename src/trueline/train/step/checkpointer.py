@@ -29,6 +29,7 @@ from trueline.train import settings as job_settings
 from trueline.train.faults import Faults
 from trueline.train.job_dir import JobDir
 from trueline.train.link.contract import ProgressReporter
+from trueline.train.link.grpc_client import agree_on_script
 from trueline.train.settings import Fault, JobSettings
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
@@ -71,11 +72,14 @@ class Checkpointer:
     def of_script(cls, plan: JobPlan, source: Source) -> tuple[Checkpointer | None, tuple[Fault, ...]]:
         """Checkpointer and faults for an `Elastic` created in a user's script; none outside a job. Raises UsageError.
 
-        The first worker's Elastic decides epochs, global batch and seed; another one with other values is refused.
+        The first worker's Elastic decides epochs, global batch and seed; another one with other values is refused, on
+        whichever host it is.
         """
         job_dir = os.environ.get("TRUELINE_JOB")
         if job_dir is None:
             return None, ()
+        if "TRUELINE_CA" in os.environ:  # a joined host, which has a copy of the job's settings
+            agree_on_script(epochs=plan.epochs, global_batch=plan.global_batch, seed=plan.seed)
         job = job_settings.settle(Path(job_dir), epochs=plan.epochs, global_batch=plan.global_batch, seed=plan.seed)
         name = Path(job.script[0] if job.script else job.recipe).stem
         facts = {"recipe": {"name": name, "digest": job.recipe_digest}, "data": source.fingerprint()}

@@ -38,8 +38,7 @@ from trueline.train import devices
 from trueline.train import settings as job_settings
 from trueline.train.elastic import Elastic
 from trueline.train.job_dir import JobDir
-from trueline.train.launch import jobs
-from trueline.train.link.grpc_client import connect, is_replacement
+from trueline.train.link.grpc_client import ask_status, connect, is_replacement
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits, rehearsal, trial
 from trueline.train.step.checkpointer import Checkpointer
@@ -69,7 +68,7 @@ def main(replace_parts: Callable[[Recipe, JobSettings], WorkerParts] | None = No
     settings = job_settings.load(job_dir)
     torch.set_num_threads(settings.threads)
     if settings.script:
-        return _run_script(settings, job_dir)
+        return _run_script(settings)
     return _run_recipe(settings, job_dir, replace_parts or (lambda recipe, _: WorkerParts(recipe)))
 
 
@@ -249,7 +248,7 @@ def autocast(model: torch.nn.Module, options: Options) -> Callable[[], AbstractC
     return functools.partial(torch.autocast, device, dtype=dtypes[options.precision])
 
 
-def _run_script(settings: JobSettings, job_dir: Path) -> int:
+def _run_script(settings: JobSettings) -> int:
     _leave_on_sigterm(lambda: connect(lambda _: None).leave())
     try:
         script, *arguments = settings.script
@@ -258,14 +257,14 @@ def _run_script(settings: JobSettings, job_dir: Path) -> int:
         sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")
         rehearsal.end_fork()
-        expect_finished(jobs.status(job_dir), script)
+        expect_finished(ask_status(), script)
         return 0
     except Exception as error:  # noqa: BLE001  the process boundary: every worker would meet this error, so the job ends
         rehearsal.end_fork()
         traceback.print_exc()
         if devices.is_lost(error):
             return failure.LOST_EXIT
-        if not _has_finished(jobs.status(job_dir)):  # else only this process failed
+        if not _has_finished(ask_status()):  # else only this process failed
             _fail(error, "script_raised", connect(lambda _: None).fail)
         return 1
 

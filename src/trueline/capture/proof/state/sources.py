@@ -17,6 +17,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.code_paths import SourceLine
@@ -34,13 +35,17 @@ _COUNTS = ("active_count", "get_ident", "get_native_id")
 OTHERS = (
     *((os, name) for name in ("getpid", "getppid", "getloadavg", "cpu_count")),
     *((threading, name) for name in _COUNTS),
+    (torch, "get_num_threads"),
+    (sys, "getrecursionlimit"),
 )
+THREADS = ((threading, "current_thread"), (threading, "currentThread"))
 FILE_QUESTIONS = ("stat", "lstat", "access", "listdir", "scandir", "statvfs", "readlink")
 """Functions of `os` that ask for a path, those of `os.path` and `pathlib` among their callers."""
 _DRAWS = "random uniform gauss normalvariate expovariate betavariate triangular randint randrange getrandbits"
 _NUMPY = "random rand randn random_sample uniform normal randint"
 DRAWS = (*((random, name) for name in _DRAWS.split()), *((np.random, name) for name in _NUMPY.split()))
 BYTES = ((os, "urandom"), (random, "_urandom"))
+DRAWN = frozenset(name for _, name in DRAWS) | {"urandom"}
 SHIFTS_S = (0.37, 61.0, 3600.0, 5 * 3600.0, 13 * 3600.0, 86_400.0, 3 * 86_400.0, 40 * 86_400.0, 3.2e8, 3e9)
 """Seconds by which clocks are moved."""
 VARIABLES = 4
@@ -62,9 +67,13 @@ _PASSING = ("/proc/", "/sys/", "/dev/")
 class Readings:
     """What one run read: the name of each source, and the first of the user's lines that read it."""
 
-    def __init__(self, flip: int | None = None, shift_s: float = 0.0) -> None:
+    def __init__(
+        self, flip: int | None = None, shift_s: float = 0.0, *, held: bool = False, other_thread: bool = False
+    ) -> None:
         self.decisions = Decisions(flip)
         self.shift_s = shift_s
+        self.other_thread = other_thread
+        self._held: dict[str, Any] | None = {} if held else None
         self.changes = ""
         """How the answer is another in this run."""
         self.lines: dict[str, SourceLine | None] = {}
@@ -76,12 +85,17 @@ class Readings:
     def note(self, name: str) -> None:
         self.lines.setdefault(name, code_paths.current_line())
 
+    def hold(self, name: str, value: Any) -> Any:
+        """`value`, or where sources are held still, the first one of that name."""
+        return value if self._held is None else self._held.setdefault(name, value)
+
     def clock(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def read(*args: Any) -> Any:
             value = function(*args)
             if not _is_direct(sys._getframe(1)):
                 return value
             self.note(name)
+            value = self.hold(name, value)
             moved = value + int(self.shift_s * 1e9) if name.endswith("_ns") else value + self.shift_s
             return mark(moved, self.decisions, (0.0, float("inf")))
 
@@ -94,8 +108,23 @@ class Readings:
             if len(args) > before or not _is_direct(sys._getframe(1)):
                 return function(*args)
             self.note(name)
-            moment = real() + self.shift_s
+            moment = self.hold("time", real()) + self.shift_s
             return function(*args, local(moment) if name in ("asctime", "strftime") else moment)
+
+        return read
+
+    def thread(self, function: Callable[[], threading.Thread], name: str) -> Callable[[], threading.Thread]:
+        """The main thread, or to that one another one."""
+
+        def read() -> threading.Thread:
+            value = function()
+            if not _is_direct(sys._getframe(1)):
+                return value
+            self.note(name)
+            if not self.other_thread:
+                return value
+            main = threading.main_thread()
+            return threading.Thread(name="Thread-1") if value is main else main
 
         return read
 
@@ -117,7 +146,7 @@ class Readings:
                 return function(*args, **options)
             if code_paths.current_line() is not None:
                 self.note(name)
-            return drawing(*args, **options)
+            return self.hold(f"{name}{args}{options}", drawing(*args, **options))
 
         return read
 
@@ -139,7 +168,7 @@ def read_outside(question: Question) -> Readings:
     """What a call of the model reads."""
     readings = Readings()
     memento = Memento(explicit_state.users_own(question.eager.module))
-    with quietly(), _noting_int(question), _reading(readings, _find_places(question)):
+    with quietly(), _noting_int(question), reading(readings, find_places(question)):
         readings.changes = question.differs(memento)
     return readings
 
@@ -153,17 +182,19 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
         return Influence(path=path, how="it asks for that path on each call, and what is there can change", place=line)
     if first.changes or not (first.lines or first.variables):
         return None  # a stand-in is not accepted as what it stands for, or nothing is read
-    memento, places = Memento(explicit_state.users_own(question.eager.module)), _find_places(question)
+    memento, places = Memento(explicit_state.users_own(question.eager.module)), find_places(question)
     with quietly(), _noting_int(question):
         for readings in _variants(first):
-            with _reading(readings, places):
+            with reading(readings, places):
                 why = question.differs(memento)
             if why:
                 lines, flip = readings.decisions.lines, readings.decisions.flip
                 place = lines[flip] if flip is not None and flip < len(lines) else next(iter(first.lines.values()))
-                when = "at another time" if flip is None else "when what depends on that is decided the other way"
+                when = "when what depends on that is decided the other way"
+                if flip is None:
+                    when = "in another thread" if readings.other_thread else "at another time"
                 how = f"it answers differently {when} ({why})"
-                draws = flip is not None and not first.lines.keys() & _TIMES
+                draws = flip is not None and bool(first.lines.keys() & DRAWN)
                 return Influence(path=", ".join(first.lines), how=how, place=place, draws=draws)
         return _find_variable(question, memento, first)
 
@@ -171,6 +202,8 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
 def _variants(first: Readings) -> Iterator[Readings]:
     for flip in range(min(len(first.decisions.lines), DECISIONS)):
         yield Readings(flip=flip)
+    if first.lines.keys() & {name for _, name in THREADS}:
+        yield Readings(other_thread=True)
     if first.lines.keys() & _TIMES:
         for shift_s in SHIFTS_S:
             yield Readings(shift_s=shift_s)
@@ -200,10 +233,11 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def _find_places(question: Question) -> list[KeptValue]:
+def find_places(question: Question) -> list[KeptValue]:
     """Where the user's code keeps a source itself: `from time import time`."""
-    known = {id(getattr(module, name)) for module, name in (*CLOCKS, *OTHERS, *((time, name) for name in TEXTS))}
-    known |= {id(datetime.datetime), id(datetime.date), id(random.random), id(np.random.rand)}
+    known = {id(getattr(module, name)) for module, name in (*CLOCKS, *OTHERS, *THREADS)}
+    known |= {id(getattr(time, name)) for name in TEXTS}
+    known |= {id(datetime.datetime), id(datetime.date), id(random.random), id(np.random.rand), id(os.urandom)}
     bound = {getattr(random, name) for _, name in DRAWS[: len(_DRAWS.split())]}
     return [
         kept
@@ -231,7 +265,7 @@ def _noting_int(question: Question) -> Iterator[None]:
 
 
 @contextmanager
-def _reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
+def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
     """Within the block sources are stood in for."""
     with ExitStack() as stack:
         stands: list[tuple[Any, Any]] = []
@@ -250,6 +284,8 @@ def _reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
             replace(module, name, readings.other(getattr(module, name), name, numbers=True))
         for module, name in BYTES:
             replace(module, name, readings.other(getattr(module, name), "urandom", numbers=False))
+        for module, name in THREADS:
+            replace(module, name, readings.thread(getattr(module, name), name))
         for name in FILE_QUESTIONS:
             replace(os, name, readings.note_paths(getattr(os, name)))
         moved, day = _datetimes(readings)
@@ -280,7 +316,7 @@ def _datetimes(readings: Readings) -> tuple[type, type]:
 
     def now(cls: Any, tz: Any = None) -> Any:
         readings.note("datetime")
-        at = plain.now(tz) + datetime.timedelta(seconds=min(readings.shift_s, 1e9))
+        at = readings.hold(f"now{tz}", plain.now(tz)) + datetime.timedelta(seconds=min(readings.shift_s, 1e9))
         return cls.combine(at.date(), at.timetz())
 
     def today(cls: Any) -> Any:

@@ -67,6 +67,8 @@ class KubernetesScheduler:
         return self._opened
 
     def submit(self, submission: Submission) -> str:
+        if self._seen.get(submission.name):  # it is gone: to Kubernetes its name is free again
+            return make_pod_name(submission.name)
         if self._own is None and (folder := find_unmounted(submission.command, self._settings)):
             raise UsageError(
                 f"pods do not have {folder}, which the job needs",
