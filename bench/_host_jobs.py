@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -62,13 +63,13 @@ def world() -> Iterator[Machines]:
 class Strikes:
     """Strikes at a job of three workers, one on A and two on B, each after all three have trained together."""
 
-    def __init__(self, world: Machines) -> None:
+    def __init__(self, world: Machines, lease: str) -> None:
         self.world, self.since = world, 0.0
         self.kill_ms: list[float] = []
         self.host_s: list[float] = []
         self.back_s: list[float] = []
         self.clock, self.skewed = world.give_clock("b"), False
-        world.train("--workers", "1:3", "--cores", "1", "--lease", "3")
+        world.train("--workers", "1:3", "--cores", "1", "--lease", lease)
         world.wait_workers(1)
         self.joined = world.join(cores=2)
         self.since = world.wait_workers(3)
@@ -110,7 +111,7 @@ class Strikes:
         self.world.machines["b"].heal()
 
     def _master(self, at: float, dice: random.Random) -> None:
-        os.kill(self.world.job.read_master().pid, signal.SIGKILL)
+        os.kill(find_master(self.world), signal.SIGKILL)
         self.world.wait("master.lost", after=at)
         self.since = self.world.wait("step.applied", after=at + STILL_S)[1]
 
@@ -145,18 +146,30 @@ class Strikes:
         return sorted(pids.values())
 
 
+def find_master(world: Machines) -> int:
+    """The pid of the master that lives: pids are used again within minutes on a busy machine."""
+
+    def look() -> int:
+        pid = world.job.read_master().pid
+        with suppress(psutil.Error):
+            return pid if str(world.job.path) in psutil.Process(pid).cmdline() else 0
+        return 0
+
+    return until(look, f"{world.job.path}/master.json names a living master")
+
+
 def remount(store: Path, how: str) -> None:
     """Remounts the store, for all namespaces; while a file is open for writing it cannot become read-only."""
     command = ["mount", "-o", f"remount,{how}", str(store)]
     until(lambda: not subprocess.run(command, capture_output=True, check=False).returncode, lambda: " ".join(command))
 
 
-def measure_strikes(count: int, seed: int, minutes: float) -> dict[str, Any]:
+def measure_strikes(count: int, seed: int, minutes: float, lease: str) -> dict[str, Any]:
     """The figures of `count` strikes of all kinds, or of as many as there is time for."""
     dice, ends = random.Random(seed), time.monotonic() + 60 * minutes
     waiting.LIMIT_S = PATIENCE_S
     with world() as machines:
-        job = Strikes(machines)
+        job = Strikes(machines, lease)
         kinds = [KINDS[number % len(KINDS)] if count < 300 or number % 2 else "worker" for number in range(count)]
         dice.shuffle(kinds)
         done = 0

@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="sums of each way")
     parser.add_argument("--strikes", type=int, default=40, help="at a job on two hosts; 300 take an hour")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no further strike after that")
+    parser.add_argument("--lease", default="3", help="seconds; more on a machine with other work")
     parser.add_argument("--seed", type=int, default=1, help="of the strikes")
     parser.add_argument("--only", choices=("sums", "strikes", "master", "resume"), help="one part")
     parser.add_argument("--member", type=int, default=None, help=argparse.SUPPRESS)
@@ -52,7 +53,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "sums": lambda: measure_sums(args.rounds),
-        "strikes": lambda: _host_jobs.measure_strikes(args.strikes, args.seed, args.minutes),
+        "strikes": lambda: _host_jobs.measure_strikes(args.strikes, args.seed, args.minutes, args.lease),
         "master": _host_jobs.measure_master_host,
         "resume": _host_jobs.measure_resume,
     }

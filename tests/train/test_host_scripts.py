@@ -86,7 +86,7 @@ def test_the_masters_host_dies_and_a_joined_host_leads_the_script_on_to_its_end(
     gate, tail = world.path / "gate", world.path / "tail"
     monkeypatch.setenv("TINY_GATE", f"20:{gate}")
     (tail / "open").touch()
-    world.run(script(world), "--workers", "1:3", "--cores", "1", "--lease", "3", "--", "60", str(tail))
+    world.run(script(world), "--workers", "1:3", "--cores", "1", "--lease", "10", "--", "60", str(tail))
     world.wait_workers(1)
     joined = world.join(cores=1)
     world.wait_workers(2)

@@ -223,7 +223,7 @@ def test_the_next_master_knows_the_memory_of_the_hosts(world):
 
 
 def test_a_host_that_others_cannot_reach_gets_nothing_for_a_while_and_for_longer_the_next_time(world):
-    host = world.join()
+    host = world.join(cores=3)
     run(world.fleet.add(specs(0, 1, 2)))  # one here, two there
     there = host.alive
     for pause_s in (AVOID_S, 2 * AVOID_S):
@@ -238,15 +238,18 @@ def test_a_host_that_others_cannot_reach_gets_nothing_for_a_while_and_for_longer
         assert host.avoided
         world.now += TICK_S
         world.fleet.retry_avoided()
-        assert (world.rooms[-1], host.avoided) == (3, False)
+        assert (world.rooms[-1], host.room, host.avoided) == (4, 1, False)
 
 
-def test_this_machine_and_unknown_processes_are_not_avoided(world):
+def test_this_machine_may_be_avoided_and_for_a_process_that_is_gone_the_room_stays(world):
     run(world.fleet.add(specs(0)))
-    for ref in ("worker-0.0", "worker-7.7"):
-        world.fleet.avoid(ref, "x")
-    assert world.events == []
-    assert not world.fleet.here.avoided
+    world.fleet.avoid("worker-7.7", "x")
+    assert (world.events, world.rooms) == ([], [1])
+    world.fleet.avoid("worker-0.0", "x")
+    assert (world.fleet.describe()[0]["state"], world.rooms[-1]) == ("avoided", 0)
+    world.now += AVOID_S
+    world.fleet.retry_avoided()
+    assert world.rooms[-1] == 1
 
 
 def test_the_first_hosts_in_line_get_the_history_once_and_then_each_event_and_again_after_a_reconnection(world):

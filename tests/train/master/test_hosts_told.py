@@ -1,13 +1,20 @@
-"""The master emits an event for the page when a host comes, goes or is away."""
+"""The master emits an event for the page when a host comes, goes or is away, and settles what scripts decide."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
+from trueline.engine.hosts.messages import ScriptValues
+from trueline.train import settings
+from trueline.train.job_dir import JobDir
 from trueline.train.master import hosts
+from trueline.train.settings import JobSettings
 from worlds.waiting import until_async
 
 
@@ -47,3 +54,20 @@ def test_a_host_that_comes_or_is_away_is_told_at_once_and_a_machine_alone_is_not
 
     asyncio.run(run())
     assert told == [["here", "here"], ["here", "away"], ["here"]]
+
+
+def test_the_first_script_decides_and_another_one_or_a_stranger_hears_why_not(tmp_path: Path) -> None:
+    job = JobSettings(
+        name="job", recipe="", recipe_digest="", script=("loop.py",), workers=1, epochs=0, global_batch=0, seed=0
+    )
+    settings.save(job, tmp_path)
+    mine = object.__new__(hosts.JobHosts)
+    mine._folder = JobDir(tmp_path)
+    first = ScriptValues(epochs=3, global_batch=8, seed=1)
+    assert [mine._agree(msgspec.json.encode(first)) for _ in range(2)] == [b"", b""]
+    assert settings.load(tmp_path).epochs == 3
+    why, hint = msgspec.json.decode(mine._agree(msgspec.json.encode(ScriptValues(epochs=4, global_batch=8, seed=1))))
+    assert why == "the script made an Elastic with epochs=4, and the job began with 3"
+    assert "the same in every worker" in hint
+    for garbage in (b"", b"[1]", b'{"epochs": "x"}'):
+        assert "names no values of a script" in msgspec.json.decode(mine._agree(garbage))[0]

@@ -92,6 +92,10 @@ def test_no_worker_is_left_out_where_all_are_new_or_have_trained_or_there_is_one
         for _ in range(POLICY.newcomer_breaks + 2):
             assert broken(world).of(h.AvoidHost) == []
     world = joined_by_newcomer(room=4)
+    world.state.members[D].store = world.state.members[A].store  # its host has a member that has trained
+    for _ in range(POLICY.newcomer_breaks + 2):
+        assert broken(world).of(h.AvoidHost) == []
+    world = joined_by_newcomer(room=4)
     world.state.members[D].base, world.state.members[D].steps = 5, 6
     for _ in range(POLICY.newcomer_breaks + 2):
         assert broken(world).of(h.AvoidHost) == []

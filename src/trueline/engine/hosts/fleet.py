@@ -334,10 +334,9 @@ class FleetEngine:
     def avoid(self, ref: str, why: str) -> None:
         """Starts nothing on the host of this process for a while: its network is at fault."""
         host = self._find(ref)
-        if host is None or not host.id:
-            return
-        host.unwanted.add(ref)
-        if not host.avoided:
+        if host is not None:
+            host.unwanted.add(ref)
+        if host is not None and not host.avoided:
             retry_s = AVOID_S * 2.0 ** min(host.avoidances, MOST_AVOIDANCES)
             host.avoided, host.avoided_until, host.avoidances = True, self._now() + retry_s, host.avoidances + 1
             self._emit("host.avoided", host=host.name, retry_s=retry_s, why=f"{ref}: {why}")
@@ -345,7 +344,7 @@ class FleetEngine:
 
     def retry_avoided(self) -> None:
         """Takes hosts into account again whose time is over."""
-        for host in self.hosts.values():
+        for host in self._all():
             if host.avoided and self._now() >= host.avoided_until:
                 host.avoided, host.unwanted = False, set()
                 self._note_room()

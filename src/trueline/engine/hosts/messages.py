@@ -79,6 +79,14 @@ class Withdrawal(msgspec.Struct, frozen=True, tag=True):
     """The host takes its cores back."""
 
 
+class ScriptValues(msgspec.Struct, frozen=True, kw_only=True):
+    """What the script of a worker decides for the job, in a call of `AGREE`; the answer is empty, or says why not."""
+
+    epochs: int
+    global_batch: int
+    seed: int
+
+
 class TravelledFile(msgspec.Struct, frozen=True):
     """A file of the job as a joined host gets it: its path in the job's folder there, and its content by SHA-256."""
 

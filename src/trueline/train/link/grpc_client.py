@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 
 from trueline.engine.contract import parse_ref
-from trueline.engine.hosts.messages import AGREE, CERTIFICATE_NAME, PULSES, SETTLE
+from trueline.engine.hosts.messages import AGREE, CERTIFICATE_NAME, PULSES, SETTLE, ScriptValues
 from trueline.errors import TrainError, UsageError
 from trueline.train.link.contract import Link, StepReport
 from trueline.train.link.local_client import LocalLink
@@ -74,10 +75,10 @@ def settle_on_master(data: bytes) -> bytes:
     return _ask(SETTLE, data)
 
 
-def agree_on_script(**values: int) -> None:
+def agree_on_script(values: ScriptValues) -> None:
     """Has the master settle what this worker's script decides for the job. Raises UsageError if the job has begun with
     something else, TrainError. For workers of joined hosts."""
-    if refusal := _ask(AGREE, json.dumps(values).encode()):
+    if refusal := _ask(AGREE, msgspec.json.encode(values)):
         why, hint = json.loads(refusal)
         raise UsageError(why, hint=hint)
 

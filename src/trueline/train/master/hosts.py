@@ -13,7 +13,7 @@ import msgspec
 from trueline import clock, files
 from trueline.engine.contract import Engine, ProcessSpec
 from trueline.engine.hosts.fleet import FleetEngine
-from trueline.engine.hosts.messages import SERVICE, EventLines, JournalCopy, TravelledFile, Welcome
+from trueline.engine.hosts.messages import SERVICE, EventLines, JournalCopy, ScriptValues, TravelledFile, Welcome
 from trueline.engine.hosts.service import HostsService
 from trueline.engine.hosts.token import find_fault
 from trueline.errors import UsageError
@@ -115,9 +115,12 @@ class JobHosts:
     def _agree(self, data: bytes) -> bytes:
         """Settles what the script of a worker decides for the job; returns why that cannot be, if it cannot."""
         try:
-            settle(self._folder.path, **json.loads(data))
+            wanted = msgspec.json.decode(data, type=ScriptValues)
+            settle(self._folder.path, epochs=wanted.epochs, global_batch=wanted.global_batch, seed=wanted.seed)
         except UsageError as error:
             return msgspec.json.encode((error.message, error.hint))
+        except msgspec.DecodeError as error:
+            return msgspec.json.encode((f"the call names no values of a script: {error}", ""))
         return b""
 
     def serve(self, server: Any) -> None:

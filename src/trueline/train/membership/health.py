@@ -81,14 +81,21 @@ def break_group(state: State, event: GroupBroken, now: float, policy: Membership
         before = Breaks(0, state.committed, now)
     state.broken = Breaks(before.count + 1, before.since_step, before.since)
     lasted_s = now - before.since
-    newcomers = [ref for ref in state.view if not state.members[ref].stepped]
-    if state.broken.count >= policy.newcomer_breaks and state.room is not None and 0 < len(newcomers) < len(state.view):
+    newcomers = _find_strangers(state) if state.room is not None else []
+    if newcomers and state.broken.count >= policy.newcomer_breaks:
         return _leave_out(state, newcomers, event.why, now, policy)
     if state.broken.count < policy.breaks or lasted_s < policy.broken_s:
         return form(state, why, forced=True)
     state.phase = "failed"
     times = f"the group of workers broke {state.broken.count} times in {lasted_s:.0f} s, after step {state.committed}"
     return [FailJob("train", f"{times}, while all of its members lived; last: {why}")]
+
+
+def _find_strangers(state: State) -> list[str]:
+    """The newcomers from hosts of which no member has trained; none where no member has."""
+    members = [state.members[ref] for ref in state.view]
+    proven = {member.host for member in members if member.stepped}
+    return [member.ref for member in members if proven and member.host not in proven]
 
 
 def _leave_out(state: State, newcomers: list[str], why: str, now: float, policy: MembershipPolicy) -> list[Action]:

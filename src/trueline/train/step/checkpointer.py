@@ -17,12 +17,14 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
 
 from trueline import events, files
 from trueline.checkpoint import checkpoint, model_files
 from trueline.checkpoint.snapshot import LEAST_SPILLED, Snapshot
 from trueline.data.source import Source
+from trueline.engine.hosts.messages import ScriptValues
 from trueline.errors import DiskFull, StorageError, TruelineError
 from trueline.storage.location import Location, join_location, parse_location
 from trueline.train import settings as job_settings
@@ -78,9 +80,10 @@ class Checkpointer:
         job_dir = os.environ.get("TRUELINE_JOB")
         if job_dir is None:
             return None, ()
+        wanted = ScriptValues(epochs=plan.epochs, global_batch=plan.global_batch, seed=plan.seed)
         if "TRUELINE_CA" in os.environ:  # a joined host, which has a copy of the job's settings
-            agree_on_script(epochs=plan.epochs, global_batch=plan.global_batch, seed=plan.seed)
-        job = job_settings.settle(Path(job_dir), epochs=plan.epochs, global_batch=plan.global_batch, seed=plan.seed)
+            agree_on_script(wanted)
+        job = job_settings.settle(Path(job_dir), **msgspec.structs.asdict(wanted))
         name = Path(job.script[0] if job.script else job.recipe).stem
         facts = {"recipe": {"name": name, "digest": job.recipe_digest}, "data": source.fingerprint()}
         return cls.of(job, Path(job_dir), facts), job.faults
