@@ -6,11 +6,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from trueline.bundle import Bundle, open_bundle
-from trueline.bundle.delta import CHANGES, MANIFEST, apply_delta, read_delta
+from trueline.bundle.delta import (
+    CHANGES,
+    MANIFEST,
+    MadeFile,
+    Piece,
+    apply_delta,
+    read_delta,
+    with_digest,
+    write_manifest,
+)
 from trueline.capture.deltas import make_delta
 from trueline.errors import BundleError, StorageError
 from worlds import bundles
@@ -92,6 +102,26 @@ def test_a_torn_delta_is_refused_and_leaves_nothing(tmp_path: Path, parent: Bund
     with pytest.raises(BundleError, match=r"torn|missing|changed after|does not make|no delta"):
         apply_delta(parent, delta, tmp_path / "2.bundle")
     assert not list(tmp_path.glob("2.bundle")) + list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Piece(kind="zeros", size=2**60), Piece(kind="parent", size=64, start=2**40),
+        Piece(kind="new", size=64, data="?"), Piece(kind="rows", size=64, width=0, before=1),
+        Piece(kind="rows", size=64, width=8, before=2**50),
+        Piece(kind="rows", size=64, width=8, before=8, start=-64), Piece(kind="zeros", size=-64),
+    ],
+    ids=lambda piece: f"{piece.kind} {piece.size} {piece.start} {piece.before}",
+)  # fmt: skip
+def test_pieces_of_a_stranger_take_no_memory_and_read_nothing_else(tmp_path, parent, delta, piece):
+    found = read_delta(delta)
+    name = "programs/model.onnx"
+    made = found.made | {name: MadeFile(how="pieces", pieces=(piece, *found.made[name].pieces))}
+    write_manifest(delta, with_digest(msgspec.structs.replace(found, made=made)))
+    with pytest.raises(BundleError, match="is torn"):
+        apply_delta(parent, delta, tmp_path / "2.bundle")
+    assert not (tmp_path / "2.bundle").exists()
 
 
 def test_the_same_bundle_has_no_delta_and_nothing_is_replaced(tmp_path: Path, parent: Bundle, delta: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_line_of_the_guide_completes_verbs_in_bash():
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", "--norc", "-c", f"{install}; {words}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["inspect", "report", "verify", "sign", "export-cpp"]
+    assert done.stdout.split() == ["inspect", "report", "verify", "sign", "delta", "export-cpp"]
 
 
 def test_the_page_of_the_configuration_is_what_the_commands_say():

@@ -84,14 +84,22 @@ def test_the_bayesian_search_leaves_out_fewer_operators_than_sensitivity_alone(t
     assert len({frozenset(row.exclude) for row in rig.rows.values()}) == len(rig.rows)  # none is tried twice
 
 
-def test_a_search_that_was_killed_continues_with_what_its_rows_know(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
+def test_a_search_that_was_killed_continues_with_what_its_rows_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optuna = pytest.importorskip("optuna")
     rig = Rig(tmp_path, dies_after=9)
     with pytest.raises(KeyboardInterrupt):
         rig.run(FIRST)
     kept = dict(rig.rows)
-    again = Rig(tmp_path, rows=dict(kept))
+    again, told = Rig(tmp_path, rows=dict(kept)), []
+    add = optuna.study.Study.add_trial
+    monkeypatch.setattr(
+        optuna.study.Study, "add_trial", lambda study, trial: told.append(trial.value) or add(study, trial)
+    )
     again.run(FIRST)
+    assert sum(row.trial > 0 for row in kept.values()) == 4
+    assert sorted(told) == sorted(again.refiner()._cost_of(row) for row in kept.values())
     assert not set(again.tried) & set(kept)
     assert sum(row.trial > 0 for row in again.rows.values()) == refine.TRIALS
     assert len({frozenset(row.exclude) for row in again.rows.values()}) == len(again.rows)

@@ -24,7 +24,7 @@ from trueline.train.launch import jobs
 from worlds.counted import ENDLESS
 from worlds.waiting import until
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(900)]
 RECIPE = Path(__file__).parent / "recipes" / "served.py"
 
 
@@ -65,7 +65,7 @@ def test_a_running_job_publishes_and_a_server_turns_to_each_version_of_it(tmp_pa
     halter = Halter(job)
     with events.listening(halter), pytest.raises(JobStopped):
         train(
-            RECIPE, job_dir=job, strategy=strategy, workers=2, servers=2, epochs=ENDLESS, checkpoint_every=10**6,
+            RECIPE, job_dir=job, strategy=strategy, workers=1, servers=2, epochs=ENDLESS, checkpoint_every=10**6,
             publish_every=1e-3, publish_to=str(store),
         )  # fmt: skip
     assert Path(halter.published[0]["path"]) == store / "served" / "1.bundle"

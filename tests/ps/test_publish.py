@@ -144,6 +144,11 @@ def test_rows_of_the_store_are_those_of_the_checkpoint_after_any_number_of_delta
         assert open_bundle(store / "dense" / f"{step}.bundle").digest == found.digest
 
 
+def test_a_url_is_no_model_store(job: Job) -> None:
+    with pytest.raises(UsageError, match="expected a folder"):
+        Publisher(job.folder, Path("s3://models"))
+
+
 def test_settings_that_belong_together_are_checked_before_the_job(tmp_path: Path) -> None:
     from trueline.train.api import prepare
 

@@ -48,6 +48,11 @@ def test_hybrid_jobs_have_no_scaled_loss_and_publishing_names_both_of_its_option
             settings_of(strategy="ps", **wanted)
 
 
+def test_a_model_store_is_a_folder():
+    with pytest.raises(UsageError, match="--publish-to is s3://models, expected a folder"):
+        settings_of(strategy="ps", publish_every=10.0, publish_to="s3://models")
+
+
 def test_out_of_range_is_named_with_the_range():
     with pytest.raises(UsageError, match="servers is 0, expected at least 1"):
         settings_of(strategy="ps", servers=0)

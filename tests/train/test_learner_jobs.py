@@ -23,6 +23,7 @@ def client(tmp_path):
     made.close()
 
 
+@on_each_engine("local", "podman", "slurm")  # noqa: F405
 @pytest.mark.parametrize("rank", ["number - 1", "0", "(number - 1) * 7"])
 def test_learners_meet_in_a_group_whatever_their_ranks_and_end_with_the_first_one(rank, engine, client):
     client.submit_command(f'python train.py "{rank}"', on=engine, learners=2, train_py=GLOO)
@@ -39,6 +40,7 @@ def test_learners_meet_in_a_group_whatever_their_ranks_and_end_with_the_first_on
     assert client.run("logs", client.job, "--worker", "learner-1").startswith("rank 0 of 2")
 
 
+@on_each_engine("local", "podman", "slurm")  # noqa: F405
 def test_a_death_starts_all_again_without_a_stale_file_and_no_process_stays(engine, client):
     client.submit_command('python train.py "0"', on=engine, learners=2, train_py=GLOO)
     client.wait_output(1, "rank 0 of 2")
@@ -53,6 +55,7 @@ def test_a_death_starts_all_again_without_a_stale_file_and_no_process_stays(engi
     client.expect_nothing_left()
 
 
+@on_each_engine("local", "podman", "slurm")  # noqa: F405
 def test_a_host_that_is_lost_is_submitted_again_and_all_start_again(engine, client):
     client.submit_command("echo began $LEARNER_ID; sleep 1000", on=engine, learners=2)
     for number in (1, 2):
@@ -65,6 +68,7 @@ def test_a_host_that_is_lost_is_submitted_again_and_all_start_again(engine, clie
     client.expect_nothing_left()
 
 
+@on_each_engine("local", "podman", "slurm")  # noqa: F405
 def test_a_halted_job_resumes_on_its_folders_with_its_id(engine, client):
     """SIGTERM ends the shell around the script at once, and a checkpoint takes its time: here, several forks."""
     keep = (

@@ -45,6 +45,7 @@ def count_rows(client) -> tuple[int, int, int]:
     return newest.step, int((whole - seen).clamp(min=0).sum()), int((seen - whole - 1).clamp(min=0).sum())
 
 
+@on_each_engine("local")  # noqa: F405
 def test_a_script_with_a_loop_of_its_own_is_sent_to_hosts_and_lives_on_when_its_head_dies(engine, client):
     folder = client.folder / "loop"
     folder.mkdir()
@@ -69,6 +70,7 @@ def test_a_script_with_a_loop_of_its_own_is_sent_to_hosts_and_lives_on_when_its_
     until(lambda: not client.processes(), "the end of all processes")
 
 
+@on_each_engine("local")  # noqa: F405
 def test_parameter_servers_run_beside_their_head_and_continue_from_their_parts_of_the_checkpoint(engine, client):
     each = "2" if engine in ("local", "podman") else "1"  # nodes of the others have two cores
     more = ("--checkpoint-every", "20", "--epochs", "1000000")

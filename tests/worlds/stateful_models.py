@@ -587,6 +587,57 @@ class TableInALibrary(Base):
 
 
 @guilty
+class AddressOfItsInput(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if x.data_ptr() % (1 << 40) else x
+
+
+class Doubling(torch.autograd.Function):
+    """Has static methods alone."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Doubling.calls += 1
+        return x * 2 if Doubling.calls % 5_000 else x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+@guilty
+class CountsInAFunctionOfAutograd(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        doubled: Tensor = Doubling.apply(x)  # type: ignore[no-untyped-call]
+        return self.lin(doubled)
+
+
+class Held:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+SCALES: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
+
+
+@guilty
+class WeakTableOfFirstInputs(Base):
+    """A table of weak references keeps what the first input of each size was."""
+
+    def start(self) -> None:
+        self.kept: list[Held] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = SCALES.get(x.shape[0])
+        if held is None:
+            held = SCALES[x.shape[0]] = Held(float(x.abs().mean()))
+            self.kept.append(held)
+        return self.lin(x) / held.value
+
+
+@guilty
 class DecimalContext(Base):
     def forward(self, x: Tensor) -> Tensor:
         decimal.getcontext().prec += 1

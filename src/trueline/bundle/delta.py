@@ -11,7 +11,7 @@ are made of pieces: a table that got, changed and lost rows costs those rows, wh
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,7 +129,7 @@ def apply_delta(parent: Bundle, delta: Path, out: Path) -> Bundle:
     with files.atomic_dir(out) as partial:
         try:
             _write(parent.path, delta, manifest, partial)
-        except (safetensors.SafetensorError, KeyError, IndexError, ValueError) as error:
+        except (safetensors.SafetensorError, LookupError, ValueError, TypeError) as error:
             raise BundleError(f"{delta} is torn: {error}", hint=AGAIN) from error
         (partial / schema.MANIFEST).write_bytes(schema.encode(manifest.result))
         try:
@@ -152,6 +152,7 @@ def _write(parent: Path, delta: Path, manifest: DeltaManifest, partial: Path) ->
             shutil.copyfile(delta / WHOLE / name, target)
         else:
             before = np.memmap(parent / name, np.uint8, "r")
+            _check_pieces(made.pieces, manifest.result.files[name].size, len(before))
             with target.open("xb") as sink:
                 for piece in made.pieces:
                     for part in _make(piece, before, changes):
@@ -169,12 +170,23 @@ def _share(source: Path, target: Path) -> None:
             raise files.storage_error(error, target) from error
 
 
+def _check_pieces(pieces: Sequence[Piece], size: int, before: int) -> None:
+    """Raises ValueError for pieces that are not those of a file of `size` bytes, or lie beyond the parent's file."""
+    if min((one.size for one in pieces), default=0) < 0 or sum(one.size for one in pieces) != size:
+        raise ValueError(f"its pieces are not those of {size} bytes")
+    for one in pieces:
+        width, rows = (one.width, one.before) if one.kind == "rows" else (1, one.size if one.kind == "parent" else 0)
+        if width < 1 or min(one.start, rows) < 0 or one.size % width or one.start + rows * width > before:
+            raise ValueError(f"a piece lies beyond the {before} bytes of the parent")
+
+
 def _make(piece: Piece, before: Bytes, changes: Mapping[str, npt.NDArray[Any]]) -> Iterator[Bytes]:
     """Raises KeyError, IndexError and ValueError for a piece that does not fit."""
     if piece.kind == "new":
         yield changes[piece.data].reshape(-1).view(np.uint8)
     elif piece.kind == "zeros":
-        yield np.zeros(piece.size, np.uint8)
+        for start in range(0, piece.size, CHUNK):
+            yield np.zeros(min(CHUNK, piece.size - start), np.uint8)
     elif piece.kind == "parent":
         yield before[piece.start : piece.start + piece.size]
     else:

@@ -102,6 +102,15 @@ class Countable(Protocol):
 
 
 @runtime_checkable
+class CollatesBatches(Protocol):
+    """A Source whose batches may be made by a function of a user's own."""
+
+    def expect_no_mixing(self, *, seed: int) -> None:
+        """Raises UsageError if that function draws and mixes records: where something draws, records are read alone."""
+        ...
+
+
+@runtime_checkable
 class Ordered(Protocol):
     """A Source with an order of its own: record i of epoch e is record `order.at([i], epoch=e)` of `records`."""
 

@@ -50,7 +50,7 @@ class DdpExchange:
     """
 
     def __init__(self, model: torch.nn.Module, group: GlooGroup, width: int, *, find_unused: bool) -> None:
-        self._model, self._group, self._width, self._find_unused = model, group, width, find_unused
+        self._model, self._group, self.width, self._find_unused = model, group, width, find_unused
         self._parameters = [value for value in model.parameters() if value.requires_grad]
         self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
         self.broken: RuntimeError | None = None
@@ -76,7 +76,7 @@ class DdpExchange:
         quiet = {"forward_sync_buffers": False} if _NEW_BUFFERS else {"broadcast_buffers": False}
         self.broken, self._forwarded, self._pending = None, False, []
         self._steps = 0
-        self._contribution = torch.zeros(words + self._width, device=self._device)
+        self._contribution = torch.zeros(words + self.width, device=self._device)
         self.beside = self._contribution[words:]
         self._host_view = self._contribution.numpy() if self._contribution.is_cpu else None
         self._weight = torch.ones((), device=self._device)

@@ -46,6 +46,8 @@ class GradientExchange(Protocol):
     Each step starts without gradients. A step that fails ends the group: the caller detaches, and attaches to the next.
     """
 
+    width: int
+    """Numbers beside the gradients; it may grow before `attach`."""
     beside: torch.Tensor
     """[width] This member's contribution beside its gradients. The step zeroes it first, and writes it before `add` and
     `reduce`."""

@@ -108,10 +108,11 @@ class OrderedExchange:
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], group: GlooGroup, width: int, *, loss_word: int
     ) -> None:
-        self._group, self._loss_word = group, loss_word
+        self._group, self._loss_word, self.width = group, loss_word, width
+        self._parameters = parameters
         self._rows = OrderedSum(parameters, group, width + 1)
-        device = parameters[0].device if parameters else torch.device("cpu")
-        self.beside = torch.zeros(width, device=device)
+        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self.beside = torch.zeros(width, device=self._device)
         self.syncing = True
         self.broken: RuntimeError | None = None
         self.on_begin: Callable[[], None] = lambda: None
@@ -119,6 +120,9 @@ class OrderedExchange:
         self.on_sent: Callable[[], None] = lambda: None
 
     def attach(self, words: int) -> None:
+        if len(self.beside) != self.width:
+            self._rows = OrderedSum(self._parameters, self._group, self.width + 1)
+            self.beside = torch.zeros(self.width, device=self._device)
         self._rows.reset()
 
     def add(self, piece: BackwardPiece) -> None:

@@ -11,6 +11,7 @@ checkpoint. JOB/published keeps the last bundle, from which the next delta is ma
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -39,7 +40,7 @@ FORMAT = "onnx"
 SAVE_S = 120.0
 """How long a requested checkpoint is waited for; without one, the newest is published."""
 POLL_S = 0.25
-NICENESS = 10
+NICENESS = 5
 """Of the process beside a job: workers and servers come first."""
 FOLDER = "published"
 
@@ -68,6 +69,8 @@ class Publisher:
         self, job: Path, store: Path, *, name: str = "", table_rows: TableRows = "float32", minutes: float | None = None
     ) -> None:
         self._settings = job_settings.load(job)
+        if re.match(r"[a-z][a-z0-9+.-]*:/", str(store)):
+            raise UsageError(f"the model store is {store}, expected a folder", hint="publish to a folder, and copy it")
         if not self._settings.recipe:
             raise UsageError(f"the job in {job} has a script of its own and no recipe, of which a bundle is made")
         self._recipe = load_recipe(self._settings.recipe)

@@ -77,8 +77,9 @@ class Elastic(LoopView):
         if unknown := extras.keys() - LoopExtras.__annotations__:
             raise TypeError(f"Elastic() got an unexpected keyword argument '{min(unknown)}'")
         source, options, device = open_training(dataset), options or Options(), devices.of_model(model)
+        check_optimizer(model, optimizer, scheduler, evaluates=extras.get("validation") is not None)
         model_traits.replace_sync_batchnorm(model)
-        known = extras.get("traits")
+        known, owned = extras.get("traits"), extras.get("owned", False)
         self._traits, self._options = known or model_traits.read_traits(model), options
         plan = self._plan = JobPlan(
             num_records=source.num_records, global_batch=global_batch, epochs=epochs, seed=seed,
@@ -89,8 +90,7 @@ class Elastic(LoopView):
         self._reader = make_reader(source, seed, place, readers=options.readers)
         tried = TrialInputs(model, self._reader, source.num_records, global_batch, seed, options)
         self._trial = None if known else LossTrial(tried)
-        check_optimizer(model, optimizer)
-        optimizer_step = OptimizerStep(model, optimizer, scheduler, options, owned=extras.get("owned", False))
+        optimizer_step = OptimizerStep(model, optimizer, scheduler, options, owned=owned, seed=seed)
         process_group = GlooGroup(connector("gloo" if options.bitwise else options.backend, device))
         replica = self._replica = Replica(model, optimizer_step, process_group, source.num_records, options)
         self._settings, timer = optimizer_step.settings, StepTimer()
@@ -115,6 +115,7 @@ class Elastic(LoopView):
     def __iter__(self) -> Iterator[StepBatch]:
         if self._trial is not None:
             yield from self._try_loop(self._trial)
+        self._replica.share_buffers(self._traits.buffers)
         store = StoreServer()
         plan = self._plan
         hello = pb.Hello(
@@ -156,6 +157,7 @@ class Elastic(LoopView):
             self._trial.take(loss, divisor, count)
             return False
         self._step_reader.expect_no_draws(batch.step)
+        self._settings.expect_one_rule(batch.step, first=not self._contribution.count)
         value, share = count_loss(self._traits.reduction, loss, divisor, records=count, of_step=batch.weight,
                                   step=batch.step, even=self._traits.even)  # fmt: skip
         self._contribution.add(batch.records, value.item() if share.weight else 0.0, share)
@@ -230,6 +232,7 @@ class Elastic(LoopView):
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
             if self._failed:
                 return
+            self._replica.expect_own_changes()
 
     def _read(self, step: int, piece: ForwardPiece, *, last: bool) -> StepBatch | None:
         """The batch of a piece; None if a record cannot be read: the group has then regrouped without it."""

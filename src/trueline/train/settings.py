@@ -127,6 +127,10 @@ def check_strategy(job: JobSettings) -> None:
         raise UsageError(
             "--publish-every and --publish-to belong together", hint="--publish-every 10 --publish-to models/"
         )
+    if "://" in job.publish_to:
+        raise UsageError(
+            f"--publish-to is {job.publish_to}, expected a folder", hint="publish to a folder, and copy it"
+        )
     if job.script and job.publish_every:
         raise UsageError("a script with a loop of its own has no recipe to publish", hint="leave --publish-every out")
     if job.script and job.strategy != "allreduce":

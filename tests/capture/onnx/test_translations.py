@@ -123,6 +123,14 @@ class Middle(nn.Module):
         return spread, x.flatten(1).kthvalue(2, -1).values, x.median()
 
 
+class SumsOfHalves(nn.Module):
+    """In half precision, of which some are outputs as they are."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        half = x.half()
+        return half.sum(1), half.cumsum(1), half.sum() + half, x.sum(1), x.bfloat16().sum(1).float()
+
+
 class Halves(nn.Module):
     """Parts of a length that is free: the last one is shorter where it is odd."""
 
@@ -143,6 +151,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "the middle": (Middle, (3, 5, 4)),
     "signs of zeros": (Signed, (3, 5)),
     "halves of a length": (Halves, (3, 6, 4)),
+    "sums in half precision": (SumsOfHalves, (3, 5)),
 }
 FREE = {
     "attention with a bias": {"x": {1: "length"}},

@@ -295,6 +295,12 @@ def ends_the_process_where_the_smallest_number_is_divided_by_minus_one() -> bool
     return subprocess.run([sys.executable, "-c", code], input=model.SerializeToString()).returncode == -signal.SIGFPE
 
 
+@shows("onnx/half_outputs")
+def returns_a_sum_of_half_precision_numbers_in_single_precision() -> bool:
+    (found,) = answers(export(Of(lambda x: x.half().sum(1)), X, free=()), X)
+    return found.dtype == np.float32
+
+
 @shows("onnx/large_integers")
 def takes_two_to_the_power_of_31_for_less_than_one_and_loses_digits_in_sums() -> bool:
     numbers = torch.tensor([[2**31, -3_000_000_000] * 4, [2**53 + 1, 0] * 4])

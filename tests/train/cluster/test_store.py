@@ -123,3 +123,18 @@ def test_what_a_local_store_holds_is_for_its_user_alone(tmp_path):
     (file,) = (tmp_path / "digits-1" / "launches").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_leader_writes_where_hosts_join_again_if_another_one_began_to_lead_and_gave_up(store, other):
+    own, wrong = (
+        JoinKit(address=f"10.0.0.{number}:7000", token=TokenFile(job="digits-1", token="t", ca="c"))
+        for number in (1, 2)
+    )
+    store.begin_launch(launch())
+    store.write_kit(1, own)
+    other.write_kit(1, wrong)
+    store.keep_kit(1, own)
+    assert other.read_kit(1) == own
+    other.end_launch(1, end("halted"))
+    store.keep_kit(1, own)
+    assert other.read_kit(1) is None, "it is a secret, and the launch has ended"

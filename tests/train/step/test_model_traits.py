@@ -84,7 +84,7 @@ class Secret(torch.nn.Module):
     def __init__(self, draws=True):
         super().__init__()
         self.line, self.draws = torch.nn.Linear(2, 2), draws
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, inputs):
         self.calls += 1

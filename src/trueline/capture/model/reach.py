@@ -337,7 +337,8 @@ def _is_users(kind: Any) -> bool:
     module = kind.__module__.partition(".")[0]
     if module in _LIBRARIES or module == "builtins":
         return False
-    functions = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
+    held = [getattr(one, "__func__", one) for one in vars(kind).values()]  # of a static method its function
+    functions = [one for one in held if isinstance(one, FunctionType)]
     codes = [function.__code__.co_filename for function in functions if function.__code__.co_filename[:1] != "<"]
     if codes:
         return code_paths.is_users(codes[0])

@@ -25,6 +25,7 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import (
+    half_outputs,
     integer_division,
     kernels,
     large_integers,
@@ -167,6 +168,7 @@ def translate(
         ) from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
+    half_outputs.cast_outputs(found.model, program)
     lstm_steps.compute_gates_exactly(found.model, every=exact_tails)
     size_arithmetic.compute_in_double(found.model)
     padded_pool.separate_pads(found.model)

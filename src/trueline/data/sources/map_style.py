@@ -5,6 +5,7 @@ or a `collate_fn` that the Dataset has or that came with it in a DataLoader, who
 A record that cannot be read is an error that names it. torch is imported when the first batch is read.
 """
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from trueline.data.loading.seeding import seed_generators
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Mode, Unit, check_indices
-from trueline.errors import DataError
+from trueline.errors import DataError, UsageError
 
 _SAMPLES = 8
 
@@ -27,6 +28,7 @@ class DatasetSource:
     def __init__(self, dataset: Any, *, mode: Mode) -> None:
         self._batch_of: Callable[[list[Any]], Any] | None = getattr(dataset, "collate_fn", None)
         if hasattr(dataset, "batch_sampler") and hasattr(dataset, "dataset"):  # a DataLoader: the job makes the batches
+            _refuse_sampler(dataset)
             dataset = dataset.dataset
         self._dataset, self._mode, self._kind = dataset, mode, type(dataset).__qualname__
         try:
@@ -50,6 +52,28 @@ class DatasetSource:
         values, labels = map(list, zip(*pairs, strict=True))
         inputs = self._collate(values, numbers, "inputs")
         return Batch(inputs, None if labels[0] is None else self._collate(labels, numbers, "labels"))
+
+    def expect_no_mixing(self, *, seed: int) -> None:
+        if self._batch_of is None or self.num_records < _SAMPLES:
+            return
+        spread = sorted({round(at) for at in np.linspace(0, self.num_records - 1, _SAMPLES)})
+        with seed_generators(seed):
+            items = [self._item(index) for index in spread]
+        half = _SAMPLES // 2
+        for trial in range(_SAMPLES):
+            firsts = []
+            for others in (range(1, half), range(half, _SAMPLES - 1)):
+                with seed_generators(seed + trial):
+                    made = self._batch_of([copy.deepcopy(items[at]) for at in (0, *others)])
+                firsts.append(_first_record(made, half))
+            if [len(part) for part in firsts[0]] == [len(part) for part in firsts[1]] and firsts[0] != firsts[1]:
+                raise UsageError(
+                    f"the collate_fn of dataset {self._kind} draws random numbers and mixes records: what it makes of "
+                    f"record {spread[0]} depends on the others in its batch",
+                    hint="where reading draws, each record is read alone, with a seed of its own, so nothing would be "
+                    'mixed; mix the batch in the loop, with Options(reduction="mean", micro_batch=N): shards of N '
+                    "records are then mixed, whichever worker has them",
+                )
 
     def fingerprint(self) -> str:
         """Over type, length and a few items, read twice with seeded generators. Of items that still differ, since they
@@ -120,6 +144,33 @@ class DatasetSource:
                 f"{what} of records {numbers[:8]} of dataset {self._kind} do not make a batch: {error}",
                 hint="all records of one batch need equal shapes and types; pad or crop them in the dataset",
             ) from error
+
+
+def _refuse_sampler(loader: Any) -> None:
+    """Raises UsageError for a DataLoader that draws or orders records in a way of its own."""
+    from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    if type(batches) not in (BatchSampler, type(None)):
+        sampler = batches
+    plain = type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler, type(None))
+    count = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0
+    if plain and not getattr(sampler, "replacement", False) and getattr(sampler, "num_samples", count) <= count:
+        return
+    raise UsageError(
+        f"the DataLoader has a {type(sampler).__name__}, and a job takes each record once an epoch, in its own order",
+        hint="give the data set itself: a part as torch.utils.data.Subset, weights by trueline.data.sources.mixture."
+        'sample_by_weight, an order by Options(shuffle="none")',
+    )
+
+
+def _first_record(batch: Any, count: int) -> list[list[str]]:
+    """The values of the first of `count` records in each tensor of `batch`."""
+    from torch.utils._pytree import tree_leaves
+
+    leaves = [leaf for leaf in tree_leaves(batch) if hasattr(leaf, "numpy") and leaf.dim() and len(leaf) == count]
+    return [list(map(repr, leaf[0].detach().flatten().tolist())) for leaf in leaves]
 
 
 def _bytes_of(value: Any, *, content: bool = True) -> Iterator[bytes]:

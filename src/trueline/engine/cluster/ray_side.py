@@ -45,6 +45,8 @@ NOTICE_S = 30.0
 ANSWER_S = 2.0
 """A keeper that does not answer within it has lost its node."""
 RETRY_S = 1.0
+TAKEN = ("already taken", "already exists")
+"""What Ray says of a name that another client, or another thread of this one, has just given to an actor."""
 TAIL = 1 << 16
 """Bytes of a log that outlive its process where clients do not see its file."""
 _Result = TypeVar("_Result")
@@ -104,9 +106,12 @@ def submit(one: Record) -> str:
         try:
             actor = ray.remote(ActorKeeper).options(**_make_options(one), **place).remote(one)
         except ValueError as error:
-            if "already taken" not in str(error):
+            if not any(words in str(error) for words in TAKEN):
                 raise
-            actor = ray.get_actor(name, NAMESPACE)  # another client was first
+            try:  # another client was first
+                actor = ray.get_actor(name, NAMESPACE)
+            except ValueError:
+                return name  # it writes what it has; or the actor has ended
         number = actor._actor_id.hex()
         write(f"{name}.actor", {"id": number, "bundle": bundle})
         until = time.monotonic() + START_S

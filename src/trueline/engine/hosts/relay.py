@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ import msgspec
 from trueline import events, files
 from trueline.engine.contract import Seen
 from trueline.engine.hosts import folder as job_folder
+from trueline.engine.hosts.agent import HostAgent
 from trueline.engine.hosts.forward import MasterDoor
 from trueline.engine.hosts.host_clock import OwnClock
 from trueline.engine.hosts.messages import (
@@ -53,8 +52,7 @@ from trueline.engine.hosts.messages import (
 from trueline.engine.hosts.route import announce, split_address
 from trueline.engine.hosts.standby import JoinRequest, LentHost, Standby
 from trueline.engine.hosts.tls import find_clock_fault
-from trueline.engine.local.client import LocalEngine, start_agent
-from trueline.engine.local.process import Lifeline
+from trueline.engine.local.client import LocalEngine
 from trueline.environment import available_bytes
 from trueline.errors import TrainError, TruelineError, UsageError
 
@@ -72,17 +70,15 @@ _END = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION, gr
 class Relay:
     """Lends cores until the job ends or `withdraw` is called. Raises UsageError, TrainError."""
 
-    def __init__(self, request: JoinRequest, standby: Standby) -> None:
-        self._request, self._standby = request, standby
+    def __init__(self, request: JoinRequest, standby: Standby, agent: HostAgent | None = None) -> None:
+        """`agent`: one that has begun."""
+        self._request, self._standby, self._agent = request, standby, agent or HostAgent()
         self._door = MasterDoor(request.address)
         self._own_address = announce(request.interface, split_address(request.address)[0])
         self._id = secrets.token_hex(8)
         self._bearer = request.token.token
-        self._agent: Any = None
         self._engine: LocalEngine | None = None
-        self._scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
-        self._job = self._scratch / "job"
-        self._lifeline = Lifeline()
+        self._job = self._agent.job
         self._welcome: Welcome | None = None
         self._outgoing: asyncio.Queue[FromHost] = asyncio.Queue()
         self._offsets: dict[str, int] = {}
@@ -150,7 +146,7 @@ class Relay:
         assert self._engine is not None
         alive = [seen.ref for seen in await self._engine.list() if seen.alive]
         host = LentHost(
-            agent=self._agent, socket=self._scratch / "agent", lifeline=self._lifeline, job=self._job,
+            agent=self._agent.process, socket=self._agent.socket, lifeline=self._agent.lifeline, job=self._job,
             request=self._request,
         )  # fmt: skip
         self._door.turn(self._standby.address)
@@ -178,11 +174,7 @@ class Relay:
 
     def _end(self) -> None:
         self._door.close()
-        self._lifeline.end()  # ends the agent and its processes
-        if self._agent is not None:
-            self._agent.wait()
-        os.close(self._lifeline.reading)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._agent.end()
 
     async def _connect(self) -> str:
         credentials = grpc.ssl_channel_credentials(root_certificates=self._request.token.ca.encode())
@@ -256,13 +248,9 @@ class Relay:
         cache = files.user_cache() / "joined"
         count = await job_folder.unpack(welcome.files, self._job, cache, fetch)
         events.emit("join.prepared", job=welcome.job, files=len(welcome.files), fetched=count)
-        code, log = self._job / job_folder.CODE, self._job / "logs" / "agent.log"
-        for made in (code, log.parent):
-            made.mkdir(parents=True, exist_ok=True)
+        self._agent.begin(welcome.preload)
         (self._job / "ca.pem").write_text(self._request.token.ca)
-        path = self._scratch / "agent"
-        self._agent = start_agent(path, preload=welcome.preload, life=self._lifeline.reading, log=log, folder=code)
-        self._engine = LocalEngine(str(path))
+        self._engine = LocalEngine(str(self._agent.socket))
         await self._engine.list()
         self._welcome = welcome
 

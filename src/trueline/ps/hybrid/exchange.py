@@ -42,6 +42,14 @@ class TableExchange:
         self.on_begin: Callable[[], None] = tables.drop  # also what the trial of a record has looked up
 
     @property
+    def width(self) -> int:
+        return self._inner.width
+
+    @width.setter
+    def width(self, width: int) -> None:
+        self._inner.width = width
+
+    @property
     def beside(self) -> torch.Tensor:
         return self._inner.beside
 

@@ -49,6 +49,8 @@ from trueline.train.settings import parse_workers
 
 TICK_S = 0.25
 STATUS_S, LISTING_S = 1.0, 1.0
+KIT_S = 5.0
+"""Two hosts may begin to lead, and the one that gives up have written last where hosts join."""
 REMOTE_S = 2.0
 """Time between two writes of logs to an object store: each is an object."""
 
@@ -76,7 +78,8 @@ class LeaderDuties:
         self._offsets = {"logs/events.log": leader.inherited_bytes}
         self._live: dict[str, Any] = {}
         self._listed: dict[str, SubmissionReport] = {}
-        self._due = dict.fromkeys(("hosts", "status", "logs"), 0.0)
+        self._kit: JoinKit | None = None
+        self._due = dict.fromkeys(("hosts", "status", "logs", "kit"), 0.0)
         self._kept_step = -1
         self._core_s, self._counted_at = 0.0, time.monotonic()
         self._halting = self._gives_way = False
@@ -92,7 +95,8 @@ class LeaderDuties:
         launch = HostsFolder(self._folder).read_launch()
         if launch is not None:
             token = read_token(HostsFolder(self._folder).token)
-            self._store.write_kit(self._launch.number, JoinKit(address=launch.leader.address, token=token))
+            self._kit = JoinKit(address=launch.leader.address, token=token)
+            self._store.write_kit(self._launch.number, self._kit)
             with self._noting("the scheduler"):
                 plans.adopt(self._plan, self._list(), self._role, time.monotonic())
         keep_files(self._store, self._folder, journal=False)
@@ -233,6 +237,8 @@ class LeaderDuties:
     def _publish(self) -> None:
         if self._is_due("logs", REMOTE_S if is_remote(str(self._store.where)) else TICK_S):
             self._copy_logs()
+        if self._kit is not None and self._is_due("kit", KIT_S):
+            self._store.keep_kit(self._launch.number, self._kit)
         if not self._is_due("status", STATUS_S):
             return
         record, live, now = jobs.read_job(self._folder.path), self._live, time.monotonic()

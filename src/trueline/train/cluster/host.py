@@ -1,84 +1,41 @@
-"""A host of a submitted job: waits in the store for the head's address and token, then lends its cores.
+"""A host of a submitted job. Its agent begins to import torch first, since that is what takes most of its time.
 
 `python -m trueline.train.cluster.host STORE/JOB LAUNCH ROLE`, started by a scheduler for the head. SIGTERM takes the
-cores back between two steps. It ends with its launch, and after ten leases without a master. If the head dies, it may
-lead the job (`train/launch/standby.py`), and then has the head's duties.
+cores back between two steps.
 """
 
-import asyncio
-import contextlib
 import logging
 import os
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from trueline import events
-from trueline.engine.cluster.open import open_scheduler
-from trueline.engine.hosts.relay import Relay
-from trueline.engine.hosts.standby import JoinRequest
-from trueline.errors import JobStopped, StorageError, TruelineError
-from trueline.train.cluster.duties import leading
-from trueline.train.cluster.store import JobStore, JoinKit
-from trueline.train.launch.hosts import own_versions
-from trueline.train.launch.launcher import LocalJob
-from trueline.train.launch.lend import lend
-from trueline.train.launch.standby import StandbyMaster
-
-POLL_S, WATCH_S = 0.25, 2.0
+from trueline.engine.hosts.agent import HostAgent
+from trueline.errors import JobStopped, TruelineError
+from trueline.train.cluster.store import JobStore
+from trueline.train.launch.preload import find_preload
 
 
-def wait_for_kit(store: JobStore, number: int) -> JoinKit | None:
-    """None: the launch ended before its head listened."""
-    while not is_over(store, number):
-        if (kit := store.read_kit(number)) is not None:
-            return kit
-        time.sleep(POLL_S)  # a store sends no notice
-    return None
+def begin_agent(store: JobStore, scratch: Path) -> HostAgent:
+    """An agent that imports what the job's workers need, as the head has it import. Raises StorageError."""
+    job = store.read_job()
+    users = (job.script or (job.recipe,))[0]
+    file = scratch / "users.py"
+    for one in job.files:
+        if one.path == users:
+            file.write_bytes(store.get(f"files/{one.digest}") or b"")
+    agent = HostAgent()
+    agent.begin(find_preload("allreduce", file))
+    return agent
 
 
-def is_over(store: JobStore, number: int) -> bool:
-    launch = store.last_launch()
-    return launch is None or launch.number != number or store.read_end(number) is not None
-
-
-def make_watch(store: JobStore, number: int, relay: Relay) -> Callable[[], "asyncio.Future[str]"]:
-    """What ends a host that no master sends away: the launch's end in the store, or ten leases without a master."""
-
-    async def watch() -> str:
-        while True:
-            await asyncio.sleep(WATCH_S)
-            if relay.is_fenced:
-                return "no master of the job answers"
-            with contextlib.suppress(StorageError):  # the store may be away, and come back
-                if await asyncio.to_thread(is_over, store, number):
-                    await asyncio.sleep(WATCH_S)  # the master sends the host away itself, if it can
-                    return "the launch has ended"
-
-    return lambda: asyncio.ensure_future(watch())
-
-
-def run(store: JobStore, number: int, role: str) -> str:
+def run(store: JobStore, number: int, role: str, scratch: Path) -> str:
     """Lends the cores until the job does not need them; returns why that is."""
-    job, launch = store.read_job(), store.last_launch()
-    kit = wait_for_kit(store, number)
-    if launch is None or kit is None:
-        return "the launch has ended"
-    engine = launch.engine
-    request = JoinRequest(
-        address=kit.address, token=kit.token, cores=engine.slots, name=role, interface=engine.interface,
-        ports=engine.ports, versions=own_versions(),
-    )  # fmt: skip
+    agent = begin_agent(store, scratch)
+    from trueline.train.cluster import lending  # which imports half a second
 
-    def lead(leader: LocalJob) -> contextlib.AbstractContextManager[None]:
-        events.logger.setLevel(logging.WARNING)  # each step is an event, and they are in the store
-        return leading(store, job, launch, open_scheduler(engine), role=role, leader=leader)
-
-    relay = Relay(request, StandbyMaster(request, around=lead))
-    return asyncio.run(lend(relay, until=make_watch(store, number, relay)))
+    return lending.run(store, number, role, agent)
 
 
 def main() -> None:
@@ -87,7 +44,7 @@ def main() -> None:
     scratch = Path(tempfile.mkdtemp(prefix="trueline-host-"))
     os.chdir(scratch)
     try:
-        print(run(JobStore(where), int(number), role), file=sys.stderr)  # noqa: T201 - the log of this process
+        print(run(JobStore(where), int(number), role, scratch), file=sys.stderr)  # noqa: T201 - the log of this process
     except JobStopped as error:
         print(error.message, file=sys.stderr)  # noqa: T201 - this host has led the job to a halt
     except TruelineError as error:

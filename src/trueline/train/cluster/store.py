@@ -264,6 +264,11 @@ class JobStore:
     def write_kit(self, number: int, kit: JoinKit) -> None:
         self.write_record(_join_file(number), kit)
 
+    def keep_kit(self, number: int, kit: JoinKit) -> None:
+        """Writes it where another one is, unless the launch has ended."""
+        if self.read_kit(number) != kit and self.read_end(number) is None:
+            self.write_kit(number, kit)
+
     def give_order(self, number: int, order: Order) -> str:
         """Returns the name under which its answer will be."""
         name = f"{number:04d}-{time.time_ns()}"

@@ -30,6 +30,7 @@ class ModelTraits:
     reduction: str = "mean"  # how losses of parts make the loss of a step (`reduction.py`)
     even: bool = False  # whether each cross entropy of the trial divided by its number of labels
     whole: bool = False  # whether the trial of the loss did not confirm that, for any part
+    buffers: tuple[str, ...] = ()  # changed by a forward, outside of normalization layers
 
     @property
     def needs_shards(self) -> bool:
@@ -60,26 +61,20 @@ def read_traits(model: torch.nn.Module) -> ModelTraits:
 
 
 def try_forward(model: torch.nn.Module, forward: Callable[[], object], records: int) -> ModelTraits:
-    """`read_traits`, and what `forward` over `records` records shows; buffers and generators are restored.
-
-    A changing buffer outside of normalization layers is reported: there is no general way to merge it.
-    """
+    """`read_traits`, and what `forward` over `records` records shows; buffers and generators are restored."""
     nature = read_traits(model)
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    with seeding.preserve_generators():
-        before = seeding.generator_state()
-        with torch.no_grad():
-            forward()
-        moved = seeding.generator_state() != before
-    rate = _rate(forward, records)
-    running = {id(buffer) for buffer in running_statistics(model)}
-    for name, (buffer, copy) in buffers.items():
-        changed = not torch.equal(buffer, copy)
-        if changed and id(buffer) not in running and not name.endswith("num_batches_tracked"):
-            why = "it changes in every forward and is not exchanged between workers; each keeps its own"
-            events.emit("buffer.local", buffer=name, why=why)
-        if changed:
-            buffer.copy_(copy)
+    beside = [(slot, slot.value, slot.value.clone()) for slot in buffer_slots(model, persistent=False)]
+    with restore_buffers(model):
+        with seeding.preserve_generators():
+            before = seeding.generator_state()
+            with torch.no_grad():
+                forward()
+            moved = seeding.generator_state() != before
+        changed = [slot.name for slot, value, copy in beside if slot.value is value and not torch.equal(value, copy)]
+        rate = _rate(forward, records)
+    for name in changed:
+        why = "it changes in every forward, and is no part of the state_dict: each worker keeps its own"
+        events.emit("buffer.local", buffer=name, why=why)
     return ModelTraits(draws=nature.draws or moved, neighbours=nature.neighbours, rate=rate)
 
 
@@ -109,6 +104,69 @@ def _normalizing(model: torch.nn.Module) -> list[_NormBase]:
     """The layers that normalize over a batch: one in evaluation mode within a model in training mode is frozen."""
     layers = [module for module in model.modules() if isinstance(module, _NormBase)]
     return [layer for layer in layers if layer.training or not model.training]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSlot:
+    """A buffer of a module, whichever tensor it is at present: a forward may put another one in its place."""
+
+    name: str
+    module: torch.nn.Module
+    key: str
+
+    @property
+    def value(self) -> torch.Tensor:
+        found = self.module._buffers[self.key]
+        assert found is not None
+        return found
+
+    def change(self, before: torch.Tensor) -> torch.Tensor:
+        """[elements] What was added to the value `before`, in float64."""
+        wide = torch.complex128 if before.is_complex() else torch.float64
+        return _real(self.value.detach().to(wide)).flatten() - _real(before.to(wide)).flatten()
+
+    def set(self, value: torch.Tensor, before: torch.Tensor, change: torch.Tensor | None = None) -> None:
+        """Puts the tensor `value` in place, with the content `before`, changed by `change`."""
+        self.module._buffers[self.key] = value
+        if change is not None:
+            wide = before.to(torch.complex128 if before.is_complex() else torch.float64)
+            flat = _real(wide).flatten() + change.to(wide.device)
+            changed = (
+                torch.view_as_complex(flat.view(*before.shape, 2)) if before.is_complex() else flat.view_as(before)
+            )
+            exact = before.is_floating_point() or before.is_complex()
+            before = changed if exact else changed.round()
+        with torch.no_grad():
+            value.copy_(before)
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
+def buffer_slots(model: torch.nn.Module, *, persistent: bool = True) -> list[BufferSlot]:
+    """The buffers that are part of the model's state, or are not; without those of normalization layers."""
+    own = {id(buffer) for buffer in (*running_statistics(model), *batch_counters(model))}
+    return [
+        BufferSlot(f"{path}.{key}" if path else key, module, key)
+        for path, module in model.named_modules()
+        for key, value in module._buffers.items()
+        if value is not None and id(value) not in own and persistent == (key not in module._non_persistent_buffers_set)
+    ]
+
+
+@contextmanager
+def restore_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Gives the model's buffers their tensors and values again after the block."""
+    held = [(module, key, value, value.clone()) for module in model.modules()
+            for key, value in module._buffers.items() if value is not None]  # fmt: skip
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, key, value, copy in held:
+                module._buffers[key] = value
+                value.copy_(copy)
 
 
 @contextmanager

@@ -33,6 +33,8 @@ class OptimizerSettings:
         self._sent: npt.NDArray[np.float64] | None = None
         self._marked: list[float] | None = None
         self._packed: tuple[list[float], list[float]] = ([], [])
+        self._held: list[float] = []
+        """In the first batch of the step."""
         self.width = 1 + PIECES * len(self._slots) if self._slots else 0
 
     def values(self) -> list[float]:
@@ -51,6 +53,22 @@ class OptimizerSettings:
         """The step that had begun was not applied: its code runs again."""
         if self._marked is not None:
             self._set(self._marked)
+
+    def expect_one_rule(self, step: int, *, first: bool) -> None:
+        """Raises UsageError if they have changed since the `first` batch of `step` that this member has: members with
+        more batches would change them more often."""
+        values = self.values()
+        if first:
+            self._held = values
+        elif values != self._held:
+            at = next(at for at, pair in enumerate(zip(values, self._held, strict=True)) if pair[0] != pair[1])
+            group, name, _ = self._slots[at]
+            raise UsageError(
+                f"the loop changes '{name}' of the optimizer's group {group} from {self._held[at]:g} to "
+                f"{values[at]:g} between two batches of step {step}",
+                hint="a step may have several batches: give the scheduler to Elastic(scheduler=...), or compute the "
+                "value from batch.step before job.step(loss)",
+            )
 
     def pack(self, *, own: bool) -> list[float]:
         """[width] This member's words; zeros unless it has run the loop's code for the step (`own`)."""

@@ -16,12 +16,15 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trueline.errors import TrainError, UsageError
+from trueline.data.loading.seeding import seed_all
+from trueline.errors import TrainError, UsageError, join_names
 from trueline.train.step.joint import check_closure
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.options import Options
 
 MEASURE_S = 1.0
+OPTIMIZER = -1
+"""In place of the shard in the seed of what an optimizer draws (Langevin noise, stochastic rounding)."""
 
 
 class OptimizerStep:
@@ -33,10 +36,12 @@ class OptimizerStep:
         options: Options,
         *,
         owned: bool = False,
+        seed: int = 0,
     ) -> None:
-        """`owned`: nothing but this object changes parameters or settings: the loop is not a user's own."""
+        """`owned`: nothing but this object changes parameters or settings: the loop is not a user's own. `seed`: the
+        job's; what the optimizer draws follows from it and the step, so that all members draw the same."""
         self.model, self.optimizer, self.scheduler, self.options = model, optimizer, scheduler, options
-        self.owned = owned
+        self.owned, self._seed = owned, seed
         self.settings = OptimizerSettings(optimizer, shared=not owned)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = self._parameters[0].device.type if self._parameters else "cpu"
@@ -85,6 +90,7 @@ class OptimizerStep:
         self._measure(norm)
         undo = self._step_plateau(measured)
         self.before_change()
+        seed_all(self._seed, steps, OPTIMIZER)
         if not self.scaler.is_enabled():
             self.optimizer.step()
         elif not self._step_scaled():
@@ -121,7 +127,10 @@ class OptimizerStep:
             return
         self._measured_at = time.monotonic()
         if norm is None:
-            norm = torch.nn.utils.get_total_norm([one.grad for one in self._parameters if one.grad is not None])
+            found = [value.grad for value in self._parameters if value.grad is not None]
+            norm = torch.nn.utils.get_total_norm(
+                [grad.coalesce().values() if grad.is_sparse else grad for grad in found]
+            )
         self.measured = float(self.optimizer.param_groups[0].get("lr", 0.0)), float(norm)
 
     def _clip(self) -> torch.Tensor:
@@ -202,7 +211,13 @@ class OptimizerStep:
             self._averages[name].copy_(value)
 
 
-def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    *,
+    evaluates: bool = False,
+) -> None:
     """Raises UsageError for parameters that the model does not have, which would be neither summed nor transferred, and
     for an optimizer that computes the loss itself."""
     known = {id(parameter) for parameter in model.parameters()}
@@ -215,3 +230,21 @@ def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
             hint="make them a part of the model, e.g. a criterion with parameters a submodule of it",
         )
     check_closure(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau) and not evaluates:
+        raise UsageError(
+            "a ReduceLROnPlateau follows evaluations while training, and this job has none",
+            hint="give Elastic a validation=..., or set monitor or evaluate_every in the recipe",
+        )
+    hooked = [name for name, value in model.named_parameters() if getattr(value, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        raise UsageError(
+            f"a hook runs after each gradient of {join_names(hooked)} was accumulated, and would see that of a part of "
+            "a step",
+            hint="do what it does in the step() of an optimizer of your own; clip with clip_norm",
+        )
+    lazy = [name for name, value in model.named_parameters() if torch.nn.parameter.is_lazy(value)]
+    if lazy:
+        raise UsageError(
+            f"the model's parameters {join_names(lazy)} have no shape yet",
+            hint="run the model once on a batch before it goes to its optimizer and to Elastic",
+        )

@@ -191,6 +191,15 @@ def decide(
     raise _refusal(whole, cuts[0], far, tied=bool(fitting), draws=draws)
 
 
+def as_percent(off: float) -> str:
+    """Of a relative difference.
+
+    >>> as_percent(0.123), as_percent(2e-7)
+    ('12.3%', '2e-05%')
+    """
+    return f"{off:.1%}" if off >= 0.001 else f"{100 * off:.1g}%"
+
+
 def _refusal(
     whole: LossSample, parts: Sequence[LossSample], far: dict[str, float], *, tied: bool, draws: bool
 ) -> UsageError:
@@ -201,7 +210,7 @@ def _refusal(
         return UsageError(f"{found}: whether it is a mean or a sum cannot be seen",
                           hint='name it: reduction = "mean" or "sum" (in a loop: Options(reduction=...))')  # fmt: skip
     names = {"weighted": "mean by the weights"}
-    apart = ", ".join(f"as a {names.get(kind, kind)} it is {off:.1%} off" for kind, off in far.items())
+    apart = ", ".join(f"as a {names.get(kind, kind)} it is {as_percent(off)} off" for kind, off in far.items())
     noise = 'the trial cannot hold still what numpy or random draw: name reduction = "mean" for a mean; '
     uneven = ", and its cross entropy has class weights or ignored labels" if whole.uneven else ""
     return UsageError(

@@ -5,6 +5,7 @@ running statistics; the gradient exchange sums them together. A piece with n of 
 with n/B, whatever the split; sums and means by other weights: `reduction.py`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import numpy as np
 import torch
 
 from trueline.checkpoint.snapshot import Snapshot
+from trueline.errors import UsageError
 from trueline.parallel.ddp import DdpExchange
 from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares, unused_parameters
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered import OrderedExchange
 from trueline.train.step import model_traits
 from trueline.train.step.ledger import Ledger, LeftOut, StepAccount
+from trueline.train.step.model_traits import BufferSlot
 from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints
@@ -57,6 +60,12 @@ class Replica:
         self._parameters = [value for value in model.parameters() if value.requires_grad]
         self._width = self._tallied + sum(value.numel() for value in self._running)
         self._before: list[torch.Tensor] = []
+        self._buffers: list[BufferSlot] = []
+        self._buffers_before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Of each, its tensor and a copy of its content."""
+        self._versions: list[int] = []
+        self._gathered: list[torch.Tensor | None] = []
+        """Between two pieces of a step: the gradients so far, out of reach of a loop that clears or clips them."""
         self._snapshots: list[Snapshot] = []
         self.owned = optimizer_step.owned
         """Whether nothing but the optimizer's step changes parameters: the loop is not a user's own."""
@@ -69,6 +78,12 @@ class Replica:
         else:
             self.exchange = DdpExchange(model, group, self._width, find_unused=options.find_unused_parameters)
         self._summed = self.exchange.beside
+
+    def share_buffers(self, names: Collection[str]) -> None:
+        """Exchanges what forwards add to the buffers `names`, as for running statistics. Before the first `attach`."""
+        if names:
+            self._buffers = [slot for slot in model_traits.buffer_slots(self.model) if slot.name in names]
+            self.exchange.width += sum(slot.change(slot.value).numel() for slot in self._buffers)
 
     def attach(self, size: int) -> None:
         """Joins the process group of `size` members that was just formed."""
@@ -84,14 +99,20 @@ class Replica:
         """Begins a step: no gradients, no contributions; running statistics are those of the last applied step."""
         self._reset_statistics()
         self.optimizer_step.zero_grad()
+        self._gathered, self._versions = [], self._read_versions()
         self.exchange.beside.zero_()
         self.exchange.on_begin()
         if self._running or self._counters:
             self._before = [value.clone() for value in (*self._running, *self._counters)]
+        self._buffers_before = [(slot.value, slot.value.clone()) for slot in self._buffers]
 
     def add(self, loss: torch.Tensor, weight: float, records: Ints, share: Share | None = None) -> None:
         """Runs the backward of a piece that is not the last; nothing leaves this process."""
+        self._return_gradients()
         self.exchange.add(self._piece(loss, weight, records, share))
+        self._gathered = [value.grad for value in self._parameters]
+        for value in self._parameters:
+            value.grad = None
         self._reset_statistics()
 
     def reduce(
@@ -99,9 +120,33 @@ class Replica:
     ) -> StepAccount:
         """Runs the last piece's backward, if any; returns the members' sum. Raises RuntimeError when a peer fails."""
         last = None if piece is None else self._piece(*piece)
+        self._return_gradients()
         summed, self._summed = self.exchange.reduce(last, account.pack(), shares)
         self._reset_statistics()
         return StepAccount.unpack(summed, settings=self.optimizer_step.settings.width)
+
+    def _read_versions(self) -> list[int]:
+        return [] if self.owned else [value._version for value in self._parameters]
+
+    def expect_own_changes(self) -> None:
+        """Raises UsageError if the loop has changed parameters: a worker that catches up would not."""
+        if not self.owned and self._versions != self._read_versions():
+            raise UsageError(
+                f"the loop changes parameters itself before step {self.ledger.steps}",
+                hint="a worker that joins applies the steps that it missed, and no line of the loop: do it in the "
+                "step() of an optimizer of your own",
+            )
+
+    def _return_gradients(self) -> None:
+        """Raises UsageError if the loop has computed some itself."""
+        if any(value.grad is not None for value in self._parameters):
+            raise UsageError(
+                f"the loop computes gradients itself in step {self.ledger.steps}",
+                hint="job.step(loss) runs backward and optimizer",
+            )
+        for value, gathered in zip(self._parameters, self._gathered, strict=False):
+            value.grad = gathered
+        self._gathered = []
 
     def _piece(self, loss: torch.Tensor, weight: float, records: Ints, share: Share | None = None) -> BackwardPiece:
         """Enters the records, and their changes of the running statistics, beside the gradients."""
@@ -117,10 +162,17 @@ class Replica:
         for value, before in zip(self._running, self._before, strict=False):
             beside[at : at + value.numel()] += weight * (value - before).flatten()
             at += value.numel()
+        for slot, (_, content) in zip(self._buffers, self._buffers_before, strict=True):
+            change = slot.change(content)
+            beside[at : at + len(change)] += (weight * change).to(beside.device, beside.dtype)
+            at += len(change)
         return BackwardPiece(loss, self.optimizer_step.scale_loss(loss), share.gradient, share.loss)
 
     def _reset_statistics(self) -> None:
-        """Gives each piece the same running statistics; only after its backward, which may rerun the forward."""
+        """Gives each piece the same running statistics and buffers; only after its backward, which may rerun the
+        forward."""
+        for slot, (value, content) in zip(self._buffers, self._buffers_before, strict=False):
+            slot.set(value, content)
         if not self._before:
             return
         for value, before in zip((*self._running, *self._counters), self._before, strict=False):
@@ -167,6 +219,12 @@ class Replica:
                     at += value.numel()
                 for counter in self._counters:
                     counter += 1
+        for slot, (value, content) in zip(self._buffers, self._buffers_before, strict=False):
+            size = slot.change(content).numel()
+            slot.set(value, content, self._summed[at : at + size].double())
+            at += size
+        self._buffers_before = []
+        self._versions = self._read_versions()
         tally = np.rint(self._summed[: self._tallied].cpu().numpy()).astype(np.int32) if self._tallied else None
         self.ledger.apply(account, tally, left_out)
         return True
@@ -197,7 +255,7 @@ class Replica:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.settle()
-        self._before = []
+        self._before, self._buffers_before = [], []
         self.model.load_state_dict(state["model"])
         self.optimizer_step.restore(state)
         self.ledger = Ledger.from_tree(state["ledger"])

@@ -19,11 +19,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether operators draw or compute in half precision; with `still` those that draw return a constant."""
+    """Notes whether operators draw, and their precision; with `still` those that draw return a constant."""
 
     def __init__(self, *, still: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws = self.half = False
+        self.draws = self.half = self.single = False
         self._still = still
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,11 +37,26 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 args, kwargs = (), given | {"dropout_p": 0.0}
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple | list) and result else result
-        self.half = self.half or (isinstance(first, torch.Tensor) and first.dtype in _HALF)
+        if isinstance(first, torch.Tensor):
+            self.half, self.single = self.half or first.dtype in _HALF, self.single or first.dtype == torch.float32
         if not drawing:
-            return result
+            return _reverse_ties(result, args, kwargs) if self._still and func.overloadpacket in _SORTS else result
         self.draws = True
         return _fill(func.overloadpacket.__name__, args, result) if self._still and "dropout_p" not in names else result
+
+
+_SORTS = (torch.ops.aten.sort, torch.ops.aten.argsort)
+
+
+def _reverse_ties(result: Any, args: Any, kwargs: Any) -> Any:
+    """Sorting what was drawn makes a permutation; of equal values its order is any, and here the reverse."""
+    values = args[0]
+    if values.dim() and values.numel() and bool((values == CONSTANT).all()):
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        indices = result if isinstance(result, torch.Tensor) else result[1]
+        order = torch.arange(values.shape[dim] - 1, -1, -1, dtype=indices.dtype, device=indices.device)
+        indices.transpose(dim, -1).copy_(order)
+    return result
 
 
 def _fill(name: str, args: Any, result: Any) -> Any:
@@ -50,8 +65,8 @@ def _fill(name: str, args: Any, result: Any) -> Any:
     if name.startswith("rrelu"):
         args[1].fill_(1.0)  # its noise, which the backward multiplies with
         return args[0].clone()
-    if name.startswith("randperm"):
-        return result.copy_(torch.arange(len(result), dtype=result.dtype, device=result.device))
+    if name.startswith("randperm"):  # each record meets another: a loop that mixes records is seen
+        return result.copy_(torch.arange(len(result) - 1, -1, -1, dtype=result.dtype, device=result.device))
     if not isinstance(result, torch.Tensor):
         return result
     return result.fill_(CONSTANT if result.is_floating_point() else result.dtype == torch.bool)

@@ -16,8 +16,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,14 @@ from trueline.train.step.still import WatchedOperators, without_draws
 
 COUNTS = 13, 11, 7, 5, 3, 2, 1  # primes: no part of the records has the same share of them and of something else
 FEW, QUICK_S = 5, 0.2  # records that are tried where a few of them take longer than this
-POOL, LOOK_S = 64, 0.05  # most records that are looked at, and for how long, to find some that differ
+POOL, LOOK_S = 512, 0.25  # most records that are looked at, and for how long, to find some that differ
 ATTEMPTS = 3  # choices of records: some may be damaged
 PARAMETERS, ELEMENTS = 8, 1 << 20  # the last parameters whose gradients are compared, and the most elements of one
 KEPT = 1 << 16  # elements of a gradient that are kept: seven whole ones would be the most memory that a worker ever has
 TOLERANCE, ON_DEVICE, IN_HALF = 1e-4, 5e-3, 3e-2  # of loss and gradients: float32, with TF32, in half precision
+IN_DOUBLE = 1e-9
+LARGE = 1e4  # a gradient that is clipped if anything is
+SCALE = 2.0**16  # of a loss whose gradients show whether something clips them
 Batches = Generator[StepBatch, None, None]
 
 
@@ -76,9 +79,14 @@ class LossTrial:
         self._tried: list[LossSample] = []
         values = [value for value in trial.model.parameters() if value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
-        self._draws = self._half = self._uneven = False
+        self._draws = self._half = self._single = self._uneven = self._bent = False
+        self._marked = min(self._parameters, key=torch.Tensor.numel, default=None)
+        """Has a large gradient while the loop's code runs, which shows what that does with gradients."""
         self._took_s = 0.0
         self._state: tuple[Any, ...] = ()
+        self._changes: list[dict[str, torch.Tensor]] = []
+        """What each try added to the model's buffers."""
+        self._buffers: set[str] = set()
         self._kept: list[torch.Tensor] = []
         """Of each parameter, the indices at which gradients are compared: where the first of them is largest."""
 
@@ -107,7 +115,7 @@ class LossTrial:
         if not value.requires_grad:
             raise UsageError("the loss has no gradient", hint="compute it with the model, and not under no_grad()")
         elements = reduction.averaged_elements(value)
-        found = _gradients(value, self._parameters, self.inputs.model)
+        found = self._gradients_of(value, first=not self._tried)
         flat = [
             (torch.zeros_like(mine) if its is None else its.to_dense()).detach().flatten()
             for mine, its in zip(self._parameters, found, strict=True)
@@ -125,11 +133,36 @@ class LossTrial:
         )
         self.taken = True
 
+    def _gradients_of(self, loss: torch.Tensor, *, first: bool) -> Sequence[Any]:
+        """The compared gradients. Of a `first` loss those of many times it too: these show what clips or rounds,
+        which would see a part of a step."""
+        model, of = self.inputs.model, list(self._parameters)
+        if not first or self._half or reduction.has_node(loss, "CheckpointFunctionBackward"):
+            return _gradients(loss, of, model)
+        of += [value for value in model.parameters() if value.requires_grad and value._backward_hooks]
+        found = torch.autograd.grad(loss, of, allow_unused=True, retain_graph=True)
+        larger = torch.autograd.grad(loss * SCALE, of, allow_unused=True)
+        for mine, its in zip(found, larger, strict=True):
+            if mine is None or its is None or mine.is_sparse:
+                continue
+            off = float((its / SCALE - mine).norm())
+            if off > 1e-3 * float(mine.norm()) and math.isfinite(off):
+                self._bent = True
+        if self._bent and self.inputs.options.reduction == "auto":
+            raise UsageError(
+                f"the gradients of {SCALE:g} times the loss are not {SCALE:g} times its own: a hook or an autograd "
+                "function of yours changes them (clips or rounds), and would see those of a part of a step",
+                hint="clip with clip_norm (in a loop: Options(clip_norm=...)) or in the optimizer, or set reduction = "
+                '"mean" and micro_batch = N: it then sees those of whole shards of N records',
+            )
+        return found[: len(self._parameters)]
+
     def _traits(self, how: str, *, whole: bool) -> ModelTraits:
         shown = model_traits.read_traits(self.inputs.model)
         even = self.inputs.options.reduction == "auto" and not self._uneven
+        whole = whole or self._bent
         draws = shown.draws or self._draws
-        return ModelTraits(draws=draws, neighbours=shown.neighbours, reduction=how, even=even, whole=whole)
+        return replace(shown, draws=draws, reduction=how, even=even, whole=whole, buffers=tuple(sorted(self._buffers)))
 
     def _choose(self, attempt: int) -> Ints:
         """Records whose labels differ, the most different first; those that cannot be read are left to their step."""
@@ -143,12 +176,14 @@ class LossTrial:
             return picked
         spread = np.linspace(0, trial.num_records - 1, min(POOL, trial.num_records)).astype(np.int64)
         pool = chance.permutation(spread)
-        keys = np.full(len(pool), np.nan)
+        keys, rows = np.full(len(pool), np.nan), list[tuple[int, list[float]]]()
         until = time.monotonic() + LOOK_S
         for start in range(0, len(pool), count):
             ids = pool[start : start + count]
             with contextlib.suppress(Exception):  # a damaged record may raise anything
-                keys[start : start + count] = _keys(trial.reader.read(ids, epoch=0), len(ids))
+                batch = trial.reader.read(ids, epoch=0)
+                keys[start : start + count] = _keys(batch, len(ids))
+                rows += zip(range(start, start + len(ids)), _features(batch, len(ids)), strict=True)
             if time.monotonic() > until:
                 break
         readable = np.flatnonzero(~np.isnan(keys))
@@ -156,7 +191,8 @@ class LossTrial:
             return pool[:count]
         _, first = np.unique(keys[readable], return_index=True)
         few = readable[first[np.unique(np.linspace(0, len(first) - 1, count).astype(int))]]
-        few = np.concatenate([few[-1:], few[:-1]])
+        few = np.concatenate([few[-1:], _strange(rows)[: count // 3], few[:-1]])
+        few = few[np.sort(np.unique(few, return_index=True)[1])]
         chosen: Ints = pool[np.concatenate([few, np.setdiff1d(readable, few, assume_unique=True)])[:count]]
         return chosen
 
@@ -164,7 +200,9 @@ class LossTrial:
         trial = self.inputs
         batch = trial.reader.read(ids, epoch=0)
         self._state = _state(trial)
-        with _restore_buffers(trial.model):
+        self._mark_gradient()
+        slots = [(slot, slot.value.clone()) for slot in model_traits.buffer_slots(trial.model)]
+        with model_traits.restore_buffers(trial.model):
             seeding.seed_all(trial.seed, 0, 0)
             before, watched.draws, self.taken = seeding.generator_state(), False, False
             began = time.monotonic()
@@ -172,15 +210,28 @@ class LossTrial:
             self._took_s = time.monotonic() - began
             if not self.taken:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
+            changes = {slot.name: slot.change(content) for slot, content in slots if slot.value.shape == content.shape}
+        self._changes.append({name: change for name, change in changes.items() if change.any()})
+        self._buffers.update(self._changes[-1])
         self._draws = self._draws or watched.draws or seeding.generator_state() != before
-        self._half = self._half or watched.half
+        self._half, self._single = self._half or watched.half, self._single or watched.single
         self._expect_unchanged()
+        if self._marked is not None:
+            self._marked.grad = None
+
+    def _mark_gradient(self) -> None:
+        if self._marked is not None:
+            self._marked.grad = torch.full_like(self._marked, LARGE, requires_grad=False)
 
     def _expect_unchanged(self) -> None:
-        if _state(self.inputs) != self._state:
+        grad = None if self._marked is None else self._marked.grad
+        cleared = grad is None or not bool(grad.any())  # which is of no use, and does no harm
+        others = _state(self.inputs, but=self._marked) != self._state
+        if others or not (cleared or bool((grad == LARGE).all())):
             raise UsageError(
                 "the loop changes the parameters or their gradients itself",
-                hint="job.step(loss) runs backward and optimizer",
+                hint="job.step(loss) runs backward and optimizer; gradients are clipped by clip_norm (in a loop: "
+                "Options(clip_norm=...))",
             )
 
     def _twice(self, ids: Ints) -> Batches:
@@ -189,7 +240,7 @@ class LossTrial:
             with WatchedOperators(still=False) as watched:
                 yield from self._one(ids, watched)
         first, again = self._tried
-        if math.isfinite(first.loss) and reduction.difference(first, again) > self._tolerance / 10:
+        if math.isfinite(first.loss) and reduction.difference(first, again) > max(self._tolerance / 10, IN_DOUBLE):
             raise UsageError(
                 f"the loss of the same {len(ids)} records was {first.loss:.7g} and then {again.loss:.7g}, with equal "
                 "seeds and parameters: it depends on what was trained before, so on how a step is shared",
@@ -201,6 +252,7 @@ class LossTrial:
         trial, cut = self.inputs, max(1, len(ids) // 3)
         draws, other = self._draws, np.random.default_rng(1).permutation(ids)
         self._tried.clear()
+        self._changes.clear()
         if len(ids) > 1:
             with without_draws(trial.model) as watched:
                 for part in (ids, ids[:cut], ids[cut:], other[:cut], other[cut:]):
@@ -209,12 +261,37 @@ class LossTrial:
         whole, parts = next(iter(self._tried), None), self._tried[1:]
         named = trial.options.reduction
         how, confirmed = reduction.decide(whole, [parts[:2], parts[2:]], named, self._tolerance, draws=draws)
-        self.traits = self._traits(how, whole=not confirmed)
+        shares = [] if whole is None else [(part.records / whole.records) for part in parts]
+        self.traits = self._traits(how, whole=not (confirmed and self._confirm_buffers(shares)))
+
+    def _confirm_buffers(self, shares: Sequence[float]) -> bool:
+        """Whether the changes of buffers by the whole are the means of those by its parts, which are these `shares` of
+        its records. Raises UsageError if they are not, and no reduction is named."""
+        name, off = "", 0.0
+        for at in range(1, len(shares), 2):
+            for buffer in sorted(self._buffers):
+                whole, *parts = (
+                    changes.get(buffer, torch.zeros(())) for changes in (self._changes[0], *self._changes[at : at + 2])
+                )
+                mean = sum(share * part for share, part in zip(shares[at - 1 : at + 1], parts, strict=True))
+                scale = max(float(whole.norm()), float(mean.norm()))
+                found = float((whole - mean).norm()) / scale if scale else 0.0
+                name, off = (buffer, found) if found > off else (name, off)
+        if off > self._tolerance and self.inputs.options.reduction == "auto":
+            raise UsageError(
+                f"a forward changes the model's buffer '{name}', by all the records of a batch otherwise than by the "
+                f"mean of its parts ({reduction.as_percent(off)} off), so training depends on how a step is shared",
+                hint='change it by a mean over the records, as running statistics are, or set reduction = "mean" and '
+                "micro_batch = N: each shard of N records then changes it, and the changes are averaged",
+            )
+        return off <= self._tolerance
 
     @property
     def _tolerance(self) -> float:
         if self._half:
             return IN_HALF
+        if not self._single and all(value.dtype == torch.float64 for value in self._parameters):
+            return IN_DOUBLE
         return TOLERANCE if all(value.is_cpu for value in self._parameters) else ON_DEVICE
 
 
@@ -241,24 +318,36 @@ def _keys(batch: Batch, count: int) -> list[float]:
     return total
 
 
-def _state(trial: TrialInputs) -> tuple[Any, ...]:
-    """Equal states mean that the loop changed no parameters or gradients in between."""
-    return tuple((value._version, value.grad is None) for value in trial.model.parameters())
+def _features(batch: Batch, count: int) -> list[list[float]]:
+    """Of each record, sum and number of zeros in each of its tensors: masks and lengths are among the inputs too."""
+    leaves = torch.utils._pytree.tree_leaves((batch.inputs, batch.labels))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count]
+    flat = [leaf.detach().cpu().reshape(count, -1) for leaf in tensors if not leaf.is_complex()]
+    found = [part for leaf in flat for part in ((leaf == 0).sum(dim=1).double(), leaf.double().sum(dim=1).nan_to_num())]
+    rows: list[list[float]] = torch.stack(found, dim=1).tolist() if found else [[] for _ in range(count)]
+    return rows
 
 
-@contextmanager
-def _restore_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Gives the model's buffers their values again after the block."""
-    copies = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, copy in copies:
-                buffer.copy_(copy)
+def _strange(rows: Sequence[tuple[int, list[float]]]) -> Ints:
+    """Places of the records that differ most from the others in a feature, those in numbers of zeros first."""
+    widths = {len(row) for _, row in rows}
+    if len(widths) != 1 or widths == {0}:
+        return np.empty(0, np.int64)
+    places, table = np.array([place for place, _ in rows]), np.array([row for _, row in rows])
+    away = np.abs(table - np.median(table, axis=0))
+    columns = [
+        column for column in (*range(0, table.shape[1], 2), *range(1, table.shape[1], 2)) if away[:, column].any()
+    ]
+    found: Ints = places[[int(away[:, column].argmax()) for column in columns]].astype(np.int64)
+    return found
 
 
-_SETTLED = ("draws", "reduction", "even", "whole")
+def _state(trial: TrialInputs, but: torch.nn.Parameter | None = None) -> tuple[Any, ...]:
+    """Equal states mean that the loop changed no parameters, or gradients except that of `but`, in between."""
+    return tuple((value._version, value is but or value.grad is None) for value in trial.model.parameters())
+
+
+_SETTLED = ("draws", "reduction", "even", "whole", "buffers")
 """What the first worker finds out for all others of the job, in JOB/loss.json."""
 
 

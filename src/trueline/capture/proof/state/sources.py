@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,12 @@ TEXTS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
 """Functions of `time` that read the clock when an argument is left out, and how many come before it."""
 _TIMES = {*(name for _, name in CLOCKS), *TEXTS, "datetime", "date"}
 _COUNTS = ("active_count", "get_ident", "get_native_id")
-OTHERS = (
+OTHERS: tuple[tuple[Any, str], ...] = (
     *((os, name) for name in ("getpid", "getppid", "getloadavg", "cpu_count")),
     *((threading, name) for name in _COUNTS),
     (torch, "get_num_threads"),
     (sys, "getrecursionlimit"),
+    (torch.Tensor, "data_ptr"),
 )
 THREADS = ((threading, "current_thread"), (threading, "currentThread"))
 FILE_QUESTIONS = ("stat", "lstat", "access", "listdir", "scandir", "statvfs", "readlink")
@@ -146,7 +147,8 @@ class Readings:
                 return function(*args, **options)
             if code_paths.current_line() is not None:
                 self.note(name)
-            return self.hold(f"{name}{args}{options}", drawing(*args, **options))
+            value = drawing(*args, **options)
+            return value if self._held is None else self.hold(f"{name}{args}{options}", value)
 
         return read
 
@@ -270,7 +272,7 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
     with ExitStack() as stack:
         stands: list[tuple[Any, Any]] = []
 
-        def replace(module: ModuleType, name: str, stand: Any) -> None:
+        def replace(module: Any, name: str, stand: Any) -> None:
             before = getattr(module, name)
             stands.append((before, stand))
             setattr(module, name, stand)
@@ -280,8 +282,8 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
             replace(module, name, readings.clock(getattr(module, name), name))
         for name, before in TEXTS.items():
             replace(time, name, readings.clock_text(getattr(time, name), name, before))
-        for module, name in (*DRAWS, *OTHERS):
-            replace(module, name, readings.other(getattr(module, name), name, numbers=True))
+        for holder, name in (*DRAWS, *OTHERS):
+            replace(holder, name, readings.other(getattr(holder, name), name, numbers=True))
         for module, name in BYTES:
             replace(module, name, readings.other(getattr(module, name), "urandom", numbers=False))
         for module, name in THREADS:

@@ -1,0 +1,43 @@
+"""The agent of a host that lends its cores, and its folders. It may begin to import before the host has joined."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from trueline.engine.hosts import folder as job_folder
+from trueline.engine.local.client import start_agent
+from trueline.engine.local.process import Lifeline
+
+
+class HostAgent:
+    def __init__(self) -> None:
+        self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+        self.job, self.socket = self.scratch / "job", self.scratch / "agent"
+        self.lifeline = Lifeline()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def code(self) -> Path:
+        """The folder of the recipe, in which workers run."""
+        return self.job / job_folder.CODE
+
+    def begin(self, preload: Sequence[str]) -> None:
+        """Starts it, unless it has begun; it imports these modules."""
+        log = self.job / "logs" / "agent.log"
+        for made in (self.code, log.parent):
+            made.mkdir(parents=True, exist_ok=True)
+        if self.process is None:
+            self.process = start_agent(
+                self.socket, preload=preload, life=self.lifeline.reading, log=log, folder=self.code
+            )
+
+    def end(self) -> None:
+        """Ends it and its processes, and removes the folders."""
+        self.lifeline.end()
+        if self.process is not None:
+            self.process.wait()
+        os.close(self.lifeline.reading)
+        shutil.rmtree(self.scratch, ignore_errors=True)

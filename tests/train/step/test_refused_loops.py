@@ -1,0 +1,221 @@
+"""Loops that would depend on how a step is shared end before their first step, with the reason; loops that look like
+them, and do not, train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
+
+from trueline.errors import UsageError
+from trueline.train.elastic import Elastic
+from trueline.train.step import trial
+from trueline.train.step.options import Options
+
+pytestmark = pytest.mark.slow
+
+RECORDS = 120
+
+
+def records() -> TensorDataset:
+    made = torch.Generator().manual_seed(3)
+    inputs = torch.randn(RECORDS, 4, generator=made, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
+
+
+class World:
+    """A loop of a user's own; `body(model, batch)` is its loss."""
+
+    def __init__(self, data: Any = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.advance = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.data, self.options, self.scheduler = data or records(), Options(**options), None
+        self.applied = 0
+
+    def train(
+        self,
+        body: Callable[[nn.Module, Any], Tensor] = lambda model, batch: mean(model(batch.inputs), batch.labels),
+        after: Callable[[nn.Module], object] = lambda model: None,
+    ) -> None:
+        job = Elastic(self.model, self.advance, self.data, global_batch=24, options=self.options,
+                      scheduler=self.scheduler)  # fmt: skip
+        for batch in job:
+            self.applied += job.step(body(self.model, batch))
+            after(self.model)
+
+
+def mean(outputs: Tensor, labels: Tensor) -> Tensor:
+    return ((outputs - labels) ** 2).mean()
+
+
+def hook_all(world: World, hook: Any, name: str = "register_hook") -> None:
+    for value in world.model.parameters():
+        getattr(value, name)(hook)
+
+
+def test_hooks_that_clip_gradients_are_refused_though_they_clip_nothing_at_first():
+    world = World()
+    hook_all(world, lambda grad: grad.clamp(-50, 50))
+    with pytest.raises(UsageError, match=r"a hook or an autograd function of yours changes them"):
+        world.train()
+
+
+def test_hooks_that_mask_gradients_train_and_hooks_that_clip_see_whole_shards_when_these_are_named():
+    world = World()
+    hook_all(world, lambda grad: grad * (torch.arange(grad.shape[-1]) > 0))
+    world.train()
+    assert world.applied == 5
+    world = World(reduction="mean", micro_batch=6)
+    hook_all(world, lambda grad: grad.clamp(-50, 50))
+    world.train()
+    assert world.applied == 5
+
+
+def test_hooks_that_run_after_a_gradient_was_accumulated_are_refused():
+    world = World()
+    hook_all(world, lambda value: None, "register_post_accumulate_grad_hook")
+    with pytest.raises(UsageError, match="would see that of a part of a step"):
+        world.train()
+
+
+@pytest.mark.parametrize("place", ["body", "after"])
+def test_clipping_in_the_loop_has_no_effect_and_is_refused(place):
+    def clip(model: nn.Module, batch: Any = None) -> Tensor:
+        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        return torch.zeros(())
+
+    world = World()
+    usual = {"body": lambda model, batch: mean(model(batch.inputs), batch.labels) + clip(model)}
+    with pytest.raises(UsageError, match="changes the parameters or their gradients itself") as caught:
+        world.train(**(usual if place == "body" else {"after": clip}))
+    assert "clip_norm" in str(caught.value.hint)
+    assert world.applied == 0
+
+
+def test_parameters_that_the_loop_clamps_after_a_step_end_the_job_before_the_next():
+    """A worker that joins would catch up without clamping."""
+
+    def clamp(model: nn.Module) -> None:
+        with torch.no_grad():
+            for value in model.parameters():
+                if world.applied:
+                    value.clamp_(-0.3, 0.3)
+
+    world = World()
+    with pytest.raises(UsageError, match="the loop changes parameters itself before step 1"):
+        world.train(after=clamp)
+
+
+def test_a_small_part_of_a_loss_in_double_precision_that_is_no_mean_is_found():
+    def penalized(model: nn.Module, batch: Any) -> Tensor:
+        size = sum((value**2).sum() for value in model.parameters())
+        return ((model(batch.inputs) - batch.labels) ** 2).sum() + 1e-6 * size
+
+    with pytest.raises(UsageError, match=r"as a sum it is [\de.-]+% off"):
+        World().train(penalized)
+
+
+def test_a_mask_among_the_inputs_that_few_records_have_is_seen_to_be_what_the_mean_divides_by(monkeypatch):
+    """Its labels do not show it: of 120 records 5 have a mask."""
+    monkeypatch.setattr(trial, "LOOK_S", 600.0)
+
+    def masked(model: nn.Module, batch: Any) -> Tensor:
+        weights = batch.inputs["mask"]
+        return (((model(batch.inputs["x"]) - batch.labels) ** 2) * weights).sum() / weights.sum()
+
+    mask = torch.ones(RECORDS, 3).double()
+    mask[61:66, 1:] = 0
+    data = [({"x": inputs, "mask": mask[at]}, labels) for at, (inputs, labels) in enumerate(records())]
+    with pytest.raises(UsageError, match="is not made of its parts"):
+        World(data).train(masked)
+
+
+@pytest.mark.parametrize("order", [lambda n: torch.randperm(n), lambda n: torch.rand(n).argsort()])
+def test_a_loop_that_mixes_the_records_of_a_batch_at_random_needs_whole_shards(order):
+    def mixed(model: nn.Module, batch: Any) -> Tensor:
+        other = order(len(batch.inputs))
+        inputs, labels = (0.3 * value + 0.7 * value[other] for value in (batch.inputs, batch.labels))
+        return mean(model(inputs), labels)
+
+    with pytest.raises(UsageError, match="is not made of its parts"):
+        World().train(mixed)
+    world = World(reduction="mean", micro_batch=12)
+    world.train(mixed)
+    assert world.applied == 5
+
+
+def test_a_collate_function_that_mixes_records_is_refused_and_one_that_draws_for_each_trains():
+    """Where reading draws each record is read alone, so a mixed batch would be one record mixed with itself."""
+
+    def mix(items: list[Any]) -> Any:
+        inputs, labels = default_collate(items)
+        other = torch.randperm(len(inputs))
+        return 0.3 * inputs + 0.7 * inputs[other], 0.3 * labels + 0.7 * labels[other]
+
+    def blur(items: list[Any]) -> Any:
+        inputs, labels = default_collate(items)
+        return inputs + 0.1 * torch.randn_like(inputs), labels
+
+    with pytest.raises(UsageError, match="draws random numbers and mixes records"):
+        World(DataLoader(records(), collate_fn=mix)).train()
+    world = World(DataLoader(records(), collate_fn=blur))
+    world.train()
+    assert world.applied == 5
+
+
+def test_a_sampler_of_a_data_loader_that_the_job_would_ignore_is_refused():
+    sampler = WeightedRandomSampler([1.0] * RECORDS, RECORDS)
+    with pytest.raises(UsageError, match="has a WeightedRandomSampler") as caught:
+        World(DataLoader(records(), sampler=sampler)).train()
+    assert "sample_by_weight" in str(caught.value.hint)
+    world = World(DataLoader(records(), shuffle=True, drop_last=True, batch_size=7))
+    world.train()
+    assert world.applied == 5
+
+
+def test_a_plateau_schedule_without_evaluations_is_refused():
+    world = World()
+    world.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(world.advance)
+    with pytest.raises(UsageError, match="follows evaluations while training, and this job has none"):
+        world.train()
+
+
+def test_a_model_whose_parameters_have_no_shape_yet_is_refused():
+    world = World()
+    world.model = nn.Sequential(nn.LazyLinear(1))
+    world.advance = torch.optim.SGD(world.model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="have no shape yet"):
+        world.train()
+
+
+class Pair(NamedTuple):
+    noisy: Tensor
+    clean: Tensor
+
+
+def test_records_that_are_named_tuples_and_draw_train():
+    class Noisy(Dataset[Any]):
+        def __len__(self) -> int:
+            return RECORDS
+
+        def __getitem__(self, index: int) -> Any:
+            inputs, labels = records()[index]
+            return Pair(inputs + 0.1 * torch.randn_like(inputs), inputs), labels
+
+    world = World(Noisy())
+    world.train(lambda model, batch: mean(model(batch.inputs.noisy + batch.inputs.clean), batch.labels))
+    assert world.applied == 5
+
+
+def test_gradients_of_a_sparse_embedding_are_measured():
+    world = World(TensorDataset(torch.arange(RECORDS) % 30, torch.ones(RECORDS, 1).double()))
+    world.model = nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Linear(4, 1)).double()
+    world.advance = torch.optim.SGD(world.model.parameters(), lr=0.1)
+    world.train()
+    assert world.applied == 5
+    assert bool(world.model[0].weight.isfinite().all())
