@@ -98,7 +98,7 @@ def test_a_host_trains_with_the_recipes_folder_that_travelled_and_its_output_com
 
 
 def test_the_masters_host_dies_and_a_joined_host_leads_the_job_on_without_a_lost_step(world):
-    world.train("--workers", "1:4", "--cores", "1", "--lease", "10")
+    world.train("--workers", "1:4", "--cores", "1", "--lease", "20")
     world.wait_workers(1)
     joined = world.join(cores=2)
     world.wait_workers(3)
