@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.errors import JobStopped
 from trueline.ps.publish import Publisher, publish
@@ -22,23 +21,32 @@ from trueline.serve import start
 from trueline.train.api import train
 from trueline.train.launch import jobs
 from worlds.counted import ENDLESS
+from worlds.gates import StepGate
 from worlds.waiting import until
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(900)]
 RECIPE = Path(__file__).parent / "recipes" / "served.py"
 
 
-class Halter:
-    """Halts the job when it has published a version."""
+class RestingGate(StepGate):
+    """Workers rest between the first checkpoint and the first version, whose capture has the machine to itself; then
+    the job is halted."""
 
     def __init__(self, job: Path) -> None:
-        self.job, self.published = job, list[dict[str, Any]]()
+        super().__init__(job)
+        self.published = list[dict[str, Any]]()
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        super().__call__(name, fields)
         if name == "model.published":
             self.published.append(fields)
             if len(self.published) == 1:
-                threading.Thread(target=jobs.halt, args=(self.job,), daemon=True).start()
+                threading.Thread(target=jobs.halt, args=(self.job.path,), daemon=True).start()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _is_open(self, step: int) -> bool:
+        return "checkpoint.saved" not in self._seen or bool(self.published)
 
 
 def answer_eagerly(saved: checkpoint.Checkpoint, items: Any) -> Any:
@@ -62,13 +70,12 @@ def ask(url: str, items: Any) -> Any:
 @pytest.mark.parametrize("strategy", [pytest.param("ps", marks=pytest.mark.long), "hybrid"])
 def test_a_running_job_publishes_and_a_server_turns_to_each_version_of_it(tmp_path: Path, strategy: Any) -> None:
     store, job = tmp_path / "store", tmp_path / "job"
-    halter = Halter(job)
-    with events.listening(halter), pytest.raises(JobStopped):
+    with RestingGate(job) as gate, pytest.raises(JobStopped):
         train(
             RECIPE, job_dir=job, strategy=strategy, workers=1, servers=2, epochs=ENDLESS, checkpoint_every=10**6,
             publish_every=1e-3, publish_to=str(store),
         )  # fmt: skip
-    assert Path(halter.published[0]["path"]) == store / "served" / "1.bundle"
+    assert Path(gate.published[0]["path"]) == store / "served" / "1.bundle"
     publish(job, store)
     saved = checkpoint.latest(job / "checkpoints")
     assert Publisher(job, store).last.manifest.lineage.step == saved.step

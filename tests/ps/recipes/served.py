@@ -1,9 +1,12 @@
 """A model of a table and a dense layer that is captured after training: one output, from ids alone."""
 
 import torch
+from gate import scheduler
 from torch.utils.data import TensorDataset
 
 import trueline
+
+__all__ = ["dataset", "loss", "model", "optimizer", "scheduler"]
 
 name = "served"
 epochs = 2
