@@ -19,7 +19,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressib
     return compressible.make(tmp_path_factory.mktemp("trained"))
 
 
-@pytest.fixture(params=[kind for kind in QUANTIZERS if kind != UNCHANGED])
+ELSEWHERE = {UNCHANGED, "inductor"}
+"""What changes nothing; and what makes machine code of torch.export programs: test_inductor_candidates.py."""
+
+
+@pytest.fixture(params=[kind for kind in QUANTIZERS if kind not in ELSEWHERE])
 def quantizer(request: pytest.FixtureRequest, trained: compressible.Compressible, tmp_path: Path) -> Quantizing:
     if request.param.startswith("openvino"):
         pytest.importorskip("nncf", reason="NNCF is not installed: pip install 'trueline[openvino]'")

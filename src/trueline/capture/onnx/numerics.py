@@ -79,12 +79,6 @@ def _remainder_parts(self: Any, other: Any, *, whole: bool = False) -> tuple[Any
     return left, op.And(op.Not(op.Equal(left, zero)), unlike)
 
 
-def _relu(self: Any) -> Any:
-    """ONNX Runtime has none of whole numbers of most kinds."""
-    zero = op.CastLike(op.Constant(value_int=0), self)
-    return op.Max(self, zero) if self.dtype.is_integer() else op.Relu(self)
-
-
 def _remainder(self: Any, other: Any) -> Any:
     self, other = _alike(self, other)
     if self.dtype not in _EXACT:
@@ -382,7 +376,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.std.correction: _deviation(root=True),
     _ATEN.var_mean.correction: _deviation_and_mean(root=False),
     _ATEN.std_mean.correction: _deviation_and_mean(root=True),
-    _ATEN.relu.default: _relu,
     _ATEN.roll.default: _roll,
     _ATEN.scaled_dot_product_attention.default: _attention,
 }
