@@ -137,7 +137,7 @@ def test_the_command_writes_the_project_whole(tmp_path: Path, capsys: pytest.Cap
     assert not [path for path in folder.rglob("*") if path.is_file() and b"@NAME@" in path.read_bytes()]
 
 
-@pytest.mark.line
+@pytest.mark.jobs
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here to build the project with")
 @pytest.mark.parametrize("format", ["torchscript", pytest.param("aotinductor", marks=pytest.mark.long)])

@@ -143,7 +143,7 @@ def test_a_model_that_loops_over_its_records_is_served_unbatched_and_says_so(tmp
         np.testing.assert_allclose(whole, apart, rtol=1e-6)
 
 
-@pytest.mark.line
+@pytest.mark.jobs
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here, and AOTInductor compiles C++")
 def test_machine_code_is_served_where_the_operator_allows_code_and_nowhere_else(tmp_path: Path) -> None:
