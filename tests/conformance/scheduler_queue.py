@@ -13,7 +13,7 @@ from worlds.waiting import until
 
 @pytest.fixture
 def slots(scheduled) -> int:
-    """So many that nothing else has room."""
+    """Slots that fill the scheduler: nothing else has room beside them."""
     if not scheduled.waits_for:
         pytest.skip("this engine takes any number of slots")
     return int(scheduled.waits_for)

@@ -115,7 +115,7 @@ def test_a_model_without_tables_is_refused(tmp_path):
 
 
 class Conductor:
-    """Calls each function when a group of so many workers has applied 20 steps, in a thread."""
+    """Of pairs of workers and a function: calls it, in a thread, once a group of that size has applied 20 steps."""
 
     def __init__(self, *asked):
         self.asked, self.workers, self.steps = list(asked), 0, 0

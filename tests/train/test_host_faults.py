@@ -33,7 +33,7 @@ def world(tmp_path):
 
 
 def refused(world: Machines, **given) -> str:
-    """What a host is told that may not join."""
+    """The error of a host that may not join."""
     log = world.path / f"join-{given.get('name', 'b')}.log"
     log.unlink(missing_ok=True)
     process = world.join(**given)

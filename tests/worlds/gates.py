@@ -27,7 +27,7 @@ SLACK = 6
 
 class StepGate(Killer):
     """Carries out each act at its step, in order: kills the process or waits for the event that it names, or calls it.
-    `slack`: a worker that comes so many steps further waits until the act is done."""
+    `slack`: the steps that a worker may go on meanwhile; then it waits until the act is done."""
 
     def __init__(self, job_dir: Path, *acts: tuple[int, str | Callable[[], object]], slack: int = SLACK) -> None:
         super().__init__(job_dir, [])

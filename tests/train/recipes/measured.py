@@ -1,8 +1,8 @@
 """Records whose reading or computing can be told to fail: MEASURED_TROUBLE is `how:record[:marker]`.
 
 How: raise, die, hang. With a marker file it happens once, to whoever makes the file.
-MEASURED_PRISON is `folder:record,record`: whoever reads one of these writes its number into the file RECORD of the
-folder and stays until there is a file RECORD.killed. So somebody else can kill it in the middle of its work.
+MEASURED_PRISON is `folder:record,record`: a worker that reads one of these writes its process id into the file RECORD
+of the folder and stays until there is a file RECORD.killed. So a test can kill it in the middle of its work.
 """
 
 import os
