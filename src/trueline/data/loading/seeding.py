@@ -32,7 +32,7 @@ def seed_all(*parts: int) -> None:
 
 
 def _seed_torch(seed: int) -> None:
-    """As `torch.manual_seed`, which notes its caller for each kind of device: ten times as long on a host without one."""
+    """As `torch.manual_seed`, which takes ten times as long on hosts without a device: it notes its callers."""
     import torch
 
     if torch.accelerator.is_available():
