@@ -119,6 +119,9 @@ class NoStandby:
     def wait_s(self, host_id):
         return math.inf
 
+    def prepare(self, host_id, silent_s):
+        return None
+
     async def lead(self, alive, host, host_id):
         raise AssertionError("a host that takes no master was asked to lead")
 

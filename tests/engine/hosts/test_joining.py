@@ -9,7 +9,8 @@ from trueline import events
 from trueline.engine.hosts import route, tls, token
 from trueline.engine.hosts.host_clock import OwnClock
 from trueline.engine.hosts.messages import Pulse, Welcome
-from trueline.engine.hosts.relay import check_packages, check_port, check_store
+from trueline.engine.hosts.reach import check_port, find_open
+from trueline.engine.hosts.relay import check_packages, check_store
 from trueline.engine.hosts.service import find_version_fault
 from trueline.errors import TrainError, UsageError
 from worlds.hosts import WAIT_S, HostWorld
@@ -51,7 +52,7 @@ def test_the_first_version_that_differs_is_named():
 
 
 def test_an_address_where_nothing_listens_is_named(world, monkeypatch):
-    monkeypatch.setattr("trueline.engine.hosts.relay.REFUSED_S", 0.0)
+    monkeypatch.setattr("trueline.engine.hosts.reach.REFUSED_S", 0.0)
     port = free_ports(1)[0]
     _, future = world.join(address=f"127.0.0.1:{port}")
     with pytest.raises(TrainError, match=rf"cannot reach 127.0.0.1:{port}"):
@@ -78,6 +79,27 @@ def test_a_host_waits_for_a_master_that_listens_a_moment_later(monkeypatch):
 
     monkeypatch.setattr(asyncio, "open_connection", count)
     asyncio.run(join())
+
+
+def test_of_hosts_that_could_lead_one_that_listens_is_found_whatever_the_others_do(monkeypatch):
+    silent, closed = "192.0.2.1:7700", f"127.0.0.1:{free_ports(1)[0]}"
+    connect = asyncio.open_connection
+
+    async def open_or_hang(host, port):
+        if host == "192.0.2.1":  # a host that died: no packet comes back
+            await asyncio.Event().wait()
+        return await connect(host, port)
+
+    async def look():
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        listens = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await find_open([silent, closed, listens]) == listens
+        server.close()
+        monkeypatch.setattr("trueline.engine.hosts.reach.PROBE_S", 0.01)
+        assert await find_open([silent, closed]) == ""
+
+    monkeypatch.setattr(asyncio, "open_connection", open_or_hang)
+    asyncio.run(look())
 
 
 def test_a_master_with_another_certificate_is_not_trusted(world, monkeypatch):

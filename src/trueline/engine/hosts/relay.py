@@ -49,6 +49,7 @@ from trueline.engine.hosts.messages import (
     decode_from_master,
     encode,
 )
+from trueline.engine.hosts.reach import check_port, find_open
 from trueline.engine.hosts.route import announce, split_address
 from trueline.engine.hosts.standby import JoinRequest, LentHost, Standby
 from trueline.engine.hosts.tls import find_clock_fault
@@ -60,8 +61,6 @@ FENCE = 10
 """Leases without a master after which what runs here is ended: the longest lease that a master gives."""
 CONNECT_S, AGAIN_S, RETRY_S = 5.0, 1.0, 0.2
 """How long the first and each further connection may take, and what lies between them."""
-REFUSED_S = 10.0
-"""Seconds for which a port may refuse."""
 OUTPUT_S = 0.25
 MOST_OUTPUT = 64 << 10
 """Bytes of a process's output in one message."""
@@ -97,18 +96,22 @@ class Relay:
         try:
             await check_port(self._request.address)
             await self._door.start()
+            open_door = True
             while True:
                 try:
-                    return await self._connect()
+                    if open_door:
+                        return await self._connect()
                 except _Away as away:
                     if self._welcome is None:
                         raise self._describe_first(away) from away
                 await asyncio.sleep(RETRY_S)
+                assert self._welcome is not None
                 silent_s = loop.time() - self._heard_at
+                self._standby.prepare(self._id, silent_s)
                 due = silent_s >= self._standby.wait_s(self._id) and not self._withdrawn and not self._fenced
                 if due and (ended := await self._lead()) is not None:
                     return ended
-                self._turn()
+                open_door = await self._turn()
                 if not self._fenced and silent_s > FENCE * self._welcome.lease_s:
                     await self._fence(silent_s)
                 if self._withdrawn and silent_s > self._welcome.lease_s:
@@ -137,11 +140,14 @@ class Relay:
         """Whether no master answers for so long that it has given up what ran here."""
         return self._fenced
 
-    def _turn(self) -> None:
-        """Tries the next host that could lead the job."""
+    async def _turn(self) -> bool:
+        """Turns to the next host that could lead the job and takes connections; False: none does."""
         masters = [self._request.address, *self._standby.others]
         at = masters.index(self._door.target) + 1 if self._door.target in masters else 0
-        self._door.turn(masters[at % len(masters)])
+        found = await find_open([*masters[at:], *masters[:at]])
+        if found:
+            self._door.turn(found)
+        return bool(found)
 
     async def _lead(self) -> str | None:
         """Leads the job from here, if this host may; None: another one does."""
@@ -333,34 +339,6 @@ class Relay:
 
 class _Away(Exception):
     """The master does not answer at the moment."""
-
-
-async def check_port(address: str) -> None:
-    """Raises TrainError if `address` takes no connection, with the reason. A master that starts refuses until it
-    listens: that is waited for."""
-    host, port = split_address(address)
-    loop = asyncio.get_running_loop()
-    until = loop.time() + REFUSED_S
-    try:
-        while True:
-            try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)
-            except ConnectionRefusedError:
-                if loop.time() >= until:
-                    raise
-                await asyncio.sleep(RETRY_S)
-            else:
-                writer.close()
-                return
-    except TimeoutError:
-        raise TrainError(
-            f"{address} does not answer", hint="a firewall on the way drops packets to this port"
-        ) from None
-    except OSError as error:
-        raise TrainError(
-            f"cannot reach {address}: {error.strerror or error}",
-            hint="check the address of the join line, and that the job still runs",
-        ) from error
 
 
 def check_packages(packages: dict[str, str], find: Callable[[str], str] | None = None) -> None:

@@ -69,6 +69,10 @@ class Standby(Protocol):
         """After how many seconds without a master this host may lead; infinite: never."""
         ...
 
+    def prepare(self, host_id: str, silent_s: float) -> None:
+        """Makes ready to lead soon, if no master was heard for long enough and this host is the next."""
+        ...
+
     async def lead(self, alive: list[str], host: LentHost, host_id: str) -> str | None:
         """Leads the job to its end and returns how it ended; None if it did not begin, or another host leads."""
         ...

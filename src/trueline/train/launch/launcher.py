@@ -208,10 +208,13 @@ class LocalJob:
 
     def _start_master(self) -> None:
         if self.master is None:
-            arguments = [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
             module, log = job_settings.MASTERS[self.settings.strategy], self.folder.log("master")
-            self.master = MasterProcess(module, arguments, life=self._master_life.reading, log=log)
+            self.master = MasterProcess(module, self._arguments(), life=self._master_life.reading, log=log)
         self.master.start("--port", str(self._reserved.getsockname()[1]))
+
+    def _arguments(self) -> list[str]:
+        """Of every master of this launch."""
+        return [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
 
     def _address(self) -> str:
         """Waits until the master listens, and returns its address."""

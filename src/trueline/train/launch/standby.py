@@ -34,7 +34,7 @@ from trueline.train.launch.hosts import join_line
 from trueline.train.launch.jobs import RUNS
 from trueline.train.launch.launcher import LocalJob, Superseded
 from trueline.train.master.claims import Leader, ViewClaims
-from trueline.train.master.failover import reserve_port
+from trueline.train.master.failover import MasterProcess, reserve_port
 from trueline.train.master.hosts import HostsFolder, SuccessorKit
 from trueline.train.master.journal import Journal
 
@@ -66,6 +66,7 @@ class StandbyMaster:
         self._over = False
         self._refused = 0
         self._job: SuccessorJob | None = None
+        self._warm: WarmMaster | None = None
 
     def note(self, message: Welcome | JournalCopy | HostList | EventLines, job: Path) -> None:
         match message:
@@ -111,6 +112,13 @@ class StandbyMaster:
             return math.inf
         return self._welcome.lease_s + MARGIN_S + TURN_S * (line.index(host_id) + self._refused)
 
+    def prepare(self, host_id: str, silent_s: float) -> None:
+        if self._warm is not None or self._welcome is None or silent_s < self._welcome.lease_s / 2:
+            return
+        if self.wait_s(host_id) < self._welcome.lease_s + TURN_S:  # the first in line
+            with contextlib.suppress(DataError, OSError):  # what is not there yet is made when this host leads
+                self._warm = WarmMaster(self._path.parent)
+
     async def lead(self, alive: list[str], host: LentHost, host_id: str) -> str | None:
         assert self._kit is not None
         try:
@@ -136,7 +144,7 @@ class StandbyMaster:
 
     def _run(self, host: LentHost, host_id: str) -> str | None:
         folder, line = self._make_folder(host, host_id)
-        self._job = SuccessorJob(folder, host, line)
+        self._job, self._warm = SuccessorJob(folder, host, line, self._warm), None
         try:
             with self._job as job, self._around(job):
                 job.run()
@@ -195,22 +203,35 @@ class StandbyMaster:
         return path, join_line(self.address, own.token, request.token.ca)
 
 
+class WarmMaster:
+    """What a master imports, in a process that waits: a master that is silent for half of its lease may be dead."""
+
+    def __init__(self, job: Path) -> None:
+        self.life, self.log = Lifeline(), job / "standby.log"
+        module = job_settings.MASTERS[job_settings.load(job).strategy]
+        self.process = MasterProcess(module, [], life=self.life.reading, log=self.log)
+        self.process.warm()
+
+
 class SuccessorJob(LocalJob):
     """The job on a host that was joined to it: its agent runs and belongs to the host, and so do its workers."""
 
-    def __init__(self, job_dir: Path, host: LentHost, line: str) -> None:
+    def __init__(self, job_dir: Path, host: LentHost, line: str, warm: WarmMaster | None = None) -> None:
         super().__init__(job_dir)
-        self._host, self._line = host, line
+        self._host, self._line, self._warm = host, line, warm
         self.inherited_bytes = self.folder.events.stat().st_size if self.folder.events.exists() else 0
 
     def _prepare(self, exits: contextlib.ExitStack) -> None:
         self.socket, self.lifeline = self._host.socket, self._host.lifeline
-        self._master_life = Lifeline()
+        self._master_life = self._warm.life if self._warm else Lifeline()
         exits.callback(self._clean)
         self._reserved = exits.enter_context(reserve_port())
         self.emit("hosts.listening", line=self._line)
         exits.callback(self._end_processes)
         self.agent = self._host.agent
+        if self._warm is not None:
+            self.folder.log("master").symlink_to(self._warm.log)
+            self.master, self.master.later = self._warm.process, self._arguments()
 
     def _end_lifelines(self) -> None:
         self._master_life.end()

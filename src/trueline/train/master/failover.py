@@ -55,9 +55,16 @@ class MasterProcess:
     def __init__(self, module: str, arguments: Sequence[str], *, life: int, log: Path) -> None:
         """`module`: that of the master; its `main` reads `arguments` from sys.argv and returns the exit code."""
         self.arguments, self.life, self.log = [module, *arguments], life, log
+        self.later: list[str] = []
+        """Common arguments that were not known when the zygote started."""
         self._zygote: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
         self._lock = threading.Lock()  # the exit code is read from the pipe once
+
+    def warm(self) -> None:
+        """Starts the zygote: what a master needs is imported when one is started."""
+        if self._zygote is None:
+            self._zygote = self._start_zygote()
 
     def start(self, *arguments: str) -> None:
         """Starts a master with the common arguments and these; the one before must have ended."""
@@ -67,7 +74,7 @@ class MasterProcess:
             self._zygote = self._start_zygote()
         assert self._zygote.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has just died, as `poll` reports
-            self._zygote.stdin.write(START + "\0".join(arguments).encode() + b"\n")
+            self._zygote.stdin.write(START + "\0".join([*self.later, *arguments]).encode() + b"\n")
             self._zygote.stdin.flush()
 
     def _start_zygote(self) -> subprocess.Popen[bytes]:
