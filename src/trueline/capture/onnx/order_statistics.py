@@ -115,7 +115,10 @@ def _cumulative(extreme: Callable[[Any, Any], Any]) -> Callable[..., tuple[Any, 
         return op.Where(op.IsNaN(one), one, op.Where(op.IsNaN(other), other, extreme(one, other)))
 
     def translate(self: Any, dim: int) -> tuple[Any, Any]:
-        """The running extreme, and its last place so far. ONNX Runtime's extremes ignore NaN."""
+        """The running extreme, and its last place so far. ONNX Runtime's extremes ignore NaN and take no booleans."""
+        if self.dtype == ir.DataType.BOOL:
+            values, places = translate(op.Cast(self, to=ir.DataType.INT32), dim)
+            return op.Cast(values, to=ir.DataType.BOOL), places
         rank, floats = len(self.shape), _is_float(self)
         dim %= rank
         size = self.shape[dim]

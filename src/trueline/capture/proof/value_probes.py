@@ -22,9 +22,10 @@ BORDERS = (2**15, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1, -(2**31), -(2**31) - 1
 """Whole numbers beyond which a cast loses something."""
 FEW = 2
 """Records of a probe of whole numbers: many are tried, one by one."""
-HUGE = (1e308, 3e38, 1e30, 1e18, 1e9, 1e6, 6e4, 1e4, 1e3, 1e2, 1e1)
-"""Magnitudes of floats, the largest first: a smaller one is only of use where a larger one is refused or wrong. 6e4,
-3e38 and 1e308 are near the ends of FP16, FP32 and FP64, where sums overflow in one order of their terms alone."""
+HUGE = (1e308, 3e38, 1e30, 1e19, 1e18, 1e9, 1e6, 6e4, 1e4, 1e3, 1e2, 1e1)
+"""Magnitudes of floats, the largest first: a smaller one is only of use where a larger one is refused, wrong, or no
+number on either side. 6e4, 3e38 and 1e308 are near the ends of FP16, FP32 and FP64, where sums overflow in one order of
+their terms alone; the square of 1e19 is near that of FP32."""
 
 UP_TO = "up to {:g}"
 _KINDS = {"NaN": (np.nan,), "infinities": (np.inf, -np.inf), "either": (np.nan, np.inf, -np.inf)}
@@ -110,14 +111,19 @@ def _floats(
 
 def smaller(probe: Probe) -> Iterator[Probe]:
     """A probe of huge numbers with smaller ones, for a program that answers it otherwise than the model."""
-    name, most = probe.planted, probe.value
-    if not name or not isinstance(most, float) or np.isnan(most):
+    most = probe.value
+    if not probe.planted or not isinstance(most, float) or np.isnan(most):
         return
-    array = probe.inputs[name]
     for size in (size for size in HUGE if size < most):
-        scaled = np.asarray(array.astype(np.float64) * (size / most)).astype(array.dtype)
-        named = probe.name.replace(UP_TO.format(most), UP_TO.format(size))
-        yield replace(probe, name=named, inputs={**probe.inputs, name: scaled}, value=size)
+        yield at_size(probe, size)
+
+
+def at_size(probe: Probe, size: float) -> Probe:
+    """The probe of huge numbers `probe` with numbers up to `size`."""
+    most, name = float(probe.value), probe.planted
+    scaled = np.asarray(probe.inputs[name].astype(np.float64) * (size / most)).astype(probe.inputs[name].dtype)
+    named = probe.name.replace(UP_TO.format(most), UP_TO.format(size))
+    return replace(probe, name=named, inputs={**probe.inputs, name: scaled}, value=size)
 
 
 def _scatter(array: Array, values: Array, random: np.random.Generator, *, whole: bool) -> Array:
