@@ -15,10 +15,9 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation
-from trueline.capture.proof.overflow import observe_border
 from trueline.capture.proof.probes import LIMIT, Probe, make_given_probes, make_probes
 from trueline.capture.proof.sum_limits import bound_exported, bound_sums, find_limits
-from trueline.capture.proof.value_probes import make_value_probes
+from trueline.capture.proof.value_probes import make_value_probes, observe_border
 from trueline.capture.proof.value_sweep import make_sweep
 from trueline.capture.subject import Subject
 from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit

@@ -43,7 +43,7 @@ def isqrt(of: Size) -> Size:
 
 
 def gcd(*of: Size) -> Size:
-    """Of one size and whole numbers with few divisors; torch fixes what else is asked."""
+    """Of one size and whole numbers with few divisors; for others torch fixes the size."""
     number = math.gcd(*(one for one in of if not _is_free(one)))
     sizes = [one for one in of if _is_free(one)]
     divisors = [one for one in range(1, number + 1) if not number % one] if number < 10**5 else []

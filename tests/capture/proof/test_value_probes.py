@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from trueline.capture.proof.observe import Observation
-from trueline.capture.proof.overflow import Observe, observe_border
 from trueline.capture.proof.probes import Probe
+from trueline.capture.proof.value_probes import Observe, observe_border
 
 EXAMPLE = np.array([[1.0, -0.25]], np.float32)
 
