@@ -17,7 +17,7 @@ from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import LIMIT, Probe, make_given_probes, make_probes
 from trueline.capture.proof.sum_limits import bound_exported, bound_sums, find_limits
-from trueline.capture.proof.value_probes import make_value_probes
+from trueline.capture.proof.value_probes import make_value_probes, observe_border
 from trueline.capture.proof.value_sweep import make_sweep
 from trueline.capture.subject import Subject
 from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit
@@ -60,7 +60,8 @@ def export_and_observe(
         eager.calling = replace(eager.calling, presumed=presumed)
         probes = make_probes(eager.example, signature=presumed, limit=most, covered=covered)
         sweep = () if random else make_sweep(eager, presumed)
-        return error, observe([*probes, *make_given(presumed), *make_value_probes(eager.example, presumed), *sweep])
+        seen = observe([*probes, *make_given(presumed), *make_value_probes(eager.example, presumed), *sweep])
+        return error, (*seen, *observe_border(observe, seen, cheap=bool(sweep)))
     if size_limits.find_excluded(exported.signature, eager.calling):  # a script may take all, of which no trace tells
         eager.calling = replace(eager.calling, presumed=limit_sums(eager.calling.presumed))
     values = settle(exported.signature).values
@@ -72,6 +73,7 @@ def export_and_observe(
     sweep = () if random else make_sweep(eager, exported.signature)
     more = [*make_given(exported.signature), *make_value_probes(eager.example, exported.signature)]
     observations = observe([*probes, *more, *sweep])
+    observations += observe_border(observe, observations, cheap=bool(sweep))
     return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations
 
 

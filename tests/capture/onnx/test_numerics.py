@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,7 +49,11 @@ ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "median of all": lambda x, y: x * x.median(),
     "nanmedian": lambda x, y: torch.log(x).nanmedian(1, keepdim=True).values,
     "mode": lambda x, y: x.round().mode(1).values,
-    "running extremes": lambda x, y: (*x.cummax(1), *x.cummin(0)),
+    "running extremes": lambda x, y: (*x.cummax(1), *x.cummin(0), *(y > 0).cummax(1)),
+    "order beside NaN": lambda x, y: (
+        torch.where(x > 1, math.nan, y).sort(1, descending=True).values,
+        torch.nanquantile(torch.where(x > 1, math.nan, y), 0.4, dim=1),
+    ),
     "stable order": lambda x, y: (
         *torch.sort(x.round(), dim=1, stable=True),
         *torch.sort(y.round().nan_to_num().long(), dim=0, descending=True, stable=True),
@@ -78,6 +83,28 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "attention without heads": lambda x, y: (
         F.scaled_dot_product_attention(x[:, :, None], y[:, :, None], x[:, :, None], is_causal=True),
         F.scaled_dot_product_attention(x[:, :, None], y[:, :, None], y[:, :, None], (x > 0)[:, None], scale=0.3),
+    ),
+    "smoothed labels": lambda x, y: tuple(
+        F.cross_entropy(
+            x,
+            y[:, 0].nan_to_num(0.0, 0.0, 0.0).abs().long() % 6,
+            weight,
+            ignore_index=each,
+            reduction=by,
+            label_smoothing=0.2,
+        )
+        for weight in (None, torch.arange(1.0, 7.0))
+        for each in (-100, 1)
+        for by in ("none", "mean", "sum")
+    ),
+    "smoothed images": lambda x, y: F.cross_entropy(
+        x[:, :, None, None], places(x, y)[:, :1, None], label_smoothing=0.1
+    ),
+    "probabilities of classes": lambda x, y: tuple(
+        F.cross_entropy(x, y.softmax(1), weight, reduction=by, label_smoothing=smoothing)
+        for weight in (None, torch.arange(1.0, 7.0))
+        for smoothing in (0.0, 0.3)
+        for by in ("none", "mean", "sum")
     ),
     "roll by a size": lambda x, y: x.roll((x.shape[0] // 2, 2), (0, 1)) + x.roll(x.shape[0]),
     "scattered means": lambda x, y: (

@@ -174,6 +174,11 @@ def makes_numbers_of_lengths() -> bool:
     return refused(Of(lambda x: x.new_zeros(len(x.transpose(0, 1)))), X, message=SPECIALIZED)
 
 
+@shows("patches/size_functions")
+def makes_a_number_of_a_common_divisor() -> bool:
+    return refused(Of(lambda x: x[:, : math.gcd(x.shape[1], 4)]), X, message=SPECIALIZED)
+
+
 @shows("patches/size_lists")
 def makes_a_constant_of_a_list_of_a_size() -> bool:
     return refused(Of(lambda x: x[:, torch.tensor(list(range(x.shape[1]))[1:])]), X, message=SPECIALIZED)
@@ -449,6 +454,7 @@ CASES: dict[Any, Case] = {
     _ATEN.cummax.default: of(lambda x: tuple(x.cummax(1)), R),
     _ATEN.cummin.default: of(lambda x: tuple(x.cummin(1)), R),
     _ATEN.searchsorted.Tensor: of(torch.searchsorted, R.sort(1)[0], R),
+    _ATEN.sort.default: of(lambda x: x.log().sort(1).values, R),
     _ATEN.sort.stable: of(lambda x: tuple(torch.sort(x, dim=1, stable=True)), R.round()),
     _ATEN.adaptive_max_pool2d.default: of(lambda x: F.adaptive_max_pool2d(x, (2, 4), return_indices=True), IMAGE),
     _ATEN.where.self: of(lambda x: torch.where(x > 0, x > 0.5, x < -0.5), R),

@@ -119,6 +119,19 @@ def test_a_triangular_window_is_torchs_own(size: int, periodic: bool) -> None:
     torch.testing.assert_close(symbolic_sizes.triangle(size, periodic), torch.bartlett_window(size, periodic))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("periodic", [True, False])
+@pytest.mark.parametrize("beta", [0.5, 12.0])
+def test_a_kaiser_window_is_torchs_own(size: int, periodic: bool, beta: float) -> None:
+    found = symbolic_sizes.kaiser(size, periodic, beta)
+    torch.testing.assert_close(found, torch.kaiser_window(size, periodic, beta), rtol=1e-5, atol=1e-7)
+
+
+def test_a_kaiser_window_of_float64_is_exact() -> None:
+    found = symbolic_sizes.kaiser(33, dtype=torch.float64)
+    torch.testing.assert_close(found, torch.kaiser_window(33, dtype=torch.float64), rtol=1e-13, atol=1e-16)
+
+
 def test_covariances_are_torchs_own() -> None:
     x = torch.randn(3, 9)
     torch.testing.assert_close(symbolic_sizes.covariance(x), torch.cov(x))
@@ -137,6 +150,11 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "hamming": lambda x: x * torch.hamming_window(x.shape[2], periodic=False),
     "blackman": lambda x: x * torch.blackman_window(x.shape[2]),
     "bartlett": lambda x: x * torch.bartlett_window(x.shape[2]),
+    "kaiser": lambda x: x * torch.kaiser_window(x.shape[2], False, 8.0),
+    "powers": lambda x: x @ torch.vander(torch.linspace(-1, 1, x.shape[2]), 4),
+    "a square of powers": lambda x: torch.vander(x[0, 0, :4], increasing=True) + torch.vander(x[1, 0])[:, -3:].sum(),
+    "gradient": lambda x: torch.gradient(x, dim=2)[0],
+    "gradient of second order": lambda x: torch.gradient(x, spacing=0.5, dim=(1, 2), edge_order=2)[1],
     "pairs": lambda x: (lambda at: x[:, :, at[0]] - x[:, :, at[1]])(torch.triu_indices(x.shape[2], x.shape[2], 1)),
     "half of a table": lambda x: x[:, :, torch.tril_indices(x.shape[2], x.shape[2])[1]].sum(2),
     "covariance": lambda x: torch.cov(x.flatten(0, 1)),

@@ -66,6 +66,62 @@ def _classes(translate: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
+def _cross_entropy(
+    self: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """With smoothed labels and with a probability of each class, which the exporter leaves out."""
+    if not target.dtype.is_integer():
+        return _of_probabilities(self, target, weight, reduction, label_smoothing)
+    found = _classes(losses.aten_cross_entropy_loss)(self, target, weight, reduction, ignore_index)
+    if not label_smoothing:
+        return found
+    zero, ignored = (op.CastLike(op.Constant(value_int=number), target) for number in (0, ignore_index))
+    left_out, nothing = op.Equal(target, ignored), op.CastLike(op.Constant(value_int=0), self)
+    smooth = op.Where(left_out, nothing, _sum_classes(self, op.LogSoftmax(self, axis=_class_dim(self)), weight))
+    if reduction == 1:
+        counts = op.Expand(op.CastLike(op.Constant(value_int=1), self), op.Shape(target))
+        counts = counts if weight is None else op.Gather(weight, op.Where(left_out, zero, target))
+        counts = op.ReduceSum(op.Where(left_out, nothing, counts), keepdims=0)
+        smooth = op.Div(op.ReduceSum(smooth, keepdims=0), counts)
+    elif reduction == 2:
+        smooth = op.ReduceSum(smooth, keepdims=0)
+    kept, share = (op.CastLike(op.Constant(value_float=one), self) for one in (1 - label_smoothing, label_smoothing))
+    share = op.Div(share, op.CastLike(_size(self, _class_dim(self)), self))
+    return op.Add(op.Mul(found, kept), op.Mul(smooth, share))
+
+
+def _of_probabilities(self: Any, target: Any, weight: Any, reduction: int, label_smoothing: float) -> Any:
+    dim = _class_dim(self)
+    if label_smoothing:
+        kept, share = (
+            op.CastLike(op.Constant(value_float=one), self) for one in (1 - label_smoothing, label_smoothing)
+        )
+        target = op.Add(op.Mul(target, kept), op.Div(share, op.CastLike(_size(self, dim), self)))
+    found = _sum_classes(self, op.Mul(op.LogSoftmax(self, axis=dim), target), weight)
+    if reduction == 0:
+        return found
+    total = op.ReduceSum(found, keepdims=0)
+    return total if reduction == 2 else op.Div(total, op.CastLike(op.Size(found), self))
+
+
+def _class_dim(self: Any) -> int:
+    return min(1, len(self.shape) - 1)
+
+
+def _sum_classes(self: Any, logs: Any, weight: Any) -> Any:
+    """What is left of the classes of `self`, each times its weight, less than zero."""
+    dim = _class_dim(self)
+    if weight is not None:
+        shape = [-1 if at == dim else 1 for at in range(len(self.shape))]
+        logs = op.Mul(logs, op.Reshape(weight, op.Constant(value_ints=shape)))
+    return op.Neg(op.ReduceSum(logs, op.Constant(value_ints=[dim]), keepdims=0))
+
+
 def _bags(translate: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(weight: Any, indices: Any, *rest: Any, **options: Any) -> Any:
         return translate(weight, _refuse_negative(indices, _size(weight, 0)), *rest, **options)
@@ -116,7 +172,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.index_copy.default: _index_copy,
     _ATEN.nll_loss.default: _classes(losses.aten_nll_loss),
     _ATEN.nll_loss_nd.default: _classes(losses.aten_nll_loss),
-    _ATEN.cross_entropy_loss.default: _classes(losses.aten_cross_entropy_loss),
+    _ATEN.cross_entropy_loss.default: _cross_entropy,
     _ATEN.embedding_bag.default: _bags(core.aten_embedding_bag),
     _ATEN.embedding_bag.padding_idx: _bags(core.aten_embedding_bag_padding_idx),
     _ATEN.one_hot.default: _one_hot,

@@ -115,16 +115,18 @@ def _cumulative(extreme: Callable[[Any, Any], Any]) -> Callable[..., tuple[Any, 
         return op.Where(op.IsNaN(one), one, op.Where(op.IsNaN(other), other, extreme(one, other)))
 
     def translate(self: Any, dim: int) -> tuple[Any, Any]:
-        """The running extreme, and its last place so far. ONNX Runtime's extremes ignore NaN."""
-        rank, floats = len(self.shape), _is_float(self)
+        """The running extreme, and its last place so far. ONNX Runtime's extremes ignore NaN and take no booleans."""
+        rank, floats, boolean = len(self.shape), _is_float(self), self.dtype == ir.DataType.BOOL
         dim %= rank
         size = self.shape[dim]
+        self = op.Cast(self, to=ir.DataType.INT32) if boolean else self
         values = _running(extreme_or_nan if floats else extreme, self, dim, size)
         here = op.Equal(self, values)
         here = op.Or(here, op.IsNaN(self)) if floats else here
         shape = op.Constant(value_ints=[-1 if axis == dim else 1 for axis in range(rank)])
         met = op.Where(here, op.Reshape(_places(self, dim), shape), op.Constant(value_int=0))
-        return values, _running(op.Max, met, dim, size)
+        found = op.Cast(values, to=ir.DataType.BOOL) if boolean else values
+        return found, _running(op.Max, met, dim, size)
 
     return translate
 
@@ -164,6 +166,10 @@ def _sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descen
         _, apart = op.TopK(torn, size, axis=dim, largest=largest)
         index = op.GatherElements(index, apart, axis=dim)
     return op.GatherElements(self, index, axis=dim), index
+
+
+def _sort(self: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+    return _sort_stable(self, dim=dim, descending=descending)
 
 
 def _place_of(extreme: str) -> Callable[..., Any]:
@@ -239,6 +245,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.cummax.default: _cumulative(op.Max),
     _ATEN.cummin.default: _cumulative(op.Min),
     _ATEN.searchsorted.Tensor: _search_positions,
+    _ATEN.sort.default: _sort,
     _ATEN.sort.stable: _sort_stable,
     _ATEN.adaptive_max_pool2d.default: _adaptive_max_pool2d,
 }

@@ -1,13 +1,11 @@
-"""`len` of a tensor, `int`, `float` and `math.sqrt` of a size, and lists made of a size stay as free as the size in a
-trace.
+"""`len` of a tensor, `int`, `float` and `math` of a size, and lists made of a size stay as free as the size in a trace.
 
 Python's own return plain numbers, and torch.export then makes a constant of the size. So the user's modules get a
-`len`, `int`, `float` and `math` of their own while the model is traced, and the `range`, `list` and `tuple` of
-`size_lists`.
+`len`, `int` and `float` of their own while the model is traced, the `math` and `bin` of `size_functions`, and the
+`range`, `list` and `tuple` of `size_lists`.
 """
 
 import builtins
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +13,11 @@ from typing import Any
 import torch
 
 from trueline.capture.model.code_paths import users_functions
-from trueline.capture.patches import Patch, enter_at_calls
+from trueline.capture.patches import Patch, enter_at_calls, size_functions
 from trueline.capture.patches.size_lists import SizeList, TensorsOfLists, make_range
 
 PATCH = Patch(
-    issue="pytorch/pytorch#185804",
-    versions="torch 2.13",
-    cost="a second export",
-    helps=("len(x)", "int(x.shape[1])", "x / math.sqrt(n)"),
+    issue="pytorch/pytorch#185804", versions="torch 2.13", cost="a second export", helps=("len(x)", "int(x.shape[1])")
 )
 
 
@@ -73,29 +68,17 @@ def _builtin(plain: type, free: type, convert: Callable[[Any], Any]) -> type:
     return _Builtin(plain.__name__, (), {"plain": plain, "free": free, "convert": staticmethod(convert)})
 
 
-def _sqrt(of: Any) -> Any:
-    return of**0.5 if isinstance(of, torch.SymInt | torch.SymFloat) else math.sqrt(of)
-
-
-class _Math:
-    """The module `math`, with a square root that leaves a size free."""
-
-    sqrt = staticmethod(_sqrt)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(math, name)
-
-
-_INSTEAD: tuple[tuple[Any, Any], ...] = ((math, _Math()), (math.sqrt, _sqrt))
-"""What a user's module imports, and what it has while the model is traced."""
 _BUILTINS = {
     "len": _len,
+    "bin": size_functions.binary,
     "int": _builtin(int, torch.SymInt, torch.sym_int),
     "float": _builtin(float, torch.SymFloat, torch.sym_float),
     "range": make_range,
     "list": _builtin(list, SizeList, SizeList.copy),
     "tuple": _builtin(tuple, SizeList, SizeList.copy),
 }
+
+_NAMES = size_functions.NAMES | {"len", "int", "float"}
 
 
 @contextmanager
@@ -105,14 +88,14 @@ def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
     imported = [
         (scope, {name: held for name, held in scope.items() if held is theirs}, ours)
         for scope in scopes.values()
-        for theirs, ours in _INSTEAD
+        for theirs, ours in size_functions.INSTEAD
     ]
     try:
         for scope, names, ours in imported:
             scope |= dict.fromkeys(names, ours)
         for scope in scopes.values():
             scope |= {name: ours for name, ours in _BUILTINS.items() if name not in scope}
-        with enter_at_calls(module, TensorsOfLists()):
+        with enter_at_calls(module, TensorsOfLists()), size_functions.add_methods():
             yield
     finally:
         for scope, names, _ in imported:
@@ -126,7 +109,6 @@ def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
 def may_help(module: torch.nn.Module) -> bool:
     """Whether the user's code of `module` takes a length, makes a number of something, or a list of a range."""
     return any(
-        not {"len", "int", "float", "sqrt"}.isdisjoint(names)
-        or ("range" in names and not {"list", "tuple"}.isdisjoint(names))
+        not _NAMES.isdisjoint(names) or ("range" in names and not {"list", "tuple"}.isdisjoint(names))
         for names in (function.__code__.co_names for function in users_functions(module))
     )

@@ -1,14 +1,14 @@
 """Functions of torch that make a number of a size, or bound it, without need.
 
 `max_pool1d`, `take_along_dim`, `kron`, `affine_grid`, `linspace`, windows, frequencies, indices of triangles,
-covariance and chains of products fix their sizes, and `cdist` takes another algorithm from 26 rows on. Here they are
-computed from the size, by their documentation, or by an operator that decides at run time.
+covariance, gradients, tables of powers and chains of products fix their sizes, and `cdist` takes another algorithm from
+26 rows on. Here they are computed from the size, by their documentation, or by an operator that decides at run time.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
@@ -26,7 +26,7 @@ _MODES = {"use_mm_for_euclid_dist_if_necessary": None, "use_mm_for_euclid_dist":
 def keep_sizes_free() -> Iterator[None]:
     """In the block, these functions leave sizes free."""
     get_torch_obj_rule_map()  # Dynamo looks torch's functions up by name once, and would keep these for good
-    fft = torch.fft
+    fft, differences = torch.fft, cast(Callable[..., Any], torch.gradient)
     with ExitStack() as stack:
         for holder, name, stand_in in (
             (torch, "affine_grid_generator", affine_grid),
@@ -39,6 +39,9 @@ def keep_sizes_free() -> Iterator[None]:
             (fft, "fftfreq", _if_free(fft.fftfreq, frequencies)),
             (fft, "rfftfreq", _if_free(fft.rfftfreq, half_frequencies)),
             (torch, "bartlett_window", _if_free(torch.bartlett_window, triangle)),
+            (torch, "kaiser_window", _if_free(torch.kaiser_window, kaiser)),
+            (torch, "vander", _if_of_free(torch.vander, powers)),
+            (torch, "gradient", _if_of_free(differences, _differences(differences))),
             (torch, "triu_indices", _if_square(torch.triu_indices, upper_indices)),
             (torch, "tril_indices", _if_square(torch.tril_indices, lower_indices)),
             (torch, "cov", _if_of_free(torch.cov, covariance)),
@@ -183,6 +186,57 @@ def triangle(size: Any, periodic: bool = True, *, dtype: Any = None, device: Any
     rising = places * (torch.full((), 2.0, dtype=torch.float64, device=device) / last).to(places.dtype)
     found = torch.where(places < (count - 1) // 2 + 1, rising, 2 - rising)
     return torch.where(torch.full((), size, device=device) == 1, torch.ones_like(found), found)
+
+
+def kaiser(
+    size: Any, periodic: bool = True, beta: float = 12.0, *, dtype: Any = None, device: Any = None, **_: Any
+) -> torch.Tensor:
+    """torch.kaiser_window: a Bessel function over a half circle."""
+    count: Any = size + 1 if periodic else size
+    places = torch.arange(size, device=device).to(dtype or torch.get_default_dtype())
+    last: Any = torch.sym_max(count - 1, 1)  # type: ignore[no-untyped-call]
+    turned = places * (torch.full((), 2.0, dtype=torch.float64, device=device) / last).to(places.dtype) - 1
+    top = torch.i0(torch.full((), beta, dtype=places.dtype, device=device))
+    found = torch.i0(beta * (1 - turned * turned).clamp(min=0).sqrt()) / top
+    return torch.where(torch.full((), size, device=device) == 1, torch.ones_like(found), found)
+
+
+def powers(x: torch.Tensor, N: Any = None, increasing: bool = False) -> torch.Tensor:
+    """torch.vander: the powers of each number, the highest first."""
+    count: Any = x.shape[0] if N is None else N
+    x = x if x.is_floating_point() or x.is_complex() else x.long()
+    steps = torch.cat([torch.ones_like(x).unsqueeze(1), x.unsqueeze(1).expand(x.shape[0], count)], 1)
+    found = steps.cumprod(1)[:, :-1]
+    return found if increasing else found.flip(1)
+
+
+def _differences(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.gradient with steps of one number; those of tensors are left to torch."""
+
+    def gradient(input: torch.Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Any:
+        dims = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+        if not isinstance(spacing, int | float) or not input.is_floating_point():
+            return original(input, spacing=spacing, dim=dim, edge_order=edge_order)
+        return tuple(_difference(input, axis, spacing, edge_order) for axis in dims)
+
+    return gradient
+
+
+def _difference(x: torch.Tensor, axis: int, step: float, edge_order: int) -> torch.Tensor:
+    size = x.shape[axis]
+    if size < edge_order + 1:
+        raise RuntimeError(f"torch.gradient expects at least {edge_order + 1} values along a dimension")
+
+    def at(place: int) -> torch.Tensor:
+        return x.narrow(axis, size + place if place < 0 else place, 1)
+
+    if edge_order == 1:
+        first, last = (at(1) - at(0)) / step, (at(-1) - at(-2)) / step
+    else:
+        first = (-1.5 * at(0) + 2 * at(1) - 0.5 * at(2)) / step
+        last = (0.5 * at(-3) - 2 * at(-2) + 1.5 * at(-1)) / step
+    inside = (x.narrow(axis, 2, size - 2) - x.narrow(axis, 0, size - 2)) / (2 * step)
+    return torch.cat([first, inside, last], axis)
 
 
 def frequencies(size: Any, d: float = 1.0, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:

@@ -355,11 +355,13 @@ def _differing(question: Question, readings: Readings, draws: bool, when: str) -
         why = f"{UNSTEADY}: it draws random numbers outside of torch, and {differs}"
         return Unsteady(why=why, place=place, hint=OUTSIDE_HINT)
     names = question.eager.recall.find_changed()
-    return Unsteady(
-        why=f"the model keeps a state in the Python attributes it stores ({_some_names(names)}): {differs}",
-        place=_writing_line(question.way, names),
-        hint=ATTRIBUTE_HINT,
-    )
+    if names:
+        why, hint = f"in the Python attributes it stores ({_some_names(names)})", ATTRIBUTE_HINT
+    else:
+        why, hint = "that none of its attributes shows, as of a library or a database", ELSEWHERE_HINT
+    forward = code_paths.forward_of(explicit_state.users_own(question.eager.module))
+    place = _writing_line(question.way, names) or forward
+    return Unsteady(why=f"the model keeps a state {why}: {differs}", place=place, hint=hint)
 
 
 def _same_when_seeded(eager: EagerSession) -> bool:

@@ -4,16 +4,22 @@ Each changes one input, so that a disagreement names the condition that leaves i
 NaN lies matters: ONNX Runtime's extremes find one in the first place and lose it in the last, and what one record does
 to others shows only beside them. Whole numbers are planted at the ends of their range and where casts to FP32,
 FP64 and INT32 lose them.
+
+Two answers of NaN agree, so huge values alone prove nothing of a runtime that computes in double what torch computes in
+single precision: at 1e19 it answers a number, and the model NaN. Smaller values are tried until the model answers with
+numbers; of a model whose calls cost little, values between the two as well, by halving.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from trueline.bundle.signature import Array, Signature, TensorSpec
 from trueline.bundle.values import Values
+from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import BATCH, Probe, fit, is_mask, resize
 
 RECORDS = 12
@@ -22,11 +28,15 @@ BORDERS = (2**15, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1, -(2**31), -(2**31) - 1
 """Whole numbers beyond which a cast loses something."""
 FEW = 2
 """Records of a probe of whole numbers: many are tried, one by one."""
-HUGE = (1e308, 3e38, 1e30, 1e18, 1e9, 1e6, 6e4, 1e4, 1e3, 1e2, 1e1)
-"""Magnitudes of floats, the largest first: a smaller one is only of use where a larger one is refused or wrong. 6e4,
-3e38 and 1e308 are near the ends of FP16, FP32 and FP64, where sums overflow in one order of their terms alone."""
+HUGE = (1e308, 3e38, 1e30, 1e19, 1e18, 1e9, 1e6, 6e4, 1e4, 1e3, 1e2, 1e1)
+"""Magnitudes of floats, the largest first: a smaller one is only of use where a larger one is refused, wrong, or no
+number on either side. 6e4, 3e38 and 1e308 are near the ends of FP16, FP32 and FP64, where sums overflow in one order of
+their terms alone; the square of 1e19 is near that of FP32."""
 
 UP_TO = "up to {:g}"
+HALVES = 6
+"""From a factor of 1e11, the widest step of the sizes, to one of 1.5."""
+Observe = Callable[[Sequence[Probe]], tuple[Observation, ...]]
 _KINDS = {"NaN": (np.nan,), "infinities": (np.inf, -np.inf), "either": (np.nan, np.inf, -np.inf)}
 
 
@@ -110,14 +120,19 @@ def _floats(
 
 def smaller(probe: Probe) -> Iterator[Probe]:
     """A probe of huge numbers with smaller ones, for a program that answers it otherwise than the model."""
-    name, most = probe.planted, probe.value
-    if not name or not isinstance(most, float) or np.isnan(most):
+    most = probe.value
+    if not probe.planted or not isinstance(most, float) or np.isnan(most):
         return
-    array = probe.inputs[name]
     for size in (size for size in HUGE if size < most):
-        scaled = np.asarray(array.astype(np.float64) * (size / most)).astype(array.dtype)
-        named = probe.name.replace(UP_TO.format(most), UP_TO.format(size))
-        yield replace(probe, name=named, inputs={**probe.inputs, name: scaled}, value=size)
+        yield at_size(probe, size)
+
+
+def at_size(probe: Probe, size: float) -> Probe:
+    """The probe of huge numbers `probe` with numbers up to `size`."""
+    most, name = float(probe.value), probe.planted
+    scaled = np.asarray(probe.inputs[name].astype(np.float64) * (size / most)).astype(probe.inputs[name].dtype)
+    named = probe.name.replace(UP_TO.format(most), UP_TO.format(size))
+    return replace(probe, name=named, inputs={**probe.inputs, name: scaled}, value=size)
 
 
 def _scatter(array: Array, values: Array, random: np.random.Generator, *, whole: bool) -> Array:
@@ -166,3 +181,31 @@ def borders(
     wanted = [least - 1, most + 1, -1, low, high, *beyond]
     kept = [one for one in dict.fromkeys(wanted) if low <= one <= high and not least <= one <= most]
     return sorted(kept, key=lambda one: one - most if one > most else least - one)
+
+
+def observe_border(observe: Observe, observations: Sequence[Observation], *, cheap: bool) -> tuple[Observation, ...]:
+    """Answers to smaller values than those of `observations` that the model answers with no number."""
+    more: list[Observation] = []
+    borders: list[tuple[Probe, float]] = []
+    beyond = [seen for seen in observations if not _has_numbers(seen)]
+    while probes := [probe for seen in beyond for probe in islice(smaller(seen.probe), 1)]:
+        found = observe(probes)
+        sizes = {seen.probe.name: seen.probe.value for seen in found if _has_numbers(seen)}
+        parents = [(seen.probe, one) for seen in beyond for one in islice(smaller(seen.probe), 1)]
+        borders += [(parent, float(one.value)) for parent, one in parents if one.name in sizes]
+        beyond = [seen for seen in found if not _has_numbers(seen)]
+        more += found
+    for _ in range(HALVES if cheap and borders else 0):
+        found = observe([at_size(probe, (float(probe.value) * low) ** 0.5) for probe, low in borders])
+        borders = [
+            (probe, float(seen.probe.value)) if _has_numbers(seen) else (seen.probe, low)
+            for (probe, low), seen in zip(borders, found, strict=True)
+        ]
+        more += found
+    return tuple(more)
+
+
+def _has_numbers(seen: Observation) -> bool:
+    """Whether all floats of its answer are finite."""
+    arrays = (seen.outputs or {}).values()
+    return all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f")
