@@ -46,6 +46,15 @@ class Centred(nn.Module):
         return centred
 
 
+class Forgetful(Centred):
+    """Its buffers are no part of the state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.register_buffer("forwards", torch.tensor(0), persistent=False)
+
+
 class Codebook(nn.Module):
     """Adds to the sums of each code, so that twice the records change it twice as much."""
 
@@ -94,7 +103,8 @@ def loop(part: Callable[[], nn.Module], optimizer: Any = torch.optim.SGD, batch:
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(loop(Centred), id="a moving mean"),
+        pytest.param(loop(Centred), id="a moving mean", marks=pytest.mark.long),
+        pytest.param(loop(Forgetful), id="a moving mean that is not in the state_dict"),
         pytest.param(loop(spectral, batch=4), id="power iterations, and a worker without records"),
         pytest.param(
             loop(Codebook, reduction="mean", micro_batch=4), id="a codebook by shards", marks=pytest.mark.long
