@@ -104,7 +104,8 @@ class SeededReader:
         self._seed, self._place = seed, place
         self._ahead = self._source if isinstance(self._source, Prefetching) else None
         self._here: tuple[int, Indices, Batch] | None = None
-        self.drawing = False
+        self.drawing = self._checked = False
+        self._refusal: UsageError | None = None
 
     def read(self, indices: Indices, *, epoch: int) -> Batch:
         """The records `indices` of `epoch`. Raises DataError."""
@@ -127,8 +128,8 @@ class SeededReader:
                 return self._place(batch)
             if isinstance(self._source, CollatesBatches):
                 self._source.expect_no_mixing(seed=self._seed)
-            _expect_records_apart(lambda ids: self._source.read(self._records(ids, epoch)), indices, self._seed)
             self.drawing = True
+        self._check_apart(indices, epoch)
         with preserve_generators():
             if isinstance(self._source, CollatesBatches):
                 together = self._source.read_each(
@@ -150,6 +151,17 @@ class SeededReader:
             ) from error
         return self._place(batch)  # a lost device is no fault of the records
 
+    def _check_apart(self, indices: Indices, epoch: int) -> None:
+        """Raises UsageError, for every batch, if reading mixes records. The first batch of enough records shows it."""
+        if not self._checked and len(indices) > 2 * OTHERS:
+            self._checked = True
+            try:
+                _expect_records_apart(lambda ids: self._source.read(self._records(ids, epoch)), indices, self._seed)
+            except UsageError as refused:
+                self._refusal = refused
+        if self._refusal is not None:
+            raise self._refusal
+
     def prefetch(self, indices: Indices, *, epoch: int) -> None:
         """Starts reading for a later `read` of exactly these, if the source can."""
         if self._ahead is not None and not self.drawing:
@@ -170,8 +182,6 @@ class SeededReader:
 
 def _expect_records_apart(read: Callable[[Indices], Batch], indices: Indices, seed: int) -> None:
     """Raises UsageError if reading mixes records, as far as two batches that share their first record show."""
-    if len(indices) < 2 * OTHERS + 1:
-        return
     parts = indices[: OTHERS + 1], indices[[0, *range(OTHERS + 1, 2 * OTHERS + 1)]]
     for trial in range(TRIES_APART):
         with preserve_generators():
@@ -186,8 +196,8 @@ def _expect_records_apart(read: Callable[[Indices], Batch], indices: Indices, se
                 f"reading draws random numbers and mixes records: what it makes of record {int(indices[0])} depends "
                 "on the others in its batch",
                 hint="where reading draws, each record is read alone, with a seed of its own, so nothing would be "
-                'mixed; mix the batch in the loss, with reduction = "mean" and micro_batch = N (in a loop: Options(...)): '
-                "shards of N records are then mixed, whichever worker has them",
+                'mixed; mix the batch in the loss, with reduction = "mean" and micro_batch = N (in a loop: '
+                "Options(...)): shards of N records are then mixed, whichever worker has them",
             )
 
 
