@@ -6,7 +6,7 @@ Implementations share `tests/conformance/source.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -104,6 +104,11 @@ class Countable(Protocol):
 @runtime_checkable
 class CollatesBatches(Protocol):
     """A Source whose batches may be made by a function of a user's own."""
+
+    def read_each(self, indices: Indices, seed: Callable[[int], None]) -> Batch | None:
+        """One batch of records that are read one by one, each after `seed` of its place in `indices`. None if the
+        function draws too, so that it has to get each record alone, or if there is none."""
+        ...
 
     def expect_no_mixing(self, *, seed: int) -> None:
         """Raises UsageError if that function draws and mixes records: where something draws, records are read alone."""

@@ -117,9 +117,13 @@ class DdpExchange:
         roots.append((self._replicated.words, self._contribution))
         # As torch.autograd.backward, without its comparison of shapes, which are equal here.
         tensors, gradients = zip(*(pair for pair in roots if pair[0].requires_grad), strict=True)
-        Variable._execution_engine.run_backward(
-            tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+        self._inside = True  # gradient checkpointing runs the model again, in which DDP would begin another step
+        try:
+            Variable._execution_engine.run_backward(
+                tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        finally:
+            self._inside = False
         gradient = self._replicated.words.grad
         assert gradient is not None
         self._replicated.words.grad, self._forwarded = None, False

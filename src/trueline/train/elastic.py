@@ -33,7 +33,8 @@ from trueline.train.link.grpc_client import connect, is_replacement
 from trueline.train.loop_view import LoopView
 from trueline.train.profiler import StepProfiler
 from trueline.train.regroup.recovery import Recovery
-from trueline.train.step import model_traits, rehearsal
+from trueline.train.rehearsal import fork as rehearsal
+from trueline.train.step import model_traits
 from trueline.train.step.blame import Trials
 from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.commit import Commit, StepReporter
@@ -154,8 +155,7 @@ class Elastic(LoopView):
         self._batch, count = None, len(batch.records)
         divisor = None if weight is None else as_weight(weight, count)
         if self._trial is not None:
-            self._trial.take(loss, divisor, count)
-            return False
+            return self._trial.take(loss, divisor, count)
         self._step_reader.expect_no_draws(batch.step)
         self._settings.expect_one_rule(batch.step, first=not self._contribution.count)
         value, share = count_loss(self._traits.reduction, loss, divisor, records=count, of_step=batch.weight,
@@ -168,7 +168,7 @@ class Elastic(LoopView):
 
     def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
         self._settings.mark()
-        for batch in rehearsal.try_loop(trial, self._traits):
+        for batch in rehearsal.try_loop(trial, self._traits, self._replica.optimizer_step):
             self._batch = batch
             yield batch
         self._settings.rewind()

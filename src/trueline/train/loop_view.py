@@ -50,7 +50,7 @@ class LoopView:
     def log(self, **values: float) -> None:
         """Logs numbers of the last applied step, for the job's events and MLflow; only the worker that
         leads does. Called after `job.step` returned True, a step is logged once, or never if that worker dies there."""
-        if self.leads:
+        if self.leads and self.steps:  # in the trial of the loop none is applied
             fields = {name: float(value) for name, value in values.items()}
             folder = current_job()
             if folder is None:

@@ -523,12 +523,15 @@ class Checkpoint(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     step: _builtins.int
     path: _builtins.str
     digest: _builtins.str
     full: _builtins.str
     """not empty: it cannot be written, as the disk is full; the message. The path is `path`"""
+    last: _builtins.bool
+    """the job halts, and its writer applies no step after it"""
     def __init__(
         self,
         *,
@@ -537,10 +540,11 @@ class Checkpoint(_message.Message):
         path: _builtins.str = ...,
         digest: _builtins.str = ...,
         full: _builtins.str = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "full", b"full", "path", b"path", "ref", b"ref", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "full", b"full", "last", b"last", "path", b"path", "ref", b"ref", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,6 +81,26 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
     )
 
 
+def test_a_job_whose_processes_are_all_told_to_end_at_once_says_the_step_of_its_checkpoint(tmp_path, monkeypatch):
+    """As a scheduler cancels a job: master and agent die of it, workers leave, and the launcher asks the master's
+    successor for the checkpoint of the last step, while a regular one is written after every step."""
+    job = tmp_path / "job"
+    JobGate(tmp_path, monkeypatch, first=5)
+    options = ["--workers", "2", "--epochs", "4000", "--checkpoint-every", "1", "--job", str(job), "--detach"]
+    subprocess.run([sys.executable, "-m", "trueline", "train", str(TINY), *options], check=True, start_new_session=True)
+    until(lambda: jobs.read_job(job).checkpoint > 5, "the job takes steps")
+    running = family(job)
+    for one in running:
+        one.send_signal(signal.SIGTERM)
+    until_ended(one.pid for one in running)
+    ended = jobs.read_job(job)
+    assert (ended.state, ended.why) == ("stopped", "the launcher got SIGTERM")
+    assert (ended.step, ended.checkpoint) == (ended.checkpoint, checkpoint.latest(job / "checkpoints").step)
+    applied = [json.loads(line) for line in JobDir(job).events.read_text().splitlines()]
+    applied = [one["fields"]["step"] + 1 for one in applied if one["name"] == "step.applied"]
+    assert ended.checkpoint == max(applied), "no step is done again"
+
+
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_path, kill, monkeypatch):
     job = tmp_path / "job"

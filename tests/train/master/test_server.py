@@ -94,26 +94,66 @@ def commit_of(step):
     return {"step": step, "generation": 1, "records": 2, "digest": 5, "loss": 0.5, "workers": 2, "gap_ms": 0.0}
 
 
-def test_a_job_is_halted_by_its_next_checkpoint_and_at_once_without_a_group(job, tmp_path):
+async def halting(master, stub, *, logged=7):
+    """The master of a job of one worker, asked to halt after `logged` steps."""
+    master.state.phase, master.progress.logged = "running", logged
+    master.state.members["worker-0.0"] = Member(ref="worker-0.0", slot=0, store="", seen_at=0.0)
+    return await stub.Stop(pb.StopRequest(why="enough", save=True), metadata=SECRET)
+
+
+async def save(stub, step, *, last=False, full=""):
+    saved = pb.Checkpoint(ref="worker-0.0", step=step, path=f"/step-{step}", full=full, last=last)
+    await stub.RecordCheckpoint(saved, metadata=SECRET)
+
+
+def test_a_job_is_halted_by_the_checkpoint_of_its_last_step_and_at_once_without_a_group(job, tmp_path):
     async def scenario():
         async with serving(job, tmp_path) as (master, stub):
             assert not master.halt("too early")
-            master.state.phase, master.progress.logged = "running", 7
-            ack = await stub.Stop(pb.StopRequest(why="enough", save=True), metadata=SECRET)
+            ack = await halting(master, stub)
             assert (ack.halting, ack.save_from, master.stopped.is_set()) == (True, 7, False)
             assert ("job.halting", {"why": "enough"}) in said(master)
-            for ref in ("worker-0.0",):
-                master.state.members[ref] = Member(ref=ref, slot=0, store="", seen_at=0.0)
-            saved = pb.Checkpoint(ref="worker-0.0", step=6, path="c", full="no room")
-            await stub.RecordCheckpoint(saved, metadata=SECRET)
+            await save(stub, 6, full="no room")
             assert list(master.room.waiting) == ["checkpoint"]
-            await stub.RecordCheckpoint(pb.Checkpoint(ref="worker-0.0", step=6, path="c"), metadata=SECRET)
-            assert not master.stopped.is_set(), "a checkpoint of an earlier step"
-            await stub.RecordCheckpoint(pb.Checkpoint(ref="worker-0.0", step=8, path="c"), metadata=SECRET)
+            await save(stub, 6)
+            await save(stub, 8)
+            ack = await stub.Report(pb.Progress(ref="worker-0.0", step=9), metadata=SECRET)
+            assert (ack.halting, ack.save_from, master.stopped.is_set()) == (True, 7, False), "regular checkpoints"
+            await save(stub, 8, last=True)
+            assert not master.stopped.is_set(), "of a worker that the others have gone on without: step 9 is applied"
+            await save(stub, 9, last=True)
             await asyncio.wait_for(master.stopped.wait(), 60)
             assert not master.room.waiting
 
     asyncio.run(scenario())
+
+
+def test_a_halt_is_known_to_the_master_after_this_one_and_to_no_later_launch(job, tmp_path):
+    async def scenario():
+        async with serving(job, tmp_path) as (master, stub):
+            await halting(master, stub)
+        after = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
+        found = after.saving.halting
+        await after.adopt(launch=True)
+        return found, after.saving.halting
+
+    assert asyncio.run(scenario()) == ("enough", "")
+
+
+@pytest.mark.parametrize(("checkpoint", "steps"), [("/step-4", [4]), ("", [])])
+def test_a_job_that_halts_and_has_lost_every_process_says_the_step_of_the_checkpoint_that_is_left(
+    job, tmp_path, checkpoint, steps
+):
+    async def scenario():
+        async with serving(job, tmp_path) as (master, stub):
+            await halting(master, stub)
+            master.state.checkpoint, master.state.checkpoint_step = checkpoint, 4 if checkpoint else -1
+            master.state.phase, master.state.members, master.state.pending = "gathering", {}, {}
+            master.end_halt()
+            await asyncio.wait_for(master.stopped.wait(), 60)
+            return [body["steps"] for kind, body in rows(master) if kind == "TRUNCATE"], said(master)[-1]
+
+    assert asyncio.run(scenario()) == (steps, ("job.stopping", {"why": "enough"}))
 
 
 def test_a_journal_that_cannot_be_written_ends_the_job_with_its_reason(job, tmp_path):

@@ -52,7 +52,7 @@ def test_a_worker_that_was_given_up_is_fenced_at_every_call_and_leaves_no_trace(
             await getattr(stub, name)(calls(STRANGER)[name], metadata=SECRET, timeout=WAIT_S)
         assert [event for event, _ in said(master)[before[0] :] if event != "worker.fenced"] == []
         assert (master.progress.logged, master.state.generation, master.state.phase) == (0, before[1], "running")
-        assert (master.state.checkpoint, master.state.suspects, master.save_from) == ("", {}, 0)
+        assert (master.state.checkpoint, master.state.suspects, master.saving.save_from) == ("", {}, 0)
         return refused.value
 
     refused = scene(tmp_path, act)
@@ -104,7 +104,7 @@ def test_who_enters_or_finishes_another_generation_is_answered_at_once_that_it_i
 
 def test_what_a_worker_reports_is_entered_counted_and_acknowledged(tmp_path):
     async def act(master, stub):
-        master.save_from = 7
+        master.saving.save_from = 7
         ack = await stub.Report(calls(A)["Report"], metadata=SECRET)
         return ack, master.state.members[A].steps
 

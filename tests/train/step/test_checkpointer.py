@@ -35,10 +35,11 @@ class Job:
         self.taken.append(Snapshot(self.state(), live=lambda _: True))
         return self.taken[-1]
 
-    def report_checkpoint(self, step, path, digest, *, full=""):
+    def report_checkpoint(self, step, path, digest, *, full="", last=False):
         if full:
             self.full.append((step, full))
             return
+        self.last = step if last else 0
         self.told.append((step, path, digest))
 
     def step(self, *, best=False, due=False, ends_epoch=False):
@@ -258,17 +259,21 @@ def test_a_full_disk_is_waited_for_and_told_once_while_training_continues(tmp_pa
 
 
 def test_a_job_that_halts_applies_no_step_after_that_of_its_checkpoint(tmp_path):
-    job = Job(Checkpointer(tmp_path, {}, every=100))
+    job = Job(Checkpointer(tmp_path, {}, every=1))
     job.save_from, job.halting = 2, True
     job.step()
-    assert job.told == []
+    until(lambda: job.told, "a regular checkpoint is reported")
+    assert (job.told[0][0], job.last) == (1, 0)
     stepping = threading.Thread(target=job.step)
     stepping.start()
-    until(lambda: job.told, "the checkpoint is reported")
-    assert (job.told[0][0], stepping.is_alive()) == (2, True), "the next step waits for the end"
+    until(lambda: len(job.told) == 2, "the checkpoint is reported")
+    assert (job.told[1][0], job.last, stepping.is_alive()) == (2, 2, True), "the next step waits for the end"
     job.halting = False  # a new master does not know of it
     stepping.join(60)
     assert not stepping.is_alive()
+    job.step()
+    until(lambda: len(job.told) == 3, "a regular checkpoint is reported")
+    assert (job.told[2][0], job.last) == (3, 0)
 
 
 def test_the_first_writer_touches_memory_for_later_states_which_no_two_of_them_share(tmp_path, monkeypatch):

@@ -93,11 +93,9 @@ class Secret(torch.nn.Module):
 
 @pytest.mark.parametrize("draws", [True, False])
 def test_what_a_forward_draws_in_secret_is_found_out_without_a_trace(draws):
-    model, heard = Secret(draws), []
+    model = Secret(draws)
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    with events.listening(lambda name, fields: heard.append((name, fields["buffer"]))):
-        found = model_traits.try_forward(model, lambda: model(torch.ones(4, 2)), 4)
+    found = model_traits.try_forward(model, lambda: model(torch.ones(4, 2)), 4)
     assert (found.draws, found.rate > 0) == (draws, True)
     assert (torch.equal(torch.get_rng_state(), before), model.calls.item()) == (True, 0.0)
-    assert heard == [("buffer.local", "calls")]

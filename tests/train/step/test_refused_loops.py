@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
 
 from trueline.errors import UsageError
@@ -103,11 +104,11 @@ def test_parameters_that_the_loop_clamps_after_a_step_end_the_job_before_the_nex
     def clamp(model: nn.Module) -> None:
         with torch.no_grad():
             for value in model.parameters():
-                if world.applied:
+                if world.applied == 4:  # which the trial does not reach
                     value.clamp_(-0.3, 0.3)
 
     world = World()
-    with pytest.raises(UsageError, match="the loop changes parameters itself before step 1"):
+    with pytest.raises(UsageError, match="the loop changes parameters itself before step 4"):
         world.train(after=clamp)
 
 
@@ -118,6 +119,30 @@ def test_a_small_part_of_a_loss_in_double_precision_that_is_no_mean_is_found():
 
     with pytest.raises(UsageError, match=r"as a sum it is [\de.-]+% off"):
         World().train(penalized)
+
+
+def test_a_penalty_of_the_weights_beside_a_sum_is_found_in_single_precision_however_small_it_is():
+    """Each worker would add it: 1e-5 of the gradient, and less than what rounding may be elsewhere."""
+
+    def penalized(model: nn.Module, batch: Any) -> Tensor:
+        size = sum((value**2).sum() for value in model.parameters())
+        return ((model(batch.inputs.float()) - batch.labels.float()) ** 2).sum() + factor * size
+
+    for factor in (0.0, 1e-3):
+        world = World()
+        world.model.float()
+        if factor:
+            with pytest.raises(UsageError, match=r"as a sum it is [\de.-]+% off"):
+                world.train(penalized)
+        else:
+            world.train(penalized)
+        assert world.applied == (0 if factor else 5)
+
+
+def test_gradient_checkpointing_of_the_whole_model_trains():
+    world = World()
+    world.train(lambda model, batch: mean(checkpoint(model, batch.inputs, use_reentrant=False), batch.labels))
+    assert world.applied == 5
 
 
 def test_a_mask_among_the_inputs_that_few_records_have_is_seen_to_be_what_the_mean_divides_by(monkeypatch):
@@ -166,6 +191,57 @@ def test_a_collate_function_that_mixes_records_is_refused_and_one_that_draws_for
     world = World(DataLoader(records(), collate_fn=blur))
     world.train()
     assert world.applied == 5
+
+
+def test_a_data_set_that_mixes_the_records_of_a_batch_is_refused():
+    class Mixes(Dataset[Any]):
+        def __len__(self) -> int:
+            return RECORDS
+
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            others = [indices[int(at)] for at in torch.randperm(len(indices))]
+            data = records()
+            return [(data[one][0] + data[other][0], data[one][1]) for one, other in zip(indices, others, strict=True)]
+
+    with pytest.raises(UsageError, match="reading draws random numbers and mixes records") as refused:
+        World(Mixes()).train()
+    assert "micro_batch" in str(refused.value.hint)
+
+
+def test_records_of_different_lengths_that_draw_are_padded_together_and_do_not_depend_on_their_batch():
+    class Uneven(Dataset[Any]):
+        def __len__(self) -> int:
+            return RECORDS
+
+        def __getitem__(self, index: int) -> Any:
+            inputs, labels = records()[index]
+            return inputs.repeat(1 + index % 3, 1) + 0.1 * torch.randn(1 + index % 3, 4, dtype=torch.float64), labels
+
+    def pad(items: list[Any]) -> Any:
+        values, labels = zip(*items, strict=True)
+        return (
+            nn.utils.rnn.pad_sequence(list(values), batch_first=True),
+            torch.tensor([*map(len, values)]),
+        ), torch.stack(labels)
+
+    def summed(model: nn.Module, batch: Any) -> Tensor:
+        values, lengths = batch.inputs
+        inside = torch.arange(values.shape[1]) < lengths[:, None]
+        outputs = (model(values)[..., 0] * inside).sum(dim=1, keepdim=True) / lengths[:, None]
+        if not batch.trial:
+            seen.update(
+                {int(one): row[inside[at]] for at, (one, row) in enumerate(zip(batch.records, values, strict=True))}
+            )
+        return mean(outputs, batch.labels)
+
+    found = []
+    for shard in (24, 5):
+        seen: dict[int, Tensor] = {}
+        world = World(DataLoader(Uneven(), collate_fn=pad), micro_batch=shard)
+        world.train(summed)
+        assert world.applied == 5
+        found.append(seen)
+    assert all(torch.equal(value, found[1][one]) for one, value in found[0].items())
 
 
 def test_a_sampler_of_a_data_loader_that_the_job_would_ignore_is_refused():

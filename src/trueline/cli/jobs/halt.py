@@ -53,6 +53,6 @@ def _halt_stored(where: JobStore) -> Output:
     if where.read_job().manifest:
         return Output(f"{left.name}: {left.state}{why}; RESULT_DIR and CHECKPOINT_DIR stay", left.as_dict())
     kept = f"the checkpoint of step {left.checkpoint} stays" if left.checkpoint else "there is no checkpoint"
-    return Output(
-        f"{left.name}: {left.state}{why} after step {left.step} of {left.total or '?'}; {kept}", left.as_dict()
-    )
+    again = f", {left.step - left.checkpoint} steps will be done again" if left.step > left.checkpoint else ""
+    text = f"{left.name}: {left.state}{why} after step {left.step} of {left.total or '?'}; {kept}{again}"
+    return Output(text, left.as_dict())

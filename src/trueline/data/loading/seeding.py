@@ -17,10 +17,13 @@ import numpy as np
 
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, CollatesBatches, Ordered, Prefetching, Source
-from trueline.errors import DataError
+from trueline.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     import torch
+
+OTHERS, TRIES_APART = 2, 6
+"""Records beside the first one in a batch in which mixing shows, and how often random mixing is looked for."""
 
 
 def seed_all(*parts: int) -> None:
@@ -101,7 +104,8 @@ class SeededReader:
         self._seed, self._place = seed, place
         self._ahead = self._source if isinstance(self._source, Prefetching) else None
         self._here: tuple[int, Indices, Batch] | None = None
-        self.drawing = False
+        self.drawing = self._checked = False
+        self._refusal: UsageError | None = None
 
     def read(self, indices: Indices, *, epoch: int) -> Batch:
         """The records `indices` of `epoch`. Raises DataError."""
@@ -125,7 +129,14 @@ class SeededReader:
             if isinstance(self._source, CollatesBatches):
                 self._source.expect_no_mixing(seed=self._seed)
             self.drawing = True
+        self._check_apart(indices, epoch)
         with preserve_generators():
+            if isinstance(self._source, CollatesBatches):
+                together = self._source.read_each(
+                    self._records(indices, epoch), lambda place: seed_all(self._seed, epoch, int(indices[place]))
+                )
+                if together is not None:
+                    return self._place(together)
             records = []
             for index in indices:
                 seed_all(self._seed, epoch, int(index))
@@ -135,9 +146,21 @@ class SeededReader:
         except (RuntimeError, KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"records {indices[:8].tolist()} were read one by one and do not make a batch: {error}",
-                hint="reading draws random numbers, so each record is read alone; give all records equal shapes",
+                hint="reading draws random numbers, so each record is read alone; give all records equal shapes, or "
+                "draw in the data set's __getitem__ and pad in a collate_fn that draws nothing",
             ) from error
         return self._place(batch)  # a lost device is no fault of the records
+
+    def _check_apart(self, indices: Indices, epoch: int) -> None:
+        """Raises UsageError, for every batch, if reading mixes records. The first batch of enough records shows it."""
+        if not self._checked and len(indices) > 2 * OTHERS:
+            self._checked = True
+            try:
+                _expect_records_apart(lambda ids: self._source.read(self._records(ids, epoch)), indices, self._seed)
+            except UsageError as refused:
+                self._refusal = refused
+        if self._refusal is not None:
+            raise self._refusal
 
     def prefetch(self, indices: Indices, *, epoch: int) -> None:
         """Starts reading for a later `read` of exactly these, if the source can."""
@@ -155,6 +178,36 @@ class SeededReader:
 
     def close(self) -> None:
         """Nothing: this reader holds no resources."""
+
+
+def _expect_records_apart(read: Callable[[Indices], Batch], indices: Indices, seed: int) -> None:
+    """Raises UsageError if reading mixes records, as far as two batches that share their first record show."""
+    parts = indices[: OTHERS + 1], indices[[0, *range(OTHERS + 1, 2 * OTHERS + 1)]]
+    for trial in range(TRIES_APART):
+        with preserve_generators():
+            firsts = []
+            for part in (parts[0], *parts):
+                seed_all(seed, trial)
+                firsts.append(_first_record(read(part), OTHERS + 1))
+        if firsts[0] != firsts[1]:
+            return  # from a generator that no seed reaches
+        if [len(values) for values in firsts[1]] == [len(values) for values in firsts[2]] and firsts[1] != firsts[2]:
+            raise UsageError(
+                f"reading draws random numbers and mixes records: what it makes of record {int(indices[0])} depends "
+                "on the others in its batch",
+                hint="where reading draws, each record is read alone, with a seed of its own, so nothing would be "
+                'mixed; mix the batch in the loss, with reduction = "mean" and micro_batch = N (in a loop: '
+                "Options(...)): shards of N records are then mixed, whichever worker has them",
+            )
+
+
+def _first_record(batch: Batch, count: int) -> list[list[str]]:
+    """The values of the first of `count` records in each tensor of `batch`."""
+    from torch.utils._pytree import tree_leaves
+
+    leaves = tree_leaves((batch.inputs, batch.labels))
+    tensors = [leaf for leaf in leaves if hasattr(leaf, "numpy") and leaf.dim() and len(leaf) == count]
+    return [list(map(repr, leaf[0].detach().flatten().tolist())) for leaf in tensors]
 
 
 def join_batches(batches: Sequence[Batch], places: Indices | None = None) -> Batch:

@@ -34,7 +34,7 @@ import numpy as np
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Source
-from trueline.errors import DataError, TruelineError, find_error_class
+from trueline.errors import DataError, TruelineError, UsageError, find_error_class
 
 if TYPE_CHECKING:
     import torch
@@ -239,7 +239,8 @@ def answer_request(
         pickler.dump((batch.inputs, batch.labels))
         tensors, rest, succeeded = pickler.tensors, stream.getvalue(), True
     except Exception as error:  # noqa: BLE001  the process boundary: the client raises it
-        traceback.print_exc()
+        if not isinstance(error, UsageError):
+            traceback.print_exc()
         if not isinstance(error, TruelineError):
             error = DataError(f"reading fails: {type(error).__name__}: {error}")
         tensors, rest, succeeded = [], pickle.dumps((error.code, error.message, error.hint)), False

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trueline.data.loading.seeding import seed_generators
+from trueline.data.loading.seeding import generator_state, seed_generators
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Mode, Unit, check_indices
 from trueline.errors import DataError, UsageError
@@ -30,6 +30,7 @@ class DatasetSource:
         if hasattr(dataset, "batch_sampler") and hasattr(dataset, "dataset"):  # a DataLoader: the job makes the batches
             _refuse_sampler(dataset)
             dataset = dataset.dataset
+        self._draws = False  # the function that makes batches
         self._dataset, self._mode, self._kind = dataset, mode, type(dataset).__qualname__
         try:
             self.num_records = len(dataset)
@@ -52,6 +53,20 @@ class DatasetSource:
         values, labels = map(list, zip(*pairs, strict=True))
         inputs = self._collate(values, numbers, "inputs")
         return Batch(inputs, None if labels[0] is None else self._collate(labels, numbers, "labels"))
+
+    def read_each(self, indices: Indices, seed: Callable[[int], None]) -> Batch | None:
+        if self._batch_of is None or self._draws:
+            return None
+        check_indices(indices, self.num_records, f"dataset {self._kind}")
+        numbers: list[int] = indices.tolist()
+        items = []
+        for place, number in enumerate(numbers):
+            seed(place)
+            items.append(self._items([number])[0])
+        before = generator_state()
+        batch = self._collate_whole(self._batch_of, items, numbers)
+        self._draws = generator_state() != before
+        return None if self._draws else batch
 
     def expect_no_mixing(self, *, seed: int) -> None:
         if self._batch_of is None or self.num_records < _SAMPLES:

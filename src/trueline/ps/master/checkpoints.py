@@ -81,7 +81,7 @@ class Checkpoints:
         if ledger.finished or self._master.halting:
             return self.step < ledger.steps or bool(self._master.halting)
         every = job.checkpoint_every or ledger.grid.steps
-        if self._master.wanted and ledger.steps > self.step:
+        if self._master.wanted > self.step < ledger.steps:
             return True
         return ledger.steps // every > max(self.step, 0) // every
 
@@ -106,7 +106,9 @@ class Checkpoints:
             step, certificates = await self._save_parts()
             if step > self.step:
                 await self._assemble(step, certificates)
-            master.wanted, self._broken = False, 0
+            self._broken = 0
+            if step >= master.wanted:  # else the request came while this one, of an older state, was written
+                master.wanted = 0
             if halting:
                 await self._stop(halting, 0.0)
         except (cuts.CutBroken, OSError) as error:  # a server went away, in the cut or while it wrote

@@ -163,8 +163,8 @@ class OperatorService(pb_grpc.MasterServicer):
 
     async def Save(self, request: pb.Cursor, context: Context) -> pb.Ack:
         steps = self.master.ledger.steps if self.master.ledger else 0
-        self.master.wanted = True
-        return pb.Ack(committed=steps, save_from=max(steps, 1))
+        self.master.wanted = max(steps, 1)
+        return pb.Ack(committed=steps, save_from=self.master.wanted)
 
     async def Status(self, request: pb.Cursor, context: Context) -> pb.JobStatus:
         return pb.JobStatus(json=msgspec.json.encode(self.master.status()).decode())
@@ -176,9 +176,7 @@ class OperatorService(pb_grpc.MasterServicer):
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
         master = self.master
         if request.save and master.phase == "running":
-            if not master.halting:
-                master.halting = request.why
-                master.emit("job.halting", why=request.why)
+            master.halt(request.why)
             return pb.Ack(halting=True)
         await master.stop(request.why, request.grace_s)
         return pb.Ack()
@@ -191,7 +189,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     journal = Journal(folder.journal)
     master = PsMaster(job, job_dir, journal, engine, secret, clock.monotonic_s)
     if folder.read_master() is None:  # the launcher starts or resumes the job, and not only its master
-        master.workers.count = job.workers
+        master.workers.count, master.halting = job.workers, ""
         master.set_servers(job.servers)
     live = page.Page(job_dir, page.token_of(secret))
     master.publisher.hook = live.add_event

@@ -83,8 +83,8 @@ class JobShell:
         self.cuts = 0
         self.cutting = asyncio.Lock()
         """Servers are in a cut, or learn what they have: one at a time, or what one moves the other drops."""
-        self.wanted = False
-        """An operator asks for a checkpoint."""
+        self.wanted = 0
+        """An operator asks for a checkpoint of this step or a later one; 0: for none."""
         for kind, body in journal.rows():
             self._apply(kind, body)
 
@@ -107,6 +107,8 @@ class JobShell:
                 self.workers.count = body["workers"]
             case "PS_SCALE":
                 self.wanted_servers = body["servers"]
+            case "HALT":  # else a successor would train on, and the operator wait
+                self.halting = body["why"]
 
     def emit(self, name: str, **fields: Any) -> None:
         self.publisher.publish([(name, fields)])
@@ -176,6 +178,13 @@ class JobShell:
     async def kill(self, ref: str, why: str) -> None:
         self.emit("worker.killed", worker=ref, why=why)
         await self.order(lambda: self.engine.kill(ref))
+
+    def halt(self, why: str) -> None:
+        """Ends the job after a checkpoint, also when this master dies meanwhile. Raises StorageError."""
+        if not self.halting:
+            self.log("HALT", why=why)
+            self.halting = why
+            self.emit("job.halting", why=why)
 
     def set_servers(self, count: int) -> None:
         """Notes how many servers the job shall have, for a successor too. Raises StorageError."""

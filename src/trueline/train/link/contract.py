@@ -84,8 +84,9 @@ class ProgressReporter(Protocol):
     def report_evaluation(self, evaluation: pb.Evaluation) -> None:
         """Reports an evaluation without waiting."""
 
-    def report_checkpoint(self, step: int, path: str, digest: str, *, full: str = "") -> None:
-        """Reports a checkpoint; with `full` that it waits for room on the disk, and why."""
+    def report_checkpoint(self, step: int, path: str, digest: str, *, full: str = "", last: bool = False) -> None:
+        """Reports a checkpoint; with `full` that it waits for room on the disk, and why. `last`: the job halts, and no
+        step follows that of the checkpoint."""
 
     transfer: Callable[[], tuple[int, int, bool]]
     """Tells of a state on its way: bytes moved, all bytes (0: none is), whether this worker sends it."""

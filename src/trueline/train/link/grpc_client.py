@@ -259,8 +259,8 @@ class MasterLink:
         for _ in message.evaluations:
             self._evaluations.popleft()
 
-    def report_checkpoint(self, step: int, path: str, digest: str, *, full: str = "") -> None:
-        checkpoint = pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest, full=full)
+    def report_checkpoint(self, step: int, path: str, digest: str, *, full: str = "", last: bool = False) -> None:
+        checkpoint = pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest, full=full, last=last)
         self._call(self._master.RecordCheckpoint, checkpoint)
 
     def leave(self) -> None:

@@ -152,7 +152,7 @@ class JobHosts:
         master.replicate, self.fleet.journal = self.replicate, lambda: self.copy_journal(master)
         master.publisher.replicate = lambda lines: self.fleet.copy_events(EventLines(lines))
         self.fleet.history = self.copy_history
-        self.fleet.process_bytes = lambda: max(master.memory.values(), default=0)
+        self.fleet.process_bytes = lambda: max(master.measures.memory.values(), default=0)
         self.fleet.on_room, self.fleet.on_leave = self.set_room, self.release_workers
         self.serve(server)
         self.set_room(await self.fleet.capacity())

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,18 @@ from trueline.errors import DiskFull, StorageError
 from trueline.train.job_dir import JobDir
 from trueline.train.master.claims import SUPERSEDED, Leadership
 from trueline.train.master.journal import Journal, Row, apply_row
+from trueline.train.master.measures import MemberMeasures
 from trueline.train.master.progress import JobProgress
 from trueline.train.master.publisher import EventPublisher
 from trueline.train.master.room import DiskRoom
+from trueline.train.master.saving import SaveRequests
 from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
-from trueline.train.membership.health import describe_transfer
 from trueline.train.membership.state import MembershipPolicy, State
 from trueline.train.settings import WORKERS, JobSettings
 from trueline.wire import train_pb2 as pb
 
 TICK_S = 0.25
-MEMORY_S = 10.0
 _HINTS = {
     "train": "the workers' logs in the job's folder say more",
     "state_lost": "begin again, with more workers or with --checkpoint-every, so that a state survives",
@@ -62,10 +61,12 @@ class Master:
             lease_s=job.lease_s, max_failures=job.max_failures, set_aside=job.set_aside, tick_s=TICK_S,
         )  # fmt: skip
         self.born = now()
-        self.state, self.progress = State(workers=self.policy.workers), JobProgress()
+        self.state, self.progress, self.saving = State(workers=self.policy.workers), JobProgress(), SaveRequests()
         for kind, body in journal.rows():
             apply_row(self.state, kind, body, self.born)
             self.progress.apply(kind, body)
+            if kind == "HALT":  # else a successor would train on, and the operator wait
+                self.saving.halt(body["why"], self.progress.logged)
         self.address = ""
         self.view = pb.View(generation=0)
         self.entries: dict[str, asyncio.Future[pb.Plan]] = {}
@@ -80,11 +81,9 @@ class Master:
         self.leadership: Leadership | None = None  # of a job that other hosts could lead
         self._backlog: list[Row] = []  # for the journal, in their order
         self._waiting: list[h.Action] = []  # until those rows are in the journal
-        self._deaths, self._receiving = dict[str, h.Death](), set[str]()
-        self.memory, self._memory_at = dict[str, int](), -math.inf
+        self._deaths = dict[str, h.Death]()
+        self.measures = MemberMeasures(self.state, now, self.emit)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.save_from = 0  # as in `link.contract.ProgressReporter`
-        self.halting = ""  # why the job ends once that checkpoint is recorded
         self.stopped = asyncio.Event()
         self.exit_code, self.failed = 0, False
         if self.state.generation:
@@ -336,6 +335,7 @@ class Master:
             for death in deaths:
                 self.emit("worker.lost", worker=death.ref, why=death.why)
         self.handle(h.Deaths(deaths))
+        self.end_halt()
 
     async def adopt(self, *, launch: bool = True) -> None:
         """Adopts the running workers. `launch`: the launcher starts or resumes the job, not only its master."""
@@ -344,26 +344,10 @@ class Master:
         if alive and self.state.phase == "running":
             for ref in self.state.members.keys() - alive:
                 self.emit("worker.lost", worker=ref, why="died while the master was away")
+        if launch:
+            self.saving = SaveRequests()
         self.handle(h.Begin(frozenset(alive), launch))
-
-    def note_transfer(self, ref: str) -> None:
-        """Publishes how much of its state a joiner has received, with each of its heartbeats, and the end of it."""
-        member = self.state.members.get(ref)
-        if member is not None and member.to_move and not member.sending:
-            self._receiving.add(ref)
-            does = describe_transfer(member)
-            self.emit("worker.receiving", worker=ref, moved=member.moved, of=member.to_move, does=does)
-        elif ref in self._receiving:
-            self._receiving.discard(ref)
-            self.emit("worker.received", worker=ref)
-
-    def note_memory(self, ref: str, memory: int) -> None:
-        """Publishes what the members have in memory, every MEMORY_S."""
-        self.memory[ref] = memory
-        if self.now() >= self._memory_at + MEMORY_S:
-            self._memory_at = self.now()
-            self.memory = {ref: self.memory[ref] for ref in self.state.members if ref in self.memory}
-            self.emit("workers.measured", memory=json.dumps(self.memory))
+        self.end_halt()
 
     async def run_clock(self) -> None:
         while not self.stopped.is_set():
@@ -373,17 +357,33 @@ class Master:
                 self._act_waiting()
             if not self._waiting:  # else no time passes for the members, who wait for what was decided
                 self.handle(h.Tick())
+                self.end_halt()
+
+    @property
+    def applied(self) -> int:
+        """Steps that are known to be applied."""
+        return max(self.progress.logged, self.state.committed)
 
     def halt(self, why: str) -> bool:
         """Ends the job at a step whose checkpoint is written; False if there is no group that could apply a step."""
         if self.state.phase != "running":
             return False
-        if not self.halting:
-            self.halting, self.save_from = why, max(self.progress.logged, 1)
+        if self.saving.halt(why, self.progress.logged):
+            self.log(("HALT", {"why": why}))
             self.emit("job.halting", why=why)
         return True
 
+    def end_halt(self) -> None:
+        """Ends a job that halts and of which no process has the state: all that is left is its newest checkpoint."""
+        if self.saving.halting and self.state.phase == "gathering":
+            self.spawn(self.stop(self.saving.halting, 0.0))
+
     async def stop(self, why: str, grace_s: float) -> None:
+        steps = self.state.checkpoint_step
+        if self.state.phase == "gathering" and self.state.checkpoint and steps < self.applied:
+            self.log(("TRUNCATE", {"steps": steps}))
+            self.progress.truncate(steps)
+            self.emit("log.truncated", steps=steps, why="the processes that had applied more are gone")
         self.emit("job.stopping", why=why)
         self.state.phase = "finished" if self.state.phase == "finished" else "failed"
         with contextlib.suppress(OSError):  # the agent is gone, and its children with it

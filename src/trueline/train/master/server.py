@@ -132,11 +132,10 @@ class MasterService(pb_grpc.MasterServicer):
     async def Report(self, request: pb.Progress, context: Context) -> pb.Ack:
         moves = request.moved, request.to_move, request.sending
         await self._handle(h.Heartbeat(request.ref, request.step, request.phase, request.phase_s, *moves), context)
-        self.master.note_transfer(request.ref)
-        self.master.note_memory(request.ref, request.memory)
-        committed = self.master.record_progress(request)
-        halting = bool(self.master.halting)
-        return pb.Ack(committed=committed, save_from=self.master.save_from, halting=halting)
+        self.master.measures.note_transfer(request.ref)
+        self.master.measures.note_memory(request.ref, request.memory)
+        committed, saving = self.master.record_progress(request), self.master.saving
+        return pb.Ack(committed=committed, save_from=saving.save_from, halting=bool(saving.halting))
 
     async def Leave(self, request: pb.Worker, context: Context) -> pb.Ack:
         ack = await self._handle(h.Leaving(request.ref), context)
@@ -161,10 +160,8 @@ class MasterService(pb_grpc.MasterServicer):
             return pb.Ack()
         ack = await self._handle(h.Saved(request.ref, request.step, request.path, request.digest), context)
         master.room.gain("checkpoint")
-        if request.step >= master.save_from:
-            master.save_from = 0
-            if master.halting:
-                master.spawn(master.stop(master.halting, 0.0))
+        if master.saving.note(request.step, last=request.last, applied=master.applied):
+            master.spawn(master.stop(master.saving.halting, 0.0))
         return ack
 
     async def Suspect(self, request: pb.Suspicion, context: Context) -> pb.Ack:
@@ -185,8 +182,7 @@ class MasterService(pb_grpc.MasterServicer):
 
     async def Save(self, request: pb.Cursor, context: Context) -> pb.Ack:
         committed = self.master.progress.logged
-        self.master.save_from = max(committed, 1)
-        return pb.Ack(committed=committed, save_from=self.master.save_from)
+        return pb.Ack(committed=committed, save_from=self.master.saving.want(committed))
 
     async def Status(self, request: pb.Cursor, context: Context) -> pb.JobStatus:
         master, now = self.master, self.master.now()
@@ -204,7 +200,7 @@ class MasterService(pb_grpc.MasterServicer):
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
         if request.save and self.master.halt(request.why):
-            return pb.Ack(save_from=self.master.save_from, halting=True)
+            return pb.Ack(save_from=self.master.saving.save_from, halting=True)
         await self.master.stop(request.why, request.grace_s)
         return pb.Ack()
 

@@ -58,6 +58,7 @@ class Checkpointer:
         self._told = False  # the master knows that a checkpoint waits for room
         self._last = False  # training is over and waits
         self._begun = 0  # steps of the newest state that was copied
+        self._halts_at = -1  # steps of the state after which this worker applies none, as the job halts
         self.wants_best = False  # the job's result is the checkpoint of its best evaluation
 
     @classmethod
@@ -105,6 +106,7 @@ class Checkpointer:
         if best or due:
             if busy > 1:
                 self._join()
+            self._halts_at = steps if halting else -1
             self._begin(replica, link)
             if halting:
                 self._wait_for_end(replica, link)
@@ -122,6 +124,7 @@ class Checkpointer:
             self._join()
         while link.halting and self._failure is None:
             time.sleep(0.02)  # this process is killed
+        self._halts_at = -1
 
     def _begin(self, replica: Replica, link: ProgressReporter) -> None:
         self._begun = replica.ledger.steps
@@ -197,7 +200,8 @@ class Checkpointer:
                 Faults(self._faults, link.ref).at("saving", step)
 
         path = checkpoint.write(self.folder, step=step, state=snapshot, facts=facts, sealing=strike)
-        link.report_checkpoint(step, str(path), checkpoint.read_manifest(path)["digest"])
+        digest = checkpoint.read_manifest(path)["digest"]
+        link.report_checkpoint(step, str(path), digest, last=step == self._halts_at)
         try:
             checkpoint.prune(self.folder, newest=step, keep=self.keep, best=checkpoint.best_step(evaluations))
         except StorageError as error:  # the checkpoint is complete; the next one prunes again

@@ -63,18 +63,13 @@ def read_traits(model: torch.nn.Module) -> ModelTraits:
 def try_forward(model: torch.nn.Module, forward: Callable[[], object], records: int) -> ModelTraits:
     """`read_traits`, and what `forward` over `records` records shows; buffers and generators are restored."""
     nature = read_traits(model)
-    beside = [(slot, slot.value, slot.value.clone()) for slot in buffer_slots(model, persistent=False)]
     with restore_buffers(model):
         with seeding.preserve_generators():
             before = seeding.generator_state()
             with torch.no_grad():
                 forward()
             moved = seeding.generator_state() != before
-        changed = [slot.name for slot, value, copy in beside if slot.value is value and not torch.equal(value, copy)]
         rate = _rate(forward, records)
-    for name in changed:
-        why = "it changes in every forward, and is no part of the state_dict: each worker keeps its own"
-        events.emit("buffer.local", buffer=name, why=why)
     return ModelTraits(draws=nature.draws or moved, neighbours=nature.neighbours, rate=rate)
 
 

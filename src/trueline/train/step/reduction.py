@@ -20,6 +20,8 @@ import torch
 from trueline.errors import RecipeError, UsageError
 
 Tensor = torch.Tensor
+CERTAIN, ALIKE, ROUNDING = 16, 0.99, 2e-6
+"""Elements from which on a direction is no chance, its least cosine, and what rounding leaves in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +188,22 @@ def decide(
     if named != "auto":
         kind = "weighted" if weighted else named
         return kind, kind in fitting
+    if fitting == ["sum"] and _has_constant(whole, cuts):
+        far["sum"] = max(far["sum"], difference(whole, combine(cuts[0], "sum")))
+        raise _refusal(whole, cuts[0], far, tied=False, draws=draws)
     if len(fitting) == 1:
         return fitting[0], True
     raise _refusal(whole, cuts[0], far, tied=bool(fitting), draws=draws)
+
+
+def _has_constant(whole: LossSample, cuts: Sequence[Sequence[LossSample]]) -> bool:
+    """Whether a part of the loss, small as it may be, is no sum over the records: a penalty of the weights, which each
+    worker would add. What is left of the gradient is then the same for each way to cut; rounding is not."""
+    left = [whole.gradient - combine(parts, "sum").gradient for parts in cuts]
+    sizes = [value.norm().item() for value in left]
+    if len(whole.gradient) < CERTAIN or min(sizes) <= ROUNDING * whole.gradient.norm().item():
+        return False
+    return bool(float(left[0] @ left[1]) > ALIKE * sizes[0] * sizes[1])
 
 
 def as_percent(off: float) -> str:

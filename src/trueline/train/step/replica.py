@@ -58,11 +58,15 @@ class Replica:
         self._counters = model_traits.batch_counters(model)
         self._tallied = num_records if tallied else 0
         self._parameters = [value for value in model.parameters() if value.requires_grad]
+        self._frozen = [value for value in model.parameters() if not value.requires_grad]
+        self._groups = len(optimizer_step.optimizer.param_groups)
         self._width = self._tallied + sum(value.numel() for value in self._running)
         self._before: list[torch.Tensor] = []
         self._buffers: list[BufferSlot] = []
         self._buffers_before: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Of each, its tensor and a copy of its content."""
+        self._beside_state: list[BufferSlot] = []
+        """Of these the ones that `model.state_dict()` leaves out."""
         self._versions: list[int] = []
         self._gathered: list[torch.Tensor | None] = []
         """Between two pieces of a step: the gradients so far, out of reach of a loop that clears or clips them."""
@@ -82,7 +86,9 @@ class Replica:
     def share_buffers(self, names: Collection[str]) -> None:
         """Exchanges what forwards add to the buffers `names`, as for running statistics. Before the first `attach`."""
         if names:
-            self._buffers = [slot for slot in model_traits.buffer_slots(self.model) if slot.name in names]
+            kinds = [model_traits.buffer_slots(self.model, persistent=kind) for kind in (True, False)]
+            self._buffers, self._beside_state = ([slot for slot in kind if slot.name in names] for kind in kinds)
+            self._buffers = self._buffers + self._beside_state
             self.exchange.width += sum(slot.change(slot.value).numel() for slot in self._buffers)
 
     def attach(self, size: int) -> None:
@@ -137,8 +143,27 @@ class Replica:
                 "step() of an optimizer of your own",
             )
 
+    def _expect_same_training(self) -> None:
+        """Raises UsageError if the loop has frozen or thawed parameters, or changed the optimizer's groups."""
+        turned = any(value.requires_grad for value in self._frozen)
+        if turned or not all(value.requires_grad for value in self._parameters):
+            raise UsageError(
+                f"the loop {'thaws' if turned else 'freezes'} parameters in step {self.ledger.steps}, and the members "
+                "exchange the gradients of those that had requires_grad at the beginning",
+                hint="give the part a parameter group of its own, with a learning rate of 0 while it is frozen: "
+                "computed from batch.step before job.step(loss)",
+            )
+        if len(self.optimizer_step.optimizer.param_groups) != self._groups:
+            raise UsageError(
+                f"the loop changes the parameter groups of the optimizer in step {self.ledger.steps}",
+                hint="give it all groups at the beginning, with a learning rate of 0 until they count: computed from "
+                "batch.step before job.step(loss)",
+            )
+
     def _return_gradients(self) -> None:
         """Raises UsageError if the loop has computed some itself."""
+        if not self.owned:
+            self._expect_same_training()
         if any(value.grad is not None for value in self._parameters):
             raise UsageError(
                 f"the loop computes gradients itself in step {self.ledger.steps}",
@@ -231,7 +256,11 @@ class Replica:
 
     def state(self) -> dict[str, Any]:
         """The whole state; its tensors are the live ones."""
-        return {"model": self.model.state_dict(), **self.optimizer_step.state(), "ledger": self.ledger.as_tree()}
+        beside = {slot.name: slot.value for slot in self._beside_state}
+        return {
+            "model": self.model.state_dict(), **({"buffers": beside} if beside else {}),
+            **self.optimizer_step.state(), "ledger": self.ledger.as_tree(),
+        }  # fmt: skip
 
     def snapshot(self, *, readers: int = 1, patience: float = 0.0, spill: Path | None = None) -> Snapshot:
         """The whole state as it is now, for threads that read it while training continues."""
@@ -257,6 +286,8 @@ class Replica:
         self.settle()
         self._before, self._buffers_before = [], []
         self.model.load_state_dict(state["model"])
+        for slot in self._beside_state:
+            slot.set(slot.value, state.get("buffers", {}).get(slot.name, slot.value))
         self.optimizer_step.restore(state)
         self.ledger = Ledger.from_tree(state["ledger"])
         self.begin()

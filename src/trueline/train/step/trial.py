@@ -10,13 +10,12 @@ are of uneven length, and the records differ in their labels as far as a short l
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,6 +75,8 @@ class LossTrial:
 
     def __init__(self, trial: TrialInputs) -> None:
         self.inputs, self.taken = trial, False
+        self.after: Callable[[torch.Tensor], None] | None = None
+        """Takes the losses of steps that count as applied, once the trial of the loss is over."""
         self._tried: list[LossSample] = []
         values = [value for value in trial.model.parameters() if value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
@@ -108,8 +109,12 @@ class LossTrial:
                 return
             yield from self._in_parts(ids if self._took_s < QUICK_S else ids[:FEW])
 
-    def take(self, loss: torch.Tensor, weight: float | None, records: int) -> None:
-        """Takes the loss of the last batch. Raises RecipeError for a loss of another shape, UsageError without one."""
+    def take(self, loss: torch.Tensor, weight: float | None, records: int) -> bool:
+        """Takes the loss of the last batch; returns what `job.step` does. Raises RecipeError for a loss of another
+        shape, UsageError without one."""
+        if self.after is not None:
+            self.after(loss)
+            return True
         self._expect_unchanged()
         value = reduction.as_scalar(loss, records, self.inputs.options.reduction)
         if not value.requires_grad:
@@ -132,6 +137,7 @@ class LossTrial:
             else LossSample(records, float(value.item()), gradient, weight, uneven)
         )
         self.taken = True
+        return False
 
     def _gradients_of(self, loss: torch.Tensor, *, first: bool) -> Sequence[Any]:
         """The compared gradients. Of a `first` loss those of many times it too: these show what clips or rounds,
@@ -180,10 +186,14 @@ class LossTrial:
         until = time.monotonic() + LOOK_S
         for start in range(0, len(pool), count):
             ids = pool[start : start + count]
-            with contextlib.suppress(Exception):  # a damaged record may raise anything
+            try:
                 batch = trial.reader.read(ids, epoch=0)
                 keys[start : start + count] = _keys(batch, len(ids))
                 rows += zip(range(start, start + len(ids)), _features(batch, len(ids)), strict=True)
+            except UsageError:
+                raise
+            except Exception:  # noqa: BLE001  a damaged record may raise anything; its step finds it
+                pass
             if time.monotonic() > until:
                 break
         readable = np.flatnonzero(~np.isnan(keys))
@@ -201,7 +211,8 @@ class LossTrial:
         batch = trial.reader.read(ids, epoch=0)
         self._state = _state(trial)
         self._mark_gradient()
-        slots = [(slot, slot.value.clone()) for slot in model_traits.buffer_slots(trial.model)]
+        kinds = (model_traits.buffer_slots(trial.model, persistent=kind) for kind in (True, False))
+        slots = [(slot, slot.value.clone()) for kind in kinds for slot in kind]
         with model_traits.restore_buffers(trial.model):
             seeding.seed_all(trial.seed, 0, 0)
             before, watched.draws, self.taken = seeding.generator_state(), False, False
@@ -240,7 +251,7 @@ class LossTrial:
             with WatchedOperators(still=False) as watched:
                 yield from self._one(ids, watched)
         first, again = self._tried
-        if math.isfinite(first.loss) and reduction.difference(first, again) > max(self._tolerance / 10, IN_DOUBLE):
+        if math.isfinite(first.loss) and reduction.difference(first, again) > max(self.tolerance / 10, IN_DOUBLE):
             raise UsageError(
                 f"the loss of the same {len(ids)} records was {first.loss:.7g} and then {again.loss:.7g}, with equal "
                 "seeds and parameters: it depends on what was trained before, so on how a step is shared",
@@ -260,7 +271,7 @@ class LossTrial:
         self._draws = draws
         whole, parts = next(iter(self._tried), None), self._tried[1:]
         named = trial.options.reduction
-        how, confirmed = reduction.decide(whole, [parts[:2], parts[2:]], named, self._tolerance, draws=draws)
+        how, confirmed = reduction.decide(whole, [parts[:2], parts[2:]], named, self.tolerance, draws=draws)
         shares = [] if whole is None else [(part.records / whole.records) for part in parts]
         self.traits = self._traits(how, whole=not (confirmed and self._confirm_buffers(shares)))
 
@@ -277,17 +288,17 @@ class LossTrial:
                 scale = max(float(whole.norm()), float(mean.norm()))
                 found = float((whole - mean).norm()) / scale if scale else 0.0
                 name, off = (buffer, found) if found > off else (name, off)
-        if off > self._tolerance and self.inputs.options.reduction == "auto":
+        if off > self.tolerance and self.inputs.options.reduction == "auto":
             raise UsageError(
                 f"a forward changes the model's buffer '{name}', by all the records of a batch otherwise than by the "
                 f"mean of its parts ({reduction.as_percent(off)} off), so training depends on how a step is shared",
                 hint='change it by a mean over the records, as running statistics are, or set reduction = "mean" and '
                 "micro_batch = N: each shard of N records then changes it, and the changes are averaged",
             )
-        return off <= self._tolerance
+        return off <= self.tolerance
 
     @property
-    def _tolerance(self) -> float:
+    def tolerance(self) -> float:
         if self._half:
             return IN_HALF
         if not self._single and all(value.dtype == torch.float64 for value in self._parameters):

@@ -39,8 +39,9 @@ from trueline.train import settings as job_settings
 from trueline.train.elastic import Elastic
 from trueline.train.job_dir import JobDir
 from trueline.train.link.grpc_client import ask_status, connect, is_replacement
+from trueline.train.rehearsal import fork as rehearsal
 from trueline.train.settings import JobSettings
-from trueline.train.step import model_traits, rehearsal, trial
+from trueline.train.step import model_traits, trial
 from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.options import Options

@@ -4,7 +4,8 @@ The fork continues the user's loop with the trial's batches, sends what they sho
 loop. Its parent reads the records, since open files share their offsets, and then begins with step 0:
 
     fork    loop body ◀── batches of the trial      ──"records?"─▶  parent: reads
-                                                     ──traits────▶  settles them, begins with step 0
+                      ◀── two that are "applied"     ──traits────▶
+                                                     ──a fault───▶  settles the traits, begins with step 0
 
 Where a fork cannot compute (a model on a device), ends without traits, or hangs on a lock that it has of no one, the
 loop itself gets the batches, with `batch.trial` true.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -22,6 +24,7 @@ import sys
 import warnings
 from collections.abc import Generator
 from dataclasses import asdict, replace
+from typing import Any
 
 import psutil
 import torch
@@ -29,18 +32,23 @@ import torch
 from trueline import events
 from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_with_parent, receive, send
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
+from trueline.train.rehearsal import applied
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
+from trueline.train.step.optimizer_settings import OptimizerSettings
+from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.trial import LossTrial, load_traits, settle_traits
 
 ANSWER = -1
 """In place of a request's number: the message has the traits."""
 HUNG_S, LOOK_S = 5.0, 0.5
 """How long a fork may use no processor time outside of reading, and how often that is looked at."""
+AFTER_S = 10.0
+"""Processor time for what the loop does after a step: it may evaluate."""
 _here = {"forked": False}
 
 
-def try_loop(trial: LossTrial, shown: ModelTraits) -> Generator[StepBatch, None, None]:
+def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep) -> Generator[StepBatch, None, None]:
     """The batches of `trial`, in a fork where there can be one; afterwards `trial.traits` is known.
 
     `shown`: the traits by the module types. No batches, if another worker of the job has tried the loop. Raises what
@@ -49,7 +57,8 @@ def try_loop(trial: LossTrial, shown: ModelTraits) -> Generator[StepBatch, None,
     trial.traits = load_traits(shown) or shown
     if trial.traits is not shown:
         return
-    found = (yield from _in_fork(trial)) if _can_fork(trial.inputs.model) else None
+    applied.check_schedulers(optimizer_step.optimizer, optimizer_step.scheduler)
+    found = (yield from _in_fork(trial, optimizer_step.settings)) if _can_fork(trial.inputs.model) else None
     if isinstance(found, TruelineError):
         raise found
     if found is None:
@@ -70,7 +79,9 @@ def _can_fork(model: torch.nn.Module) -> bool:
     return hasattr(os, "fork") and on_host and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
-def _in_fork(trial: LossTrial) -> Generator[StepBatch, None, ModelTraits | TruelineError | None]:
+def _in_fork(
+    trial: LossTrial, settings: OptimizerSettings
+) -> Generator[StepBatch, None, ModelTraits | TruelineError | None]:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     with warnings.catch_warnings():
@@ -78,7 +89,7 @@ def _in_fork(trial: LossTrial) -> Generator[StepBatch, None, ModelTraits | Truel
         pid = os.fork()
     if not pid:
         mine.close()
-        yield from _rehearse(theirs, trial, parent)
+        yield from _rehearse(theirs, trial, settings, parent)
     theirs.close()
     try:
         with mine:
@@ -91,10 +102,13 @@ def _in_fork(trial: LossTrial) -> Generator[StepBatch, None, ModelTraits | Truel
     return found
 
 
-def _rehearse(line: socket.socket, trial: LossTrial, parent: int) -> Generator[StepBatch, None, None]:
+def _rehearse(
+    line: socket.socket, trial: LossTrial, settings: OptimizerSettings, parent: int
+) -> Generator[StepBatch, None, None]:
     """In the fork: the batches. Does not return; if the loop drops this generator, the fork ends."""
     _here["forked"] = True
     try:
+        after = applied.AppliedTrial(trial, settings)
         gc.freeze()  # destructors of the parent's objects may wait for threads, which a fork does not have
         atexit.register(os._exit, 0)
         end_with_parent(parent)
@@ -108,21 +122,48 @@ def _rehearse(line: socket.socket, trial: LossTrial, parent: int) -> Generator[S
             yield from trial.batches()
             found = asdict(trial.traits)
         except (UsageError, RecipeError) as error:
-            found = {"code": error.code, "message": error.message, "hint": error.hint}
+            found = _encode(error)
         send(line, ANSWER, 0, json.dumps(found).encode())
+        if "code" not in found:
+            applied.spare_files()
+            trial.after = after.take
+            yield from after.batches()
+            send(line, ANSWER, 0, json.dumps({} if after.fault is None else _encode(after.fault)).encode())
     finally:
         os._exit(0)
 
 
+def _encode(error: TruelineError) -> dict[str, str]:
+    return {"code": error.code, "message": error.message, "hint": error.hint}
+
+
 def _serve(line: socket.socket, pid: int, trial: LossTrial) -> ModelTraits | TruelineError | None:
-    """Reads for the fork `pid` until it has an answer; None if it ends or hangs without one."""
+    """Reads for the fork `pid` until it has its answers; None if it ends or hangs without the first one."""
+    first = _receive_answer(line, pid, trial)
+    if first is None or "code" in first:
+        return None if first is None else _make_error(first)
+    second = _receive_answer(line, pid, trial, most_s=AFTER_S)
+    if second is None:
+        events.emit("loop.untried", why="what it does after a step gave no answer")
+    return _make_error(second) if second else ModelTraits(**first)
+
+
+def _make_error(found: dict[str, Any]) -> TruelineError:
+    return find_error_class(found["code"], UsageError)(found["message"], hint=found["hint"])
+
+
+def _receive_answer(
+    line: socket.socket, pid: int, trial: LossTrial, *, most_s: float = math.inf
+) -> dict[str, Any] | None:
+    """`most_s`: of processor time."""
     line.settimeout(LOOK_S)
-    idle, used = 0.0, 0.0
-    while idle < HUNG_S:
+    began = used = _used_s(pid)
+    idle = 0.0
+    while idle < HUNG_S and used < began + most_s:
         try:
             head, memory = receive(line)
         except TimeoutError:
-            now = sum(psutil.Process(pid).cpu_times()[:2])
+            now = _used_s(pid)
             idle, used = (0.0 if now > used else idle + LOOK_S), now
             continue
         except OSError:
@@ -131,9 +172,11 @@ def _serve(line: socket.socket, pid: int, trial: LossTrial) -> ModelTraits | Tru
             return None
         idle = 0.0
         if head[0] == ANSWER:
-            found = json.loads(memory[:])
-            if "code" in found:
-                return find_error_class(found["code"], UsageError)(found["message"], hint=found["hint"])
-            return ModelTraits(**found)
+            answer: dict[str, Any] = json.loads(memory[:])
+            return answer
         answer_request(line, head, memory, trial.inputs.reader)
     return None
+
+
+def _used_s(pid: int) -> float:
+    return float(sum(psutil.Process(pid).cpu_times()[:2]))

@@ -1,0 +1,1 @@
+"""The loop of a user before its first step: tried in a fork, which nothing is trained with."""
