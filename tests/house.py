@@ -33,6 +33,7 @@ MAX_LINES += 300  # scripts and parameter servers on the engines of `submit` (00
 MAX_LINES += 700  # scripts, clocks and the history of a job on many machines (0023)
 MAX_LINES += 600  # large whole numbers in ONNX, draws and places from outside (0020)
 MAX_LINES += 400  # what loops keep in buffers, hooks, optimizers and collate functions (0021)
+MAX_LINES += 700  # norms, averages and changing servers of hybrid training, files of tables (0024)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
