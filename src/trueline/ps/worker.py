@@ -28,9 +28,11 @@ from trueline.checkpoint import model_files
 from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.source import Batch
 from trueline.errors import RecipeError, TruelineError
-from trueline.ps.client import Gradients, PsClient, Pulled
+from trueline.ps.client import PsClient
 from trueline.ps.dial import read_address
+from trueline.ps.gradients import Gradients, Pulled
 from trueline.ps.master.ledger import MinibatchGrid
+from trueline.ps.model.convert import convert_embeddings, refuse_table_weights
 from trueline.ps.model.minibatch import LookupPlan
 from trueline.ps.model.strategy import ServedModel
 from trueline.ps.tasks import CommitRequest, Computed, LeaseReply, TasksLink
@@ -84,11 +86,15 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> tuple[ServedM
     model = recipe.make_model()
     if settings.weights:
         model_files.load_stored(model, JobDir(job_dir).weights)
+    if settings.tables_above:
+        convert_embeddings(model, settings.tables_above)
     model = model.to(devices.choose_own(settings.device, repeatable=False))
     model.train()
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
     served = ServedModel(model, optimizer, scheduler, seed=settings.seed, clip_norm=settings.clip_norm)
+    if settings.weights:
+        refuse_table_weights(served.tables, JobDir(job_dir).weights)
     if settings.clip_norm and settings.staleness == 0 and settings.workers > 1:
         raise RecipeError(
             "clip_norm with synchronous steps: each worker has the gradient of its part alone",

@@ -31,8 +31,8 @@ WORKERS: Mapping[Strategy, str] = {
     "ps": "trueline.ps.worker",
     "hybrid": "trueline.ps.hybrid.worker",
 }
-OF_SERVERS = ("servers", "staleness", "half_rows", "grpc_port")
-NOT_OF_HYBRID = ("staleness", "grpc_port", "bitwise", "clip_norm", "ema", "compile", "hosts", "listen")
+OF_SERVERS = ("servers", "staleness", "tables_above", "half_rows", "grpc_port")
+NOT_OF_HYBRID = ("staleness", "grpc_port", "bitwise", "compile", "hosts", "listen")
 NOT_OF_SERVERS = (
     "micro_batch", "bitwise", "precision", "ema", "find_unused_parameters", "compile", "readers", "backend",
     "evaluate_every", "monitor", "patience", "profile", "autoscale", "hosts", "listen",
@@ -262,6 +262,7 @@ class Overrides(TypedDict, total=False):
     strategy: Strategy | None
     servers: int | None
     staleness: int | None
+    tables_above: int | None
     half_rows: bool | None
     grpc_port: int | None
     publish_every: float | None
