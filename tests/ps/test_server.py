@@ -17,7 +17,7 @@ import pytest
 
 from trueline.errors import StorageError, TrainError, TruelineError
 from trueline.ps import dial
-from trueline.ps.client import Gradients
+from trueline.ps.gradients import Gradients
 from trueline.ps.link import ServerLink
 from trueline.ps.messages import BUCKETS
 from trueline.ps.partition import make_routing

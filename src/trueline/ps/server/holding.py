@@ -75,7 +75,7 @@ class Holding:
             tables=[
                 (name, arrays[2 * at], widen(arrays[2 * at + 1])) for at, name in enumerate(request.tables)
             ],
-            dense=list(arrays[2 * tables :]), attempt=request.attempt,
+            dense=list(arrays[2 * tables :]), attempt=request.attempt, scale=request.scale,
         )  # fmt: skip
 
     def check_configure(self, body: Configure) -> bool:
@@ -107,6 +107,8 @@ class Holding:
             self.configure(body.spec, body.routing)
         elif frame.kind is Call.TAKE:
             self.held.take(msgspec.msgpack.decode(frame.read(Moved).header), frame.arrays)
+            self.is_moving = True
+        elif frame.kind is Call.EXPORT:  # another server is getting its rows: they may not change here meanwhile
             self.is_moving = True
         elif frame.kind is Call.ROUTE:
             self.routing, self.is_moving = frame.read(Routing), False
