@@ -8,7 +8,7 @@ import torch
 
 from trueline import events
 from trueline.checkpoint import checkpoint
-from trueline.errors import JobStopped
+from trueline.errors import JobStopped, TrainError
 from trueline.train.api import train
 from trueline.train.launch import jobs
 from worlds.counted import ENDLESS, STEPS, LaunchedJob, count_uneven, count_wrong
@@ -89,3 +89,17 @@ def test_servers_are_taken_and_come_back_while_training_goes_on_whoever_dies_mea
         train(COUNTING, job_dir=job, strategy="ps", workers=2, servers=2, epochs=ENDLESS, checkpoint_every=500)
     assert (scaler.reached, len(scaler.killed)) == (4, 4 if victim else 0)
     assert count_uneven(checkpoint.latest(job / "checkpoints")) == 0
+
+
+def test_copies_of_hot_rows_lose_and_repeat_no_record_whatever_dies(tmp_path):
+    strikes = [(10, "worker-0"), (20, "server-1"), (35, "master")]
+    found = run(tmp_path / "job", *strikes, workers=2, servers=2, staleness=3, hot_rows=50)
+    assert found.summary.exactly_once
+    assert count_wrong(found) == 0
+
+
+def test_a_gradient_that_is_refused_is_named_with_the_records_that_it_is_of(tmp_path):
+    recipe = COUNTING.with_name("rooted.py")
+    with pytest.raises(TrainError, match=r"the gradients of \d+ ids are NaN or Inf") as caught:
+        train(recipe, job_dir=tmp_path / "job", strategy="ps", workers=1, servers=1)
+    assert "in minibatch 0 of epoch 0, records [" in caught.value.hint

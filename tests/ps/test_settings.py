@@ -24,7 +24,7 @@ def test_what_servers_do_not_have_is_refused_by_its_option(wanted):
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"servers": 2}, {"staleness": 1}, {"half_rows": True}, {"tables_above": 9}],
+    "wanted", [{"servers": 2}, {"staleness": 1}, {"half_rows": True}, {"tables_above": 9}, {"hot_rows": 9}],
     ids=lambda wanted: next(iter(wanted)),
 )  # fmt: skip
 def test_what_only_servers_have_is_refused_without_them(wanted):
@@ -59,3 +59,10 @@ def test_out_of_range_is_named_with_the_range():
         settings_of(strategy="ps", servers=0)
     with pytest.raises(UsageError, match="staleness is -2, expected at least -1"):
         settings_of(strategy="ps", staleness=-2)
+
+
+def test_copies_of_rows_need_the_bound_that_they_have():
+    assert settings_of(strategy="ps", hot_rows=100, staleness=3).hot_rows == 100
+    for staleness, why in ((-1, "not given"), (0, "synchronous")):
+        with pytest.raises(UsageError, match=f"--hot-rows keeps rows .*{why}"):
+            settings_of(strategy="ps", hot_rows=100, staleness=staleness)

@@ -61,7 +61,9 @@ class PsClient:
         self._changed = threading.Condition()
         self._open: dict[Key, _Push] = {}
         self._acknowledged: list[Key] = []
-        self._refused: list[TruelineError] = []
+        self._refused: list[tuple[Key, TruelineError]] = []
+        self.refused: Key | None = None
+        """Of the push whose refusal was raised."""
         self._pulls: set[_Pull] = set()
         self._router = _Router(self, on_routing)
 
@@ -153,7 +155,8 @@ class PsClient:
 
     def _raise_refused(self) -> None:
         if self._refused:
-            raise self._refused.pop(0)
+            self.refused, error = self._refused.pop(0)
+            raise error
 
     # for the operations, in the thread of the connections
 
@@ -179,7 +182,7 @@ class PsClient:
             if error is None:
                 self._acknowledged.append(key)
             else:
-                self._refused.append(error)
+                self._refused.append((key, error))
             self._changed.notify_all()
         if self.notify is not None:
             self.notify()

@@ -22,6 +22,7 @@ from trueline.errors import StorageError, TruelineError
 from trueline.ps.master.checkpoints import FACTS, RESULT
 from trueline.ps.messages import ModelSpec
 from trueline.ps.server import snapshot
+from trueline.ps.server.holding import expect_all_parts
 from trueline.ps.tables.table import read_averages
 from trueline.ps.worker import build
 from trueline.recipe.load import load_recipe
@@ -83,13 +84,15 @@ class JoinedParts(NamedTuple):
 
 
 def join_parts(paths: Sequence[Path]) -> JoinedParts:
-    """Raises StorageError for a torn part."""
+    """Raises StorageError for a torn part, and a missing one."""
     spec: ModelSpec | None = None
     pieces: dict[str, list[tuple[int, Array]]] = {}
     rows: dict[str, list[tuple[Array, Array]]] = {}
     averages: dict[str, list[tuple[Array, Array]]] = {}
+    headers = list[snapshot.Header]()
     for path in paths:
         held, arrays = snapshot.read(path)
+        headers.append(held)
         spec = msgspec.msgpack.decode(held["spec"], type=ModelSpec)
         at = 0
         for name, columns in held["columns"].items():
@@ -101,6 +104,7 @@ def join_parts(paths: Sequence[Path]) -> JoinedParts:
         for part in held["dense"]:
             pieces.setdefault(part["name"], []).append((part["start"], arrays[at].reshape(-1)))
             at += part["arrays"]
+    expect_all_parts(headers, [str(path) for path in paths])
     if spec is None:
         raise StorageError("there are no parts of a checkpoint")
     ordered = {name: sorted(of, key=lambda one: one[0]) for name, of in pieces.items()}

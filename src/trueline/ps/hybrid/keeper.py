@@ -26,6 +26,7 @@ from trueline.ps.hybrid.mover import BucketMover
 from trueline.ps.link import ServerLink
 from trueline.ps.master import cuts
 from trueline.ps.master.servers import ServerMeter
+from trueline.ps.master.shell import read_last_words
 from trueline.ps.master.slots import Slots
 from trueline.ps.messages import ModelSpec, Routing
 from trueline.ps.partition import make_routing, move_buckets
@@ -124,9 +125,9 @@ class ServerKeeper:
             return
         self._master.emit("worker.lost", worker=ref, why=why)
         if (slot := self._servers.hopeless) >= 0:
-            times = self._servers.most_failures
-            self._master.fail("train", f"server {slot} died {times} times in a row, the last time: {why}",
-                              f"see {self._master.folder.log(ref)}")  # fmt: skip
+            times, log = self._servers.most_failures, self._master.folder.log(ref)
+            words = f"the last time: {why}: {read_last_words(log)}"
+            self._master.fail("train", f"server {slot} died {times} times in a row, {words}", f"see {log}")
 
     async def _tick(self) -> None:
         measured = 0.0
@@ -329,7 +330,7 @@ class ServerKeeper:
         self._servers.count = max(count, before)
         self._master.emit("servers.scaling", before=before, servers=count)
         for name in names:
-            await self._repeat(name, self._greet)
+            await self._repeat(name, lambda link: link.greet())
         for stage in cuts.plan_stages(self._kept.routing, names, self._kept.spec):
             await self._move(stage)
             if self._kept.wanted != count:
@@ -338,10 +339,6 @@ class ServerKeeper:
             await asyncio.wait_for(self._all_saved.wait(), SAVING_S)
         self._servers.count = count
         self._master.emit("servers.scaled", servers=count)
-
-    @staticmethod
-    async def _greet(link: ServerLink) -> None:
-        await link.stats()
 
     async def _move(self, stage: Routing) -> None:
         while not self._over:

@@ -149,7 +149,7 @@ class Held:
             shown = ", ".join(map(str, bad[:5].tolist())) + (", …" if len(bad) > 5 else "")
             raise GradientError(
                 f"table {name}: the gradients of {len(bad)} ids are NaN or Inf: {shown}",
-                hint="a smaller learning rate or --clip-norm; the worker's log names the records of this minibatch",
+                hint="look at records with these ids, lower the learning rate, or add --clip-norm",
             )
 
     def push(self, push: Push) -> bool:
