@@ -39,7 +39,7 @@ from _table import mark, report
 from trueline.storage.location import Location
 
 RECIPE = HERE / "sized.py"
-WORKERS, EVERY = 2, 10
+WORKERS, EVERY, EPOCHS = 2, 10, 2
 MEASURES = ("kills", "checkpoints", "memory", "goodput")
 Figures = dict[str, Any]
 Row = tuple[str, str, str, str]
@@ -99,10 +99,17 @@ def journalled(job_dir: Path, total: int) -> int:
     return sum(applied.count(step) != 1 for step in range(total))
 
 
-def kills(folder: Path, size: Size, quick: bool) -> Figures:
-    epochs = 2
+def _kill_steps(size: Size, quick: bool) -> int:
     fewest = 2 * (size.settle + size.reserve)  # for one kill and its replacement
-    steps = (max(size.kill_steps // 4, fewest) if quick else size.kill_steps) // epochs * epochs
+    return (max(size.kill_steps // 4, fewest) if quick else size.kill_steps) // EPOCHS * EPOCHS
+
+
+def _checkpoint_steps(size: Size, quick: bool) -> int:
+    return 2 * EVERY * ((1 if quick else size.pairs) + 1) + 1
+
+
+def kills(folder: Path, size: Size, quick: bool) -> Figures:
+    epochs, steps = EPOCHS, _kill_steps(size, quick)
     killer = SizedKiller(full=WORKERS, settle=size.settle, reserve=size.reserve, move_bytes=size.state_bytes)
     with sizing(size, steps // epochs) as settings:
         result = killer.run(folder, RECIPE, epochs=epochs, checkpoint_every=1_000_000, **settings)
@@ -145,8 +152,7 @@ class Peaks(Watch):
 
 def checkpoints(folder: Path, size: Size, quick: bool) -> Figures:
     """Steps 20 to 29, 40 to 49, … follow a checkpoint."""
-    pairs = 1 if quick else size.pairs
-    steps = 2 * EVERY * (pairs + 1) + 1
+    pairs, steps = 1 if quick else size.pairs, _checkpoint_steps(size, quick)
     watch = Peaks(mark=2 * EVERY - 2)
     with sizing(size, steps) as settings:
         watch.run(folder, RECIPE, epochs=1, checkpoint_every=2 * EVERY, **settings)
@@ -166,10 +172,11 @@ def checkpoints(folder: Path, size: Size, quick: bool) -> Figures:
 
 
 def memory(folder: Path, size: Size, quick: bool) -> Figures:
-    """Peak and step of plain DDP, which neither writes checkpoints nor sends a state."""
+    """Peak and step of plain DDP, which neither writes checkpoints nor sends a state. It holds the records of the
+    smaller of the jobs above, and takes some steps with them."""
     steps = 8 if size.millions > 100 else 20
     log = folder / "plain.log"
-    with sizing(size, steps):
+    with sizing(size, max(steps, min(_kill_steps(size, quick) // EPOCHS, _checkpoint_steps(size, quick)))):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}",
                    str(HERE / "_plain_ddp.py"), str(log), str(steps)]  # fmt: skip
         usual = {"BENCH_RECIPE": "sized", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -310,3 +310,20 @@ def test_each_record_that_decides_otherwise_is_counted_in_any_number_of_dimensio
     got[0, 1], got[1, 0], got[1, 1] = [0.0, 0.2, 0.1], [0.1, 0.0, 0.3], [0.51, 0.4, 0.49]
     found = compare({"y": want}, {"y": got}, tolerances={np.dtype(np.float64): Tolerance(0.49, 0.0)})
     assert (found.decisions_changed, found.agrees) == (2, False)
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 3), (5, 2, 3), (1, 4), (0, 3), ()])
+def test_a_large_answer_is_compared_by_parts_with_the_same_verdict(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = np.random.default_rng(0)
+    want = {"y": drawn.normal(size=shape).astype(np.float32)}
+    for wrong in (0.0, 1e-3, np.nan):
+        found = {"y": want["y"].copy()}
+        found["y"][...] += np.float32(1e-9)
+        if found["y"].size:
+            found["y"].reshape(-1)[-1] += np.float32(wrong)
+        monkeypatch.setattr("trueline.runtime.compare.PIECE", 1 << 22)
+        whole = compare(want, found)
+        monkeypatch.setattr("trueline.runtime.compare.PIECE", 2)
+        assert compare(want, found) == whole

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ Bound = Sequence[Floats]
 """For the whole output, then along each of its axes: how far an element at that index may be off. The smallest
 counts."""
 
+PIECE = 1 << 22
+"""Elements that are compared at once."""
 FEW = 4
 """Elements of a column below which its largest says little: one number near 0 is no scale."""
 SOFT = 64.0
@@ -105,10 +107,27 @@ def _compare_one(
         return Comparison(agrees=True, reason="", max_abs_error=0.0, max_rel_error=0.0, decisions_changed=0)
     if want.dtype not in tolerances:
         return _compare_exact(name, want, got)
-    a = want.astype(np.float64)
-    scale = spread(column_scale(largest(a), a.shape), a.shape)
-    allowed = spread(bound or default_bound(want, tolerances) or (), a.shape)
-    return _compare_floats(name, a, got.astype(np.float64), scale, allowed)
+    scale = column_scale(largest(want), want.shape)
+    allowed = bound or default_bound(want, tolerances) or ()
+    parts = []
+    for rows in _split_rows(want.shape):
+        a, b = (one[rows].astype(np.float64) for one in (want, got))
+        scales, bounds = (spread(_cut(one, rows), a.shape) for one in (scale, allowed))
+        parts.append(_compare_floats(a, b, scales, bounds, rows))
+    return _conclude(name, want.size, parts)
+
+
+def _split_rows(shape: Sequence[int]) -> list[Any]:
+    """Indices of the parts that are compared at once: float64 and its intermediate results would take as much memory as
+    a large answer ten times over."""
+    if not shape or int(np.prod(shape)) <= PIECE:
+        return [...]
+    step = max(PIECE // int(np.prod(shape[1:])), 1)
+    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+def _cut(bound: Bound, rows: Any) -> Bound:
+    return bound if rows is ... else (bound[0], bound[1][rows], *bound[2:])
 
 
 def default_bound(
@@ -119,7 +138,7 @@ def default_bound(
     tolerance = tolerances.get(want.dtype)
     if tolerance is None:
         return None
-    scales = column_scale(largest(want.astype(np.float64)), want.shape)
+    scales = column_scale(largest(want), want.shape)
     return tuple(np.asarray(tolerance.atol + tolerance.rtol * one) for one in scales)
 
 
@@ -131,47 +150,82 @@ def _compare_exact(name: str, want: Array, got: Array) -> Comparison:
     return Comparison(agrees=not count, reason=reason, max_abs_error=error, max_rel_error=0.0, decisions_changed=count)
 
 
-def _compare_floats(name: str, a: Floats, b: Floats, scale: Floats, bound: Floats) -> Comparison:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartDifference:
+    """How some rows of an output differ."""
+
+    misplaced: int
+    over: int
+    changed: int
+    worst: float
+    relative: float
+    times: float
+    """The largest error, relative to its bound."""
+    at: str
+    """The element that has it."""
+
+
+def _compare_floats(a: Floats, b: Floats, scale: Floats, bound: Floats, rows: Any) -> _PartDifference:
     finite = np.isfinite(a) & np.isfinite(b)
     misplaced = int(np.count_nonzero(~finite & ~((a == b) | (np.isnan(a) & np.isnan(b)))))
     error = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0))
     over = error > bound
-    worst = float(np.max(error, initial=0.0))
-    relative = float(np.max(np.divide(error, scale, out=np.zeros_like(error), where=scale > 0), initial=0.0))
-    changed = _decisions_changed(a, b, bound)
+    times, at = 0.0, ""
+    if over.any():
+        every = np.divide(error, bound, out=np.where(over, np.inf, 0.0), where=bound > 0)
+        place = np.unravel_index(int(np.argmax(every)), a.shape)
+        times, first = float(every[place]), 0 if rows is ... else rows.start
+        where = f" at {[int(index) + (0 if axis else first) for axis, index in enumerate(place)]}" if place else ""
+        at = f"{where} {a[place]:.6g} is off by {error[place]:.3g}, where {bound[place]:.3g} is allowed"
+    return _PartDifference(
+        misplaced=misplaced,
+        over=int(np.count_nonzero(over)),
+        changed=_decisions_changed(a, b, bound),
+        worst=float(np.max(error, initial=0.0)),
+        relative=float(np.max(np.divide(error, scale, out=np.zeros_like(error), where=scale > 0), initial=0.0)),
+        times=times,
+        at=at,
+    )
+
+
+def _conclude(name: str, size: int, parts: Sequence[_PartDifference]) -> Comparison:
+    misplaced, over, changed = (sum(getattr(one, key) for one in parts) for key in ("misplaced", "over", "changed"))
+    worst = max((one.worst for one in parts), default=0.0)
     reason = ""
     if misplaced:
         reason = f"output '{name}' has {misplaced} infinities or NaN where the other has none"
-    elif over.any():
-        reason = f"output '{name}' differs by {worst:.3g} ({_describe(a, error, bound, over)})"
+    elif over:
+        farthest = max(parts, key=lambda one: one.times).at
+        reason = f"output '{name}' differs by {worst:.3g} ({over} of {size} elements;{farthest})"
     elif changed:
         reason = f"output '{name}' decides otherwise for {changed} records"
     return Comparison(
-        agrees=not reason, reason=reason, max_abs_error=worst, max_rel_error=relative, decisions_changed=changed
+        agrees=not reason,
+        reason=reason,
+        max_abs_error=worst,
+        max_rel_error=max((one.relative for one in parts), default=0.0),
+        decisions_changed=changed,
     )
 
 
-def _describe(a: Floats, error: Floats, bound: Floats, over: npt.NDArray[np.bool_]) -> str:
-    """How many elements are beyond their bounds, and the one that is farthest."""
-    times = np.divide(error, bound, out=np.where(over, np.inf, 0.0), where=bound > 0)
-    at = np.unravel_index(int(np.argmax(times)), a.shape)
-    where = f" at {[int(index) for index in at]}" if at else ""
-    return (
-        f"{np.count_nonzero(over)} of {a.size} elements;{where} {a[at]:.6g} is off by {error[at]:.3g}, where "
-        f"{bound[at]:.3g} is allowed"
-    )
-
-
-def largest(values: Floats) -> tuple[Floats, ...]:
+def largest(values: Array) -> tuple[Floats, ...]:
     """The largest finite magnitude of the whole, then at each index of each axis.
 
     >>> [one.tolist() for one in largest(np.array([[1.7e9, 0.25], [1.6e9, -0.75]]))]
     [[1700000000.0], [1700000000.0, 1600000000.0], [1700000000.0, 0.75]]
     """
-    sizes = np.abs(np.where(np.isfinite(values), values, 0.0))
     axes = range(values.ndim)
-    along = (np.max(sizes, axis=tuple(one for one in axes if one != axis), initial=0.0) for axis in axes)
-    return (np.max(sizes, initial=0.0).reshape(1), *along)
+    found: list[Floats] = []
+    for rows in _split_rows(values.shape):
+        sizes = np.abs(np.asarray(values[rows], dtype=np.float64))
+        sizes = np.where(np.isfinite(sizes), sizes, 0.0)
+        along = [np.max(sizes, axis=tuple(one for one in axes if one != axis), initial=0.0) for axis in axes]
+        part: list[Floats] = [np.max(sizes, initial=0.0).reshape(1), *map(np.asarray, along)]
+        if found:
+            joined = [np.concatenate((found[1], part[1]))]
+            part = [np.maximum(found[0], part[0]), *joined, *map(np.maximum, found[2:], part[2:])]
+        found = part
+    return tuple(found)
 
 
 def column_scale(

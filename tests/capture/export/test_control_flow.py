@@ -17,7 +17,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.proof import determinism
-from trueline.capture.proof import observe as observing
+from trueline.capture.proof.careful import Careful
 from trueline.capture.proof.disagreement import shrink
 from trueline.capture.proof.observe import hidden_state, observe
 from trueline.capture.proof.probes import Probe, make_probes
@@ -67,7 +67,7 @@ class Solves(nn.Module):
 
 def test_no_branch_hands_what_is_no_number_to_lapack() -> None:
     eager = EagerSession(Solves().eval(), torch.eye(3))
-    with observing.Careful(), pytest.raises(ValueError, match="a value that is no number"):
+    with Careful(), pytest.raises(ValueError, match="a value that is no number"):
         eager.run({"x": np.full((3, 3), np.nan, np.float32)})
     assert eager.run({"x": np.eye(3, dtype=np.float32)})["output"].tolist() == [1.0, 1.0, 1.0]
 

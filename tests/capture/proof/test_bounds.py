@@ -47,6 +47,13 @@ class Program:
         return {self.signature.outputs[0].name: np.asarray(found, np.float32)}
 
 
+class Program2D(Program):
+    """The same, of a model whose input has another name."""
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return super().run({"x": next(iter(inputs.values()))})
+
+
 def proof(model: nn.Module, x: Tensor, formula: Formula) -> Proof:
     eager = EagerSession(model.eval(), x)
     seen = observe(eager, [probe for probe in make_probes(eager.example) if not probe.wild])
@@ -247,3 +254,41 @@ def test_a_large_matrix_is_widened_piece_by_piece(monkeypatch: pytest.MonkeyPatc
     pieces, rounded = ask(module, x)
     np.testing.assert_allclose(pieces, whole, rtol=1e-14)
     assert (rounded != pieces).all()
+
+
+def wide() -> tuple[nn.Module, Tensor]:
+    """Of three hundred numbers some are all but zero, since their terms cancel."""
+    torch.manual_seed(1)
+    layers = [part for _ in range(6) for part in (nn.Linear(300, 300), nn.ReLU())]
+    return nn.Sequential(*layers).eval(), torch.randn(2, 300)
+
+
+def add_otherwise(model: nn.Module) -> Formula:
+    """The same formula in float32, with every sum in another order."""
+
+    def answer(x: Array) -> Array:
+        for layer in model.children():
+            if isinstance(layer, nn.Linear):
+                weight, bias = (one.detach().numpy() for one in (layer.weight, layer.bias))
+                x = x[:, ::-1].copy() @ weight[:, ::-1].copy().T + bias
+            else:
+                x = np.maximum(x, np.float32(0))
+        return x
+
+    return answer
+
+
+@pytest.mark.parametrize("time_s", [8.0, 0.0])
+def test_one_of_many_numbers_that_is_small_by_cancelling_is_no_reason_to_refuse(
+    time_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With time by more draws of the probe, without by what other probes tell of the column."""
+    monkeypatch.setattr("trueline.capture.proof.observe.BUDGET_S", time_s)
+    monkeypatch.setattr("trueline.capture.model.arbiter.HELD", 0)
+    model, x = wide()
+    eager = EagerSession(model, x)
+    seen = observe(eager, [probe for probe in make_probes(eager.example) if not probe.wild])
+    assert (found := judge(Program2D(eager, add_otherwise(model)), seen)).proven, found.reason
+    wrong = add_otherwise(model)
+    off = Program2D(eager, lambda x: wrong(x) + np.float32(3e-4) * (np.arange(300) == 7))
+    assert not judge(off, seen).proven

@@ -15,7 +15,8 @@ from trueline.bundle.values import Values
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import limits, narrowing, prove
-from trueline.capture.proof.observe import Careful, find_parting, observe, watch_again
+from trueline.capture.proof.careful import Careful
+from trueline.capture.proof.observe import find_parting, observe, watch_again
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.value_probes import make_value_probes
 from trueline.errors import RequestError

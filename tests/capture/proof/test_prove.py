@@ -17,7 +17,8 @@ from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof.observe import Careful, Observation, care, find_parting, hidden_state, observe
+from trueline.capture.proof.careful import Careful, care
+from trueline.capture.proof.observe import Observation, find_parting, hidden_state, observe
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.prove import Proof, disagreement, judge, prove, versions
 from trueline.errors import CaptureError

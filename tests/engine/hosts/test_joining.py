@@ -1,5 +1,6 @@
 """Which hosts may join, the errors of those that may not, and how a lost connection is made again."""
 
+import asyncio
 import time
 
 import pytest
@@ -8,11 +9,12 @@ from trueline import events
 from trueline.engine.hosts import route, tls, token
 from trueline.engine.hosts.host_clock import OwnClock
 from trueline.engine.hosts.messages import Pulse, Welcome
-from trueline.engine.hosts.relay import check_packages, check_store
+from trueline.engine.hosts.relay import check_packages, check_port, check_store
 from trueline.engine.hosts.service import find_version_fault
 from trueline.errors import TrainError, UsageError
 from worlds.hosts import WAIT_S, HostWorld
 from worlds.loopback import free_ports
+from worlds.waiting import until_async
 
 
 @pytest.fixture
@@ -48,11 +50,34 @@ def test_the_first_version_that_differs_is_named():
     assert find_version_fault(ours, {"trueline": "1"}) == "the host has no torch, and the job runs on torch 2.13"
 
 
-def test_an_address_where_nothing_listens_is_named(world):
+def test_an_address_where_nothing_listens_is_named(world, monkeypatch):
+    monkeypatch.setattr("trueline.engine.hosts.relay.REFUSED_S", 0.0)
     port = free_ports(1)[0]
     _, future = world.join(address=f"127.0.0.1:{port}")
     with pytest.raises(TrainError, match=rf"cannot reach 127.0.0.1:{port}"):
         future.result(WAIT_S)
+
+
+def test_a_host_waits_for_a_master_that_listens_a_moment_later(monkeypatch):
+    port, refused = free_ports(1)[0], []
+    connect = asyncio.open_connection
+
+    async def count(*address):
+        try:
+            return await connect(*address)
+        except ConnectionRefusedError:
+            refused.append(address)
+            raise
+
+    async def join():
+        asking = asyncio.ensure_future(check_port(f"127.0.0.1:{port}"))
+        await until_async(lambda: refused, "the port refuses")
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port)
+        await asyncio.wait_for(asking, WAIT_S)
+        server.close()
+
+    monkeypatch.setattr(asyncio, "open_connection", count)
+    asyncio.run(join())
 
 
 def test_a_master_with_another_certificate_is_not_trusted(world, monkeypatch):

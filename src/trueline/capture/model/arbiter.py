@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch._decomp import decomposition_table
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trueline.bundle.signature import Array
@@ -44,6 +45,15 @@ _SUMS = tuple(
 """Operators whose rounding grows with the number of terms, and with the order in which a runtime adds them."""
 _CANCELLING = ("aten::gelu", "aten::mish")
 """Operators inside of which nearly equal numbers cancel: they are rounded part by part."""
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::convolution": 0}
+"""Operators that add products, and which operand is rounded: the error grows with the number of products."""
+_LARGE = ("aten::mm", "aten::addmm", "aten::convolution")
+"""Operators whose weights may be large: they are widened by parts."""
+LANES = 64
+"""Sums that a runtime keeps side by side in a product: fewer products than that are as exact as their result."""
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+_CHECKED = ("prelu", "bilinear", "scaled_dot_product_attention")
+"""Functions that compare the dtypes of their operands before any operator runs; a convolution of input and bias."""
 
 
 class Widened(OperatorMode):  # type: ignore[no-untyped-call]
@@ -70,6 +80,8 @@ class Widened(OperatorMode):  # type: ignore[no-untyped-call]
         if self._unit and name in _CANCELLING and func in decomposition_table:
             with self:
                 return decomposition_table[func](*tree_map(_widen, tuple(args)), **kwargs)
+        if self._unit and name in _PRODUCTS:
+            args = self._shake_products(_PRODUCTS[name], args)
         if not self._unit or name not in _SUMS:
             return tree_map(self._round, self._call(func, args, kwargs))
         found = self._call(func, (self._terms(args[0]), *args[1:]), kwargs)
@@ -82,15 +94,22 @@ class Widened(OperatorMode):  # type: ignore[no-untyped-call]
             return value
         return self.shake(wide, times=wide.shape[-1] ** 0.5, whole=True)
 
+    def _shake_products(self, at: int, args: Any) -> Any:
+        """The operands of a product, one of them off by as much as adding the products may take the result."""
+        wide, weights = _widen(args[at]), args[at + 1]
+        products = weights.shape[1:].numel() if at == 0 and weights.ndim > 3 else wide.shape[-1]
+        if wide.dtype != torch.float64 or not wide.numel() or products <= LANES:
+            return args
+        return (*args[:at], self.shake(wide, times=(products / LANES) ** 0.5, whole=True), *args[at + 1 :])
+
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        matrix = args[-1] if args and not kwargs and func._schema.name in ("aten::mm", "aten::addmm") else None
-        if isinstance(matrix, torch.Tensor) and matrix.numel() > PIECE and matrix.dtype in WIDE:
-            width = max(PIECE // len(matrix), 1)
-            left = _widen(args[-2])
-            found = torch.empty(len(left), matrix.shape[1], dtype=left.dtype)
-            for into, one in zip(torch.split(found, width, dim=1), torch.split(matrix, width, dim=1), strict=True):
-                torch.mm(left, _widen(one), out=into)
-            return found.add_(_widen(args[0])) if len(args) > 2 else found
+        name = func._schema.name
+        large = args[1 if name == "aten::convolution" else -1] if args and not kwargs and name in _LARGE else None
+        if isinstance(large, torch.Tensor) and large.numel() > PIECE and large.dtype in WIDE:
+            if name == "aten::convolution" and args[-1] == 1 and not args[6]:
+                return _convolve_by_parts(func, *args)
+            if name != "aten::convolution":
+                return _multiply_by_parts(args)
         wide = {key: WIDE.get(value, value) if key == "dtype" else value for key, value in kwargs.items()}
         try:
             found = func(*tree_map(_widen, tuple(args)), **tree_map(_widen, wide))
@@ -140,6 +159,51 @@ class Widened(OperatorMode):  # type: ignore[no-untyped-call]
         return _widen(value) if isinstance(value, torch.Tensor) else super()._inside(value)
 
 
+def _multiply_by_parts(args: Any) -> torch.Tensor:
+    """What mm or addmm returns; columns of a large matrix one after the other."""
+    matrix, left = args[-1], _widen(args[-2])
+    width = max(PIECE // len(matrix), 1)
+    found = torch.empty(len(left), matrix.shape[1], dtype=left.dtype)
+    for into, one in zip(torch.split(found, width, dim=1), torch.split(matrix, width, dim=1), strict=True):
+        torch.mm(left, _widen(one), out=into)
+    return found.add_(_widen(args[0])) if len(args) > 2 else found
+
+
+def _convolve_by_parts(func: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: Any, *how: Any) -> torch.Tensor:
+    """What a convolution without groups returns; output channels of large weights one after the other."""
+    wide, width = _widen(inputs), max(PIECE // weight[0].numel(), 1)
+    parts = [func(wide, _widen(one), None, *how) for one in torch.split(weight, width)]
+    found = torch.cat(parts, dim=1)
+    return found if bias is None else found + _widen(bias).reshape(-1, *[1] * (weight.ndim - 2))
+
+
+class _WidenedFunctions(TorchFunctionMode):
+    """Gives functions that compare dtypes all operands in float64: the parameters of a large model are not held so."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _CHECKED:
+            args, kwargs = tree_map(_widen, tuple(args)), tree_map(_widen, kwargs)
+        elif name in _CONVOLUTIONS:  # its weights are widened by parts
+            args = tuple(one if at == 1 else _widen(one) for at, one in enumerate(args))
+            kwargs = {key: one if key == "weight" else _widen(one) for key, one in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _widen_weights(layer: torch.nn.RNNBase) -> None:
+    """Recurrent layers compare the dtype of their weights themselves: these are in float64 while one is called."""
+    kept = layer._flat_weights
+
+    def widen(*_: Any) -> None:
+        layer._flat_weights = [_widen(one) for one in kept]
+
+    def restore(*_: Any) -> None:
+        layer._flat_weights = kept
+
+    layer.register_forward_pre_hook(widen)
+    layer.register_forward_hook(restore, always_call=True)
+
+
 def _widen(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype in WIDE and not value.is_quantized:
         return value.to(WIDE[value.dtype])
@@ -160,6 +224,9 @@ class Arbiter:
         self.small = sum(part.nbytes for part in parts) <= HELD
         """Whether it holds the parameters in float64."""
         self._module = _copy(eager.module, held=self.small)
+        for layer in self._module.modules() if not self.small else ():
+            if isinstance(layer, torch.nn.RNNBase):
+                _widen_weights(layer)
         tensors = [*eager.module.parameters(), *eager.module.buffers(), *eager.calling.example]
         dtypes = {one.dtype for one in tensors if one.is_floating_point()}
         units = [torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype in WIDE or dtype == torch.float64]
@@ -170,7 +237,7 @@ class Arbiter:
         raises in float64."""
         mode = Widened(self._unit if rounded else 0.0, rounded)
         tensors = [_widen(tensor) for tensor in to_tensors(self._eager.signature, inputs)]
-        with torch.no_grad(), as_trained(), mode:
+        with torch.no_grad(), as_trained(), _WidenedFunctions(), mode:
             outputs = self._eager.calling.call(self._module, tensors)
         named = zip(self._eager.signature.outputs, outputs, strict=True)
         return {spec.name: _widen(tensor.detach()).numpy() for spec, tensor in named}

@@ -18,13 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.bundle.signature import Array
-from trueline.runtime.compare import TOLERANCES, Bound, column_scale, largest, spread
+from trueline.runtime.compare import SOFT, TOLERANCES, Bound, column_scale, largest, spread
 
 FACTOR = 16.0
 """Times the noise. Measured: docs/concepts/proof.md."""
 ULPS = 16.0
 CAP = 2.0**-6
 FLAT = 2.0**-10
+ALIKE = 4.0
+"""Answers are of one scale if the largest number of the one is at most that many times the other's."""
+MOSTLY = 0.75
+"""A column with more zeros than that, behind a threshold, has the scale of one with few elements."""
 PARTED, FEW_PARTED = 2.0**-4, 0.25
 """Elements that are off by this much of their scale went another way (a branch, an order) in float64; where they are a
 small part, they say nothing about the others."""
@@ -43,6 +47,8 @@ class Measure:
     scale: Slices
     flat: Slices
     """Along each axis, whether the elements at an index are equal but for rounding."""
+    dead: Slices
+    """Along each axis, the part of the elements at an index that is 0: a threshold hides what they are off by."""
     noise: Slices | None
     """None where the arbiter did not answer."""
 
@@ -59,12 +65,13 @@ def measure(answer: Mapping[str, Array], exact: Sequence[Mapping[str, Array]]) -
 
 
 def _measure(answer: Array, exact: Sequence[Array]) -> Measure:
-    eager = answer.astype(np.float64)
-    scale = largest(eager)
-    plain = Measure(shape=answer.shape, dtype=answer.dtype, scale=scale, flat=_flat(eager), noise=None)
+    scale = largest(answer)
+    plain = Measure(
+        shape=answer.shape, dtype=answer.dtype, scale=scale, flat=_flat(answer), dead=_dead(answer), noise=None
+    )
     if not exact or any(one.shape != answer.shape for one in exact):
         return plain
-    noise = _distance(eager, exact[0])
+    noise = _distance(answer.astype(np.float64), exact[0])
     for rounded in exact[1:]:
         noise = np.maximum(noise, _distance(rounded.astype(np.float64), exact[0]))
     parted = noise > PARTED * spread(column_scale(scale, answer.shape), answer.shape)
@@ -73,14 +80,25 @@ def _measure(answer: Array, exact: Sequence[Array]) -> Measure:
     return replace(plain, noise=largest(noise))
 
 
-def _flat(values: Floats) -> Slices:
-    finite = np.where(np.isfinite(values), values, 0.0)
+def _flat(values: Array) -> Slices:
+    finite = np.isfinite(values)
+    values = values if finite.all() else np.where(finite, values, np.zeros((), values.dtype))
     found = []
     for axis in range(values.ndim):
-        rows = np.moveaxis(finite, axis, 0).reshape(values.shape[axis], values.size // max(values.shape[axis], 1))
-        spans = np.ptp(rows, axis=1) if rows.size else np.zeros(values.shape[axis])
-        found.append(spans <= FLAT * np.max(np.abs(rows), axis=1, initial=0.0))
+        others = tuple(one for one in range(values.ndim) if one != axis)
+        if values.size:
+            low, high = (one.astype(np.float64) for one in (values.min(axis=others), values.max(axis=others)))
+        else:
+            low = high = np.zeros(values.shape[axis])
+        found.append(high - low <= FLAT * np.maximum(np.abs(low), np.abs(high)))
     return tuple(found)
+
+
+def _dead(values: Array) -> Slices:
+    others = (tuple(one for one in range(values.ndim) if one != axis) for axis in range(values.ndim))
+    return tuple(
+        1.0 - np.count_nonzero(values, axis=one) * values.shape[i] / max(values.size, 1) for i, one in enumerate(others)
+    )
 
 
 def _distance(one: Floats, other: Array) -> Floats:
@@ -88,6 +106,26 @@ def _distance(one: Floats, other: Array) -> Floats:
     finite = np.isfinite(one) & np.isfinite(wide)
     found: Floats = np.abs(np.where(finite, one, 0.0) - np.where(finite, wide, 0.0))
     return found
+
+
+def merge(one: Measures, other: Measures) -> Measures:
+    """Two measures of one answer: the larger noise of each slice."""
+    merged = {}
+    for name, first in one.items():
+        second = other[name].noise
+        if first.noise is not None and second is not None:
+            first = replace(first, noise=tuple(map(np.maximum, first.noise, second)))
+        merged[name] = first
+    return merged
+
+
+def is_alike(one: Measures, other: Measures) -> bool:
+    """Whether two answers are of one scale, so that the noise of the one tells that of the other."""
+    for name in one.keys() & other.keys():
+        small, large = sorted((float(one[name].scale[0][0]), float(other[name].scale[0][0])))
+        if large > ALIKE * small:
+            return False
+    return True
 
 
 def make_tables(measures: Sequence[Measures], given: Sequence[bool]) -> dict[str, OutputTable]:
@@ -106,6 +144,7 @@ class OutputTable:
         axes = range(len(every[0].shape)) if len({len(one.shape) for one in every}) == 1 else ()
         static = [axis for axis in axes if len({one.shape[axis] for one in every}) == 1]
         own = [one for one, theirs in pairs if theirs] or every
+        self._every, self._static = every, static
         self.scales = {axis: _most([one.scale[axis + 1] for one in own]) for axis in static}
         heard = [one.noise for one in own if one.noise is not None]
         self.noises = {axis: _most([noise[axis + 1] for noise in heard]) for axis in static} if heard else {}
@@ -127,9 +166,9 @@ class OutputTable:
         scale, least, tiny = self._units(one)
         tolerance = TOLERANCES[one.dtype].rtol
         if one.noise is not None:
-            noise = column_scale(one.noise, one.shape, self.noises, one.flat)
+            noise: Sequence[Floats] = column_scale(one.noise, one.shape, self.noises, one.flat)
         elif self.relative is not None:
-            noise = tuple(np.asarray(min(self.relative, tolerance) * at) for at in scale)
+            noise = self._infer_noise(one, [min(self.relative, tolerance) * at for at in scale])
         else:
             return tuple(np.asarray(tolerance * at) for at in scale)
         sums = [FACTOR * n + least * s for n, s in zip(noise, scale, strict=True)]
@@ -137,6 +176,22 @@ class OutputTable:
             cap = max(CAP, least)
             sums = [np.where(s > 0, np.minimum(one, cap * s), one) for one, s in zip(sums, scale, strict=True)]
         return tuple(one + tiny for one in sums)
+
+    def _infer_noise(self, one: Measure, least: Sequence[Floats]) -> Sequence[Floats]:
+        """What answers of about this scale or less tell of the noise of one that was not measured: in each column, the
+        largest that was measured, and the usual part of the column's largest. A number that is small by cancelling has
+        the noise of what cancels, which its own size does not show."""
+        assert self.relative is not None
+        alike = [other for other in self._every if other.scale[0][0] <= ALIKE * one.scale[0][0]]
+        heard = [other.noise for other in alike if other.noise is not None]
+        found = list(least)
+        for axis in self._static:
+            reach = self.relative * _most([other.scale[axis + 1] for other in alike])
+            dead = np.mean(np.stack([other.dead[axis] for other in alike]), axis=0)
+            reach = np.where(dead > MOSTLY, reach * SOFT, reach)
+            known = _most([noise[axis + 1] for noise in heard]) if heard else reach
+            found[axis + 1] = np.minimum(np.maximum(found[axis + 1], np.maximum(reach, known)), least[0])
+        return found
 
 
 def _most(slices: Sequence[Floats]) -> Floats:

@@ -26,7 +26,8 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import users_own
 from trueline.capture.onnx import emit
-from trueline.capture.proof.observe import Observation, care, with_least_bounds
+from trueline.capture.proof.careful import care
+from trueline.capture.proof.observe import Observation, with_least_bounds
 from trueline.capture.proof.probes import Probe, fit, resize
 from trueline.capture.proof.prove import Proof, disagreement
 from trueline.errors import TruelineError

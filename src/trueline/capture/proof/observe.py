@@ -1,9 +1,4 @@
-"""What the eager model answers on probes, and what its answers show. The model is called here once for each probe.
-
-Values that are not finite are given to it with care: `torch.linalg.eigvals` of a matrix with a NaN ends the process
-with SIGSEGV (torch 2.13 with oneMKL, parameter 3 of SGEBAL), and `torch.mode` of numbers with a NaN never returns. A
-call that would pass such values on raises instead.
-"""
+"""What the eager model answers on probes, and what its answers show. The model is called here once for each probe."""
 
 from __future__ import annotations
 
@@ -13,22 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
 from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.code_paths import Event, SourceLine
-from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import bounds, limits
 from trueline.capture.proof.bounds import Measures
+from trueline.capture.proof.careful import Unsafe, care
 from trueline.capture.proof.probes import Probe
 from trueline.errors import CaptureError
 from trueline.runtime import compare
@@ -44,6 +38,11 @@ FIRST_S = 2.0
 """Of these, for the user's own probes, which tell the noise of others."""
 DRAWS = 2
 """Runs in float64 with rounding, of each probe; one for a model that is not held in float64."""
+SCALES = 4
+"""Probes that are measured beyond that, each the first of its scale."""
+MORE_DRAWS = 8
+"""At most, for a probe on which a program would be refused: of a thousand numbers that are each the only one of their
+column, two runs move some by nearly nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +65,8 @@ class Observation:
     judged: bool = False
     """Whether the model answered in float64; else the bounds are of the scale of each column alone."""
     arbitrate: Callable[..., Observation] | None = None
-    """Gives the same with the bounds that float64 tells (`every=True`: of all answers that were observed with it); None
-    where `bounds` are these already, or there are none."""
+    """Gives the same with the bounds that float64 tells (`every=True`: of all answers that were observed with it;
+    `redraw=True`: by a draw more); None where `bounds` are these already, or there are none."""
 
 
 def observation(name: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Observation:
@@ -115,28 +114,64 @@ class _Known:
     measured: dict[str, Measures] = field(default_factory=dict)
     """By the digest of the inputs."""
     spent_s: float = 0.0
+    redrawn_s: float = 0.0
+    again: tuple[str, dict[str, Array] | None, int] | None = None
+    """The answer that is measured by more draws: its key, the model's answer in float64, and the last draw."""
+    scales: int = 0
+    """Answers that were measured without time for them, since none of their scale was."""
     per_value: float = 0.0
     """Seconds of the last probe for each of its numbers."""
 
-    def ask(self, seen: Observation, key: str, *, budget_s: float) -> None:
-        """Measures one answer, if there is time for it."""
+    def ask(self, seen: Observation, key: str, *, budget_s: float, plain: Measures | None = None) -> None:
+        """Measures one answer, if there is time for it, or no other of the scale of `plain` was measured."""
         arbiter = self.arbiter
         if arbiter is None or seen.outputs is None or key in self.measured:
             return
         size = max(seen.probe.volume[1], 1)
         budget_s, draws = (budget_s, DRAWS) if arbiter.small else (budget_s / 2, 1)
         if len(self.measured) >= LEAST and self.spent_s + self.per_value * size > budget_s:
-            return
+            alone = plain is not None and not any(bounds.is_alike(plain, one) for one in self.measured.values())
+            if not alone or self.scales >= SCALES:
+                return
+            self.scales += 1
         started = time.process_time()
-        try:
-            with care(seen.probe):
-                exact = [arbiter.run(seen.probe.inputs, rounded=draw) for draw in range(draws + 1)]
-            self.measured[key] = bounds.measure(seen.outputs, exact)
-        except Exception:  # noqa: BLE001 - an operator without a float64 kernel, a check of dtypes: no answer
-            if not self.measured:
-                self.arbiter = None
+        exact = [self._run(seen, draw) for draw in range(draws + 1)]
+        answered = [one for one in exact if one is not None]
+        if len(answered) == len(exact):
+            self.measured[key] = bounds.measure(seen.outputs, answered)
+        elif not self.measured:
+            self.arbiter = None
         spent = time.process_time() - started
         self.spent_s, self.per_value = self.spent_s + spent, spent / size
+
+    def redraw(self, seen: Observation, key: str) -> None:
+        """Measures one answer by one draw more, if there is time for it; without time it counts as not measured: what
+        others tell of its noise is less of an accident than one draw."""
+        if self.arbiter is None or seen.outputs is None:
+            return
+        if self.redrawn_s > BUDGET_S:
+            if len(self.measured) > LEAST and seen.probe.origin != "given":
+                self.measured.pop(key, None)
+            return
+        started = time.process_time()
+        if self.again is None or self.again[0] != key:
+            self.again = key, self._run(seen, 0), DRAWS
+        _, exact, drawn = self.again
+        more = self._run(seen, drawn + 1)
+        if exact is not None and more is not None:
+            found = bounds.measure(seen.outputs, [exact, more])
+            self.measured[key] = bounds.merge(self.measured[key], found) if key in self.measured else found
+        self.again = key, exact, drawn + 1
+        self.redrawn_s += time.process_time() - started
+
+    def _run(self, seen: Observation, draw: int) -> dict[str, Array] | None:
+        """None: an operator without a float64 kernel, a check of dtypes."""
+        assert self.arbiter is not None
+        try:
+            with care(seen.probe):
+                return self.arbiter.run(seen.probe.inputs, rounded=draw)
+        except Exception:  # noqa: BLE001 - the user's forward in another dtype may raise anything
+            return None
 
 
 _KNOWN: WeakKeyDictionary[EagerSession, _Known] = WeakKeyDictionary()
@@ -163,16 +198,19 @@ class _Arbitration:
         tables = bounds.make_tables(self._plain, self._given)
         return [{name: tables[name].derive_least(one) for name, one in found.items()} for found in self._plain]
 
-    def judge(self, at: int, *, every: bool = False) -> Observation:
-        """Answer number `at` with the bounds that float64 tells; `every`: of all answers, as far as there is time."""
+    def judge(self, at: int, *, every: bool = False, redraw: bool = False) -> Observation:
+        """Answer number `at` with the bounds that float64 tells; `every`: of all answers, as far as there is time;
+        `redraw`: of this one by a draw more."""
         known = self._open()
         if known is not None:
             own = [i for i, given in enumerate(self._given) if given]
             for i in sorted(own, key=lambda i: self._seen[i].probe.volume):
                 known.ask(self._seen[i], self._keys[i], budget_s=FIRST_S)
-            known.ask(self._seen[at], self._keys[at], budget_s=BUDGET_S)
+            known.ask(self._seen[at], self._keys[at], budget_s=BUDGET_S, plain=self._plain[at])
             for i in sorted(range(len(self._seen)), key=lambda i: self._seen[i].probe.volume) if every else ():
                 known.ask(self._seen[i], self._keys[i], budget_s=BUDGET_S)
+            if redraw:
+                known.redraw(self._seen[at], self._keys[at])
         measured = known.measured if known is not None else {}
         here = [measured.get(key) or plain for key, plain in zip(self._keys, self._plain, strict=True)]
         others = [one for key, one in measured.items() if key not in self._keys]
@@ -220,11 +258,6 @@ def observe_one(
             outputs, error = None, f"raises {type(raised).__name__}: {first_line}"
             unsafe = isinstance(raised, Unsafe | code_paths.Endless) or limits.is_lack_of_memory(raised)
     return Observation(probe=probe, outputs=outputs, error=error, way=way, unsafe=unsafe)
-
-
-def care(probe: Probe) -> AbstractContextManager[object]:
-    """Keeps values of `probe` that are not finite from LAPACK."""
-    return Careful() if probe.wild else nullcontext()
 
 
 def _bound_memory(probe: Probe) -> AbstractContextManager[object]:
@@ -324,35 +357,3 @@ def _spec(name: str, first: Array, shapes: Seen, dims: dict[str, Dim]) -> Tensor
             dims[f"{name}.{axis}"] = Dim(min=0)
             shape.append(f"{name}.{axis}")
     return TensorSpec(name=name, datatype=DATATYPES[first.dtype], shape=tuple(shape))
-
-
-_LAPACK = ("linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "svd", "qr", "triangular_solve", "lstsq")
-_ENDLESS = ("mode.",)
-_TRUNCATED = ("div.Tensor_mode", "div.Scalar_mode", "div_.Tensor_mode", "div_.Scalar_mode")
-"""Of the smallest whole number by -1 they end the process with SIGFPE (torch 2.13), if they truncate."""
-
-
-class Unsafe(ValueError):
-    """Stops an operator that would crash, or never return, on these values."""
-
-
-class Careful(OperatorMode):  # type: ignore[no-untyped-call]
-    """Raises Unsafe where an operator gets values on which it would crash or never return."""
-
-    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = str(func).removeprefix("aten.").lstrip("_")
-        if name.startswith(_LAPACK + _ENDLESS):
-            for value in tree_leaves((args, kwargs)):
-                floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-                if floats and not bool(value.isfinite().all()):
-                    raise Unsafe(f"{func} would get a value that is no number")
-        if name.startswith(_TRUNCATED) and kwargs.get("rounding_mode") == "trunc" and _overflows(*args[:2]):
-            raise Unsafe(f"{func} would divide the smallest whole number by -1")
-        return func(*args, **kwargs)
-
-
-def _overflows(dividend: torch.Tensor, divisor: Any) -> bool:
-    if dividend.is_floating_point() or dividend.is_complex():
-        return False
-    least = torch.iinfo(dividend.dtype if dividend.dtype != torch.bool else torch.uint8).min
-    return least < 0 and bool(((dividend == least) & torch.as_tensor(divisor == -1)).any())

@@ -16,7 +16,8 @@ import msgspec
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Signature
 from trueline.capture.proof.bounds import ULPS, describe
-from trueline.capture.proof.observe import Observation, care, digest, fixed_seed, hidden_state, observe
+from trueline.capture.proof.careful import care
+from trueline.capture.proof.observe import MORE_DRAWS, Observation, digest, fixed_seed, hidden_state, observe
 from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
 from trueline.runtime import compare
@@ -209,9 +210,9 @@ def _compare(program: Session, seen: Observation, level: float) -> compare.Compa
 def _compare_once(program: Session, seen: Observation) -> compare.Comparison:
     answer, expected, arbitrate = program.run(seen.probe.inputs), seen.outputs or {}, seen.arbitrate
     comparison = compare.compare(expected, answer, bounds=seen.bounds)
-    for every in (False, True):
+    for step in range(2 + MORE_DRAWS if arbitrate is not None else 0):
         if not comparison.agrees and arbitrate is not None:
-            seen = arbitrate(every=every)
+            seen = arbitrate(every=step > 0, redraw=step > 1)
             comparison = compare.compare(expected, answer, bounds=seen.bounds)
     misfit = _misfit(program, seen.probe, answer) if comparison.agrees else ""
     return replace(compare.refusal(misfit) if misfit else comparison, how=_describe(seen))

@@ -19,8 +19,8 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof import limits
+from trueline.capture.proof.careful import Careful
 from trueline.capture.proof.narrowing import takes_values
-from trueline.capture.proof.observe import Careful
 from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.value_probes import plant
 

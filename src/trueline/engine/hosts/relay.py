@@ -60,6 +60,8 @@ FENCE = 10
 """Leases without a master after which what runs here is ended: the longest lease that a master gives."""
 CONNECT_S, AGAIN_S, RETRY_S = 5.0, 1.0, 0.2
 """How long the first and each further connection may take, and what lies between them."""
+REFUSED_S = 10.0
+"""Seconds for which a port may refuse."""
 OUTPUT_S = 0.25
 MOST_OUTPUT = 64 << 10
 """Bytes of a process's output in one message."""
@@ -334,11 +336,22 @@ class _Away(Exception):
 
 
 async def check_port(address: str) -> None:
-    """Raises TrainError if `address` takes no connection, with the reason."""
+    """Raises TrainError if `address` takes no connection, with the reason. A master that starts refuses until it
+    listens: that is waited for."""
     host, port = split_address(address)
+    loop = asyncio.get_running_loop()
+    until = loop.time() + REFUSED_S
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)
-        writer.close()
+        while True:
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)
+            except ConnectionRefusedError:
+                if loop.time() >= until:
+                    raise
+                await asyncio.sleep(RETRY_S)
+            else:
+                writer.close()
+                return
     except TimeoutError:
         raise TrainError(
             f"{address} does not answer", hint="a firewall on the way drops packets to this port"

@@ -1,0 +1,52 @@
+"""Keeps values that are not finite from operators that would crash on them.
+
+`torch.linalg.eigvals` of a matrix with a NaN ends the process with SIGSEGV (torch 2.13 with oneMKL, parameter 3 of
+SGEBAL), and `torch.mode` of numbers with a NaN never returns. A call that would pass such values on raises instead.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from trueline.capture.model.dispatch import OperatorMode
+from trueline.capture.proof.probes import Probe
+
+_LAPACK = ("linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "svd", "qr", "triangular_solve", "lstsq")
+_ENDLESS = ("mode.",)
+_TRUNCATED = ("div.Tensor_mode", "div.Scalar_mode", "div_.Tensor_mode", "div_.Scalar_mode")
+"""Of the smallest whole number by -1 they end the process with SIGFPE (torch 2.13), if they truncate."""
+
+
+class Unsafe(ValueError):
+    """Stops an operator that would crash, or never return, on these values."""
+
+
+class Careful(OperatorMode):  # type: ignore[no-untyped-call]
+    """Raises Unsafe where an operator gets values on which it would crash or never return."""
+
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = str(func).removeprefix("aten.").lstrip("_")
+        if name.startswith(_LAPACK + _ENDLESS):
+            for value in tree_leaves((args, kwargs)):
+                floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+                if floats and not bool(value.isfinite().all()):
+                    raise Unsafe(f"{func} would get a value that is no number")
+        if name.startswith(_TRUNCATED) and kwargs.get("rounding_mode") == "trunc" and _overflows(*args[:2]):
+            raise Unsafe(f"{func} would divide the smallest whole number by -1")
+        return func(*args, **kwargs)
+
+
+def _overflows(dividend: torch.Tensor, divisor: Any) -> bool:
+    if dividend.is_floating_point() or dividend.is_complex():
+        return False
+    least = torch.iinfo(dividend.dtype if dividend.dtype != torch.bool else torch.uint8).min
+    return least < 0 and bool(((dividend == least) & torch.as_tensor(divisor == -1)).any())
+
+
+def care(probe: Probe) -> AbstractContextManager[object]:
+    """Keeps values of `probe` that are not finite from LAPACK."""
+    return Careful() if probe.wild else nullcontext()
