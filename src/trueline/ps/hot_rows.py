@@ -43,7 +43,7 @@ class _Copies:
         mask[there] = True
         return mask, self._rows[places[there]], self._at[places[there]]
 
-    def put(self, ids: Ids, rows: Rows, step: int) -> None:
+    def store(self, ids: Ids, rows: Rows, step: int) -> None:
         ids, rows = ids[-self._most :], rows[-self._most :]
         places = self._index.find(ids)
         known, new = places >= 0, places < 0
@@ -97,7 +97,7 @@ class HotRows:
                 rows = pulled[table]
                 if table not in self._tables:
                     self._tables[table] = _Copies(self._most, rows.shape[1])
-                self._tables[table].put(lookup.missing[table], rows, step)
+                self._tables[table].store(lookup.missing[table], rows, step)
             if mask is None or copies is None:
                 result[table] = pulled.get(table, np.empty((0, 0), np.float32))
                 continue
