@@ -90,7 +90,7 @@ class Strikes:
 
     def _worker(self, at: float, dice: random.Random) -> None:
         os.kill(dice.choice(self._pids()), signal.SIGKILL)
-        self.world.wait("worker.lost", after=at)
+        self.world.wait("worker.lost", "worker.killed", after=at)  # its lease may end first
         self.since = self.world.wait_workers(2, after=at)
         self.kill_ms.append(self.world.gap_ms(at))
 
@@ -120,7 +120,7 @@ class Strikes:
         remount(self.world.store, "ro")
         try:
             os.kill(dice.choice(self._pids()), signal.SIGKILL)
-            self.world.wait("worker.lost", after=at)
+            self.world.wait("worker.lost", "worker.killed", after=at)  # its lease may end first
             time.sleep(STILL_S)
         finally:
             remount(self.world.store, "rw")

@@ -34,6 +34,7 @@ MAX_LINES += 700  # scripts, clocks and the history of a job on many machines (0
 MAX_LINES += 600  # large whole numbers in ONNX, draws and places from outside (0020)
 MAX_LINES += 400  # what loops keep in buffers, hooks, optimizers and collate functions (0021)
 MAX_LINES += 180  # the noise of wide and of large models, answers compared by parts
+MAX_LINES += 60  # int8 machine code that is right
 MAX_LINES += 900  # hybrid: norms, averages, changing servers; files of tables; copies of hot rows (0024)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import trueline
 from trueline.bundle import open_bundle
@@ -90,6 +91,12 @@ def test_a_program_that_was_compiled_wrong_is_refused(tmp_path: Path, monkeypatc
         inductor._check_compiled(tmp_path, lambda x: (x * 2,), [torch.randn(4, 3)])
 
 
+def test_a_convolution_of_one_channel_stays_in_float32_and_others_do_not() -> None:
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 1, 1)]
+    exported = torch.export.export(nn.Sequential(*layers).eval(), (torch.randn(2, 1, 9, 9),))
+    assert inductor._find_miscompiled(exported.module(check_guards=False)) == ["conv2d"]
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_int8_machine_code_is_sealed_and_opened_only_by_consent(
@@ -101,11 +108,10 @@ def test_int8_machine_code_is_sealed_and_opened_only_by_consent(
     parent = tmp_path / "drawn.bundle"
     trueline.capture(trained.recipe, weights, parent, formats=["onnx", "torch_export"])
     found = trueline.compress(
-        parent, recipe=trained.recipe, quantize=["inductor"], budget="accuracy=5%", target="size",
-        out=tmp_path / "native.bundle",
-    )  # fmt: skip
+        parent, recipe=trained.recipe, quantize=["inductor:static"], out=tmp_path / "native.bundle"
+    )
     assert found.row.name == "inductor:static"
-    assert (found.row.quantized, found.row.floating) == (3, 0)
+    assert (found.row.quantized, found.row.floating) == (2, 1)  # the convolution of one channel stays as it is
     sealed = open_bundle(found.path)
     assert sealed.manifest.serve == "aotinductor"
     with pytest.raises(UsageError, match="machine code"):

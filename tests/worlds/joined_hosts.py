@@ -29,6 +29,7 @@ class Machines:
         project.mkdir()
         shutil.copy(TINY, project / "recipe.py")
         self.processes = []
+        self._events, self._events_of, self._events_end = [], ("", 0), 0
         self.clocks: dict[str, JumpingClock] = {}
         self.address = ""
         """Where A listens, if not at its IPv4 address: a name, or an IPv6 address in brackets."""
@@ -78,21 +79,33 @@ class Machines:
         return process
 
     def events(self):
-        return list(parse_events(self.job.events.read_bytes().splitlines())) if self.job.events.exists() else []
+        """All events so far. A long job has hundreds of thousands: only what is new is parsed."""
+        if not self.job.events.exists():
+            return []
+        with self.job.events.open("rb") as file:
+            status = os.fstat(file.fileno())
+            kind = (str(self.job.events), status.st_ino)
+            if kind != self._events_of or status.st_size < self._events_end:
+                self._events_of, self._events_end, self._events = kind, 0, []
+            file.seek(self._events_end)
+            whole = file.read().rpartition(b"\n")[0]
+        self._events_end += len(whole) + 1 if whole else 0
+        self._events += parse_events(whole.splitlines())
+        return list(self._events)
 
-    def wait(self, name: str, *, after: float = 0.0, **fields):
-        """The first such event after a time."""
+    def wait(self, *names: str, after: float = 0.0, **fields):
+        """The first event of these names after a time."""
         found = []
 
         def there() -> bool:
             assert all(process.poll() is None for process in self.processes[:1]), self.logs()
             found[:] = [
                 (event, at) for event_name, event, at in self.events()
-                if event_name == name and at > after and all(event.get(key) == value for key, value in fields.items())
+                if event_name in names and at > after and all(event.get(key) == value for key, value in fields.items())
             ]  # fmt: skip
             return bool(found)
 
-        until(there, lambda: f"{name} {fields}: {self.logs()}")
+        until(there, lambda: f"{names} {fields}: {self.logs()}")
         return found[0]
 
     def logs(self) -> str:
