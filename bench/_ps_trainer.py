@@ -93,7 +93,8 @@ def train_ours(settings: dict[str, Any], *, overlap: bool) -> dict[str, float]:
     import msgspec
 
     from trueline.ps import dial
-    from trueline.ps.client import Gradients, PsClient
+    from trueline.ps.client import PsClient
+    from trueline.ps.gradients import Gradients
     from trueline.ps.messages import Routing
     from trueline.ps.model.minibatch import Tables
     from trueline.ps.server.memory import keep_freed

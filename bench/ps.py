@@ -19,7 +19,7 @@ from bench._ps_lookups import measure_lookups
 from bench._ps_trainer import DIM, RECORDS
 from bench._table import mark, report
 
-from trueline.ps.client import Gradients
+from trueline.ps.gradients import Gradients
 from trueline.ps.messages import ModelSpec, OptimizerSpec, TableSpec
 from trueline.ps.partition import buckets_of, owners_of
 

@@ -1,20 +1,25 @@
 """Tables leave training as part of a proven bundle."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from torch import nn
 
 from trueline.bundle import open_bundle
+from trueline.bundle.delta import apply_delta
 from trueline.bundle.describe import describe
+from trueline.bundle.external_data import find_tensors
 from trueline.capture.api import capture
+from trueline.capture.deltas import make_delta
 from trueline.capture.subject import count_table_lookups
 from trueline.capture.verify import verify
 from trueline.checkpoint import checkpoint
-from trueline.errors import UsageError
-from trueline.ps.model.embedding import Embedding, EmbeddingBag
+from trueline.errors import BundleError, UsageError
+from trueline.ps.model.embedding import Embedding, EmbeddingBag, TableModule, choose_cuts
 from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program
 from worlds.recipes import untrained
@@ -104,6 +109,90 @@ def test_narrow_rows_are_as_near_as_the_lineage_states_and_make_the_programs_sma
         assert not answer[0].any()
     assert verify(out, against=recipe, checkpoint=made).holds
     assert sizes[kind] < sizes["float32"]
+
+
+def test_the_cuts_of_a_table_stay_where_they_are_when_ids_come_and_go():
+    random = np.random.default_rng(3)
+    ids = np.unique(random.integers(-(2**62), 2**62, size=100_000))
+    cuts = choose_cuts(ids, 8_000)
+    sizes = np.diff([0, *cuts, len(ids)])
+    assert sizes.max() <= 8_000
+    assert sizes[:-1].min() >= 7_000
+    later = np.union1d(np.delete(ids, random.choice(len(ids), 100)), random.integers(-(2**62), 2**62, size=200))
+    again = choose_cuts(later, 8_000)
+    assert len(np.intersect1d(ids[cuts], later[again])) >= len(cuts) - 2
+    assert choose_cuts(ids[:50], 50) == []
+
+
+def capture_sharded(folder, rows, monkeypatch):
+    """In files of at most 375 rows."""
+    recipe = untrained(Single, examples=lambda: {"user": torch.from_numpy(KNOWN[:6])})
+    split = TableModule.split_rows
+    monkeypatch.setattr(TableModule, "split_rows", lambda table, _: split(table, 375 * 16))
+    out = folder / "sharded.bundle"
+    capture(recipe, trained(folder, rows), out, formats=["onnx"])
+    return out
+
+
+def test_a_table_that_is_cut_gives_what_it_gave():
+    for kind in ("float32", "float16", "int8"):
+        table = Single().eval()
+        table.load_state_dict(
+            {"user.anchor": torch.empty(0, 4), "user.ids": torch.from_numpy(KNOWN), "user.rows": ROWS}
+        )
+        if kind != "float32":
+            table.user.narrow_rows(kind)
+        ids = torch.from_numpy(np.concatenate([KNOWN, KNOWN + 1, [0, 2**63 - 1, -(2**63)]])).reshape(-1, 1)
+        before, facts = table(ids), table.user.describe_table()
+        table.user.split_rows(100 * table.user.rows[:1].nbytes)
+        assert len(table.user._list_parts()) >= 10
+        assert torch.equal(table(ids), before)
+        assert table.user.describe_table() == facts
+
+
+@pytest.mark.long
+def test_a_large_table_lies_in_several_files_of_safetensors_that_one_index_names(tmp_path, monkeypatch):
+    out = capture_sharded(tmp_path, ROWS, monkeypatch)
+    bundle = open_bundle(out)
+    shards = json.loads((out / "programs" / "model.onnx.tables.json").read_bytes())["tables"]["user"]
+    sizes = [one["arrays"]["rows"][0] for one in shards]
+    assert len(sizes) == 3
+    assert all(328 < size <= 375 for size in sizes[:2])
+    files = [safetensors.numpy.load_file(out / "programs" / one["file"]) for one in shards]
+    np.testing.assert_array_equal(np.concatenate([one["ids"] for one in files]), KNOWN)
+    np.testing.assert_array_equal(np.concatenate([one["rows"] for one in files]), ROWS.numpy())
+    unknown = np.setdiff1d(np.concatenate([KNOWN - 1, [2**63 - 1, -(2**63)]]), KNOWN)
+    (answer,) = open_program(bundle, "onnx").run({"user": np.concatenate([KNOWN, unknown])}).values()
+    np.testing.assert_array_equal(answer[: len(KNOWN)], ROWS.numpy())
+    assert not answer[len(KNOWN) :].any()
+    assert bundle.lineage()["tables"][0]["rows"] == len(KNOWN)
+    assert all(one.file or one.size < 100 for one in find_tensors(out / "programs" / "model.onnx"))  # nothing twice
+    shard = out / "programs" / shards[1]["file"]
+    with shard.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"torn")
+    with pytest.raises(BundleError, match=r"user-2\.safetensors"):
+        open_bundle(out)
+    shard.unlink()
+    with pytest.raises(BundleError, match=r"user-2\.safetensors"):
+        open_bundle(out)
+
+
+@pytest.mark.long
+def test_a_delta_of_sharded_tables_has_the_rows_that_changed(tmp_path, monkeypatch):
+    later = ROWS.clone()
+    later[[3, 400, 999]] += 1.0
+    bundles = []
+    for name, rows in (("before", ROWS), ("after", later)):
+        (tmp_path / name).mkdir()
+        bundles.append(open_bundle(capture_sharded(tmp_path / name, rows, monkeypatch)))
+    manifest = make_delta(*bundles, tmp_path / "2.delta")
+    assert manifest.made["programs/model.onnx.user-1.safetensors"].how == "pieces"
+    assert manifest.sizes["changes.safetensors"] < 5000  # of 16,000 bytes
+    applied = apply_delta(bundles[0], tmp_path / "2.delta", tmp_path / "applied.bundle")
+    assert applied.digest == bundles[1].digest
+    (answer,) = open_program(applied, "onnx").run({"user": KNOWN}).values()
+    np.testing.assert_array_equal(answer, later.numpy())
 
 
 def test_narrow_rows_are_refused_for_what_float16_does_not_have_and_for_models_without_tables(tmp_path):

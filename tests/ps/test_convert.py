@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from trueline.errors import UsageError
-from trueline.ps.model.convert import convert_embeddings
+from trueline.ps.model.convert import convert_embeddings, refuse_table_weights
+from trueline.ps.model.minibatch import Tables
 from trueline.ps.model.strategy import ServedModel
 
 
@@ -72,3 +74,21 @@ def test_an_id_outside_the_vocabulary_is_refused():
     served = ServedModel(model, torch.optim.SGD(model.parameters()))
     with served.tables.minibatch(pull), pytest.raises(UsageError, match="are 3 to 1000, expected 0 to 999"):
         model(torch.tensor([3, 1000]))
+
+
+def test_a_model_without_such_an_embedding_is_refused_with_what_it_has():
+    with pytest.raises(UsageError, match=r"no torch\.nn\.Embedding.* of more than 100 rows") as caught:
+        convert_embeddings(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Embedding(1000, 4)), 100)
+    assert "0 has 10, 1 has 1000 and is not sparse" in caught.value.hint
+
+
+def test_weights_with_rows_of_a_table_are_refused_and_those_of_other_layers_are_not(tmp_path):
+    plain, converted, file = Plain(), Plain(), tmp_path / "weights.safetensors"
+    convert_embeddings(converted, 100)
+    del plain.tied, plain.out
+    safetensors.torch.save_file(plain.state_dict(), file)
+    with pytest.raises(UsageError, match="--weights has 1000 rows of table 'users'") as caught:
+        refuse_table_weights(Tables(converted), file)
+    assert "--new-layers users" in caught.value.hint
+    safetensors.torch.save_file(plain.small.state_dict(), file)
+    refuse_table_weights(Tables(converted), file)

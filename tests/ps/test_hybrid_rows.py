@@ -49,7 +49,8 @@ def test_rows_have_their_initial_values_until_there_are_servers_and_then_theirs(
     spec = tables.spec.tables[0]
     np.testing.assert_array_equal(first, initial_rows(spec, 3, ids.numpy()))
 
-    def pull(wanted):
+    def pull(wanted, averaged):
+        assert not averaged
         asked.append({name: rows.tolist() for name, rows in wanted.items()})
         return {name: np.full((len(rows), 2), 9.0, np.float32) for name, rows in wanted.items()}
 

@@ -1,11 +1,6 @@
 """Promises of jobs with parameter servers: whatever dies, each record counts once. The model counts them itself."""
 
-import contextlib
-import os
-import signal
-import sqlite3
 import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +8,12 @@ import torch
 
 from trueline import events
 from trueline.checkpoint import checkpoint
-from trueline.errors import JobStopped
+from trueline.errors import JobStopped, TrainError
 from trueline.train.api import train
 from trueline.train.launch import jobs
 from worlds.counted import ENDLESS, STEPS, LaunchedJob, count_uneven, count_wrong
 from worlds.gates import StepGate
-from worlds.killer import Killer
-from worlds.waiting import until
+from worlds.scaler import Scaler
 
 pytestmark = pytest.mark.jobs
 COUNTING = Path(__file__).parent / "recipes" / "counting.py"
@@ -87,38 +81,6 @@ def test_synchronous_steps_are_those_of_the_allreduce_strategy(tmp_path):
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
 
 
-class Scaler(Killer):
-    """Asks for the next number of servers 30 steps after it got the one before, and halts the job after the last one;
-    kills `victim` in the middle of each move: when the first of several new routings is in the journal."""
-
-    def __init__(self, job_dir, numbers, victim=""):
-        super().__init__(job_dir, [])
-        self.numbers, self.victim, self.reached, self.asked, self.mark, self.struck = numbers, victim, 0, 0, 0, 0
-
-    def __call__(self, name, fields):
-        super().__call__(name, fields)
-        if name == "servers.scaling" and self.victim and self.struck < self.asked:
-            self.struck = self.asked
-            threading.Thread(target=self.strike, args=[self.count_routings()], daemon=True).start()
-        if name == "servers.scaled" and fields["servers"] == self.numbers[self.asked - 1]:
-            self.reached, self.mark = self.asked, self.steps
-        if self.asked == self.reached <= len(self.numbers) and self.steps >= self.mark + 30:
-            self.asked += 1
-            ask = partial(jobs.halt, self.job.path)
-            if self.reached < len(self.numbers):
-                ask = partial(jobs.scale, self.job.path, servers=self.numbers[self.reached])
-            threading.Thread(target=ask, daemon=True).start()
-
-    def count_routings(self):
-        with contextlib.closing(sqlite3.connect(f"file:{self.job.journal}?mode=ro", uri=True)) as journal:
-            return journal.execute("SELECT count(*) FROM log WHERE kind = 'PS_ROUTING'").fetchone()[0]
-
-    def strike(self, before):
-        until(lambda: self.count_routings() > before, "no new routing")
-        os.kill(self.find(self.victim), signal.SIGKILL)
-        self.killed.append(self.victim)
-
-
 @pytest.mark.parametrize("victim", ["", "master", "server-0"])
 def test_servers_are_taken_and_come_back_while_training_goes_on_whoever_dies_meanwhile(tmp_path, victim):
     job = tmp_path / "job"
@@ -127,3 +89,17 @@ def test_servers_are_taken_and_come_back_while_training_goes_on_whoever_dies_mea
         train(COUNTING, job_dir=job, strategy="ps", workers=2, servers=2, epochs=ENDLESS, checkpoint_every=500)
     assert (scaler.reached, len(scaler.killed)) == (4, 4 if victim else 0)
     assert count_uneven(checkpoint.latest(job / "checkpoints")) == 0
+
+
+def test_copies_of_hot_rows_lose_and_repeat_no_record_whatever_dies(tmp_path):
+    strikes = [(10, "worker-0"), (20, "server-1"), (35, "master")]
+    found = run(tmp_path / "job", *strikes, workers=2, servers=2, staleness=3, hot_rows=50)
+    assert found.summary.exactly_once
+    assert count_wrong(found) == 0
+
+
+def test_a_gradient_that_is_refused_is_named_with_the_records_that_it_is_of(tmp_path):
+    recipe = COUNTING.with_name("rooted.py")
+    with pytest.raises(TrainError, match=r"the gradients of \d+ ids are NaN or Inf") as caught:
+        train(recipe, job_dir=tmp_path / "job", strategy="ps", workers=1, servers=1)
+    assert "in minibatch 0 of epoch 0, records [" in caught.value.hint

@@ -17,7 +17,7 @@ import pytest
 
 from trueline.errors import StorageError, TrainError, TruelineError
 from trueline.ps import dial
-from trueline.ps.client import Gradients
+from trueline.ps.gradients import Gradients
 from trueline.ps.link import ServerLink
 from trueline.ps.messages import BUCKETS
 from trueline.ps.partition import make_routing
@@ -375,6 +375,22 @@ def test_a_torn_file_of_a_checkpoint_is_named_and_leaves_the_server_unconfigured
     with pytest.raises(StorageError, match="part is torn"):
         servers.ask("server-0", lambda link: link.configure(SPEC, routing, (str(path),)))
     assert servers.stats("server-0").routing == -1
+
+
+def test_a_missing_file_of_a_checkpoint_is_named_by_its_server_and_nothing_is_taken(servers: World) -> None:
+    routing = servers.begin(2)
+    paths = []
+    for ref in routing.servers:
+        paths.append(str(servers.job / f"{ref}.part"))
+        servers.ask(ref, lambda link: link.save(paths[-1]))
+        servers.ask(ref, lambda link: link.wait_saved(paths[-1]))
+    servers.start("server-7")
+    alone = make_routing(["server-7"], SPEC.dense)
+    with pytest.raises(StorageError, match="has no part of server-1: it is of 2 servers"):
+        servers.ask("server-7", lambda link: link.configure(SPEC, alone, tuple(paths[:1])))
+    assert servers.stats("server-7").routing == -1
+    servers.ask("server-7", lambda link: link.configure(SPEC, alone, tuple(paths)))
+    assert servers.stats("server-7").routing >= 0
 
 
 def test_a_server_ends_with_its_launcher(servers: World) -> None:

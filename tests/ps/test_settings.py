@@ -24,14 +24,15 @@ def test_what_servers_do_not_have_is_refused_by_its_option(wanted):
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"servers": 2}, {"staleness": 1}, {"half_rows": True}], ids=lambda wanted: next(iter(wanted))
-)
+    "wanted", [{"servers": 2}, {"staleness": 1}, {"half_rows": True}, {"tables_above": 9}, {"hot_rows": 9}],
+    ids=lambda wanted: next(iter(wanted)),
+)  # fmt: skip
 def test_what_only_servers_have_is_refused_without_them(wanted):
     with pytest.raises(UsageError, match="does not apply to --strategy allreduce"):
         settings_of(**wanted)
 
 
-@pytest.mark.parametrize("wanted", [{"staleness": 1}, {"bitwise": True}, {"clip_norm": 1.0}, {"ema": 0.9}],
+@pytest.mark.parametrize("wanted", [{"staleness": 1}, {"bitwise": True}, {"compile": True}, {"listen": "127.0.0.1:0"}],
                          ids=lambda wanted: next(iter(wanted)))  # fmt: skip
 def test_what_hybrid_jobs_do_not_have_is_refused_by_its_option(wanted):
     (name,) = wanted
@@ -58,3 +59,10 @@ def test_out_of_range_is_named_with_the_range():
         settings_of(strategy="ps", servers=0)
     with pytest.raises(UsageError, match="staleness is -2, expected at least -1"):
         settings_of(strategy="ps", staleness=-2)
+
+
+def test_copies_of_rows_need_the_bound_that_they_have():
+    assert settings_of(strategy="ps", hot_rows=100, staleness=3).hot_rows == 100
+    for staleness, why in ((-1, "not given"), (0, "synchronous")):
+        with pytest.raises(UsageError, match=f"--hot-rows keeps rows .*{why}"):
+            settings_of(strategy="ps", hot_rows=100, staleness=staleness)

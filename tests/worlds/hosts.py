@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -116,11 +115,8 @@ class NoStandby:
     def note(self, message, job):
         return None
 
-    def wait_s(self, host_id):
-        return math.inf
-
-    def prepare(self, host_id, silent_s):
-        return None
+    def may_lead(self, host_id, silent_s):
+        return False
 
     async def lead(self, alive, host, host_id):
         raise AssertionError("a host that takes no master was asked to lead")

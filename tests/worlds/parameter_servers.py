@@ -16,7 +16,8 @@ import numpy as np
 
 from trueline.engine.local.process import LIFELINE
 from trueline.ps import dial
-from trueline.ps.client import Gradients, PsClient
+from trueline.ps.client import PsClient
+from trueline.ps.gradients import Gradients
 from trueline.ps.link import ServerLink
 from trueline.ps.messages import DenseSpec, ModelSpec, OptimizerSpec, Routing, ServerReport, TableSpec
 from trueline.ps.partition import make_routing

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from trueline import events, files
 from trueline.capture.onnx import opsets
-from trueline.capture.proof.attempt import Attempt, Captured, State, TableRows
+from trueline.capture.proof.attempt import TABLE_FILE_MB, Attempt, Captured, State, TableRows
 from trueline.errors import NotProven, UsageError, closest, join_names
 from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 
@@ -40,8 +40,7 @@ def capture(
     formats: Sequence[str] | None = None,
     one_is_enough: bool = False,
     overwrite: bool = False,
-    state: State = "refuse",
-    allow_random: bool = False,
+    state: State = "refuse", allow_random: bool = False, table_file_mb: int = TABLE_FILE_MB,
     opset: int | None = None, minutes: float | None = None, table_rows: TableRows = "float32",
 ) -> Captured:  # fmt: skip
     """Captures the recipe's model with `checkpoint`'s parameters into a bundle at `out`.
@@ -51,7 +50,8 @@ def capture(
     checkpoint the model is captured as the recipe makes it. A model that writes its own buffers is refused, or, with
     `state="explicit"`, captured with an input `state.x` and an output `next.x` for each. One that draws random numbers
     is refused, or, with `allow_random`, compared by the distribution of its answers. `opset` (18 to 23) is that of the
-    ONNX program, the exporter's own when left out. `table_rows` is how tables are stored, for eager and programs alike.
+    ONNX program, the exporter's own when left out. `table_rows` is how tables are stored, for eager and programs alike;
+    beside the ONNX program a table has files of at most `table_file_mb` each.
 
     After `minutes` (30, and one for each 50 MB of weights, when left out) no further format is tried: the bundle takes
     what is proven by then, whatever `formats` says, and `Captured.programs` lists the others as untried.
@@ -72,9 +72,8 @@ def capture(
     limit = TimeLimit(minutes)
     recipe = load_recipe(recipe, needs=ONLY_CALLED)
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
-    prepare = partial(
-        subject.prepare, recipe, checkpoint, state=state, allow_random=allow_random, table_rows=table_rows
-    )
+    prepare = partial(subject.prepare, recipe, checkpoint, state=state, allow_random=allow_random,
+                      table_rows=table_rows, table_file_mb=table_file_mb)  # fmt: skip
     with _workplace(out, limit) as work:
         model = limit.run("the model with its example", prepare)
         limit.allow_weights(model.num_bytes)

@@ -125,10 +125,10 @@ def _compare(before: Path, after: Path, old: Sequence[Tensor], new: Sequence[Ten
     for tensor in new:
         if tensor.start < at:
             raise BundleError(f"{after} has tensors that overlap, of which no delta is made")
-        _add_gap(made, after, at, tensor.start, f"{prefix}.gap{at}")
+        _add_gap(made, before, after, at, tensor.start, f"{prefix}.gap{at}")
         at = tensor.start + tensor.array.nbytes
         _add_tensor(made, tensor, pairs.get(tensor.name), aligned, f"{prefix}.{len(made.pieces)}")
-    _add_gap(made, after, at, after.stat().st_size, f"{prefix}.gap{at}")
+    _add_gap(made, before, after, at, after.stat().st_size, f"{prefix}.gap{at}")
     return made
 
 
@@ -171,11 +171,13 @@ def _align(before: Array, now: Array) -> _Aligned:
     return _Aligned(old, np.flatnonzero(known), (len(before), len(now)), changes)
 
 
-def _add_gap(made: _Made, path: Path, start: int, stop: int, name: str) -> None:
+def _add_gap(made: _Made, before: Path, after: Path, start: int, stop: int, name: str) -> None:
     if stop <= start:
         return
-    gap = np.fromfile(path, np.uint8, stop - start, offset=start)
-    if gap.any():
+    gap, earlier = (np.fromfile(path, np.uint8, stop - start, offset=start) for path in (after, before))
+    if np.array_equal(gap, earlier):
+        made.pieces.append(Piece(kind="parent", size=len(gap), start=start))
+    elif gap.any():
         made.arrays[name] = gap
         made.pieces.append(Piece(kind="new", size=len(gap), data=name))
     else:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import as_arguments, register_dataclasses
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof.attempt import State, TableRows
+from trueline.capture.proof.attempt import TABLE_FILE_MB, State, TableRows
 from trueline.capture.proof.observe import Observation, observe, watch_again
 from trueline.capture.proof.probes import Probe
 from trueline.checkpoint.checkpoint import bind_columns, load_model
@@ -66,19 +66,24 @@ def prepare(
     state: State = "refuse",
     allow_random: bool = False,
     table_rows: TableRows = "float32",
+    table_file_mb: int = TABLE_FILE_MB,
 ) -> Subject:
     """Loads the model and its examples. `dynamic_shapes` adds to what the recipe declares; `table_rows`: how the rows
-    of embedding tables are stored.
+    of embedding tables are stored, in files of at most `table_file_mb` each.
 
     With `state="explicit"` the buffers that the model writes become inputs and outputs. Raises RecipeError,
     CheckpointError, DataError, CaptureError.
     """
+    if table_file_mb < 1:
+        raise UsageError(f"table_file_mb is {table_file_mb}, expected a whole number of at least 1")
     recipe = bind_columns(recipe, checkpoint)
     with _locate_errors(recipe, "model"):
         made = load_model(recipe, checkpoint)
     module = _on_this_machine(made, recipe).eval()
     if table_rows != "float32":
         _narrow_tables(module, table_rows)
+    for table in _find_tables(module):
+        table.split_rows(table_file_mb * 1_000_000)
     with _locate_errors(recipe, "dataset" if recipe.examples is None else "examples"):
         batches, data, rows = _examples(recipe)
     if state == "explicit":
@@ -120,11 +125,15 @@ def count_table_lookups(recipe: Recipe, module: torch.nn.Module) -> int:
 
 
 def _narrow_tables(module: torch.nn.Module, kind: TableRows) -> None:
-    tables: list[Any] = [one for one in module.modules() if hasattr(one, "narrow_rows")]  # `ps/model/embedding.py`
+    tables = _find_tables(module)
     if not tables:
         raise UsageError(f"table rows were requested as {kind}, and the model has no table", hint="leave it out")
     for table in tables:
         table.narrow_rows(kind)
+
+
+def _find_tables(module: torch.nn.Module) -> list[Any]:
+    return [one for one in module.modules() if hasattr(one, "narrow_rows")]  # `ps/model/embedding.py`
 
 
 @contextmanager

@@ -9,13 +9,12 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from trueline.errors import TrainError, TruelineError
 from trueline.ps.dial import ServerAddress
+from trueline.ps.gradients import Gradients, Key, Pulled
 from trueline.ps.messages import DensePart, Routing
 from trueline.ps.partition import Ids
 from trueline.ps.peers import PeerRequest, Peers
@@ -30,41 +29,12 @@ from trueline.ps.wire import (
     PullRequest,
     PushRequest,
     ReceivedFrame,
+    Squares,
+    SquaresRequest,
     rebuild_failure,
 )
 
-Key = tuple[int, int]
 PAUSE_S = 0.05
-
-
-class Pulled(NamedTuple):
-    """`rows`: by table, in the order of the ids; `dense`: flat, by name; `steps`: of each server."""
-
-    rows: dict[str, Rows]
-    dense: dict[str, Rows]
-    steps: dict[str, int]
-
-
-@dataclass
-class Gradients:
-    """What a minibatch tells the servers. `tables`: unique int64 ids and summed float32 rows; `dense`: flat gradients,
-    and the values of buffers; `lrs`: by parameter group; `pulled`: the steps of the pull. The arrays may not change
-    until the push is acknowledged."""
-
-    epoch: int
-    minibatch: int
-    weight: float
-    lrs: tuple[float, ...]
-    tables: Mapping[str, tuple[Ids, Rows]]
-    dense: Mapping[str, Rows]
-    pulled: Mapping[str, int] = field(default_factory=dict)
-    part: int = 0
-    parts: int = 1
-    attempt: int = 0
-
-    @property
-    def key(self) -> Key:
-        return self.epoch, self.minibatch
 
 
 class PsClient:
@@ -91,22 +61,27 @@ class PsClient:
         self._changed = threading.Condition()
         self._open: dict[Key, _Push] = {}
         self._acknowledged: list[Key] = []
-        self._refused: list[TruelineError] = []
+        self._refused: list[tuple[Key, TruelineError]] = []
+        self.refused: Key | None = None
+        """Of the push whose refusal was raised."""
         self._pulls: set[_Pull] = set()
         self._router = _Router(self, on_routing)
 
-    def start_pull(self, tables: Mapping[str, Ids], dense: bool = True) -> "Future[Pulled]":
-        """Asks for the rows of unique int64 ids, and for all dense values; it waits for servers that are away."""
-        pull = _Pull(self, tables, dense)
+    def start_pull(self, tables: Mapping[str, Ids], dense: bool = True, *, averaged: bool = False) -> "Future[Pulled]":
+        """Asks for the rows of unique int64 ids, or their averages, and for all dense values; it waits for servers that
+        are away."""
+        pull = _Pull(self, tables, dense, averaged)
         with self._changed:
             self._pulls.add(pull)
         pull.send()
         return pull.future
 
-    def pull(self, tables: Mapping[str, Ids], dense: bool = True, timeout_s: float | None = None) -> Pulled:
+    def pull(
+        self, tables: Mapping[str, Ids], dense: bool = True, timeout_s: float | None = None, *, averaged: bool = False
+    ) -> Pulled:
         """Raises TimeoutError, which names the servers that are away."""
         try:
-            return self.start_pull(tables, dense).result(timeout_s)
+            return self.start_pull(tables, dense, averaged=averaged).result(timeout_s)
         except TimeoutError:
             raise TimeoutError(self._describe_wait("rows", timeout_s)) from None
 
@@ -158,6 +133,16 @@ class PsClient:
             except TimeoutError:
                 raise TimeoutError(self._describe_wait("acknowledgements", timeout_s)) from None
 
+    def sum_squares(self, epoch: int, minibatch: int) -> float:
+        """Of the gradients of rows that the servers have of a step whose `scale` is not pushed yet."""
+        futures = []
+        for ref in self.routing.servers:
+            future: Future[float] = Future()
+            futures.append(future)
+            body = SquaresRequest(epoch, minibatch)
+            self._peers.submit([PeerRequest(ref, Call.SQUARES, body, [], functools.partial(_take_squares, future))])
+        return sum(future.result() for future in futures)
+
     def close(self) -> None:
         """What is outstanding is forgotten; pulls that wait raise ConnectionError."""
         self._router.close()
@@ -170,7 +155,8 @@ class PsClient:
 
     def _raise_refused(self) -> None:
         if self._refused:
-            raise self._refused.pop(0)
+            self.refused, error = self._refused.pop(0)
+            raise error
 
     # for the operations, in the thread of the connections
 
@@ -196,7 +182,7 @@ class PsClient:
             if error is None:
                 self._acknowledged.append(key)
             else:
-                self._refused.append(error)
+                self._refused.append((key, error))
             self._changed.notify_all()
         if self.notify is not None:
             self.notify()
@@ -209,11 +195,19 @@ def _settle(future: "Future[None]", frame: ReceivedFrame | None, failure: Failur
         future.set_exception(rebuild_failure(failure))
 
 
+def _take_squares(future: "Future[float]", frame: ReceivedFrame | None, failure: Failure | None, inbox: Inbox) -> None:
+    if frame is not None:
+        future.set_result(frame.read(Squares).value)
+    else:
+        assert failure is not None
+        future.set_exception(rebuild_failure(failure))
+
+
 class _Pull:
     """A pull, which is split again when the routing has changed."""
 
-    def __init__(self, client: PsClient, tables: Mapping[str, Ids], dense: bool) -> None:
-        self._client, self._tables, self._dense = client, tables, dense
+    def __init__(self, client: PsClient, tables: Mapping[str, Ids], dense: bool, averaged: bool) -> None:
+        self._client, self._tables, self._dense, self._averaged = client, tables, dense, averaged
         self.future: Future[Pulled] = Future()
         self._attempt = self._left = 0
         self._result = Pulled({}, {}, {})
@@ -233,7 +227,7 @@ class _Pull:
             names = tuple(name for name, split in self._splits.items() if split.count(index))
             parts = parts_of(routing, index) if self._dense else []
             if names or parts:
-                body = PullRequest(routing.version, names, bool(parts), client.half)
+                body = PullRequest(routing.version, names, bool(parts), client.half, self._averaged)
                 ids = [self._tables[name][self._splits[name].places(index)] for name in names]
                 done = functools.partial(self._take, self._attempt, index, names, parts)
                 requests.append(PeerRequest(ref, Call.PULL, body, ids, done))
@@ -308,7 +302,7 @@ class _Push:
             body = PushRequest(
                 routing=routing.version, pulled=given.pulled.get(ref, -1), epoch=given.epoch,
                 minibatch=given.minibatch, part=given.part, parts=given.parts, weight=given.weight, lrs=given.lrs,
-                tables=names, attempt=given.attempt,
+                tables=names, attempt=given.attempt, scale=given.scale,
             )  # fmt: skip
             arrays += slice_dense(parts_of(routing, index), given.dense)
             requests.append(PeerRequest(ref, Call.PUSH, body, arrays, functools.partial(self._take, self._attempt)))

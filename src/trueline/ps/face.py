@@ -21,8 +21,9 @@ import grpc
 import numpy as np
 
 from trueline.errors import TruelineError, UsageError
-from trueline.ps.client import Gradients, PsClient, Pulled
+from trueline.ps.client import PsClient
 from trueline.ps.dial import read_address
+from trueline.ps.gradients import Gradients, Pulled
 from trueline.ps.messages import ModelSpec
 from trueline.ps.partition import Ids
 from trueline.ps.split import Rows

@@ -62,6 +62,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     groups: tuple[OptimizerSpec, ...]
     tables: tuple[TableSpec, ...] = ()
     dense: tuple[DenseSpec, ...] = ()
+    ema: float = 0.0  # decay of the moving averages of all rows; 0: there are none
 
 
 class DensePart(Struct, frozen=True):
@@ -111,4 +112,5 @@ class ServerReport(Struct, frozen=True, kw_only=True):
     """Pushes by staleness: steps applied between their pull and their push; the last entry has all larger ones."""
     memory: int = 0  # bytes that the process has in memory
     queued: int = 0  # pushes that wait for the end of a cut
+    parts: int = 0  # pushes that wait for the other parts of their step
     lacking: str = ""  # what it waits for, such as room on a disk

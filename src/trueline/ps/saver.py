@@ -9,9 +9,9 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,8 @@ from trueline.errors import StorageError, TruelineError
 from trueline.ps.master.checkpoints import FACTS, RESULT
 from trueline.ps.messages import ModelSpec
 from trueline.ps.server import snapshot
+from trueline.ps.server.holding import expect_all_parts
+from trueline.ps.tables.table import read_averages
 from trueline.ps.worker import build
 from trueline.recipe.load import load_recipe
 from trueline.storage.location import parse_location
@@ -53,8 +55,8 @@ def save(job_dir: Path, folder: Path, step: int) -> None:
     settings = job_settings.load(job_dir)
     recipe = bind_columns(load_recipe(settings.recipe), job_dir)
     served, source = build(recipe, settings, job_dir)
-    spec, dense, tables = join_parts(sorted(folder.glob("*.part")))
-    if spec != served.spec:
+    joined = join_parts(sorted(folder.glob("*.part")))
+    if joined.spec != served.spec:
         raise StorageError("the parts are of another model than the recipe makes", hint="restore the recipe")
     where = parse_location(settings.checkpoints) if settings.checkpoints else JobDir(job_dir).checkpoints
     facts = Checkpointer.of(settings, job_dir, {
@@ -62,7 +64,7 @@ def save(job_dir: Path, folder: Path, step: int) -> None:
         **({"columns": msgspec.to_builtins(recipe.fitted)} if recipe.fitted is not None else {}),
         **({"weights": settings.started_from} if settings.weights else {}),
     }).facts  # fmt: skip
-    model = served.state_dict(dense, tables)
+    model = served.state_dict(joined.dense, joined.tables)
     state = {"model": model, "optimizer": {}, "ledger": {"steps": step}}
     path = checkpoint.write(where, step=step, state=state, facts={**facts, **json.loads((folder / FACTS).read_bytes())})
     digest = checkpoint.read_manifest(path)["digest"]
@@ -71,25 +73,45 @@ def save(job_dir: Path, folder: Path, step: int) -> None:
     files.write_atomic(folder / RESULT, json.dumps({"path": str(path), "digest": digest}).encode())
 
 
-def join_parts(paths: Sequence[Path]) -> tuple[ModelSpec, dict[str, Array], dict[str, tuple[Array, Array]]]:
-    """The model, flat dense values by name, and ids and rows of each table. Raises StorageError for a torn part."""
+class JoinedParts(NamedTuple):
+    spec: ModelSpec
+    dense: dict[str, Array]
+    """Flat values by name."""
+    tables: dict[str, tuple[Array, Array]]
+    """Ids and rows."""
+    averages: dict[str, tuple[Array, Array]]
+    """Ids and the moving averages of the rows, where the job has them."""
+
+
+def join_parts(paths: Sequence[Path]) -> JoinedParts:
+    """Raises StorageError for a torn part, and a missing one."""
     spec: ModelSpec | None = None
     pieces: dict[str, list[tuple[int, Array]]] = {}
     rows: dict[str, list[tuple[Array, Array]]] = {}
+    averages: dict[str, list[tuple[Array, Array]]] = {}
+    headers = list[snapshot.Header]()
     for path in paths:
         held, arrays = snapshot.read(path)
+        headers.append(held)
         spec = msgspec.msgpack.decode(held["spec"], type=ModelSpec)
         at = 0
         for name, columns in held["columns"].items():
             rows.setdefault(name, []).append((arrays[at], arrays[at + 1]))
+            if spec.ema:
+                own = read_averages(spec, name, arrays[at : at + columns], held["steps"])
+                averages.setdefault(name, []).append((arrays[at], own))
             at += columns
         for part in held["dense"]:
             pieces.setdefault(part["name"], []).append((part["start"], arrays[at].reshape(-1)))
             at += part["arrays"]
+    expect_all_parts(headers, [str(path) for path in paths])
     if spec is None:
         raise StorageError("there are no parts of a checkpoint")
     ordered = {name: sorted(of, key=lambda one: one[0]) for name, of in pieces.items()}
     dense = {name: np.concatenate([one for _, one in of]) for name, of in ordered.items()}
-    tables = {name: (np.concatenate([ids for ids, _ in of]), np.concatenate([one for _, one in of]))
-              for name, of in rows.items()}  # fmt: skip
-    return spec, dense, tables
+    return JoinedParts(spec, dense, _concatenate(rows), _concatenate(averages))
+
+
+def _concatenate(parts: Mapping[str, list[tuple[Array, Array]]]) -> dict[str, tuple[Array, Array]]:
+    return {name: (np.concatenate([ids for ids, _ in of]), np.concatenate([rows for _, rows in of]))
+            for name, of in parts.items()}  # fmt: skip

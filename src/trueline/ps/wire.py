@@ -56,6 +56,7 @@ class Call(IntEnum):
     TAKE = 12  # Moved, arrays
     ROUTE = 13  # Routing
     STOP = 14
+    SQUARES = 15  # SquaresRequest; reply: Squares
 
 
 class Configure(msgspec.Struct, frozen=True, array_like=True):
@@ -76,6 +77,7 @@ class PullRequest(msgspec.Struct, frozen=True, array_like=True):
     tables: tuple[str, ...]
     dense: bool
     half: bool = False  # rows come as float16
+    averaged: bool = False  # the moving averages of the rows
 
 
 class PullReply(msgspec.Struct, frozen=True, array_like=True):
@@ -93,6 +95,18 @@ class PushRequest(msgspec.Struct, frozen=True, array_like=True):
     lrs: tuple[float, ...]
     tables: tuple[str, ...]
     attempt: int = 0  # above 0: `minibatch` is a step, of which each attempt has parts of its own
+    scale: float = (
+        0.0  # above 0: the last part of an attempt, which has no rows: what the sum of the others is multiplied by
+    )
+
+
+class SquaresRequest(msgspec.Struct, frozen=True, array_like=True):
+    epoch: int
+    minibatch: int
+
+
+class Squares(msgspec.Struct, frozen=True, array_like=True):
+    value: float  # the sum of the squares of this server's gradients of rows in a step
 
 
 class BeginCut(msgspec.Struct, frozen=True, array_like=True):

@@ -28,9 +28,12 @@ from trueline.checkpoint import model_files
 from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.source import Batch
 from trueline.errors import RecipeError, TruelineError
-from trueline.ps.client import Gradients, PsClient, Pulled
+from trueline.ps.client import PsClient
 from trueline.ps.dial import read_address
+from trueline.ps.gradients import Gradients, Pulled
+from trueline.ps.hot_rows import HotLookup, HotRows
 from trueline.ps.master.ledger import MinibatchGrid
+from trueline.ps.model.convert import convert_embeddings, refuse_table_weights
 from trueline.ps.model.minibatch import LookupPlan
 from trueline.ps.model.strategy import ServedModel
 from trueline.ps.tasks import CommitRequest, Computed, LeaseReply, TasksLink
@@ -84,11 +87,15 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> tuple[ServedM
     model = recipe.make_model()
     if settings.weights:
         model_files.load_stored(model, JobDir(job_dir).weights)
+    if settings.tables_above:
+        convert_embeddings(model, settings.tables_above)
     model = model.to(devices.choose_own(settings.device, repeatable=False))
     model.train()
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
     served = ServedModel(model, optimizer, scheduler, seed=settings.seed, clip_norm=settings.clip_norm)
+    if settings.weights:
+        refuse_table_weights(served.tables, JobDir(job_dir).weights)
     if settings.clip_norm and settings.staleness == 0 and settings.workers > 1:
         raise RecipeError(
             "clip_norm with synchronous steps: each worker has the gradient of its part alone",
@@ -109,6 +116,7 @@ class LeasedMinibatch:
     parts: int
     data_ms: float
     prediction: LookupPlan | None = None
+    hot: HotLookup | None = None
     rows: "Future[Pulled] | None" = None
 
 
@@ -144,6 +152,7 @@ class WorkerLoop:
         self._faults = Faults(job.faults, self.link.ref)
         self._blocks = blocks
         self._ahead = job.staleness != 0
+        self._hot = HotRows(job.hot_rows, job.staleness) if job.hot_rows else None
 
     def leave(self) -> None:
         self._leaving = True
@@ -167,6 +176,11 @@ class WorkerLoop:
             self._commit(force=True)
             if not self._finished:
                 self.link.leave()
+        except TruelineError as error:
+            if self._client.refused is None:
+                raise
+            epoch, minibatch = self._client.refused
+            raise type(error)(error.message, hint=f"{self._describe(epoch, minibatch)}; {error.hint}") from error
         finally:
             self._client.close()
             self.link.close()
@@ -209,6 +223,10 @@ class WorkerLoop:
         if len(self.served.tables):
             work.prediction = self.served.tables.predict(batch.inputs)
         wanted = {} if work.prediction is None else work.prediction.wanted
+        if self._hot is not None:
+            self._hot.note(lease.step)
+            work.hot = self._hot.look_up(wanted)
+            wanted = work.hot.missing
         work.rows = self._client.start_pull(wanted, dense=True)
         work.data_ms = 1e3 * (time.perf_counter() - began)
         return work
@@ -218,7 +236,8 @@ class WorkerLoop:
         self._faults.at("before", step)
         began = time.perf_counter()
         assert work.rows is not None
-        pulled = work.rows.result()
+        fresh = work.rows.result()
+        pulled = self._add_copies(work.hot, fresh)
         waited = time.perf_counter()
         self.served.load(pulled.dense)
         seed_all(self.settings.seed, work.lease.epoch, work.minibatch)
@@ -235,12 +254,10 @@ class WorkerLoop:
         except TruelineError:
             raise
         except Exception as error:
-            start, stop, _, _ = self._grid.locate(work.minibatch)
-            ids = self._order.at(np.arange(start, min(stop, start + 3)), epoch=work.lease.epoch).tolist()
-            error.add_note(f"in minibatch {work.minibatch} of epoch {work.lease.epoch}, records {ids} and others")
+            error.add_note(self._describe(work.lease.epoch, work.minibatch))
             raise
         self._faults.at("backward", step)
-        lrs = self.served.lrs(min(pulled.steps.values(), default=step))
+        lrs = self.served.lrs(min(fresh.steps.values(), default=step))
         self._client.push(Gradients(
             epoch=work.lease.epoch, minibatch=work.minibatch, weight=weight, lrs=lrs, tables=rows, dense=dense,
             pulled=pulled.steps, part=work.part, parts=work.parts,
@@ -252,6 +269,20 @@ class WorkerLoop:
         self._faults.at("applied", step)
         if not self._ahead:
             self._client.drain()
+
+    def _describe(self, epoch: int, minibatch: int) -> str:
+        start, stop, _, _ = self._grid.locate(minibatch)
+        ids = self._order.at(np.arange(start, min(stop, start + 3)), epoch=epoch).tolist()
+        return f"in minibatch {minibatch} of epoch {epoch}, records {ids} and others"
+
+    def _add_copies(self, lookup: HotLookup | None, pulled: Pulled) -> Pulled:
+        """The rows with those that this worker had; `steps` as of the oldest of them."""
+        if self._hot is None or lookup is None:
+            return pulled
+        steps = pulled.steps.values()
+        rows = self._hot.join(lookup, pulled.rows, min(steps, default=self._hot.step))
+        self._hot.note(max(steps, default=0))
+        return Pulled(rows, pulled.dense, {ref: min(step, lookup.oldest) for ref, step in pulled.steps.items()})
 
     def _commit(self, *, force: bool = False) -> None:
         """Tells the master what every server has, in the order of the lease."""

@@ -97,6 +97,14 @@ class TrainingSettings(StepSettings, LoopSettings):
         -1, "A minibatch begins while at most this many others are under way; 0: synchronous steps of --batch records, "
         "-1: no bound.", section=_SERVERS, metavar="N", low=-1, recipe=True, fixed=True,
     )  # fmt: skip
+    tables_above: int = setting(
+        0, "Each torch.nn.Embedding(sparse=True) of more than this many rows is trained as a table of the servers, and "
+        "is itself again in the checkpoint; 0: none.", section=_SERVERS, metavar="ROWS", low=0, recipe=True, fixed=True,
+    )  # fmt: skip
+    hot_rows: int = setting(
+        0, "Rows of each table that a worker keeps from one minibatch to the next, and pulls again after --staleness "
+        "steps; 0: none.", section=_SERVERS, metavar="ROWS", low=0, recipe=True,
+    )  # fmt: skip
     half_rows: bool = setting(False, "Rows and their gradients travel as float16.", section=_SERVERS, recipe=True)
     grpc_port: int = setting(
         0, "Port on which the servers are one gRPC service for other clients (parameter_server.proto); 0: none.",

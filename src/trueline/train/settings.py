@@ -31,8 +31,8 @@ WORKERS: Mapping[Strategy, str] = {
     "ps": "trueline.ps.worker",
     "hybrid": "trueline.ps.hybrid.worker",
 }
-OF_SERVERS = ("servers", "staleness", "half_rows", "grpc_port")
-NOT_OF_HYBRID = ("staleness", "grpc_port", "bitwise", "clip_norm", "ema", "compile", "hosts", "listen")
+OF_SERVERS = ("servers", "staleness", "tables_above", "hot_rows", "half_rows", "grpc_port")
+NOT_OF_HYBRID = ("staleness", "hot_rows", "grpc_port", "bitwise", "compile", "hosts", "listen")
 NOT_OF_SERVERS = (
     "micro_batch", "bitwise", "precision", "ema", "find_unused_parameters", "compile", "readers", "backend",
     "evaluate_every", "monitor", "patience", "profile", "autoscale", "hosts", "listen",
@@ -122,6 +122,12 @@ def check_strategy(job: JobSettings) -> None:
         raise UsageError(
             "--precision fp16 scales the loss, and the servers would get the scaled gradients of rows",
             hint="--precision bf16 needs no scaling",
+        )
+    if job.hot_rows and job.staleness < 1:
+        raise UsageError(
+            "--hot-rows keeps rows for as many steps as --staleness says, and it is "
+            + ("0: synchronous" if job.staleness == 0 else "not given"),
+            hint="--staleness 3",
         )
     if bool(job.publish_every) != bool(job.publish_to):
         raise UsageError(
@@ -262,6 +268,8 @@ class Overrides(TypedDict, total=False):
     strategy: Strategy | None
     servers: int | None
     staleness: int | None
+    tables_above: int | None
+    hot_rows: int | None
     half_rows: bool | None
     grpc_port: int | None
     publish_every: float | None

@@ -35,6 +35,7 @@ from trueline.capture.onnx import (
     precision,
     size_arithmetic,
     small_constants,
+    table_files,
     torchlib_cache,
 )
 from trueline.capture.onnx.numerics import EXACT_TAILS
@@ -80,7 +81,8 @@ def emit(exported: Exported, folder: Path) -> Path:
         program.model.ir_version = FORMAT_VERSIONS[exported.opset]
     clean(program.model, exported.symbols)
     program.model.metadata_props[SIGNATURE] = _encode_signature(signature)
-    save(program, path, weight_bytes=exported.weight_bytes)
+    tables = table_files.find_buffers(exported.program)
+    save(program, path, weight_bytes=exported.weight_bytes, tables=tables)
     return path
 
 
@@ -209,10 +211,18 @@ def _export(
         )
 
 
-def save(program: torch.onnx.ONNXProgram, path: Path, *, weight_bytes: int) -> None:
-    """Writes `path`, with large weights in a file beside it. Raises StorageError."""
+def save(
+    program: torch.onnx.ONNXProgram, path: Path, *, weight_bytes: int, tables: table_files.Buffers | None = None
+) -> None:
+    """Writes `path`, with tables in files beside it, and other large weights in one. Raises StorageError."""
     try:
-        program.save(str(path), external_data=weight_bytes > EXTERNAL_BYTES)
+        of_tables = table_files.write_tables(program.model, path, tables or {})
+        if not of_tables:
+            program.save(str(path), external_data=weight_bytes > EXTERNAL_BYTES)
+            return
+        if weight_bytes - of_tables > EXTERNAL_BYTES:
+            table_files.move_others(program.model, path)
+        onnx_ir.save(program.model, str(path))
     except OSError as error:
         raise files.storage_error(error, path) from error
 

@@ -10,6 +10,7 @@ from trueline import events
 from trueline.runtime.session import Format
 
 TableRows = Literal["float32", "float16", "int8"]
+TABLE_FILE_MB = 2_000  # of one file of a table beside an ONNX program
 State = Literal["refuse", "explicit"]
 """A model that writes its own buffers is refused, or they become inputs and outputs."""
 

@@ -20,7 +20,7 @@ trueline scale clicks-1 --servers 3
 @verb("scale", examples=_EXAMPLES)
 @job_argument
 @click.argument("workers", type=int, required=False)
-@click.option("--servers", type=int, metavar="N", help="Parameter servers, of a job with --strategy ps.")
+@click.option("--servers", type=int, metavar="N", help="Parameter servers, of a job that has some.")
 @_stores.store_option
 def command(job: str, workers: int | None, servers: int | None, store: str | None) -> Output:
     """Give a running job another number of workers.

@@ -76,6 +76,8 @@ _TARGETS = ("onnxruntime", "openvino", "offload", "torch", "torchscript", "cpp",
               help="Compare a model that draws random numbers by the distribution of its answers.")  # fmt: skip
 @click.option("--table-rows", type=click.Choice(["float32", "float16", "int8"]), default="float32", show_default=True,
               help="How the rows of embedding tables are stored.")  # fmt: skip
+@click.option("--table-file-mb", type=click.IntRange(min=1), metavar="MB", default=2_000, show_default=True,
+              help="Size of the files that rows of a large table are cut into, beside the ONNX program.")  # fmt: skip
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
               help="Try no further format after that; what is proven by then is sealed. Else 30 and more for large "
               "models.")  # fmt: skip
@@ -151,5 +153,5 @@ def _capture_recipe(recipe: str, checkpoint: str | None, given: dict[str, Any], 
     loaded = load_recipe(recipe, needs=ONLY_CALLED)
     source = checkpoint_path(checkpoint) if checkpoint is not None else None
     out = Path(given["out"] or f"{loaded.name}.bundle")
-    own = {name: given[name] for name in ("state", "allow_random", "table_rows")}
+    own = {name: given[name] for name in ("state", "allow_random", "table_rows", "table_file_mb")}
     return capture(loaded, source, out, **own, **how)

@@ -107,8 +107,7 @@ class Relay:
                 await asyncio.sleep(RETRY_S)
                 assert self._welcome is not None
                 silent_s = loop.time() - self._heard_at
-                self._standby.prepare(self._id, silent_s)
-                due = silent_s >= self._standby.wait_s(self._id) and not self._withdrawn and not self._fenced
+                due = self._standby.may_lead(self._id, silent_s) and not self._withdrawn and not self._fenced
                 if due and (ended := await self._lead()) is not None:
                     return ended
                 open_door = await self._turn()

@@ -65,12 +65,8 @@ class Standby(Protocol):
         """Enters what the master sends; `job` is the folder of the job on this host."""
         ...
 
-    def wait_s(self, host_id: str) -> float:
-        """After how many seconds without a master this host may lead; infinite: never."""
-        ...
-
-    def prepare(self, host_id: str, silent_s: float) -> None:
-        """Makes ready to lead soon, if no master was heard for long enough and this host is the next."""
+    def may_lead(self, host_id: str, silent_s: float) -> bool:
+        """Whether this host may lead after so long without a master; makes ready for it when that is near."""
         ...
 
     async def lead(self, alive: list[str], host: LentHost, host_id: str) -> str | None:

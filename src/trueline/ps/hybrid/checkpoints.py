@@ -33,18 +33,21 @@ class TableCheckpointer(Checkpointer):
     def _write(self, snapshot: Snapshot | dict[str, Any], ledger: dict[str, Any], link: ProgressReporter) -> None:
         assert isinstance(snapshot, Snapshot)
         folder = self.link.wait_saved(ledger["steps"], self._folders.pop(ledger["steps"]))
-        _, _, rows = join_parts(sorted(Path(folder).glob("*.part")))
-        state = _read(snapshot)
-        for name in self.tables.list_names():
-            state["model"].pop(name, None)
-        state["model"].update(self.tables.state(rows))
+        joined, state = join_parts(sorted(Path(folder).glob("*.part"))), _read(snapshot)
+        for kind, rows in (("model", joined.tables), ("ema", joined.averages)):
+            if state.get(kind) is not None:
+                for name in self.tables.list_names():
+                    state[kind].pop(name, None)
+                state[kind].update(self.tables.state(rows))
         super()._write(state, ledger, link)
 
     def _write_model(self, replica: Replica) -> None:
         try:
             newest = checkpoint.latest(self.folder)
             assert newest is not None
-            path = model_files.write_model(self.folder, replica.model, newest.state["model"])
+            path = model_files.write_model(
+                self.folder, replica.model, {**newest.state["model"], **(newest.state.get("ema") or {})}
+            )
             events.emit("model.written", path=str(path))
         except TruelineError as error:
             events.emit("model.not_written", why=error.message)

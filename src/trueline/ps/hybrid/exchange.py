@@ -2,6 +2,9 @@
 
     all-reduce of the dense gradients ──▶ push of this member's rows, acknowledged by every server ──▶ all have pushed
 
+With `clip_norm` the servers keep the parts, rank 0 asks them for the squares of the rows' gradients, and pushes the
+factor as the last part of the step: the norm is that of dense gradients and rows together.
+
 When `reduce` returns, every server has all parts of the step, so a step that a worker applies is applied on the
 servers. The other way round is not so: a death may end the group after the servers have the step. Survivors then repeat
 it; servers that have it ignore the parts, the others put them in the place of those of the attempt before.
@@ -12,8 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from trueline.errors import TrainError
 from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares
-from trueline.ps.client import Gradients, PsClient
+from trueline.ps.client import PsClient
+from trueline.ps.gradients import Gradients
 from trueline.ps.hybrid.calls import HybridLink
 from trueline.ps.hybrid.rows import HybridTables
 from trueline.ps.messages import Routing
@@ -35,9 +40,11 @@ class TableExchange:
         tables: HybridTables,
         link: HybridLink,
         connect: Callable[[Routing], PsClient],
+        clip_norm: float = 0.0,
     ) -> None:
         self._inner, self._group, self._at = inner, group, at
         self._tables, self._link, self._connect = tables, link, connect
+        self._clip_norm = clip_norm
         self._client: PsClient | None = None
         self.on_begin: Callable[[], None] = tables.drop  # also what the trial of a record has looked up
 
@@ -109,8 +116,13 @@ class TableExchange:
         sums, beside = self._inner.reduce(piece, words, shares)
         account = StepAccount.unpack(sums)
         if math.isfinite(account.loss):  # else no member applies the step
-            self._push(account)
+            weighs = account.weight != account.count and account.weight > 0  # as `Replica.apply`
+            factor = account.count / account.weight if weighs else 1.0
+            rows = self._tables.take_gradients(factor)
+            self._push(rows)
             self._meet()
+            if self._clip_norm:
+                self._clip(factor)
         self._tables.drop()
         return sums, beside
 
@@ -118,26 +130,50 @@ class TableExchange:
         self._tables.drop()
         self._inner.detach()
 
-    def _pull(self, wanted: dict[str, Ids]) -> Mapping[str, Rows]:
+    def _pull(self, wanted: dict[str, Ids], averaged: bool) -> Mapping[str, Rows]:
         assert self._client is not None
-        return self._client.pull(wanted, dense=False).rows
+        return self._client.pull(wanted, dense=False, averaged=averaged).rows
 
-    def _push(self, account: StepAccount) -> None:
+    def _push(self, rows: Mapping[str, tuple[Ids, Rows]], *, scale: float = 0.0) -> None:
+        """This member's part of the step; with `scale` the last one, of rank 0."""
         assert self._client is not None
-        weighs = account.weight != account.count and account.weight > 0  # as `Replica.apply`
-        rows = self._tables.take_gradients(account.count / account.weight if weighs else 1.0)
         step, group = self._at(), self._group
         self._client.push(Gradients(
             epoch=0, minibatch=step, weight=1.0 if rows else 0.0, lrs=self._tables.lrs, tables=rows, dense={},
-            pulled=dict.fromkeys(self._client.routing.servers, step), part=group.rank, parts=group.size,
-            attempt=group.generation + 1,
+            pulled=dict.fromkeys(self._client.routing.servers, step), part=group.size if scale else group.rank,
+            parts=group.size + bool(self._clip_norm), attempt=group.generation + 1, scale=scale,
         ))  # fmt: skip
         self._client.drain()
         self._client.take_acknowledged()
 
-    def _meet(self) -> None:
-        """Returns when every member of the group has called it. Raises RuntimeError when a peer fails."""
+    def _clip(self, factor: float) -> None:
+        """Scales the gradients of the step to `clip_norm`. `factor`: what the dense ones will be multiplied by."""
+        dense = [one.grad for one in self._tables.parameters if one.grad is not None]
+        scale = 0.0
+        if self._group.rank == 0:
+            assert self._client is not None
+            flat = [one.coalesce().values() if one.is_sparse else one for one in dense]
+            own = float(torch.nn.utils.get_total_norm(flat)) * factor if flat else 0.0
+            norm = math.hypot(own, math.sqrt(self._client.sum_squares(0, self._at())))
+            scale = min(1.0, self._clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+            if math.isfinite(norm):
+                self._push({}, scale=scale)
+        scale = self._meet(scale)
+        if not scale > 0.0:
+            raise TrainError(
+                "the norm of the gradients is not finite, though the loss is",
+                hint="look for square roots, logarithms and divisions near zero in the model and the loss",
+            )
+        if scale < 1.0:
+            for one in dense:
+                one.mul_(scale)
+
+    def _meet(self, value: float = 0.0) -> float:
+        """Returns when every member of the group has called it: the sum of the values. Raises RuntimeError when a peer
+        fails."""
         members: Sequence[str] = self._group.view.members
+        total = torch.tensor([value], dtype=torch.float64)
         if len(members) > 1:
             gloo = self._group.process_group
-            gloo.wait(gloo.sum_on_host(torch.zeros(1)))
+            gloo.wait(gloo.sum_on_host(total))
+        return float(total)

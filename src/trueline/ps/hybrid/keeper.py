@@ -10,7 +10,7 @@ import contextlib
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,34 @@ from trueline.engine.contract import ProcessSpec, parse_ref
 from trueline.errors import StorageError, TrainError, TruelineError
 from trueline.ps.dial import read_address
 from trueline.ps.hybrid.calls import SERVICE, AlignTables, HybridAnswer, OpenTables, SaveTables
+from trueline.ps.hybrid.mover import BucketMover
 from trueline.ps.link import ServerLink
+from trueline.ps.master import cuts
 from trueline.ps.master.servers import ServerMeter
+from trueline.ps.master.shell import read_last_words
 from trueline.ps.master.slots import Slots
 from trueline.ps.messages import ModelSpec, Routing
-from trueline.ps.partition import make_routing
+from trueline.ps.partition import make_routing, move_buckets
 from trueline.train.master.master import TICK_S, Master
 
 SERVER = "server"
 ENTRY = "trueline.ps.server.process:main"
 STATS_S, SILENT_S = 1.0, 10.0
 RETRY_S = 0.05
+SAVING_S = 60.0
+"""How long a server that is taken away may write its part of a checkpoint."""
 Context = Any
 
 
 class KeptTables(msgspec.Struct, frozen=True, kw_only=True):
-    """What the servers were made for, in JOB/ps/tables.json. `held`: they held it once."""
+    """What the servers were made for, in JOB/ps/tables.json. `held`: they held it once. `wanted`: how many there shall
+    be; `asked`: how many the job's settings said then."""
 
     spec: ModelSpec
     routing: Routing
     held: bool = False
+    wanted: int = 0
+    asked: int = 0
 
 
 class ServerKeeper:
@@ -56,6 +64,11 @@ class ServerKeeper:
         """One at a time opens the tables or brings them to a step."""
         self._kept = self._read()
         self._aligned = False
+        self._mover = BucketMover(self._link, lambda routing: self._note(routing=routing))
+        self._unsaved, self._all_saved = set[str](), asyncio.Event()
+        """Folders of files that servers write; whether there are none."""
+        self._all_saved.set()
+        self._pace = (0.0, 0, 0.0)  # when a step was first seen, that step, and about how long a step takes
 
     @property
     def _file(self) -> Path:
@@ -70,6 +83,10 @@ class ServerKeeper:
             return msgspec.json.decode(self._file.read_bytes(), type=KeptTables)
         return None
 
+    def _note(self, **changes: Any) -> None:
+        assert self._kept is not None
+        self._keep(msgspec.structs.replace(self._kept, **changes))
+
     def _keep(self, kept: KeptTables) -> None:
         self._folder.mkdir(exist_ok=True)
         files.write_atomic(self._file, msgspec.json.encode(kept))
@@ -82,18 +99,18 @@ class ServerKeeper:
     # processes
 
     async def run(self) -> None:
-        """Starts servers whenever they are not there, and measures them, until the job ends."""
+        """Starts servers whenever they are not there, measures them, and changes their number, until the job ends."""
         master = self._master
-        if self._kept is not None and len(self._kept.routing.servers) != master.job.servers:
-            count = len(self._kept.routing.servers)
-            master.fail("usage", f"--servers is {master.job.servers}, and this job has {count} servers",
-                        f"continue it with --servers {count}")  # fmt: skip
-            return
+        if self._kept is not None:
+            count, asked = len(self._kept.routing.servers), master.job.servers
+            if self._kept.asked != asked:  # `--resume --servers N`
+                self._note(wanted=asked, asked=asked)
+            self._servers.count = max(count, self._kept.wanted)
         with contextlib.suppress(OSError):  # the agent is away: its next one runs nothing
             for seen in await master.engine.list():
                 if parse_ref(seen.ref)[0] == SERVER:  # the engine starts no ref a second time
                     (self._servers.adopt if seen.alive else self._servers.note_started)(seen.ref)
-        await asyncio.gather(self._watch(), self._tick())
+        await asyncio.gather(self._watch(), self._tick(), self._follow_wanted())
 
     async def _watch(self) -> None:
         while not self._over:
@@ -108,9 +125,9 @@ class ServerKeeper:
             return
         self._master.emit("worker.lost", worker=ref, why=why)
         if (slot := self._servers.hopeless) >= 0:
-            times = self._servers.most_failures
-            self._master.fail("train", f"server {slot} died {times} times in a row, the last time: {why}",
-                              f"see {self._master.folder.log(ref)}")  # fmt: skip
+            times, log = self._servers.most_failures, self._master.folder.log(ref)
+            words = f"the last time: {why}: {read_last_words(log)}"
+            self._master.fail("train", f"server {slot} died {times} times in a row, {words}", f"see {log}")
 
     async def _tick(self) -> None:
         measured = 0.0
@@ -119,6 +136,9 @@ class ServerKeeper:
             if self._kept is not None and self._master.now() >= measured + STATS_S:
                 measured = self._master.now()
                 await self._measure()
+                for ref in self._servers.surplus:
+                    with contextlib.suppress(OSError):  # the launcher starts the agent again
+                        await self._master.engine.kill(ref, grace_s=SILENT_S)
             await asyncio.sleep(TICK_S / 5)
 
     async def _start_due(self) -> None:
@@ -150,6 +170,7 @@ class ServerKeeper:
                 report = await self._link(name).stats(SILENT_S)
                 self._meter.add(name, report, self._master.now())
                 self._servers.note_progress(report.ref)
+                self._note_step(report.steps)
                 if report.routing < 0 and self._aligned and not self._changing.locked():
                     self._master.fail("train", f"{report.ref} has lost what {name} held", "continue with --resume")
             except TimeoutError:
@@ -194,17 +215,21 @@ class ServerKeeper:
 
     async def open(self, spec: ModelSpec) -> HybridAnswer:
         """Configures the servers for the first worker's tables. Raises TrainError for other tables than the first's."""
-        async with self._changing:
+        if self._kept is not None and self._kept.held and self._kept.spec == spec:
+            return HybridAnswer(self._kept.routing)  # a worker asks again after each change of it
+        async with self._pausing():
             if self._kept is None:
-                names = [f"{SERVER}-{slot}" for slot in range(self._servers.count)]
-                self._keep(KeptTables(spec=spec, routing=make_routing(names, spec.dense)))
+                count = self._servers.count
+                names = [f"{SERVER}-{slot}" for slot in range(count)]
+                routing = make_routing(names, spec.dense)
+                self._keep(KeptTables(spec=spec, routing=routing, wanted=count, asked=count))
             assert self._kept is not None
             if self._kept.spec != spec:
                 raise TrainError("a worker has other tables than the others", hint="every worker builds one model")
             if not self._kept.held:
                 for name in self._kept.routing.servers:
                     await self._repeat(name, self._configure)
-                self._keep(msgspec.structs.replace(self._kept, held=True))
+                self._note(held=True)
             return HybridAnswer(self._kept.routing)
 
     async def _configure(self, link: ServerLink) -> None:
@@ -213,7 +238,7 @@ class ServerKeeper:
 
     async def align(self, step: int) -> HybridAnswer:
         """Gives servers that are not at `step` the tables of its checkpoint. Raises TrainError when there are none."""
-        async with self._changing:
+        async with self._pausing():
             assert self._kept is not None
             for name in self._kept.routing.servers:
                 await self._repeat(name, lambda link: self._bring(link, step))
@@ -235,17 +260,27 @@ class ServerKeeper:
 
     async def save(self, step: int) -> HybridAnswer:
         assert self._kept is not None
-        folder = f"{step}.{secrets.token_hex(4)}"
-        for name in self._kept.routing.servers:
-            await self._repeat(name, lambda link: link.save(str(self._cuts / folder / f"{link.ref}.part")))
+        async with self._pausing():
+            servers = self._kept.routing.servers
+            folder = f"{step}.{len(servers)}.{secrets.token_hex(4)}"
+            for name in servers:
+                await self._repeat(name, lambda link: link.save(str(self._cuts / folder / f"{link.ref}.part")))
+            self._unsaved.add(folder)
+            self._all_saved.clear()
         return HybridAnswer(folder=folder)
 
     async def wait_saved(self, step: int, folder: str) -> HybridAnswer:
         """Raises StorageError when a server that died while it wrote has gone on since."""
         assert self._kept is not None
         written, final = self._cuts / folder, self._cuts / f"step-{step}"
-        for name in self._kept.routing.servers if written.exists() or not final.exists() else ():
-            await self._repeat(name, lambda link: self._finish(link, step, written))
+        servers = [f"{SERVER}-{slot}" for slot in range(int(folder.split(".")[1]))]
+        try:
+            for name in servers if written.exists() or not final.exists() else ():
+                await self._repeat(name, lambda link: self._finish(link, step, written))
+        finally:
+            self._unsaved.discard(folder)
+            if not self._unsaved:
+                self._all_saved.set()
         if written.exists():
             shutil.rmtree(final, ignore_errors=True)
             written.rename(final)
@@ -265,6 +300,84 @@ class ServerKeeper:
             await link.save(str(path))  # it has begun again, and nothing was applied since
             await link.wait_saved(str(path))
 
+    # their number
+
+    def scale(self, servers: int) -> str:
+        if servers < 1:
+            return f"the number of servers is {servers}, expected 1 or more"
+        if self._kept is None or not self._kept.held:
+            return "the servers do not hold the tables yet; try again"
+        self._note(wanted=servers)
+        return ""
+
+    async def _follow_wanted(self) -> None:
+        """Brings the servers to the number that is wanted, also that of a master before."""
+        if self._kept is not None and self._kept.held:
+            await self._spread()
+        while not self._over:
+            if self._kept is not None and self._kept.held and not self._is_settled(self._kept):
+                await self._move_to(self._kept.wanted)
+            await asyncio.sleep(TICK_S)
+
+    @staticmethod
+    def _is_settled(kept: KeptTables) -> bool:
+        names = tuple(f"{SERVER}-{slot}" for slot in range(kept.wanted))
+        return kept.routing.servers == names and kept.routing.owners == move_buckets(kept.routing, names, ()).owners
+
+    async def _move_to(self, count: int) -> None:
+        assert self._kept is not None
+        before, names = len(self._kept.routing.servers), [f"{SERVER}-{slot}" for slot in range(count)]
+        self._servers.count = max(count, before)
+        self._master.emit("servers.scaling", before=before, servers=count)
+        for name in names:
+            await self._repeat(name, lambda link: link.greet())
+        for stage in cuts.plan_stages(self._kept.routing, names, self._kept.spec):
+            await self._move(stage)
+            if self._kept.wanted != count:
+                return
+        with contextlib.suppress(TimeoutError):  # one that leaves may be writing
+            await asyncio.wait_for(self._all_saved.wait(), SAVING_S)
+        self._servers.count = count
+        self._master.emit("servers.scaled", servers=count)
+
+    async def _move(self, stage: Routing) -> None:
+        while not self._over:
+            assert self._kept is not None
+            if self._kept.routing.version >= stage.version:
+                return
+            try:
+                async with self._changing:
+                    await self._mover.move(self._kept.spec, self._kept.routing, stage, self._pace[2])
+                return
+            except cuts.CutBroken as error:
+                self._master.emit("cut.broken", why=str(error))
+                await self._spread()
+                await asyncio.sleep(TICK_S)
+
+    async def _spread(self) -> None:
+        """Gives servers the routing that counts: what they have of a move that came to nothing goes."""
+        async with self._changing:
+            assert self._kept is not None
+            for name in self._kept.routing.servers:
+                await self._repeat(name, self._route)
+
+    async def _route(self, link: ServerLink) -> None:
+        assert self._kept is not None
+        if (await link.stats()).routing >= 0:  # else `_measure` finds that it lost what it held
+            await link.route(self._kept.routing)
+
+    @contextlib.asynccontextmanager
+    async def _pausing(self) -> AsyncIterator[None]:
+        """Within the block no buckets move."""
+        self._mover.give_way()
+        async with self._changing:
+            yield
+
+    def _note_step(self, step: int) -> None:
+        now, (since, earlier, _) = self._master.now(), self._pace
+        if step > earlier:
+            self._pace = now, step, (now - since) / (step - earlier) if since else 0.0
+
     def _link(self, name: str) -> ServerLink:
         if name not in self._links:
             master = self._master
@@ -278,5 +391,7 @@ class ServerKeeper:
                 await act(self._link(name))
                 return
             except (OSError, TimeoutError):
+                if parse_ref(f"{name}.0")[1] >= self._servers.count:
+                    raise StorageError(f"{name} has left the job", hint="it is tried again") from None
                 await asyncio.sleep(RETRY_S)  # the server is away: it is started again
         raise TrainError("the job is ending")

@@ -7,6 +7,7 @@ once. Before the job begins, while the loss is tried, rows have their initial va
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,24 +15,28 @@ import torch
 
 from trueline.errors import RecipeError
 from trueline.ps.messages import ModelSpec, OptimizerSpec
+from trueline.ps.model.convert import convert_embeddings, refuse_table_weights
 from trueline.ps.model.embedding import Rows
-from trueline.ps.model.minibatch import Minibatch, Puller, Tables, sum_by_id
+from trueline.ps.model.minibatch import Minibatch, Tables, sum_by_id
 from trueline.ps.model.strategy import TABLE_STATE, describe_tables, read_group
 from trueline.ps.partition import Ids
 from trueline.ps.tables.initial import initial_rows
 from trueline.recipe.contract import Recipe
 from trueline.train.step.joint import JointOptimizer
 
+AveragedPuller = Callable[[dict[str, Ids], bool], Mapping[str, Rows]]
+"""Unique ids by table, and whether their averages are wanted -> float32 (n, dim)."""
 _UNUSED = OptimizerSpec(kind="sgd")
 """Of a group without tables: its parameters are stepped by the workers, with any optimizer."""
 
 
 class HybridTables:
-    """`pull`: where rows come from; None: they have their initial values."""
+    """`pull`: where rows come from; None: they have their initial values. `weights`: the file from which the model
+    begins."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self.pull: Puller | None = None
+    def __init__(self, seed: int, ema: float = 0.0, *, tables_above: int = 0, weights: Path | None = None) -> None:
+        self._seed, self._ema, self._tables_above, self._weights = seed, ema, tables_above, weights
+        self.pull: AveragedPuller | None = None
         self.tables: Tables
         self.optimizer: torch.optim.Optimizer
         self._pieces: list[Minibatch] = []
@@ -50,11 +55,15 @@ class HybridTables:
         return replace(recipe, model=model, optimizer=optimizer)
 
     def _take_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        self.tables = Tables(model)
+        if self._tables_above:
+            convert_embeddings(model, self._tables_above)
+        self.tables, self._model = Tables(model), model
         if not len(self.tables):
             raise RecipeError(
                 "the model has no table for the servers", hint="trueline.Embedding is one; else leave --strategy out"
             )
+        if self._weights is not None:
+            refuse_table_weights(self.tables, self._weights)
         for name, modules in self.tables.modules.items():
             for module in modules:
                 module.source, module.table = self, name
@@ -81,7 +90,12 @@ class HybridTables:
         tables = describe_tables(self.tables, group_of)
         used = {table.group for table in tables}
         specs = tuple(read_group(*one) if at in used else _UNUSED for at, one in enumerate(groups))
-        return ModelSpec(seed=self._seed, groups=specs, tables=tables)
+        return ModelSpec(seed=self._seed, groups=specs, tables=tables, ema=self._ema)
+
+    @functools.cached_property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that the workers step."""
+        return [one for one in self._model.parameters() if one.requires_grad]
 
     @property
     def lrs(self) -> tuple[float, ...]:
@@ -94,7 +108,7 @@ class HybridTables:
 
     def _pull(self, wanted: dict[str, Ids]) -> Mapping[str, Rows]:
         if self.pull is not None:
-            return self.pull(wanted)
+            return self.pull(wanted, bool(self._ema) and not self._model.training)  # as OptimizerStep.use_averages
         return {table: self.initial(table, ids) for table, ids in wanted.items()}
 
     def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from trueline.ps.hybrid.exchange import TableExchange
 from trueline.ps.hybrid.rows import HybridTables
 from trueline.ps.messages import Routing
 from trueline.recipe.contract import Recipe
+from trueline.train.job_dir import JobDir
 from trueline.train.settings import JobSettings
 from trueline.train.step.group import WorkerGroup
 from trueline.train.worker.main import WorkerParts
@@ -26,11 +27,14 @@ def main() -> int:
 
 
 def _replace_parts(recipe: Recipe, settings: JobSettings) -> WorkerParts:
-    tables, link = HybridTables(settings.seed), HybridLink(os.environ["TRUELINE_REF"])
     job_dir, secret = Path(os.environ["TRUELINE_JOB"]), os.environ["TRUELINE_SECRET"].encode()
+    link = HybridLink(os.environ["TRUELINE_REF"])
+    weights = JobDir(job_dir).weights if settings.weights else None
+    tables = HybridTables(settings.seed, settings.ema, tables_above=settings.tables_above, weights=weights)
 
     def connect(routing: Routing) -> PsClient:
-        return PsClient(lambda ref: read_address(job_dir, ref), routing, secret, half=settings.half_rows, outstanding=1)
+        return PsClient(lambda ref: read_address(job_dir, ref), routing, secret, half=settings.half_rows, outstanding=1,
+                        on_routing=lambda: link.open(tables.spec))  # fmt: skip
 
     def checkpointer(settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> TableCheckpointer:
         made = TableCheckpointer.of(settings, job_dir, facts)
@@ -38,6 +42,7 @@ def _replace_parts(recipe: Recipe, settings: JobSettings) -> WorkerParts:
         return made
 
     def surround(inner: GradientExchange, group: WorkerGroup, at: Callable[[], int]) -> GradientExchange:
-        return TableExchange(inner, group, at, tables=tables, link=link, connect=connect)
+        return TableExchange(inner, group, at, tables=tables, link=link, connect=connect,
+                             clip_norm=settings.clip_norm)  # fmt: skip
 
-    return WorkerParts(tables.watch(recipe), checkpointer, surround)
+    return WorkerParts(tables.watch(recipe), checkpointer, surround, clips=True)

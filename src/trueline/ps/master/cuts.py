@@ -116,6 +116,12 @@ async def _copy(links: Mapping[str, ServerLink], before: Routing, after: Routing
                 header, arrays = await links[ref].export(buckets)
                 await links[other].take(header, arrays)
                 gaining[other] = None
+    added = [ref for ref in after.servers if ref not in before.servers and ref not in gaining]
+    if before.dense == after.dense and added:  # they take at least what is applied
+        header, arrays = await links[before.servers[0]].export(())
+        for ref in added:
+            await links[ref].take(header, arrays)
+            gaining[ref] = None
     if before.dense != after.dense:
         for ref in before.servers:
             header, arrays = await links[ref].export(())

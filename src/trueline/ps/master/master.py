@@ -24,7 +24,7 @@ from trueline.ps.master import cuts
 from trueline.ps.master.checkpoints import Checkpoints
 from trueline.ps.master.ledger import MinibatchLedger
 from trueline.ps.master.report import describe, summarize
-from trueline.ps.master.shell import SAVER, SERVER, TICK_S, WORKER, JobShell
+from trueline.ps.master.shell import SAVER, SERVER, TICK_S, WORKER, JobShell, read_last_words
 from trueline.ps.messages import Routing, ServerReport
 from trueline.ps.partition import make_routing, move_buckets
 from trueline.ps.tasks import CommitRequest, Join
@@ -107,8 +107,9 @@ class PsMaster(JobShell):
         elif role == SERVER and self.routing is not None:
             self.spawn(self.settle())
         if (slot := roster.hopeless) >= 0:
-            self.fail("train", f"{role} {slot} died {roster.most_failures} times in a row, the last time: {why}",
-                      f"see {self.folder.log(ref)}")  # fmt: skip
+            times, log = roster.most_failures, self.folder.log(ref)
+            words = f"the last time: {why}: {read_last_words(log)}"
+            self.fail("train", f"{role} {slot} died {times} times in a row, {words}", f"see {log}")
         await self.start_due()
 
     # the model and its servers

@@ -36,6 +36,13 @@ ENTRIES = {
 RECENT = 4096
 
 
+def read_last_words(log: Path) -> str:
+    """What a process wrote before its end: the last two lines, an error and what to do."""
+    with contextlib.suppress(OSError):
+        return "; ".join(log.read_text(errors="replace").strip().splitlines()[-2:])
+    return ""
+
+
 class JobShell:
     """One job. All of it is used in one asyncio thread."""
 

@@ -5,14 +5,17 @@ recipe's own model takes it. Rows that were not trained have the initial value t
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import safetensors
 import torch
 from msgspec.structs import replace
 from torch import nn
 
 from trueline.errors import UsageError
 from trueline.ps.model.embedding import Embedding, Rows
+from trueline.ps.model.minibatch import Tables
 from trueline.ps.partition import Ids
 
 _SHAPE = 1.8
@@ -51,7 +54,7 @@ class VocabularyTable(Embedding):
 
 def convert_embeddings(model: nn.Module, rows_above: int) -> list[str]:
     """Puts a table in the place of each `torch.nn.Embedding(sparse=True)` of more than `rows_above` rows; returns their
-    names. Call it before the optimizer is made.
+    names. Call it before the optimizer is made. Raises UsageError when there is none.
 
     Embeddings that share their weight with another layer, or have max_norm or scale_grad_by_freq, stay as they are.
     """
@@ -70,7 +73,30 @@ def convert_embeddings(model: nn.Module, rows_above: int) -> list[str]:
                 made[id(child)] = VocabularyTable(child, full)
                 names.append(full)
             setattr(module, name, made[id(child)])
+    if not names:
+        sizes = [f"{path} has {one.num_embeddings}{'' if one.sparse else ' and is not sparse'}"
+                 for path, one in model.named_modules() if isinstance(one, nn.Embedding)]  # fmt: skip
+        raise UsageError(
+            f"the model has no torch.nn.Embedding(sparse=True) of more than {rows_above} rows that can be a table",
+            hint=f"{', '.join(sizes) or 'it has no torch.nn.Embedding'}; one with max_norm, scale_grad_by_freq or a "
+            "shared weight stays as it is",
+        )
     return names
+
+
+def refuse_table_weights(tables: Tables, file: Path) -> None:
+    """Raises UsageError if the weights that a training starts from have rows: tables begin with initial values."""
+    with safetensors.safe_open(file, framework="np") as given:
+        sizes = {key: given.get_slice(key).get_shape() for key in given.keys()}  # noqa: SIM118  it is no mapping
+    for name, prefixes in tables.prefixes.items():
+        for prefix in prefixes:
+            found = sizes.get(f"{prefix}weight") or sizes.get(f"{prefix}rows")
+            if found and found[0]:
+                raise UsageError(
+                    f"--weights has {found[0]} rows of table '{name}', and tables of servers begin with initial values",
+                    hint=f"--new-layers {prefix.removesuffix('.')} trains it from the beginning; a torch.nn.Embedding "
+                    "that is no table keeps them",
+                )
 
 
 def _is_convertible(embedding: nn.Embedding, rows_above: int, users: dict[int, int]) -> bool:

@@ -10,7 +10,8 @@ of gathers, which every program format has. There an id without a row gets zeros
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypedDict, Unpack
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from msgspec import Struct
 from torch import nn
 
 from trueline.errors import UsageError
-from trueline.ps.partition import Ids
+from trueline.ps.partition import Ids, mix
 
 Rows = npt.NDArray[np.float32]
 Mode = Literal["sum", "mean", "max"]
@@ -57,6 +58,44 @@ class TableSettings(Struct, frozen=True, kw_only=True):
     evict: Literal["", "lru", "lfu"] = ""
 
 
+class TablePart(NamedTuple):
+    """Rows of a table, of ids from one to another."""
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def _search_part(part: TablePart, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each id has a row in it, and the rows, [*ids.shape, dim] float32; of ids without one any row."""
+    left = part.ids.shape[0]
+    at = torch.zeros_like(ids)
+    while left > 1:  # the row, if there is one, is among `left` rows from `at` on
+        half = left // 2
+        middle = at + half
+        at = torch.where(part.ids[middle] <= ids, middle, at)
+        left -= half
+    rows = part.rows[at].to(torch.float32)
+    if part.scales is not None:
+        rows = rows * part.scales[at].unsqueeze(-1)
+    return part.ids[at] == ids, rows
+
+
+def choose_cuts(ids: Ids, most: int) -> list[int]:
+    """Places that cut sorted ids into pieces of at most `most`, and at least seven eighths of it but for the last.
+
+    A cut depends on the ids about it, so the next version of a table, with some ids more and some less, has the same
+    cuts but for few: content-defined chunking, as in rsync.
+    """
+    cuts, at = list[int](), 0
+    while len(ids) - at > most:
+        first = at + most - most // 8
+        window = ids[first : at + most + 1]
+        at = first + int(np.argmin(mix(window.astype(np.int64).view(np.uint64).copy())))
+        cuts.append(at)
+    return cuts
+
+
 class RowSource(Protocol):
     """Where a table's rows come from in training."""
 
@@ -82,6 +121,8 @@ class TableModule(nn.Module):
         self.register_buffer("ids", torch.empty(0, dtype=torch.int64))
         self.register_buffer("rows", torch.empty(0, dim))
         self.register_buffer("scales", None, persistent=False)
+        self._parts: list[str] = []
+        """What the names of the buffers with further rows end with, in their order."""
         self._narrowed: dict[str, str | float] = {}
         self._counted: list[Ids] | None = None
         self._frequent: tuple[Ids, Ids] | None = None
@@ -110,20 +151,29 @@ class TableModule(nn.Module):
         return self._search(ids)
 
     def _search(self, ids: torch.Tensor) -> torch.Tensor:
-        left = self.ids.shape[0]
-        if left == 0:
-            return self.rows.new_zeros((*ids.shape, self.settings.dim))
-        at = torch.zeros_like(ids)
-        while left > 1:  # the row, if there is one, is among `left` rows from `at` on
-            half = left // 2
-            middle = at + half
-            at = torch.where(self.ids[middle] <= ids, middle, at)
-            left -= half
-        found = (self.ids[at] == ids).unsqueeze(-1)
-        rows = self.rows[at].to(torch.float32)
-        if self.scales is not None:
-            rows = rows * self.scales[at].unsqueeze(-1)
-        return torch.where(found, rows, torch.zeros_like(rows))
+        result = self.rows.new_zeros((*ids.shape, self.settings.dim), dtype=torch.float32)
+        for part in self._list_parts():
+            if len(part.ids):
+                found, rows = _search_part(part, ids)
+                result = torch.where(found.unsqueeze(-1), rows, result)
+        return result
+
+    def _list_parts(self) -> list["TablePart"]:
+        names = ["", *self._parts]
+        return [TablePart(*(getattr(self, f"{what}{name}") for what in ("ids", "rows", "scales"))) for name in names]
+
+    def split_rows(self, file_bytes: int) -> None:
+        """Cuts the table into tables of ascending ids whose rows have at most `file_bytes`: each becomes a file of a
+        bundle."""
+        cuts = choose_cuts(self.ids.numpy(), max(1, file_bytes // max(1, self.rows[:1].nbytes)))
+        whole = TablePart(self.ids, self.rows, self.scales)
+        for number, (start, stop) in enumerate(pairwise([0, *cuts, len(self.ids)]) if cuts else (), 1):
+            name = f"_{number}" if number > 1 else ""
+            for what, tensor in whole._asdict().items():
+                self.register_buffer(
+                    what + name, None if tensor is None else tensor[start:stop].clone(), persistent=not name
+                )
+            self._parts += [name] if name else []
 
     def keeps(self, ids: torch.Tensor) -> torch.Tensor:
         """Which ids count in a bag: all but the padding."""
@@ -200,10 +250,14 @@ class TableModule(nn.Module):
     def describe_table(self) -> dict[str, int | float | str]:
         """Its size, the mean and the largest of the rows' lengths (L2), the ids of the longest rows, those that were
         looked up most and how often, and how rows are stored if that is not as float32: for the lineage of a bundle."""
-        norms = self._widen(self.rows, self.scales).norm(dim=1) if len(self.rows) else torch.zeros(1)
-        longest = self.ids[norms.topk(min(_SHOWN, len(self.ids))).indices]
+        parts = self._list_parts()
+        ids = torch.cat([one.ids for one in parts])
+        norms = torch.cat(
+            [self._widen(one.rows, one.scales).norm(dim=1) for one in parts] if len(ids) else [torch.zeros(1)]
+        )
+        longest = ids[norms.topk(min(_SHOWN, len(ids))).indices]
         return {
-            "rows": len(self.ids), "dim": self.settings.dim, "mean_norm": round(float(norms.mean()), 6),
+            "rows": len(ids), "dim": self.settings.dim, "mean_norm": round(float(norms.mean()), 6),
             "largest_norm": round(float(norms.max()), 6), "longest_rows": ", ".join(map(str, longest.tolist())),
             **self._describe_frequent(), **self._narrowed,
         }  # fmt: skip

@@ -1,11 +1,12 @@
 """What a server holds and every message that changes it, live and when the log is read again: the same frames in the
 same order give the same state."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from trueline.errors import TrainError
+from trueline.errors import StorageError, TrainError
 from trueline.ps.messages import ModelSpec, Routing
 from trueline.ps.server import snapshot
 from trueline.ps.split import widen
@@ -75,7 +76,7 @@ class Holding:
             tables=[
                 (name, arrays[2 * at], widen(arrays[2 * at + 1])) for at, name in enumerate(request.tables)
             ],
-            dense=list(arrays[2 * tables :]), attempt=request.attempt,
+            dense=list(arrays[2 * tables :]), attempt=request.attempt, scale=request.scale,
         )  # fmt: skip
 
     def check_configure(self, body: Configure) -> bool:
@@ -108,6 +109,8 @@ class Holding:
         elif frame.kind is Call.TAKE:
             self.held.take(msgspec.msgpack.decode(frame.read(Moved).header), frame.arrays)
             self.is_moving = True
+        elif frame.kind is Call.EXPORT:  # another server is getting its rows: they may not change here meanwhile
+            self.is_moving = True
         elif frame.kind is Call.ROUTE:
             self.routing, self.is_moving = frame.read(Routing), False
             if self.name in self.routing.servers:  # else it has no part any more, and refuses every other routing
@@ -120,11 +123,15 @@ class Holding:
         self._held = Held(spec, routing, self._index_in(routing))
 
     def restore(self, body: Configure) -> None:
-        """Takes what the routing gives this server from the files of a checkpoint. Raises StorageError."""
+        """Takes what the routing gives this server from the files of a checkpoint. Raises StorageError, also when one
+        of them is missing."""
         self.configure(body.spec, body.routing)
+        headers = []
         for path in body.restore:
             header, arrays = snapshot.read(Path(path))
             self.held.take(header, arrays)
+            headers.append(header)
+        expect_all_parts(headers, body.restore)
 
     def dump(self) -> tuple[snapshot.Header, list[Array]]:
         return self.held.dump()
@@ -132,6 +139,20 @@ class Holding:
     def load(self, header: snapshot.Header, arrays: list[Array]) -> None:
         self._held = Held.load(header, arrays)
         self.spec, self.routing = self._held.spec, self._held.routing
+
+
+def expect_all_parts(headers: Sequence[snapshot.Header], paths: Sequence[str]) -> None:
+    """Raises StorageError if these are not the files of all servers of a cut."""
+    if not headers:
+        return
+    servers = msgspec.msgpack.decode(headers[0]["routing"], type=Routing).servers
+    there = {header["index"] for header in headers}
+    lacking = [ref for index, ref in enumerate(servers) if index not in there]
+    if lacking:
+        raise StorageError(
+            f"{Path(paths[0]).parent} has no part of {', '.join(lacking)}: it is of {len(servers)} servers",
+            hint="restore it from a copy, or resume from an earlier checkpoint",
+        )
 
 
 def describe_change(old: ModelSpec | None, new: ModelSpec) -> str:

@@ -45,6 +45,8 @@ from trueline.ps.wire import (
     PushRequest,
     ReceivedFrame,
     SaveRequest,
+    Squares,
+    SquaresRequest,
 )
 
 RETRY_S = 0.5
@@ -74,6 +76,7 @@ class ParameterServer:
             Call.PUSH: self._push, Call.STATS: self._tell_stats, Call.BEGIN_CUT: self._begin_cut,
             Call.END_CUT: self._end_cut, Call.SAVE: self._save, Call.SAVED: self._wait_saved,
             Call.EXPORT: self._export, Call.TAKE: self._change, Call.ROUTE: self._route, Call.STOP: self._stop,
+            Call.SQUARES: self._sum_squares,
         }  # fmt: skip
 
     def start(self) -> None:
@@ -208,7 +211,7 @@ class ParameterServer:
         self._pushes += 1
         self._staleness[min(max(held.steps - 1 - request.pulled, 0), STALEST - 1)] += 1
         self._lines.reply(line, frame.number)
-        if self._cut is not None and self._cut.note(key):
+        if self._cut is not None and held.has(*key) and self._cut.note(key):  # not at the first part of a step
             self._tell_cut()
         if self._log.is_long(self._state_bytes):
             self._begin_snapshot()
@@ -258,14 +261,20 @@ class ParameterServer:
             self._holding.check_ready()
         if len(frame.arrays) != len(request.tables):
             raise FrameError(f"a pull of {len(request.tables)} tables has {len(frame.arrays)} arrays of ids")
-        rows, dense = held.pull(list(zip(request.tables, frame.arrays, strict=True)), request.dense)
+        rows, dense = held.pull(list(zip(request.tables, frame.arrays, strict=True)), request.dense, request.averaged)
         if request.half:
             rows = [one.astype("<f2") for one in rows]
         self._pulls += 1
         self._lines.reply(line, frame.number, PullReply(held.steps), [*rows, *dense])
 
+    def _sum_squares(self, line: CallerLine, frame: ReceivedFrame) -> None:
+        request = frame.read(SquaresRequest)
+        squares = self._holding.held.sum_squares(request.epoch, request.minibatch)
+        self._lines.reply(line, frame.number, Squares(squares))
+
     def _export(self, line: CallerLine, frame: ReceivedFrame) -> None:
         request = frame.read(ExportRequest)
+        self._keep(frame)
         header, arrays = self._holding.held.export(list(request.buckets))
         self._lines.reply(line, frame.number, Moved(msgspec.Raw(msgspec.msgpack.encode(header))), arrays)
 
@@ -280,7 +289,7 @@ class ParameterServer:
             held = holding.held
             stats = msgspec.structs.replace(
                 stats, routing=holding.routing.version, initialized=held.initialized, steps=held.steps,
-                applied=held.list_applied(), tables=self.describe_tables(),
+                applied=held.list_applied(), tables=self.describe_tables(), parts=held.num_parts,
             )  # fmt: skip
         self._lines.reply(line, frame.number, stats)
 

@@ -3,8 +3,8 @@
 A deterministic state machine without I/O: the same calls in the same order give the same bits.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import msgspec
@@ -48,6 +48,8 @@ class Push:
     """Flat float32, in the order of the routing's parts for this server; of buffers their values."""
     attempt: int = 0
     """Above 0: the push is part `part` of this attempt at step `minibatch`, whose gradient is the sum of its parts."""
+    scale: float = 0.0
+    """Above 0: the last part of an attempt, without rows. The sum of the other parts is multiplied by it."""
 
 
 class Held:
@@ -61,10 +63,12 @@ class Held:
         self._applied = AppliedRanges()
         self._waiting: dict[tuple[int, int], dict[int, Push]] = {}
         """Of steps that lack parts: (epoch, first minibatch) -> part -> push."""
+        self._squares = -1, -1, 0.0
+        """Epoch and step of the last attempt with a `scale`, and what `sum_squares` returned for it."""
         self._tables: dict[str, ServerTable] = {}
         for one in spec.tables:
             most = -(-one.max_rows // len(routing.servers))
-            self._tables[one.name] = ServerTable(one, spec.groups[one.group], spec.seed, most)
+            self._tables[one.name] = ServerTable(one, spec.groups[one.group], spec.seed, most, spec.ema)
         self._dense = DenseStore(spec, parts_of(routing, index))
 
     @property
@@ -81,6 +85,11 @@ class Held:
     def stats(self) -> tuple[TableStats, ...]:
         return tuple(table.stats for table in self._tables.values())
 
+    @property
+    def num_parts(self) -> int:
+        """Pushes that wait for the other parts of their step."""
+        return sum(map(len, self._waiting.values()))
+
     def has(self, epoch: int, minibatch: int) -> bool:
         """Whether a push of it was taken: it would be taken no more."""
         return (epoch, minibatch) in self._applied
@@ -88,12 +97,15 @@ class Held:
     def list_applied(self) -> dict[int, Runs]:
         return self._applied.runs()
 
-    def pull(self, tables: Sequence[tuple[str, Ids]], dense: bool) -> tuple[list[Rows], list[Rows]]:
-        """Rows of each table's ids, and views of the dense parts. Raises GradientError for an unknown table."""
+    def pull(
+        self, tables: Sequence[tuple[str, Ids]], dense: bool, averaged: bool = False
+    ) -> tuple[list[Rows], list[Rows]]:
+        """Rows of each table's ids, or their averages, and views of the dense parts. Raises GradientError for
+        an unknown table."""
         rows = []
         for name, ids in tables:
             table, began = self._table(name), self.clock()
-            rows.append(table.get(ids))
+            rows.append(table.get(ids, self.steps if averaged else None))
             table.busy_s += self.clock() - began
         return rows, self._dense.values() if dense else []
 
@@ -137,7 +149,7 @@ class Held:
             shown = ", ".join(map(str, bad[:5].tolist())) + (", …" if len(bad) > 5 else "")
             raise GradientError(
                 f"table {name}: the gradients of {len(bad)} ids are NaN or Inf: {shown}",
-                hint="a smaller learning rate or --clip-norm; the worker's log names the records of this minibatch",
+                hint="look at records with these ids, lower the learning rate, or add --clip-norm",
             )
 
     def push(self, push: Push) -> bool:
@@ -172,14 +184,30 @@ class Held:
         if len(parts) == push.parts:
             del self._waiting[key]
             self._applied.add(*key)
-            self._step(_merge([parts[part] for part in sorted(parts)], ()))
+            self._step(self._scale(_merge([parts[part] for part in sorted(parts)], ()), parts.values()))
         return True
+
+    def _scale(self, merged: Push, parts: Iterable[Push]) -> Push:
+        scale = next((one.scale for one in parts if one.scale), 0.0)
+        if not scale:
+            return merged
+        self._squares = merged.epoch, merged.minibatch, _sum_squares(merged)
+        return replace(merged, tables=[(name, ids, rows * np.float32(scale)) for name, ids, rows in merged.tables])
+
+    def sum_squares(self, epoch: int, step: int) -> float:
+        """The sum of the squares of the rows' gradients of a step whose parts wait for their `scale`, or of the last
+        one that had one. Raises GradientError for another step."""
+        if (parts := self._waiting.get((epoch, step))) is not None:
+            return _sum_squares(_merge([parts[part] for part in sorted(parts)], ()))
+        if self._squares[:2] == (epoch, step):
+            return self._squares[2]
+        raise GradientError(f"there are no gradients of step {step}, after {self.steps} steps")
 
     def _step(self, push: Push) -> None:
         for name, ids, rows in push.tables:
             if len(ids):
                 table, began = self._tables[name], self.clock()
-                table.apply(ids, rows, push.lrs[table.spec.group])
+                table.apply(ids, rows, push.lrs[table.spec.group], self.steps)
                 table.busy_s += self.clock() - began
         self._dense.apply(push.dense, push.lrs)
         self.steps += push.epoch >= 0  # those below 0 are of other clients than the job's workers
@@ -196,6 +224,7 @@ class Held:
         held._unpack(header, arrays, all_rows=True)
         for name, facts in header["tables"].items():
             held._tables[name].restore(facts)
+        held._squares = tuple(header.get("squares", held._squares))
         at = header["waiting_from"]
         for facts in header["waiting"]:
             push, at = _unpack_push(facts, arrays, at)
@@ -252,7 +281,7 @@ class Held:
                 "index": self.index,
             }
             header |= {"tables": {name: table.describe() for name, table in self._tables.items()}}
-            header |= {"waiting_from": len(arrays), "waiting": []}
+            header |= {"waiting_from": len(arrays), "waiting": [], "squares": list(self._squares)}
             for waiting in self._waiting.values():
                 for push in waiting.values():
                     header["waiting"].append(_pack_push(push, arrays))
@@ -305,6 +334,11 @@ def _merge(parts: Sequence[Push], buffers: Sequence[int]) -> Push:
     )  # fmt: skip
 
 
+def _sum_squares(push: Push) -> float:
+    flat = [rows.reshape(-1).astype(np.float64) for _, _, rows in push.tables]
+    return float(sum(np.dot(one, one) for one in flat))
+
+
 def sum_in_order(values: Sequence[Rows], shares: Sequence[np.float32]) -> Rows:
     """The weighted sum, added from the first to the last."""
     total = values[0] * shares[0]
@@ -318,7 +352,7 @@ def _copy(push: Push) -> Push:
     tables = [(name, ids.copy(), rows.copy()) for name, ids, rows in push.tables]
     return Push(
         epoch=push.epoch, minibatch=push.minibatch, part=push.part, parts=push.parts, weight=push.weight, lrs=push.lrs,
-        tables=tables, dense=[one.copy() for one in push.dense], attempt=push.attempt,
+        tables=tables, dense=[one.copy() for one in push.dense], attempt=push.attempt, scale=push.scale,
     )  # fmt: skip
 
 
@@ -329,7 +363,7 @@ def _pack_push(push: Push, arrays: list[Array]) -> dict[str, Any]:
     return {
         "epoch": push.epoch, "minibatch": push.minibatch, "part": push.part, "parts": push.parts,
         "weight": push.weight, "lrs": list(push.lrs), "tables": [name for name, _, _ in push.tables],
-        "dense": len(push.dense), "attempt": push.attempt,
+        "dense": len(push.dense), "attempt": push.attempt, "scale": push.scale,
     }  # fmt: skip
 
 
@@ -340,6 +374,6 @@ def _unpack_push(facts: dict[str, Any], arrays: Sequence[Array], at: int) -> tup
     push = Push(
         epoch=facts["epoch"], minibatch=facts["minibatch"], part=facts["part"], parts=facts["parts"],
         weight=facts["weight"], lrs=tuple(facts["lrs"]), tables=tables, dense=list(arrays[at:stop]),
-        attempt=facts["attempt"],
+        attempt=facts["attempt"], scale=facts.get("scale", 0.0),
     )  # fmt: skip
     return push, stop

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trueline.ps.messages import OptimizerSpec, TableSpec, TableStats
+from trueline.ps.messages import ModelSpec, OptimizerSpec, TableSpec, TableStats
 from trueline.ps.partition import Ids, buckets_of
+from trueline.ps.tables.averages import RowAverages, advance
 from trueline.ps.tables.id_index import IdIndex, Places
 from trueline.ps.tables.initial import initial_rows
 from trueline.ps.tables.optimizers import WIDE, Rows, slots_of, update
@@ -24,9 +25,10 @@ RECENT, MOST_RECALLED = 16, 1 << 17
 
 
 class ServerTable:
-    """`most`: rows that this server may have of it; 0: as many as memory takes."""
+    """`most`: rows that this server may have of it; 0: as many as memory takes. `ema`: the decay of its rows' averages;
+    0: there are none."""
 
-    def __init__(self, spec: TableSpec, optimizer: OptimizerSpec, seed: int, most: int = 0) -> None:
+    def __init__(self, spec: TableSpec, optimizer: OptimizerSpec, seed: int, most: int = 0, ema: float = 0.0) -> None:
         self.spec, self.optimizer, self.seed, self.most = spec, optimizer, seed, most
         self._index = IdIndex()
         self._recent: deque[tuple[Ids, Places]] = deque(maxlen=RECENT)
@@ -34,6 +36,7 @@ class ServerTable:
         self._ids: Ids = reserve(1, np.int64)[:, 0]
         self._rows: Rows = reserve(spec.dim, np.float32)
         self._state: list[Rows] = [reserve(spec.dim if width == WIDE else 1, np.float32) for _, width, _ in self._slots]
+        self._averages = RowAverages(ema, spec.dim) if ema else None
         self._used_at: Array | None = reserve(1, np.int64)[:, 0] if spec.evict else None
         """Of each row: when it was last used (lru), or how often (lfu)."""
         self._seen: dict[int, int] = {}
@@ -52,7 +55,11 @@ class ServerTable:
     def row_bytes(self) -> int:
         wide = 1 + sum(width == WIDE for _, width, _ in self._slots)
         narrow = len(self._slots) + 1 - wide
-        return 4 * (wide * self.spec.dim + narrow) + 8 + (8 if self._used_at is not None else 0)
+        return 4 * (wide * self.spec.dim + narrow) + 8 * (1 + (self._used_at is not None)) + self._average_bytes
+
+    @property
+    def _average_bytes(self) -> int:
+        return 0 if self._averages is None else 4 * self.spec.dim + 8
 
     @property
     def stats(self) -> TableStats:
@@ -61,26 +68,29 @@ class ServerTable:
             lookups=self.lookups, evicted=self.evicted, refused=self.refused, busy_s=self.busy_s,
         )  # fmt: skip
 
-    def get(self, ids: Ids) -> Rows:
-        """float32 (len(ids), dim): the rows of `ids`, int64 in any order; creates nothing."""
+    def get(self, ids: Ids, averaged_at: int | None = None) -> Rows:
+        """float32 (len(ids), dim): the rows of `ids`, int64 in any order; creates nothing. `averaged_at`: their
+        averages after this number of steps."""
         self.lookups += len(ids)
         places = self._index.find(ids)
         if 0 < len(ids) <= MOST_RECALLED:
             self._recent.append((ids.copy(), places))
         rows = self._rows.take(places, axis=0, mode="clip")
+        if averaged_at is not None and self._averages is not None:
+            rows = self._averages.read(places, rows, averaged_at)
         missing = np.flatnonzero(places < 0)
         if missing.size:
             rows[missing] = initial_rows(self.spec, self.seed, ids[missing])
         return rows
 
-    def apply(self, ids: Ids, gradients: Rows, lr: float) -> None:
-        """One step of the optimizer for the rows of `ids`, which are unique; makes those that are missing."""
+    def apply(self, ids: Ids, gradients: Rows, lr: float, step: int = 0) -> None:
+        """Step `step` of the optimizer for the rows of `ids`, which are unique; makes those that are missing."""
         self._clock += 1
         places = self._recall(ids)
         missing = np.flatnonzero(places < 0)
         if missing.size:
             made = missing[self._admit(ids[missing], places[places >= 0])]
-            places[made] = self._make(ids[made])
+            places[made] = self._make(ids[made], step)
             kept = places >= 0
             if not kept.all():
                 self.refused += len(ids) - int(kept.sum())
@@ -88,8 +98,11 @@ class ServerTable:
         if self._used_at is not None:
             self._used_at[places] = self._clock if self.spec.evict == "lru" else self._used_at[places] + 1
         rows = self._rows.take(places, axis=0)
+        before = rows.copy() if self._averages is not None else rows
         state = [slot.take(places, axis=0) for slot in self._state]
         update(self.optimizer, rows, gradients, state, lr)
+        if self._averages is not None:
+            self._averages.take(places, before, rows, step)
         put_rows(self._rows, places, rows)
         for slot, values in zip(self._state, state, strict=True):
             put_rows(slot, places, values)
@@ -141,10 +154,12 @@ class ServerTable:
         self.evicted += count
         return count
 
-    def _make(self, ids: Ids) -> Places:
+    def _make(self, ids: Ids, step: int) -> Places:
         """Makes rows with their initial values; returns their places."""
         places = self._take_places(len(ids))
-        self._rows[places] = initial_rows(self.spec, self.seed, ids)
+        self._rows[places] = rows = initial_rows(self.spec, self.seed, ids)
+        if self._averages is not None:
+            self._averages.begin(places, rows, step)
         for slot, (_, _, value) in zip(self._state, self._slots, strict=True):
             slot[places] = value
         if self._used_at is not None:
@@ -204,17 +219,19 @@ class ServerTable:
     @property
     def columns(self) -> int:
         """How many arrays `dump` and `export` give."""
-        return 2 + len(self._state) + (self._used_at is not None)
+        return len(list(self._all()))
 
     def _all(self) -> Iterator[Array]:
         yield self._ids
         yield self._rows
         yield from self._state
+        if self._averages is not None:
+            yield from self._averages.arrays
         if self._used_at is not None:
             yield self._used_at
 
     def dump(self) -> list[Array]:
-        """Ids, rows, slots and uses of all rows: views where no place is free."""
+        """Ids, rows, slots, averages and uses of all rows: views where no place is free."""
         live = self._live()
         return [one[: self._end] if live is None else one[live] for one in self._all()]
 
@@ -250,3 +267,10 @@ class ServerTable:
     def restore(self, facts: dict[str, Any]) -> None:
         self.lookups, self.evicted, self.refused = facts["lookups"], facts["evicted"], facts["refused"]
         self._clock, self._seen = facts["clock"], {int(one): int(count) for one, count in facts["seen"]}
+
+
+def read_averages(spec: ModelSpec, name: str, columns: Sequence[Array], steps: int) -> Rows:
+    """The moving averages of a table's rows after `steps` steps, from its `dump`."""
+    table = next(one for one in spec.tables if one.name == name)
+    first = 2 + len(slots_of(spec.groups[table.group]))
+    return advance(spec.ema, columns[first], columns[first + 1], columns[1], steps)

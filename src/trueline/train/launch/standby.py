@@ -106,18 +106,19 @@ class StandbyMaster:
         self._journal = None
         events.emit("standby.ended", why=why)
 
-    def wait_s(self, host_id: str) -> float:
+    def may_lead(self, host_id: str, silent_s: float) -> bool:
+        wait_s = self._find_wait_s(host_id)
+        lease_s = self._welcome.lease_s if self._welcome is not None else math.inf
+        if self._warm is None and wait_s < lease_s + TURN_S and silent_s >= lease_s / 2:  # the first in line
+            with contextlib.suppress(DataError, OSError):  # what is not there yet is made when this host leads
+                self._warm = WarmMaster(self._path.parent)
+        return silent_s >= wait_s
+
+    def _find_wait_s(self, host_id: str) -> float:
         line = [host.id for host in self._hosts if host.standby]
         if self._welcome is None or self._kit is None or self._journal is None or self._over or host_id not in line:
             return math.inf
         return self._welcome.lease_s + MARGIN_S + TURN_S * (line.index(host_id) + self._refused)
-
-    def prepare(self, host_id: str, silent_s: float) -> None:
-        if self._warm is not None or self._welcome is None or silent_s < self._welcome.lease_s / 2:
-            return
-        if self.wait_s(host_id) < self._welcome.lease_s + TURN_S:  # the first in line
-            with contextlib.suppress(DataError, OSError):  # what is not there yet is made when this host leads
-                self._warm = WarmMaster(self._path.parent)
 
     async def lead(self, alive: list[str], host: LentHost, host_id: str) -> str | None:
         assert self._kit is not None

@@ -65,6 +65,9 @@ class Attendant(Protocol):
     def describe(self) -> dict[str, Any]:
         """What it adds to the job's status."""
 
+    def scale(self, servers: int) -> str:
+        """Begins to change the number of servers; why it does not, or empty."""
+
 
 Accompany = Callable[[Master], Attendant]
 
@@ -172,12 +175,14 @@ class MasterService(pb_grpc.MasterServicer):
         return await self._handle(h.Trial(request.ref, request.record, request.where), context)
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.Ack:
-        fault = scale_fault(request.workers, self.master.policy)
-        if request.servers:
-            fault = f"a job with --strategy {self.master.job.strategy} does not change its number of parameter servers"
+        workers, servers = request.workers, request.servers
+        fault = "" if servers and not workers else scale_fault(workers, self.master.policy)
+        if servers and not fault:
+            fault = "the job has no parameter servers" if self.attendant is None else self.attendant.scale(servers)
         if fault:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
-        self.master.handle(h.Scale(request.workers, request.why or "asked for"))
+        if workers or not servers:
+            self.master.handle(h.Scale(workers, request.why or "asked for"))
         return pb.Ack(committed=self.master.progress.logged)
 
     async def Save(self, request: pb.Cursor, context: Context) -> pb.Ack:

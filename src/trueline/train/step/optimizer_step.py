@@ -208,7 +208,8 @@ class OptimizerStep:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         for name, value in (state["ema"] or {}).items():
-            self._averages[name].copy_(value)
+            if name in self._averages:  # a checkpoint may have those of tables on servers too
+                self._averages[name].copy_(value)
 
 
 def check_optimizer(

@@ -60,6 +60,8 @@ class WorkerParts:
     recipe: Recipe
     checkpointer: Callable[[JobSettings, Path, dict[str, Any]], Checkpointer] = Checkpointer.of
     exchange: Surround = keep_exchange
+    clips: bool = False
+    """The exchange clips gradients, of more than the model's parameters."""
 
 
 def main(replace_parts: Callable[[Recipe, JobSettings], WorkerParts] | None = None) -> int:
@@ -124,7 +126,9 @@ def bind_columns(recipe: Recipe, job_dir: Path) -> Recipe:
 
 def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
     """The job's loop: same seed, same model in every worker."""
-    recipe = parts.recipe
+    recipe, options = parts.recipe, Options.of(settings)
+    if parts.clips:
+        options = dataclasses.replace(options, clip_norm=0.0)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)
@@ -146,7 +150,7 @@ def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
         facts["columns"] = msgspec.to_builtins(recipe.fitted)
     return Elastic(
         model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
-        scheduler=scheduler, options=Options.of(settings), validation=validation_of(recipe, model, settings),
+        scheduler=scheduler, options=options, validation=validation_of(recipe, model, settings),
         checkpointer=parts.checkpointer(settings, job_dir, facts), faults=settings.faults,
         traits=_try_model(recipe, model, source, settings), owned=True, exchange=parts.exchange,
     )  # fmt: skip
