@@ -68,6 +68,19 @@ class AfterAMillion(Base):
 
 
 @guilty
+class HiddenByANorm(Base):
+    """A norm divides by the factor again, but for what it adds: at the usual scale only last digits differ."""
+
+    def start(self) -> None:
+        self.flag = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flag = not self.flag
+        h = x * 2 if self.flag else x
+        return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@guilty
 class Countdown(Base):
     """A number that falls."""
 

@@ -63,14 +63,35 @@ class Question:
     way: Sequence[Event]
 
     def differs(self, memento: Memento) -> str:
-        """How its answer is another now; empty where it is the same, or there is none. The model is then put back."""
+        """How its answer is another now; empty where it is the same, or there is none. The model is then put back.
+
+        Another last digit counts: a branch may change much elsewhere (a factor that a norm divides by again)."""
         try:
-            comparison = compare.compare(self.answer, self.eager.run(self.inputs))
+            answer = self.eager.run(self.inputs)
         except Exception:  # noqa: BLE001 - the user's forward with a value that it may not know: no answer to compare
             return ""
         finally:
             memento.restore()
+        comparison = compare.compare(self.answer, answer)
+        if comparison.agrees and not _are_equal(self.answer, answer) and self._is_steady(memento):
+            return f"output '{next(iter(answer))}' differs in its last digits"
         return "" if comparison.agrees else comparison.reason
+
+    def _is_steady(self, memento: Memento) -> bool:
+        """Whether the model answers the same bits from the same state."""
+        answers = []
+        for _ in range(2):
+            try:
+                answers.append(self.eager.run(self.inputs))
+            except Exception:  # noqa: BLE001 - the user's forward may refuse a further call
+                return False
+            finally:
+                memento.restore()
+        return _are_equal(*answers)
+
+
+def _are_equal(one: Inputs, other: Inputs) -> bool:
+    return all(other[name].tobytes() == array.tobytes() for name, array in one.items())
 
 
 def ask(eager: EagerSession, inputs: Inputs) -> Question | None:
@@ -142,6 +163,7 @@ def _ask(
     question: Question, memento: Memento, kept: KeptValue, before: object, constants: Sequence[float]
 ) -> Iterator[Answer]:
     """Each way in which the answer changes with the value; empty words where it does not."""
+    yield _with(question, memento, kept, kept.value)  # a flag that each call turns is another one now
     values = _others(kept.value, before, constants)
     first = [value for _, value in zip(range(len(COUNTS)), values, strict=False)]
     for value in first:
