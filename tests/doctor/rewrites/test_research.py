@@ -17,7 +17,7 @@ from trueline.doctor.survey import survey
 
 pytestmark = pytest.mark.slow
 MODELS = {one.name: one for one in research.SHELF.found}
-READY = ("ScaleSizes", "Thirds")
+READY = ("ScaleSizes", "Square", "Thirds")
 """torch.export follows them as they stand."""
 BLOCKED = ("Halving",)
 """No rewrite is known."""
@@ -72,10 +72,6 @@ def test_a_loop_of_log2_steps_is_unrolled_up_to_a_size_that_the_model_checks() -
 
 def test_decimals_of_a_size_come_from_a_table_since_torch_rounds_them_otherwise() -> None:
     assert "round(at * 0.137, 2) for at in range(1025)" in healed("Rounded")
-
-
-def test_the_root_of_a_size_is_one_that_bundles_hold() -> None:
-    assert "side = torch.sym_int(x.shape[1] ** 0.5)" in healed("Square")
 
 
 @pytest.mark.long

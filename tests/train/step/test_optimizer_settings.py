@@ -69,11 +69,15 @@ def test_rates_that_a_loop_sets_for_each_step_hold_for_members_without_records_t
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-6, atol=1e-9)
 
 
-def test_a_loop_may_count_its_batches_since_it_sees_none_that_is_only_tried():
-    weights, seen = loop(lambda job, batch, seen: len(seen))
+def test_a_loop_sees_no_batch_that_is_only_tried():
+    _, seen = loop()
     assert seen == list(range(12))
-    for mine, its in zip(weights, plain(), strict=True):
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-6, atol=1e-9)
+
+
+def test_a_rate_by_a_counter_of_the_loop_is_refused_since_a_worker_that_joins_counts_from_the_start():
+    with pytest.raises(UsageError, match="by what it counts or keeps itself") as refused:
+        loop(lambda job, batch, seen: len(seen))
+    assert "compute them from batch.step" in refused.value.hint
 
 
 def test_a_pair_of_numbers_travels_as_its_parts():
