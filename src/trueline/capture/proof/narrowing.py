@@ -5,6 +5,7 @@ server enforce, so a program that disagrees only there is sealed with them. An e
 program that needs it to be is refused.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from trueline.bundle.values import Values
 from trueline.capture.proof.observe import Observation, observe
 from trueline.capture.proof.probes import Probe, is_mask
 from trueline.capture.proof.prove import Progress, Proof, judge, judge_narrowed
-from trueline.capture.proof.value_probes import smaller
+from trueline.capture.proof.value_probes import HUGE, smaller
 from trueline.errors import RequestError
 from trueline.runtime.session import Session
 
@@ -25,6 +26,8 @@ Inputs = Mapping[str, Array]
 Open = Callable[[Signature], Session]
 """Opens a program with a signature."""
 
+HUGE_ENOUGH = 1e30
+"""Beyond it a range ends at one of the sizes that are tried of every model."""
 WIDEST_FIRST: tuple[Rows, ...] = ("some", "first")
 """Claims on masks. Attention over a row whose mask is all 0 is 0 / 0: what a model answers there is an accident of its
 runtime, and a program that disagrees only there is sealed with a condition that every Session and the server enforce. A
@@ -158,6 +161,20 @@ def takes_values(claim: Signature, inputs: Inputs) -> bool:
     return True
 
 
+def round_down(bound: float) -> float:
+    """The end of a range of floats as it is claimed: where halving ends differs between runs that trained.
+
+    >>> [round_down(bound) for bound in (2.20673e19, 1e19, 2.21139e37)]
+    [2.2e+19, 1e+19, 1e+30]
+    """
+    if bound >= HUGE_ENOUGH:
+        return max(one for one in HUGE if one <= bound)
+    if bound < 10:
+        return bound
+    digits = math.floor(math.log10(bound)) - 1
+    return float(f"{math.floor(bound / 10.0**digits + 1e-9)}e{digits}")
+
+
 def _narrow_one(
     spec: TensorSpec, shown: Sequence[Array], wrong: Sequence[Observation], agreed: Sequence[Observation]
 ) -> Values:
@@ -171,7 +188,7 @@ def _narrow_one(
     most = max((one.max().item() for one in finite if one.size), default=0)
     if spec.dtype.kind == "f":
         if sized:
-            bound = max([one for one in held if one < min(sized)] + [abs(least), abs(most)])
+            bound = max([round_down(one) for one in held if one < min(sized)] + [abs(least), abs(most)])
             values = values.both(Values(low=-bound, high=bound))
         return values
     above, below = [one for one in sized if one > most], [one for one in sized if one < least]
