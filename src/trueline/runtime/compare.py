@@ -67,6 +67,8 @@ class Comparison:
     decisions_changed: int
     how: str = ""
     """The test, where it was not the tolerance of the dtypes."""
+    times: float = 0.0
+    """Where numbers alone disagree, how many times its bound the farthest is off."""
 
 
 def compare(
@@ -79,16 +81,17 @@ def compare(
     """Compares two answers by name, dtype, shape and value; outputs without bounds by the tolerance of their dtype."""
     if list(expected) != list(found):
         return refusal(f"the outputs are {list(found)}, expected {list(expected)}")
-    worst_abs = worst_rel = 0.0
+    worst_abs = worst_rel = times = 0.0
     changed, reason = 0, ""
     for name, want in expected.items():
         one = _compare_one(name, want, found[name], (bounds or {}).get(name), tolerances)
         worst_abs, worst_rel = max(worst_abs, one.max_abs_error), max(worst_rel, one.max_rel_error)
         changed += one.decisions_changed
-        reason = reason or one.reason
+        reason, times = reason or one.reason, max(times, one.times)
     return Comparison(
-        agrees=not reason, reason=reason, max_abs_error=worst_abs, max_rel_error=worst_rel, decisions_changed=changed
-    )
+        agrees=not reason, reason=reason, max_abs_error=worst_abs, max_rel_error=worst_rel, decisions_changed=changed,
+        times=times,
+    )  # fmt: skip
 
 
 def refusal(reason: str) -> Comparison:
@@ -205,6 +208,7 @@ def _conclude(name: str, size: int, parts: Sequence[_PartDifference]) -> Compari
         max_abs_error=worst,
         max_rel_error=max((one.relative for one in parts), default=0.0),
         decisions_changed=changed,
+        times=0.0 if misplaced else max((one.times for one in parts), default=0.0),
     )
 
 

@@ -28,6 +28,8 @@ Progress = Callable[[int, int], None]
 """Called with probes done and probes in all."""
 GIVEN_S = 1.0
 """Seconds of this thread for a first look at the exported program: each format then runs on all probes."""
+REACH = 1000.0
+"""Times its bound that a number may be off for another draw of the noise to be of use."""
 ANSWERS = ", and the program answers"
 """Of a program where the model raises."""
 PACKAGES = ("trueline", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "numpy")
@@ -212,6 +214,8 @@ def _compare_once(program: Session, seen: Observation) -> compare.Comparison:
     comparison = compare.compare(expected, answer, bounds=seen.bounds)
     for step in range(2 + MORE_DRAWS if arbitrate is not None else 0):
         if not comparison.agrees and arbitrate is not None:
+            if step > 1 and not 0 < comparison.times <= REACH:
+                break
             seen = arbitrate(every=step > 0, redraw=step > 1)
             comparison = compare.compare(expected, answer, bounds=seen.bounds)
     misfit = _misfit(program, seen.probe, answer) if comparison.agrees else ""
