@@ -75,3 +75,12 @@ def test_a_rounded_product_is_off_by_what_adding_that_many_terms_takes() -> None
     error = np.sqrt(np.mean((eager.run(eager.example)["output"] - exact) ** 2))
     moved = np.sqrt(np.mean((Arbiter(eager).run(eager.example, rounded=1)["output"] - exact) ** 2))
     assert error / 4 < moved < error * 8
+
+
+def test_a_convolution_over_a_long_signal_is_rounded_by_the_terms_of_its_kernel_and_not_by_the_length() -> None:
+    torch.manual_seed(0)
+    module = nn.Conv1d(2, 4, 3, bias=False).eval()
+    eager = EagerSession(module, torch.randn(1, 2, 65536))
+    exact = Arbiter(eager).run(eager.example)["output"]
+    moved = np.abs(Arbiter(eager).run(eager.example, rounded=1)["output"] - exact)
+    assert 0 < moved.max() <= 2**-23 * np.abs(exact).max()  # one rounding of the result

@@ -81,7 +81,7 @@ class Widened(OperatorMode):  # type: ignore[no-untyped-call]
             with self:
                 return decomposition_table[func](*tree_map(_widen, tuple(args)), **kwargs)
         if self._unit and name in _PRODUCTS:
-            args = self._shake_products(_PRODUCTS[name], args)
+            args = self._shake_products(_PRODUCTS[name], args, convolves=name == "aten::convolution")
         if not self._unit or name not in _SUMS:
             return tree_map(self._round, self._call(func, args, kwargs))
         found = self._call(func, (self._terms(args[0]), *args[1:]), kwargs)
@@ -94,10 +94,12 @@ class Widened(OperatorMode):  # type: ignore[no-untyped-call]
             return value
         return self.shake(wide, times=wide.shape[-1] ** 0.5, whole=True)
 
-    def _shake_products(self, at: int, args: Any) -> Any:
+    def _shake_products(self, at: int, args: Any, *, convolves: bool) -> Any:
         """The operands of a product, one of them off by as much as adding the products may take the result."""
         wide, weights = _widen(args[at]), args[at + 1]
-        products = weights.shape[1:].numel() if at == 0 and weights.ndim > 3 else wide.shape[-1]
+        products = wide.shape[-1]
+        if convolves:  # of each output channel, which is the second axis of transposed weights
+            products = weights.numel() // max(weights.shape[1 if args[6] else 0], 1)
         if wide.dtype != torch.float64 or not wide.numel() or products <= LANES:
             return args
         return (*args[:at], self.shake(wide, times=(products / LANES) ** 0.5, whole=True), *args[at + 1 :])
