@@ -308,7 +308,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
     await _when_there_is_room(lambda: folder.write_master(where))
     await master.adopt(launch=launch)
-    beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling()]
+    beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling(), hosts.run_watching_store()]
     beside += [] if attendant is None else [attendant.run()]
     beside += [run_scaling(master)] if job.autoscale else []
     background = [master.spawn(one) for one in (master.run_engine(), master.run_clock(), *beside)]
