@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import io
 import json
@@ -209,7 +210,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     summary = SimpleNamespace(as_text=lambda: "trained", as_dict=lambda: {"steps": 3}, left_out=0)
     monkeypatch.setattr("trueline.train.api.summary", summary, raising=False)
 
-    def fake(folder: Path) -> Any:
+    def fake(folder: Path, early: object = None) -> Any:
         events.emit("step.applied", step=0, total=1, loss=0.5)
         return SimpleNamespace(summary=summary, checkpoint=Path("c"), chosen=Path("b"), job_dir=folder)
 
@@ -265,6 +266,7 @@ def test_run_and_resume_pass_what_follows_to_whom_it_belongs(monkeypatch: pytest
     assert (seen["args"], seen["workers"]) == (("loop.py", ("--lr", "0.1")), "2")
     assert [(fault.step, fault.slot) for fault in seen["faults"]] == [(40, 1)]
     monkeypatch.setattr("trueline.train.launch.jobs.find_job", Path)
+    monkeypatch.setattr("trueline.cli.jobs.resume._begin_agent", lambda *_, **__: contextlib.nullcontext())
     seen = called(monkeypatch, "trueline.train.api.prepare_resume", Path("j"))
     assert app.run(["resume", "digits-1", "--keep", "2", "-q"]) == 0
     assert (seen["args"], seen["keep"], seen["workers"]) == ((Path("digits-1"),), 2, None)
