@@ -18,6 +18,8 @@ from trueline.bundle.guards import Guard, place, read
 from trueline.bundle.signature import Dim
 
 SCANNED = 1 << 16
+ONE_BY_ONE = 32
+"""Combinations of which each is tried alone, where one divides by zero."""
 MOST = 8
 """How many changes are listed: of a guard that changes more often, the first are enough to keep it."""
 LINES = (1, 2, 3, 5, 7, 16, 64, 224, 1000)
@@ -32,13 +34,21 @@ def holding(guard: Guard, sizes: Columns) -> np.ndarray[tuple[int], np.dtype[np.
     """Which of the combinations keep `guard`: all at once, or one by one where it divides by zero or chooses."""
     count = max(len(column) for column in sizes.values())
     given = [np.broadcast_to(sizes[symbol], (count,)) for symbol in guard.symbols]
-    columns = [column if _is_small(guard) else column.astype(object) for column in given]
+    return _holding(guard, given if _is_small(guard) else [column.astype(object) for column in given])
+
+
+def _holding(guard: Guard, columns: Sequence[Any]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    count = len(columns[0])
     found: Any
     try:
         with np.errstate(divide="raise", invalid="raise"):
             found = _of_columns(guard.rule)(*columns)
-    except (ArithmeticError, ValueError):
-        found = [guard.holds(dict(zip(guard.symbols, map(int, one), strict=True))) for one in zip(*given, strict=True)]
+    except (ArithmeticError, ValueError) as error:
+        if count > ONE_BY_ONE and isinstance(error, ArithmeticError):  # mostly at few places: where a size is another
+            parts = ([column[start : start + count // 2 + 1] for column in columns] for start in (0, count // 2 + 1))
+            return np.concatenate([_holding(guard, part) for part in parts])
+        rows = zip(*columns, strict=True)
+        found = [guard.holds(dict(zip(guard.symbols, map(int, one), strict=True))) for one in rows]
     return np.broadcast_to(np.asarray(found, dtype=np.bool_), (count,))
 
 
@@ -48,8 +58,18 @@ def _of_columns(rule: str) -> Callable[..., Any]:
     read(rule)
     names = sorted(set(re.findall(r"\bd\d+", rule)), key=place)
     extremes = {"max": lambda *all: reduce(np.maximum, all), "min": lambda *all: reduce(np.minimum, all)}
-    function: Callable[..., Any] = eval(f"lambda {', '.join(names)}, *_: {rule}", {"__builtins__": {}, **extremes})
+    whole = ast.unparse(ast.fix_missing_locations(_Elementwise().visit(ast.parse(rule, mode="eval"))))
+    function: Callable[..., Any] = eval(f"lambda {', '.join(names)}, *_: {whole}", {"__builtins__": {}, **extremes})
     return function
+
+
+class _Elementwise(ast.NodeTransformer):
+    """`a > 1 and b > 2` as what numpy computes of whole columns."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        self.generic_visit(node)
+        operator = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
+        return reduce(lambda one, other: ast.BinOp(left=one, op=operator, right=other), node.values)
 
 
 def _is_small(guard: Guard) -> bool:
@@ -104,6 +124,12 @@ def breaks_when_small(guard: Guard) -> bool:
 
 def breaks_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:
     """Whether a guard between several symbols is broken on one of the lines, inside `dims`."""
+    return _breaks_far(guard, tuple((symbol, dims[symbol]) for symbol in guard.symbols))
+
+
+@cache
+def _breaks_far(guard: Guard, inside: tuple[tuple[str, Dim], ...]) -> bool:
+    dims = dict(inside)
     few = LINES if len(guard.symbols) == 2 else LINES[2::3]
     for symbol in guard.symbols:
         others = [one for one in guard.symbols if one != symbol]
