@@ -37,6 +37,7 @@ MAX_LINES += 180  # the noise of wide and of large models, answers compared by p
 MAX_LINES += 140  # int8 machine code that is right; a warm standby
 MAX_LINES += 60  # int8 machine code that is right
 MAX_LINES += 900  # hybrid: norms, averages, changing servers; files of tables; copies of hot rows (0024)
+MAX_LINES += 320  # resumed jobs without torch, hosts of other versions, stores with two launches (0023)
 MAX_LINES += 300  # own loops after a step, borders of NaN, hot rows and table files, merged
 MAX_LINES += 640  # layers after quantize_dynamic, functions, bits and tables of a size, operators that crash
 MAX_FOLDER_FILES = 20

@@ -47,7 +47,7 @@ class SshMachines(Machines):
         config.write_text(
             f"ListenAddress {self.machines[name].address}\nHostKey {self.folder / 'host'}\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder / 'authorized'}\nStrictModes no\nUsePAM no\n"
-            f"SetEnv XDG_CACHE_HOME={self.path / name}\n"
+            f"SetEnv XDG_CACHE_HOME={self.path / name} PYTHONPATH={os.environ.get('PYTHONPATH', '')}\n"
         )
         return self.machines[name].start(str(SSHD), "-D", "-e", "-f", str(config), log=self.path / f"sshd-{name}.log")
 

@@ -114,6 +114,9 @@ class LocalJob:
         self._sweep()
         exits.callback(self._clean)
         self._reserved = exits.enter_context(reserve_port())
+        exits.callback(self._end_lifelines)
+        self.master = self._make_master()
+        self.master.warm()  # it imports while hosts are connected
         self.settings, listening = hosts.reserve_listen(self.settings)
         if listening is not None:
             exits.enter_context(listening)
@@ -207,10 +210,12 @@ class LocalJob:
         return find_preload(self.settings.strategy, Path(users))
 
     def _start_master(self) -> None:
-        if self.master is None:
-            module, log = job_settings.MASTERS[self.settings.strategy], self.folder.log("master")
-            self.master = MasterProcess(module, self._arguments(), life=self._master_life.reading, log=log)
+        self.master = self.master or self._make_master()
         self.master.start("--port", str(self._reserved.getsockname()[1]))
+
+    def _make_master(self) -> MasterProcess:
+        module, log = job_settings.MASTERS[self.settings.strategy], self.folder.log("master")
+        return MasterProcess(module, self._arguments(), life=self._master_life.reading, log=log)
 
     def _arguments(self) -> list[str]:
         """Of every master of this launch."""
