@@ -41,7 +41,7 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Returns freed memory to the system, where the C library can (glibc). Takes a millisecond, or a few for gigabytes."""
+    """Returns freed memory to the system, where the C library can (glibc): a few milliseconds for gigabytes."""
     trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
