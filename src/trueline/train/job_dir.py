@@ -25,7 +25,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -153,6 +153,12 @@ class JobDir:
     def read_master(self) -> MasterRecord | None:
         """The master of the last launch; None before it listens."""
         return _read(self._master, MasterRecord)
+
+    def read_loss(self) -> dict[str, Any]:
+        """How the loss reduces, as the first worker tried it; empty before that."""
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads(self.loss.read_bytes()))
+        return {}
 
     def record(self, name: str, /, **fields: events.Field) -> None:
         """Appends an event of the launcher, beside the master's. A full disk does not end the job."""

@@ -135,9 +135,10 @@ def test_a_halt_is_known_to_the_master_after_this_one_and_to_no_later_launch(job
         after = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
         found = after.saving.halting
         await after.adopt(launch=True)
-        return found, after.saving.halting
+        later = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
+        return found, after.saving.halting, later.saving.halting
 
-    assert asyncio.run(scenario()) == ("enough", "")
+    assert asyncio.run(scenario()) == ("enough", "", "")
 
 
 @pytest.mark.parametrize(("checkpoint", "steps"), [("/step-4", [4]), ("", [])])
