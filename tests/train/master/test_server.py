@@ -259,7 +259,7 @@ def test_events_are_appended_to_a_file_and_a_full_disk_only_delays_them(job, tmp
         async with serving(job, tmp_path) as (master, _):
             master.publisher.hook = lambda *event: heard.append(event)
             file = tmp_path / "events.jsonl"
-            master.publisher.close()
+            master.publisher.flush()
             file.unlink(missing_ok=True)
             file.symlink_to("/dev/full")
             master.emit("step.applied", step=1, loss=0.5)

@@ -241,7 +241,7 @@ def test_the_error_of_an_optimizer_of_the_users_own_is_left_as_it_is():
             raise RuntimeError("no luck")
 
     model = one()
-    with pytest.raises(RuntimeError, match="^no luck$"):
+    with pytest.raises(RuntimeError, match="no luck"):
         step(OptimizerStep(model, Mine(model.parameters(), lr=1.0), None, Options()))
 
 

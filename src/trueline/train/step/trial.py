@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trueline import events, files
+from trueline import events
 from trueline.data.loading import seeding
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.loading.worker_pool import ReaderClient, ReaderPool
 from trueline.engine.contract import parse_ref
 from trueline.errors import UsageError
+from trueline.full_disk import write_when_room
 from trueline.train.job_dir import JobDir
 from trueline.train.link.grpc_client import settle_on_master
 from trueline.train.step import features, model_traits, reduction
@@ -371,5 +372,5 @@ def settle_traits(traits: ModelTraits) -> ModelTraits:
         return traits
     if "TRUELINE_CA" in os.environ:
         return replace(traits, **json.loads(settle_on_master(json.dumps(settled).encode())))
-    files.write_atomic(JobDir(Path(os.environ["TRUELINE_JOB"])).loss, json.dumps(settled).encode(), replace=False)
+    write_when_room(JobDir(Path(os.environ["TRUELINE_JOB"])).loss, json.dumps(settled).encode(), replace=False)
     return load_traits(traits) or traits
