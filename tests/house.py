@@ -38,6 +38,7 @@ MAX_LINES += 140  # int8 machine code that is right; a warm standby
 MAX_LINES += 60  # int8 machine code that is right
 MAX_LINES += 900  # hybrid: norms, averages, changing servers; files of tables; copies of hot rows (0024)
 MAX_LINES += 300  # own loops after a step, borders of NaN, hot rows and table files, merged
+MAX_LINES += 300  # parameter servers of jobs on many machines (0024)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
