@@ -81,7 +81,8 @@ class PsMaster(JobShell):
             with contextlib.suppress(OSError):  # until there is one again, silence finds the dead
                 async for seen in self.engine.watch():
                     if seen.alive:
-                        self.emit("worker.running", worker=seen.ref, pid=seen.pid)
+                        where = {"host": seen.host} if seen.host else {}
+                        self.emit("worker.running", worker=seen.ref, pid=seen.pid, **where)
                     else:
                         await self.note_death(seen.ref, seen.reason, clean=seen.code == 0)
             await asyncio.sleep(TICK_S)
