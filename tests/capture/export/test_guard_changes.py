@@ -8,7 +8,7 @@ import pytest
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
 from trueline.capture.export import guard_changes
-from trueline.capture.export.guard_changes import breaks_far, holding
+from trueline.capture.export.guard_changes import breaks_far, holding, is_certain
 
 RULES = (
     "d0 > 1 and d1 > 2",
@@ -35,6 +35,35 @@ def test_a_guard_that_divides_by_zero_at_few_places_is_not_tried_one_by_one(monk
     monkeypatch.setattr(Guard, "holds", lambda self, sizes: asked.append(sizes) or alone(self, sizes))
     assert not holding(guard, {"a": np.arange(1, 60_001)}).all()
     assert 0 < len(asked) <= 64
+
+
+@pytest.mark.parametrize(
+    ("rule", "certain"),
+    [
+        ("(-1 + d0 + d0 * d1) // d0 != 0", True),
+        ("d0 * d1 != 0", True),
+        ("d0 * d1 + d0 > 1", True),
+        ("2 * d0 >= d0 + 1", True),
+        ("3 <= d0 * 2 + d1", True),
+        ("d0 * d1 != 6000", False),
+        ("5 * d0 - d1 != 0", False),
+        ("(d0 * d1) // 4 != 0", False),
+        ("d0 - d1 > -5", False),
+        ("d0 % 4 != 0", False),
+    ],
+)
+def test_a_guard_that_holds_for_all_sizes_by_its_terms_is_certain(rule: str, certain: bool) -> None:
+    guard = Guard(text="", rule=rule, symbols=("a", "b") if "d1" in rule else ("a",))
+    assert is_certain(guard, {"a": Dim(), "b": Dim()}) is certain
+    if certain:
+        a, b = (one.reshape(-1) for one in np.meshgrid(np.arange(1, 300), np.arange(1, 300)))
+        assert holding(guard, {"a": a, "b": b}).all()
+
+
+def test_what_is_certain_counts_from_the_least_size_on() -> None:
+    guard = Guard(text="", rule="d0 // 4 != 0", symbols=("a",))
+    assert is_certain(guard, {"a": Dim(min=4)})
+    assert not is_certain(guard, {"a": Dim(min=3)})
 
 
 def test_a_guard_between_two_sizes_is_looked_at_once_for_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

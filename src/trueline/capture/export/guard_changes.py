@@ -141,6 +141,73 @@ def _breaks_far(guard: Guard, inside: tuple[tuple[str, Dim], ...]) -> bool:
     return False
 
 
+def is_certain(guard: Guard, dims: Mapping[str, Dim]) -> bool:
+    """Whether polynomials show that it holds for all sizes from the least on: written in what each size has above its
+    least, a difference without a negative term is never below 0. Also of one quotient that is compared with 0."""
+    tree = ast.parse(guard.rule, mode="eval").body
+    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
+        return False
+    least = {f"d{at}": dims[symbol].min for at, symbol in enumerate(guard.symbols)}
+    one, other = tree.left, tree.comparators[0]
+    try:
+        match tree.ops[0]:
+            case ast.NotEq():
+                return any(_is_above(*pair, least) for pair in ((one, other), (other, one)))
+            case ast.Gt():
+                return _is_above(one, other, least)
+            case ast.Lt():
+                return _is_above(other, one, least)
+            case ast.GtE():
+                return _is_least(_add(_expand(one, least), _expand(other, least), -1))
+            case ast.LtE():
+                return _is_least(_add(_expand(other, least), _expand(one, least), -1))
+    except ValueError:
+        return False
+    return False
+
+
+Terms = Mapping[tuple[str, ...], int]
+"""A polynomial: the symbols of each term, each as often as its power, and the term's factor."""
+
+
+def _is_above(one: ast.expr, other: ast.expr, least: Mapping[str, int]) -> bool:
+    """Whether `one` is more than `other`. Raises ValueError where one of them is no polynomial."""
+    match one, other:
+        case ast.BinOp(left=over, op=ast.FloorDiv(), right=under), ast.Constant(value=0):
+            divisor = _expand(under, least)
+            return _is_least(_add(divisor, {(): 1}, -1)) and _is_least(_add(_expand(over, least), divisor, -1))
+    return _is_least(_add(_add(_expand(one, least), _expand(other, least), -1), {(): 1}, -1))
+
+
+def _is_least(terms: Terms) -> bool:
+    """Whether a polynomial of what is 0 or more is never below 0, as no term of it is."""
+    return all(factor >= 0 for factor in terms.values())
+
+
+def _expand(node: ast.expr, least: Mapping[str, int]) -> Terms:
+    """The polynomial in what each symbol has above its least. Raises ValueError for what is none."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return {(): number}
+        case ast.Name(id=name) if name in least:
+            return {(name,): 1, (): least[name]}
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _add({}, _expand(operand, least), -1)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
+            return _add(_expand(left, least), _expand(right, least), 1 if isinstance(op, ast.Add) else -1)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            found: dict[tuple[str, ...], int] = {}
+            for (one, a), (other, b) in itertools.product(_expand(left, least).items(), _expand(right, least).items()):
+                term = tuple(sorted((*one, *other)))
+                found[term] = found.get(term, 0) + a * b
+            return found
+    raise ValueError(f"{ast.unparse(node)} is no polynomial")
+
+
+def _add(one: Terms, other: Terms, times: int) -> Terms:
+    return {term: one.get(term, 0) + times * other.get(term, 0) for term in {*one, *other}}
+
+
 def _inside(sizes: Any, dim: Dim) -> Any:
     most = sizes[-1] if dim.max is None else dim.max
     return sizes[(sizes >= dim.min) & (sizes <= most) & (sizes % dim.multiple_of == 0)]
