@@ -293,6 +293,11 @@ def _try_once(trial: FormatTrial) -> Rung:
     try:
         if isinstance(exported, CaptureError):
             raise exported
+        if exported.only_torch and format not in TORCH_KERNELS:
+            raise CaptureError(
+                exported.only_torch,
+                hint="take the torch_export program, or capture the model before it is quantized and compress that",
+            )
         events.emit("program.emitting", format=format)
         began = time.monotonic()
         path = EMITTERS[format](exported, folder)

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import scan
 from torch.ao.nn.intrinsic.quantized.dynamic import LinearReLU
-from torch.ao.nn.quantized.dynamic import Linear
+from torch.ao.nn.quantized.dynamic import GRU, LSTM, Linear
+
+from trueline.errors import join_names
 
 _REDUCED_SINCE = 4
 """Version of the layer from which its input takes 7 bits, so that sums of two products fit 16."""
+_STEPS = 127.0
 _MOST = 255.0
 """A number on the border of the range may be rounded beyond 7 bits."""
 _LEAST_STEP = float(torch.tensor(6.1e-5))
@@ -26,19 +30,17 @@ _FLAT = 0.1
 
 
 class UnpackedLinear(nn.Module):
-    """A `torch.ao.nn.quantized.dynamic.Linear`: float32 in and out, of shape (..., inputs) and (..., outputs)."""
+    """A linear layer on steps: float32 in and out, of shape (..., inputs) and (..., outputs)."""
 
     weight: Tensor
     bias: Tensor | None
     scale: Tensor
     zero: Tensor
 
-    def __init__(self, packed: Any) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, steps: float, rectified: bool = False) -> None:
+        """`steps`: between the least and the largest number of an input."""
         super().__init__()
-        weight, bias = packed._weight_bias()
-        self.rectified = isinstance(packed, LinearReLU)
-        self.steps = 127.0 if (packed.version or 0) >= _REDUCED_SINCE else 255.0
-        self.whole = weight.is_quantized
+        self.rectified, self.steps, self.whole = rectified, steps, weight.is_quantized
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         if not self.whole:  # of dtype float16, and computed in float32
             self.register_buffer("weight", weight.detach().to(torch.float16))
@@ -51,8 +53,11 @@ class UnpackedLinear(nn.Module):
         self.register_buffer("zero", zero.float().reshape(-1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self._multiply(x) if self.whole else x @ self.weight.float().mT
-        found = found if self.bias is None else found + self.bias
+        if self.whole:
+            found = self._multiply(x)
+        else:
+            found = x @ self.weight.float().mT
+            found = found if self.bias is None else found + self.bias
         return found.relu() if self.rectified else found
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -70,26 +75,100 @@ class UnpackedLinear(nn.Module):
         below, above = -low / scale, high / scale
         zero = torch.where(-below < self.steps - above, below, self.steps - above).clamp(0.0, self.steps).round()
         step = scale.float()
-        # the kernel multiplies and adds in one instruction, which rounds once
+        # the kernel multiplies and adds in one instruction, which rounds once, here and below
         moved = (x.double() * (1.0 / step).double() + zero).float()
         whole = moved.round().clamp(0.0, _MOST) - zero.float()
-        return (whole @ (self.weight.float() - self.zero).mT) * (step * self.scale)
+        found = (whole @ (self.weight.float() - self.zero).mT).double() * (step * self.scale).double()
+        return (found if self.bias is None else found + self.bias.double()).float()
+
+
+class UnpackedRecurrent(nn.Module):
+    """A `torch.ao.nn.quantized.dynamic.LSTM` or `GRU`, called as torch.nn's, with tensors. As in torch's kernel, the
+    inputs of a whole sequence become steps together, and the hidden values of each place by themselves."""
+
+    def __init__(self, packed: Any) -> None:
+        super().__init__()
+        self.keeps_cells = isinstance(packed, LSTM)
+        self.layers, self.size, self.batch_first = packed.num_layers, packed.hidden_size, packed.batch_first
+        self.directions = 2 if packed.bidirectional else 1
+        self.inputs, self.hidden = nn.ModuleList(), nn.ModuleList()
+        for one in packed._all_weight_values:
+            _, _, _, reduced, weights = one.param.__getstate__()[0]
+            steps = _STEPS if reduced and reduced[0] else _MOST
+            for into, part in zip((self.inputs, self.hidden), weights, strict=True):
+                into.append(UnpackedLinear(*part.unpack(), steps=steps))
+
+    def forward(self, x: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+        x = x.transpose(0, 1) if self.batch_first else x
+        zeros = x.new_zeros(self.layers * self.directions, x.shape[1], self.size)
+        first = (hx if self.keeps_cells else (hx,)) if hx is not None else (zeros,) * (2 if self.keeps_cells else 1)
+        ends: list[tuple[Tensor, ...]] = []
+        for layer in range(self.layers):
+            found = []
+            for direction in range(self.directions):
+                at = layer * self.directions + direction
+                given = self.inputs[at](x)
+                given = given.flip(0) if direction else given
+                end, answers = self._run(at, given, tuple(one[at] for one in first))
+                ends.append(end)
+                found.append(answers.flip(0) if direction else answers)
+            x = torch.cat(found, -1) if len(found) > 1 else found[0]
+        last = tuple(torch.stack(one) for one in zip(*ends, strict=True))
+        return x.transpose(0, 1) if self.batch_first else x, last if self.keeps_cells else last[0]
+
+    def _run(self, at: int, given: Tensor, first: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+        def step(carried: tuple[Tensor, ...], one: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+            after = (self._step_lstm if self.keeps_cells else self._step_gru)(self.hidden[at](carried[0]), one, *carried)
+            return tuple(value.clone() for value in after), after[0].clone()
+
+        if torch.compiler.is_exporting():
+            end, answers = scan(step, tuple(one.clone() for one in first), given)
+            return tuple(end), answers
+        found = []
+        for one in given:
+            first, answer = step(first, one)
+            found.append(answer)
+        return first, torch.stack(found)
+
+    @staticmethod
+    def _step_lstm(own: Tensor, given: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+        enters, stays, new, leaves = (own + given).chunk(4, 1)
+        cell = stays.sigmoid() * cell + enters.sigmoid() * new.tanh()
+        return leaves.sigmoid() * cell.tanh(), cell
+
+    @staticmethod
+    def _step_gru(own: Tensor, given: Tensor, hidden: Tensor) -> tuple[Tensor]:
+        (one, two, three), (a, b, c) = given.chunk(3, 1), own.chunk(3, 1)
+        new = (three + (one + a).sigmoid() * c).tanh()
+        return ((hidden - new) * (two + b).sigmoid() + new,)
+
+
+def unpack_layer(layer: nn.Module) -> nn.Module:
+    """The same layer in plain operators."""
+    if isinstance(layer, LSTM | GRU):
+        return UnpackedRecurrent(layer)
+    packed: Any = layer
+    steps = _STEPS if (packed.version or 0) >= _REDUCED_SINCE else _MOST
+    return UnpackedLinear(*packed._weight_bias(), steps=steps, rectified=isinstance(layer, LinearReLU))
 
 
 @contextmanager
-def unpack(module: nn.Module) -> Iterator[None]:
-    """In the block, such layers of `module` are `UnpackedLinear`."""
+def unpack(module: nn.Module) -> Iterator[str]:
+    """In the block, such layers of `module` are unpacked ones. Yields why only torch's kernels round as they do: what a
+    recurrent one carries is rounded to steps at each place, and a last digit beside torch's makes another step."""
     held = [
         (parent, name, layer)
         for parent in module.modules()
         for name, layer in parent.named_children()
-        if isinstance(layer, Linear)
+        if isinstance(layer, Linear | LSTM | GRU)
     ]
-    unpacked = {id(layer): UnpackedLinear(layer).eval() for _, _, layer in held}
-    for parent, name, layer in held:
-        parent._modules[name] = unpacked[id(layer)]
+    unpacked = {id(layer): unpack_layer(layer).eval() for _, _, layer in held}
+    for parent, name, _ in held:
+        parent._modules[name] = unpacked[id(parent._modules[name])]
+    recurrent = [*dict.fromkeys(name for _, name, layer in held if isinstance(layer, LSTM | GRU))]
+    why = f"what {join_names(recurrent)} carries is rounded to steps at each place, as only torch's kernels do"
     try:
-        yield
+        yield why if recurrent else ""
     finally:
         for parent, name, layer in held:
             parent._modules[name] = layer

@@ -42,8 +42,8 @@ _CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic b
 def export(module: torch.nn.Module, calling: Calling) -> Exported:
     """Exports `module` with its free dimensions, in multiples or by another way of tracing (`fallbacks`) where
     torch.export fails on it as it is. Raises CaptureError, with the user's line where it is known."""
-    with quantized_layers.unpack(module):
-        return _export_any_way(module, calling)
+    with quantized_layers.unpack(module) as only_torch:
+        return replace(_export_any_way(module, calling), only_torch=only_torch)
 
 
 def _export_any_way(module: torch.nn.Module, calling: Calling) -> Exported:
@@ -72,8 +72,8 @@ def export_at(module: torch.nn.Module, calling: Calling, sizes: Mapping[str, int
         for tensor, axes in zip(calling.example, free, strict=True)
     )
     larger = replace(calling, example=example)
-    with quantized_layers.unpack(module):
-        return _export_free(module, larger)
+    with quantized_layers.unpack(module) as only_torch:
+        return replace(_export_free(module, larger), only_torch=only_torch)
 
 
 def _export_free(module: torch.nn.Module, larger: Calling) -> Exported:
