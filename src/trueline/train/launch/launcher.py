@@ -87,7 +87,8 @@ class LocalJob:
             exits.callback(os.close, self.folder.hold())
             exits.enter_context(event_file.writing(self.job_dir))
             exits.enter_context(shutdown.signals_as_errors(self.job_dir, self.halt))
-            _kill_leftovers(self.folder.read_launch())
+            _expect_ended(before := self.folder.read_launch(), self.job_dir)
+            _kill_leftovers(before)
             self.scratch = self._early.scratch if self._early else Path(tempfile.mkdtemp(prefix="trueline-"))
             launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
             self.folder.write_launch(launch)
@@ -363,6 +364,21 @@ def main() -> None:
     except errors.TruelineError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
     sys.exit(LEFT_OUT_EXIT if summary.get("set_aside") else 0)
+
+
+def _expect_ended(before: LaunchRecord | None, job_dir: Path) -> None:
+    """Raises UsageError if the launch of the record lives, though the job's lock is free: the folder is a copy."""
+    if before is None or before.ended or before.pid == os.getpid() or not Path(before.scratch or "/none").exists():
+        return
+    with contextlib.suppress(OSError):  # it has ended
+        process = Path(f"/proc/{before.pid}")
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        if state not in "ZX" and process.stat().st_ctime <= before.started + 1.0:
+            raise errors.UsageError(
+                f"{job_dir} is a copy of a job that runs here, in process {before.pid}: both would train it",
+                hint=f"halt that one first; for a job of its own remove {job_dir / 'launcher.json'} and give it "
+                "other --checkpoints",
+            )
 
 
 def _kill_leftovers(before: LaunchRecord | None) -> None:
