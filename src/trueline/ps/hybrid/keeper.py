@@ -29,8 +29,9 @@ from trueline.ps.master import cuts
 from trueline.ps.master.servers import ServerMeter
 from trueline.ps.master.shell import read_last_words
 from trueline.ps.master.slots import Slots
-from trueline.ps.messages import ModelSpec, Routing
+from trueline.ps.messages import ModelSpec, Routing, describe_change
 from trueline.ps.partition import make_routing, move_buckets
+from trueline.ps.server.memory import describe_kill
 from trueline.ps.tasks import LocatedServer, LocateServer, locate_server
 from trueline.train.master.master import TICK_S, Master
 
@@ -118,7 +119,8 @@ class ServerKeeper:
         self._master.emit("worker.lost", worker=ref, why=why)
         if (slot := self._servers.hopeless) >= 0:
             times, log = self._servers.most_failures, self._master.folder.log(ref)
-            words = f"the last time: {why}: {read_last_words(log)}"
+            need = describe_kill(why, self._meter.find_report(ref))
+            words = f"the last time: {why}: {read_last_words(log)}{need}"
             self._master.fail("train", f"server {slot} died {times} times in a row, {words}", f"see {log}")
 
     async def _tick(self) -> None:
@@ -221,7 +223,8 @@ class ServerKeeper:
                 self._keep(KeptTables(spec=spec, routing=routing, wanted=count, asked=count))
             assert self._kept is not None
             if self._kept.spec != spec:
-                raise TrainError("a worker has other tables than the others", hint="every worker builds one model")
+                changed = describe_change(self._kept.spec, spec)
+                raise TrainError(f"a worker has other tables than the job began with: {changed}")
             if not self._kept.held:
                 for name in self._kept.routing.servers:
                     await self._repeat(name, self._configure)
