@@ -118,7 +118,8 @@ class UnpackedRecurrent(nn.Module):
 
     def _run(self, at: int, given: Tensor, first: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
         def step(carried: tuple[Tensor, ...], one: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-            after = (self._step_lstm if self.keeps_cells else self._step_gru)(self.hidden[at](carried[0]), one, *carried)
+            advance = self._step_lstm if self.keeps_cells else self._step_gru
+            after = advance(self.hidden[at](carried[0]), one, *carried)
             return tuple(value.clone() for value in after), after[0].clone()
 
         if torch.compiler.is_exporting():
