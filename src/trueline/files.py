@@ -27,6 +27,7 @@ _OLD = ".old-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
 """Errors of renameat2(2) on a file system or kernel that cannot exchange two names."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of link(2) on a file system without hard links."""
 
@@ -151,7 +152,7 @@ def sha256_file(path: Path) -> str:
 
 def storage_error(error: OSError, path: Path) -> StorageError:
     """An error from writing `path` as a message: the path, the room left, what to do."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_ROOM:
         return DiskFull(
             f"no room left to write {path} ({free_space(path)} free); nothing was changed",
             hint="free some space, or write to another disk, and try again",

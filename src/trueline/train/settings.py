@@ -10,6 +10,7 @@ import msgspec
 from trueline import files
 from trueline.engine.hosts.ssh import parse_hosts
 from trueline.errors import UsageError, closest
+from trueline.full_disk import write_when_room
 from trueline.recipe.settings import LossReduction, Precision, Shuffle, Strategy, TrainingSettings
 from trueline.settings import check, declared_settings
 from trueline.train.job_dir import JobDir
@@ -32,10 +33,10 @@ WORKERS: Mapping[Strategy, str] = {
     "hybrid": "trueline.ps.hybrid.worker",
 }
 OF_SERVERS = ("servers", "staleness", "tables_above", "hot_rows", "half_rows", "grpc_port")
-NOT_OF_HYBRID = ("staleness", "hot_rows", "grpc_port", "bitwise", "compile", "hosts", "listen")
+NOT_OF_HYBRID = ("staleness", "hot_rows", "grpc_port", "bitwise", "compile")
 NOT_OF_SERVERS = (
     "micro_batch", "bitwise", "precision", "ema", "find_unused_parameters", "compile", "readers", "backend",
-    "evaluate_every", "monitor", "patience", "profile", "autoscale", "hosts", "listen",
+    "evaluate_every", "monitor", "patience", "profile", "autoscale",
 )  # fmt: skip
 """Settings that a job with parameter servers does not have."""
 NOT_OF: Mapping[Strategy, tuple[str, ...]] = {"allreduce": OF_SERVERS, "ps": NOT_OF_SERVERS, "hybrid": NOT_OF_HYBRID}
@@ -123,6 +124,11 @@ def check_strategy(job: JobSettings) -> None:
             "--precision fp16 scales the loss, and the servers would get the scaled gradients of rows",
             hint="--precision bf16 needs no scaling",
         )
+    if job.strategy == "hybrid" and (job.listen or job.hosts) and "://" in job.checkpoints:
+        raise UsageError(
+            f"--checkpoints is {job.checkpoints}, expected a folder: servers of several hosts write their tables there",
+            hint="name a folder that all hosts mount; --strategy ps takes an object store",
+        )
     if job.hot_rows and job.staleness < 1:
         raise UsageError(
             "--hot-rows keeps rows for as many steps as --staleness says, and it is "
@@ -166,8 +172,10 @@ def check_backend(wanted: str) -> None:
     )
 
 
-def save(settings: JobSettings, job_dir: Path) -> None:
-    files.write_atomic(JobDir(job_dir).settings, msgspec.json.format(msgspec.json.encode(settings), indent=1))
+def save(settings: JobSettings, job_dir: Path, *, patient: bool = False) -> None:
+    """`patient`: the job runs, and waits while the disk is full."""
+    write = write_when_room if patient else files.write_atomic
+    write(JobDir(job_dir).settings, msgspec.json.format(msgspec.json.encode(settings), indent=1))
 
 
 def load(job_dir: Path) -> JobSettings:
@@ -194,7 +202,7 @@ def settle(job_dir: Path, *, epochs: int, global_batch: int, seed: int) -> JobSe
     job = load(job_dir)
     if not job.epochs:
         job = replace(job, epochs=epochs, global_batch=global_batch, seed=seed)
-        save(job, job_dir)
+        save(job, job_dir, patient=True)
     for name, value in (("epochs", epochs), ("global_batch", global_batch), ("seed", seed)):
         if getattr(job, name) != value:
             raise UsageError(

@@ -172,7 +172,8 @@ ROWS = {
     "CKPT": {"step": 2, "path": "/c"}, "SCALE": {"workers": 5, "again": True}, "QUARANTINE": {"slot": 3, "why": "died"},
     "SUSPECT": {"record": 7, "worker": "worker-0.0", "why": "odd"}, "POISON": {"record": 9, "why": "odd"},
     "FACTS": {"num_records": 8, "total_steps": 2, "shard_records": 0}, "EPOCH": {"epoch": 0}, "EVAL": {"step": 2},
-    "END": {"summary": {}}, "FAIL": {"code": "train", "why": "x"}, "LEASES": {"epoch": 0}, "DONE": {"epoch": 0},
+    "HALT": {"why": "x"}, "END": {"summary": {}}, "FAIL": {"code": "train", "why": "x"}, "LEASES": {"epoch": 0},
+    "DONE": {"epoch": 0},
 }  # fmt: skip
 STEPS = [("COMMIT", commit(0)), ("FORMED", {"generation": 3, "step": 0, "gap_ms": 1.0, "workers": 2})]
 
@@ -339,6 +340,8 @@ def test_the_members_of_a_view_stay_the_same_through_its_steps():
         ([("COMMIT", commit(3)), ("TRUNCATE", {"steps": 2})], {"committed": 2}),
         ([("CKPT", {"step": 2, "path": "/c"})], {"checkpoint": "/c", "checkpoint_step": 2}),
         ([("LAUNCH", {"workers": 5})], {"workers": 5}),
+        ([("HALT", {"why": "enough"})], {"halting": "enough"}),
+        ([("HALT", {"why": "enough"}), ("LAUNCH", {"workers": 5})], {"workers": 5}),
         ([("SCALE", {"workers": 5, "again": True})], {"workers": 5}),
         ([("QUARANTINE", {"slot": 1, "why": "died", "times": 2, "retry_s": 60.0})],
          {"quarantined": {1: "died"}, "retry_at": {1: 65.0}, "relapses": {1: 2}}),

@@ -273,6 +273,16 @@ def test_a_full_disk_is_waited_for_and_told_once_while_training_continues(tmp_pa
     assert left == [0]
 
 
+def test_a_job_whose_disk_is_full_at_its_end_waits_for_its_model_too(tmp_path, monkeypatch):
+    faults = [DiskFull("no room left"), DiskFull("no room left"), None]
+    monkeypatch.setattr(Checkpointer, "_write_model", lambda *_: faults.pop(0))
+    monkeypatch.setattr(checkpointing, "ROOM_S", 0.0)
+    job = Job(Checkpointer(tmp_path, {}, every=1))
+    job.step()
+    job.complete()
+    assert faults == []
+
+
 def test_a_job_that_halts_applies_no_step_after_that_of_its_checkpoint(tmp_path):
     job = Job(Checkpointer(tmp_path, {}, every=1))
     job.save_from, job.halting = 2, True

@@ -230,8 +230,7 @@ def describe_loss(ref: str, pid: int) -> Seen:
 
 def _set_up_process(spec: ProcessSpec) -> None:
     os.setsid()
-    Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = process.open_log(spec.log)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)

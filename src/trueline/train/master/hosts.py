@@ -14,6 +14,7 @@ from trueline import clock, files
 from trueline.engine.contract import Engine, ProcessSpec
 from trueline.engine.hosts.fleet import FleetEngine
 from trueline.engine.hosts.messages import SERVICE, EventLines, JournalCopy, ScriptValues, TravelledFile, Welcome
+from trueline.engine.hosts.roles import RoleEngine
 from trueline.engine.hosts.service import HostsService
 from trueline.engine.hosts.token import find_fault
 from trueline.errors import UsageError
@@ -24,6 +25,7 @@ from trueline.train.master.master import TICK_S, Master
 from trueline.train.membership import events as h
 from trueline.train.settings import JobSettings, settle
 
+WORKER = "worker"
 PART_S = 1.0
 TELL_S = 5.0
 """Between two events of the hosts, while none changes."""
@@ -89,17 +91,21 @@ class JobHosts:
     """The fleet of a job, and the service that its hosts call."""
 
     def __init__(self, job: JobSettings, folder: JobDir, local: Engine, secret: str, launch: HostsLaunch) -> None:
-        self._folder, self._secret, self.launch = folder, secret, launch
+        self._folder, self._secret, self._local, self.launch = folder, secret, local, launch
         self.own = HostsFolder(folder)
         self.emit: Callable[..., None] = lambda name, **_: None
+        workers = RoleEngine(local, lambda role: role == WORKER)  # parameter servers take none of the places
         self.fleet = FleetEngine(
-            local, cores=launch.cores, file=self.own.known, lease_s=job.lease_s, now=clock.monotonic_s,
+            workers, cores=launch.cores, file=self.own.known, lease_s=job.lease_s, now=clock.monotonic_s,
             emit=lambda name, **fields: self.emit(name, **fields), memory=launch.memory,
         )  # fmt: skip
-        kit = SuccessorKit(launch=launch, certificate=self.own.certificate.read_bytes(), key=self.own.key.read_bytes())
+        kit = b""
+        if job.strategy == "allreduce":  # tables of parameter servers are on this host
+            pair = {"certificate": self.own.certificate.read_bytes(), "key": self.own.key.read_bytes()}
+            kit = msgspec.msgpack.encode(SuccessorKit(launch=launch, **pair))
         greet = Welcome(
             job=job.name, secret=secret, lease_s=job.lease_s, preload=launch.preload, files=launch.files,
-            packages=launch.packages, store=launch.store, probe=launch.probe, kit=msgspec.msgpack.encode(kit),
+            packages=launch.packages, store=launch.store, probe=launch.probe, kit=kit,
         )  # fmt: skip
         self._service = HostsService(
             self.fleet, greet, self.own.blobs, launch.versions, self._write_output, self._settle, self._agree
@@ -139,7 +145,7 @@ class JobHosts:
         while True:
             rows = list(self.fleet.describe())
             lasting = [{key: value for key, value in row.items() if key not in _FLEETING} for row in rows]
-            now = self._master.now()
+            now = clock.monotonic_s()
             if len(rows) + len(told) > 1 and (lasting != told or now >= told_at + TELL_S):
                 told, told_at = lasting, now
                 self.emit("hosts.measured", hosts=json.dumps(rows))
@@ -156,7 +162,7 @@ class JobHosts:
 
     async def attach(self, master: Master, server: Any) -> None:
         """Opens the port, and lets membership know what room the hosts bring and take."""
-        self._master, self.emit = master, master.emit
+        self._master, self.emit, master.here = master, master.emit, self._local
         master.localize, master.hosts, master.avoid = self.localize, self.fleet.describe, self.fleet.avoid
         where = self.launch.store or master.job.checkpoints
         claims, leader = ViewClaims(where, self.launch.id), self.launch.leader

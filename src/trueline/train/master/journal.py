@@ -125,8 +125,10 @@ def apply_row(state: State, kind: str, body: dict[str, Any], now: float) -> None
             state.committed = body["steps"]
         case "CKPT":
             state.checkpoint, state.checkpoint_step = body["path"], body["step"]
+        case "HALT":
+            state.halting = body["why"]
         case "LAUNCH":
-            state.workers = body["workers"]
+            state.workers, state.halting = body["workers"], ""
             state.lift_quarantines()
         case "SCALE":
             state.workers = body["workers"]

@@ -99,6 +99,8 @@ class MasterService(pb_grpc.MasterServicer):
             why = f"the job has {request.total_steps} steps"
             for missed in beyond(master.job.faults, request.total_steps):
                 master.emit("fault.unreachable", step=missed.step, slot=missed.slot, why=why)
+            if master.folder.read_loss().get("half"):
+                master.emit("sums.ordered")
         await self._handle(h.Ready(request.ref, request.store, request.state), context)
         if newcomer:
             master.emit("worker.joined", worker=request.ref, total_steps=request.total_steps)
@@ -332,7 +334,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     await live.close()
     await server.stop(0.2 if hosts is None or master.exit_code else hosts.dismiss("the job is over"))
     journal.close()
-    master.publisher.close()
+    master.publisher.flush()
     os.close(lock)
     return master.exit_code
 

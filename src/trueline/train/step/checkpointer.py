@@ -26,6 +26,7 @@ from trueline.checkpoint.snapshot import LEAST_SPILLED, Snapshot
 from trueline.data.source import Source
 from trueline.engine.hosts.messages import ScriptValues
 from trueline.errors import DiskFull, StorageError, TruelineError
+from trueline.full_disk import PATIENCE_S
 from trueline.storage.location import Location, join_location, parse_location
 from trueline.train import settings as job_settings
 from trueline.train.faults import Faults
@@ -221,9 +222,13 @@ class Checkpointer:
                 break
         if self._failure is not None:
             raise self._failure
-        self._write_model(replica)
+        until = time.monotonic() + PATIENCE_S
+        while isinstance(fault := self._write_model(replica), DiskFull) and time.monotonic() < until:
+            time.sleep(ROOM_S)  # no system tells of room
+        if fault is not None:
+            events.emit("model.not_written", why=fault.message)
 
-    def _write_model(self, replica: Replica) -> None:
+    def _write_model(self, replica: Replica) -> TruelineError | None:
         """Writes the job's result with the model's own names, for other tools. A failure does not fail the job: its
         checkpoint is stored."""
         try:
@@ -232,7 +237,8 @@ class Checkpointer:
             path = model_files.write_model(self.folder, replica.model, {**state["model"], **(state.get("ema") or {})})
             events.emit("model.written", path=str(path))
         except TruelineError as error:
-            events.emit("model.not_written", why=error.message)
+            return error
+        return None
 
 
 def _identify(ledger: dict[str, Any]) -> tuple[int, int]:
