@@ -219,7 +219,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     await server.start()
     folder.write_master(MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url))
     await master.adopt()
-    beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling()]
+    beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling(), hosts.run_watching_store()]
     background = [master.spawn(one) for one in (master.run_engine(), master.run_clock(), *beside)]
     if master.routing is not None:
         background.append(master.spawn(rescale(master)))
