@@ -14,7 +14,7 @@ def settings_of(**wanted):
 @pytest.mark.parametrize(
     "wanted",
     [{"bitwise": True}, {"autoscale": True}, {"ema": 0.9}, {"backend": "nccl"}, {"precision": "bf16"}, {"patience": 2},
-     {"listen": "127.0.0.1:0"}, {"readers": 2}],
+     {"readers": 2}],
     ids=lambda wanted: next(iter(wanted)),
 )  # fmt: skip
 def test_what_servers_do_not_have_is_refused_by_its_option(wanted):
@@ -32,7 +32,7 @@ def test_what_only_servers_have_is_refused_without_them(wanted):
         settings_of(**wanted)
 
 
-@pytest.mark.parametrize("wanted", [{"staleness": 1}, {"bitwise": True}, {"compile": True}, {"listen": "127.0.0.1:0"}],
+@pytest.mark.parametrize("wanted", [{"staleness": 1}, {"bitwise": True}, {"compile": True}],
                          ids=lambda wanted: next(iter(wanted)))  # fmt: skip
 def test_what_hybrid_jobs_do_not_have_is_refused_by_its_option(wanted):
     (name,) = wanted
@@ -47,6 +47,14 @@ def test_hybrid_jobs_have_no_scaled_loss_and_publishing_names_both_of_its_option
     for wanted in ({"publish_every": 10.0}, {"publish_to": "models/"}):
         with pytest.raises(UsageError, match="--publish-every and --publish-to belong together"):
             settings_of(strategy="ps", **wanted)
+
+
+def test_tables_of_a_hybrid_job_on_several_hosts_need_a_folder_that_these_see():
+    wanted = {"strategy": "hybrid", "listen": "127.0.0.1:0"}
+    assert settings_of(checkpoints="/shared/run", **wanted).listen
+    with pytest.raises(UsageError, match="--checkpoints is s3://bucket/run, expected a folder"):
+        settings_of(checkpoints="s3://bucket/run", **wanted)
+    assert settings_of(strategy="ps", listen="127.0.0.1:0", checkpoints="s3://bucket/run").listen
 
 
 def test_a_model_store_is_a_folder():

@@ -182,6 +182,34 @@ def test_the_weights_of_an_onnx_program_are_mapped_from_the_shared_file(tmp_path
     assert [path.name for path in place.folder.iterdir()] == ["lock"]
 
 
+def program_of_a_table(path: Path, rows: int) -> Signature:
+    """One lookup in a table that lies in a file of its own."""
+    table = np.arange(rows * 16, dtype=np.float32).reshape(rows, 16)
+    tensor = TensorProto(name="rows", dims=table.shape, data_type=TensorProto.FLOAT, raw_data=table.tobytes())
+    onnx.external_data_helper.set_external_data(tensor, f"{path.name}.users-1.safetensors", 4096, table.nbytes)
+    tensor.ClearField("raw_data")
+    path.with_name(f"{path.name}.users-1.safetensors").write_bytes(bytes(4096) + table.tobytes())
+    ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"])
+    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, ["n", 16])
+    node = helper.make_node("Gather", ["rows", "ids"], ["out"])
+    graph = helper.make_graph([node], "g", [ids], [out], [tensor])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    path.write_bytes(model.SerializeToString())
+    inputs = (TensorSpec(name="ids", datatype="INT64", shape=("n",)),)
+    outputs = (TensorSpec(name="out", datatype="FP32", shape=("n", 16)),)
+    return Signature(inputs=inputs, outputs=outputs, dims={"n": Dim()})
+
+
+def test_processes_map_a_table_from_the_bundle_and_make_no_copy_of_it(tmp_path: Path, place: SharedDir) -> None:
+    signature = program_of_a_table(tmp_path / "model.onnx", rows=65_536)
+    size = (tmp_path / "model.onnx.users-1.safetensors").stat().st_size
+    session = OnnxSession(tmp_path / "model.onnx", signature, settings=SessionSettings(place=place))
+    found = session.run({"ids": np.arange(0, 65_536, 7)})["out"]
+    assert found[:, 0].tolist() == [16.0 * one for one in range(0, 65_536, 7)]
+    assert not list(place.folder.iterdir())
+    assert mapped_bytes(tmp_path / "model.onnx.users-1.safetensors") > 0.9 * size
+
+
 def mapped_bytes(folder: Path) -> int:
     """Bytes of files under `folder` that this process has mapped, and touched."""
     found, counted = 0, False

@@ -139,6 +139,7 @@ _WORDS = {
     "model.as_trained": "  {why}",
     "program.retraced": "  torch.export traces it another way: {how}",
     "claim.narrowed": "  the range is narrowed: {to}",
+    "rows.shortened": "  rows of {tables} are shortened to their max_norm now, as their first lookup would",
     "example.excluded": "  {format}: warning: its range, {range}, leaves out your {example}",
     "answers.jump": "  a rounded number decides an answer, where runtimes may differ: {place}",
     "program.offloaded": "  offload: {parts} parts go to ONNX Runtime, {kept} of {operators} operators stay",

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from trueline.engine.hosts.route import join_address, split_address
+from trueline.engine.hosts.route import join_address, list_ports, split_address
 
 PROOF_S = 10.0
 """How long a peer may take to prove itself; a starved machine needs seconds for what takes one millisecond."""
@@ -146,8 +146,7 @@ class PeerListener:
 def _listen(host: str, ports: str) -> socket.socket:
     """A listener at `host`, on a free one of the `ports` FIRST-LAST if they are given. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    first, _, last = ports.partition("-")
-    choices = list(range(int(first), int(last or first) + 1)) if ports else [0]
+    choices = list_ports(ports)
     secrets.SystemRandom().shuffle(choices)
     for port in choices:
         try:

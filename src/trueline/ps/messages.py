@@ -114,3 +114,34 @@ class ServerReport(Struct, frozen=True, kw_only=True):
     queued: int = 0  # pushes that wait for the end of a cut
     parts: int = 0  # pushes that wait for the other parts of their step
     lacking: str = ""  # what it waits for, such as room on a disk
+
+
+def describe_change(old: ModelSpec | None, new: ModelSpec) -> str:
+    """The first difference, for a message.
+
+    >>> was, became = (TableSpec(name="words", dim=dim, group=0) for dim in (4, 8))
+    >>> describe_change(ModelSpec(seed=0, groups=(), tables=(was,)), ModelSpec(seed=0, groups=(), tables=(became,)))
+    'table words: dim 4 became 8'
+    """
+    if old is None:
+        return "nothing"
+    for kind, what in (("tables", "table"), ("dense", "parameter")):
+        before, after = ({one.name: one for one in getattr(spec, kind)} for spec in (old, new))
+        for name in (*before, *after):
+            if (name in before) != (name in after):
+                return f"{what} {name} is {'gone' if name in before else 'new'}"
+            if found := _find_changed(before[name], after[name]):
+                return f"{what} {name}: {found}"
+    for number, (one, other) in enumerate(zip(old.groups, new.groups, strict=False)):
+        if found := _find_changed(one, other):
+            return f"parameter group {number}: {found}"
+    if len(old.groups) != len(new.groups):
+        return f"{len(old.groups)} parameter groups became {len(new.groups)}"
+    changed = (f"{name} {getattr(old, name)} became {getattr(new, name)}" for name in ("seed", "ema")
+               if getattr(old, name) != getattr(new, name))  # fmt: skip
+    return next(changed, "the order of its parts")
+
+
+def _find_changed(old: Struct, new: Struct) -> str:
+    pairs = ((name, getattr(old, name), getattr(new, name)) for name in old.__struct_fields__)
+    return next((f"{name} {before} became {after}" for name, before, after in pairs if before != after), "")

@@ -1,9 +1,11 @@
 """What a worker asks its master, in msgpack over gRPC: minibatches, their commits, the routing of the servers."""
 
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -11,11 +13,12 @@ import msgspec
 from msgspec import Struct
 
 from trueline.errors import TrainError
+from trueline.ps.dial import ServerAddress, read_address
 from trueline.ps.messages import ModelSpec, Routing
 from trueline.train.link.grpc_client import FENCED_EXIT, RECONNECTING, open_channel
 
 SERVICE = "trueline.ps.v1.Tasks"
-BEAT_S = 0.5
+BEAT_S, LOCATE_S = 0.5, 1.0
 _T = TypeVar("_T")
 
 
@@ -90,8 +93,25 @@ class Failed(Struct, frozen=True, array_like=True):
     detail: str
 
 
+class LocateServer(Struct, frozen=True, array_like=True):
+    ref: str
+    server: str
+
+
+class LocatedServer(Struct, frozen=True, array_like=True):
+    """Where a server listens for other hosts; None: not yet."""
+
+    address: ServerAddress | None
+
+
 class Answer(Struct, frozen=True, array_like=True):
     ok: bool = True
+
+
+def locate_server(job_dir: Path, server: str) -> LocatedServer:
+    """For a worker on another host: a path of this one's file system may lead elsewhere there."""
+    address = read_address(job_dir, server)
+    return LocatedServer(None if address is None else msgspec.structs.replace(address, unix=""))
 
 
 class TasksLink:
@@ -104,6 +124,7 @@ class TasksLink:
         self._channel = open_channel(os.environ["TRUELINE_MASTER"], RECONNECTING)
         self._metadata = (("authorization", f"Bearer {os.environ['TRUELINE_SECRET']}"),)
         self._ended = threading.Event()
+        self._located: dict[str, ServerAddress | None] = {}
 
     def _call(self, name: str, request: object, of: type[_T], timeout_s: float | None = None) -> _T:
         channel: Any = self._channel
@@ -140,6 +161,16 @@ class TasksLink:
         """Returns when all servers hold the model."""
         found = self._call("Describe", WorkerCall(self.ref), Described)
         return found.spec, found.routing
+
+    def find_servers(self, job_dir: Path) -> Callable[[str], ServerAddress | None]:
+        """Gives where a server listens: as its folder says, or on a host that has joined, as the master says."""
+        return self._locate if os.environ.get("TRUELINE_CA") else lambda server: read_address(job_dir, server)
+
+    def _locate(self, server: str) -> ServerAddress | None:
+        with contextlib.suppress(TrainError):  # the master is away; what it said before still holds
+            found = self._call("Locate", LocateServer(self.ref, server), LocatedServer, LOCATE_S)
+            self._located[server] = found.address
+        return self._located.get(server)
 
     def leave(self) -> None:
         self._call("Leave", WorkerCall(self.ref), Answer)

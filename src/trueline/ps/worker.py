@@ -29,7 +29,6 @@ from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.source import Batch
 from trueline.errors import RecipeError, TruelineError
 from trueline.ps.client import PsClient
-from trueline.ps.dial import read_address
 from trueline.ps.gradients import Gradients, Pulled
 from trueline.ps.hot_rows import HotLookup, HotRows
 from trueline.ps.master.ledger import MinibatchGrid
@@ -164,7 +163,7 @@ class WorkerLoop:
         batch = self.settings.global_batch
         self._grid = MinibatchGrid(num_records=self.source.num_records, batch=batch, parts=joined.parts)
         self._client = PsClient(
-            lambda ref: read_address(self.job_dir, ref), joined.routing, os.environ["TRUELINE_SECRET"].encode(),
+            self.link.find_servers(self.job_dir), joined.routing, os.environ["TRUELINE_SECRET"].encode(),
             half=self.settings.half_rows, outstanding=OUTSTANDING, on_routing=self.link.route,
         )  # fmt: skip
         try:

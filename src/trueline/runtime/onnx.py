@@ -154,13 +154,21 @@ def open_model(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSe
     return session
 
 
+def _count_bytes(path: Path, ending: str) -> int:
+    """Of the files of a program."""
+    return sum(file.stat().st_size for file in path.parent.glob(f"{path.name}{ending}"))
+
+
 _Providers = Sequence[str | tuple[str, dict[str, int]]]
 
 
 def _open_shared(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSession | None:
-    """The program with shared weights; None if it is not to share, is too small, or cannot (with an event)."""
-    num_bytes = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+    """The program with shared weights; None if it is not to share, is too small, is mostly tables, or cannot (with an
+    event)."""
+    num_bytes, in_tables = (_count_bytes(path, ending) for ending in ("*", ".*.safetensors"))
     if settings.place is None or settings.cuda is not None or num_bytes < shared_weights.WORTH_BYTES:
+        return None
+    if 2 * in_tables >= num_bytes:  # processes have them once as they are: mapped from the bundle, and not packed
         return None
 
     def make(folder: Path) -> None:

@@ -33,10 +33,10 @@ WORKERS: Mapping[Strategy, str] = {
     "hybrid": "trueline.ps.hybrid.worker",
 }
 OF_SERVERS = ("servers", "staleness", "tables_above", "hot_rows", "half_rows", "grpc_port")
-NOT_OF_HYBRID = ("staleness", "hot_rows", "grpc_port", "bitwise", "compile", "hosts", "listen")
+NOT_OF_HYBRID = ("staleness", "hot_rows", "grpc_port", "bitwise", "compile")
 NOT_OF_SERVERS = (
     "micro_batch", "bitwise", "precision", "ema", "find_unused_parameters", "compile", "readers", "backend",
-    "evaluate_every", "monitor", "patience", "profile", "autoscale", "hosts", "listen",
+    "evaluate_every", "monitor", "patience", "profile", "autoscale",
 )  # fmt: skip
 """Settings that a job with parameter servers does not have."""
 NOT_OF: Mapping[Strategy, tuple[str, ...]] = {"allreduce": OF_SERVERS, "ps": NOT_OF_SERVERS, "hybrid": NOT_OF_HYBRID}
@@ -123,6 +123,11 @@ def check_strategy(job: JobSettings) -> None:
         raise UsageError(
             "--precision fp16 scales the loss, and the servers would get the scaled gradients of rows",
             hint="--precision bf16 needs no scaling",
+        )
+    if job.strategy == "hybrid" and (job.listen or job.hosts) and "://" in job.checkpoints:
+        raise UsageError(
+            f"--checkpoints is {job.checkpoints}, expected a folder: servers of several hosts write their tables there",
+            hint="name a folder that all hosts mount; --strategy ps takes an object store",
         )
     if job.hot_rows and job.staleness < 1:
         raise UsageError(

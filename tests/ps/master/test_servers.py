@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from trueline.cli.jobs.status import format_status
 from trueline.ps.master.servers import ServerMeter
 from trueline.ps.messages import ServerReport, TableStats
+from trueline.ps.server.memory import describe_kill
 
 
 def table(name, busy_s, rows=10):
@@ -58,3 +59,13 @@ def test_status_shows_them():
     (line,) = [line for line in format_status(facts, 5.0).splitlines() if "server-0.1" in line]
     for word in ("100.0", "50.0", "0.28, 83% are 0", "users, 25.0% of a core", "8.0 MB"):
         assert word in line
+
+
+def test_a_server_that_is_killed_again_and_again_says_what_its_rows_cost():
+    meter = ServerMeter()
+    meter.add("server-0", FIRST, 10.0)
+    found = describe_kill("killed by SIGKILL", meter.find_report("server-0.7"))
+    assert "0.05 GB in memory: items has 10 rows of 400000 bytes; users has" in found
+    assert "add servers, or bound the tables" in found
+    assert describe_kill("exit code 1", meter.find_report("server-0.7")) == ""
+    assert describe_kill("killed by SIGKILL", meter.find_report("server-1.0")) == ""

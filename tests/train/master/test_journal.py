@@ -206,6 +206,16 @@ def test_every_row_is_on_the_disk_when_it_is_written_but_those_of_steps(tmp_path
     journal.close()
 
 
+def test_workers_wait_for_no_disk_when_the_rows_are_about_processes_that_a_power_cut_ends(tmp_path):
+    journal = Journal(tmp_path / "log", journals.STEPS_AND_LAUNCH)
+    seen = Durability(journal)
+    for kind in ("VIEW", "START", "CKPT", "EPOCH"):
+        journal.append((kind, ROWS[kind]), *STEPS)
+    journal.append(("VIEW", VIEW), ("TRUNCATE", {"steps": 3}))
+    journal.append(("POISON", ROWS["POISON"]))
+    assert seen.commits == ["NORMAL"] * 4 + ["FULL"] * 2
+
+
 def test_the_rows_of_a_decision_are_there_together_or_not_at_all(tmp_path):
     journal, reader = Journal(tmp_path / "log"), Journal(tmp_path / "log")
     journal.append(("START", {"ref": "worker-0.0"}))

@@ -1,5 +1,6 @@
 """Promises of who writes checkpoints: which are written, which are skipped, what training waits for."""
 
+import os
 import threading
 from types import SimpleNamespace
 
@@ -134,6 +135,20 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     slow.gate.set()
     job.complete()
     assert slow.written == [(1, 1.0), (51, 51.0)]
+
+
+def test_steps_take_turns_with_the_thread_that_writes_so_it_has_the_priority_of_its_process(tmp_path, monkeypatch):
+    write, nice = checkpoint.write, []
+
+    def note(*given, **named):
+        nice.append((os.getpriority(os.PRIO_PROCESS, 0), threading.current_thread().name))
+        return write(*given, **named)
+
+    monkeypatch.setattr(checkpoint, "write", note)
+    job = Job(Checkpointer(tmp_path, {}, every=1))
+    job.step()
+    job.complete()
+    assert nice == [(os.getpriority(os.PRIO_PROCESS, os.getpid()), "checkpoint")]
 
 
 @pytest.mark.parametrize("where", ["disk", "memory://checkpointer"])

@@ -81,6 +81,16 @@ def _read_ipv6() -> list[str]:
         return []
 
 
+def list_ports(ports: str) -> list[int]:
+    """The ports FIRST-LAST; without them 0, which stands for any free one.
+
+    >>> list_ports("7800-7802"), list_ports("")
+    ([7800, 7801, 7802], [0])
+    """
+    first, _, last = ports.partition("-")
+    return list(range(int(first), int(last or first) + 1)) if ports else [0]
+
+
 def announce(interface: str, peer: str) -> str:
     """Where workers of this machine listen: at `interface` if one is given, else on the route to `peer`."""
     return find_interface_address(interface) if interface else find_own_address(peer)

@@ -22,14 +22,17 @@ from trueline.engine.contract import ProcessSpec, parse_ref
 from trueline.errors import StorageError, TrainError, TruelineError
 from trueline.ps.dial import read_address
 from trueline.ps.hybrid.calls import SERVICE, AlignTables, HybridAnswer, OpenTables, SaveTables
+from trueline.ps.hybrid.kept import KeptTables, choose_cuts, list_parts
 from trueline.ps.hybrid.mover import BucketMover
 from trueline.ps.link import ServerLink
 from trueline.ps.master import cuts
 from trueline.ps.master.servers import ServerMeter
 from trueline.ps.master.shell import read_last_words
 from trueline.ps.master.slots import Slots
-from trueline.ps.messages import ModelSpec, Routing
+from trueline.ps.messages import ModelSpec, Routing, describe_change
 from trueline.ps.partition import make_routing, move_buckets
+from trueline.ps.server.memory import describe_kill
+from trueline.ps.tasks import LocatedServer, LocateServer, locate_server
 from trueline.train.master.master import TICK_S, Master
 
 SERVER = "server"
@@ -41,22 +44,12 @@ SAVING_S = 60.0
 Context = Any
 
 
-class KeptTables(msgspec.Struct, frozen=True, kw_only=True):
-    """What the servers were made for, in JOB/ps/tables.json. `held`: they held it once. `wanted`: how many there shall
-    be; `asked`: how many the job's settings said then."""
-
-    spec: ModelSpec
-    routing: Routing
-    held: bool = False
-    wanted: int = 0
-    asked: int = 0
-
-
 class ServerKeeper:
     """One job's servers. All of it is used in the master's asyncio thread."""
 
     def __init__(self, master: Master) -> None:
         self._master, self._folder = master, master.job_dir / "ps"
+        self._cuts = choose_cuts(master.job, self._folder)
         self._servers = Slots(SERVER, master.job.servers, master.job.max_failures + 2)
         self._links: dict[str, ServerLink] = {}
         self._meter = ServerMeter()
@@ -73,10 +66,6 @@ class ServerKeeper:
     @property
     def _file(self) -> Path:
         return self._folder / "tables.json"
-
-    @property
-    def _cuts(self) -> Path:
-        return self._folder / "cuts"
 
     def _read(self) -> KeptTables | None:
         with contextlib.suppress(FileNotFoundError):
@@ -107,7 +96,7 @@ class ServerKeeper:
                 self._note(wanted=asked, asked=asked)
             self._servers.count = max(count, self._kept.wanted)
         with contextlib.suppress(OSError):  # the agent is away: its next one runs nothing
-            for seen in await master.engine.list():
+            for seen in await master.here.list():
                 if parse_ref(seen.ref)[0] == SERVER:  # the engine starts no ref a second time
                     (self._servers.adopt if seen.alive else self._servers.note_started)(seen.ref)
         await asyncio.gather(self._watch(), self._tick(), self._follow_wanted())
@@ -115,9 +104,13 @@ class ServerKeeper:
     async def _watch(self) -> None:
         while not self._over:
             with contextlib.suppress(OSError):  # the launcher starts the agent again
-                async for seen in self._master.engine.watch():
-                    if not seen.alive and parse_ref(seen.ref)[0] == SERVER:
+                async for seen in self._master.here.watch():
+                    if parse_ref(seen.ref)[0] != SERVER:
+                        continue
+                    if not seen.alive:
                         self._note_death(seen.ref, seen.reason)
+                    elif self._master.here is not self._master.engine:  # which tells of workers alone
+                        self._master.emit("worker.running", worker=seen.ref, pid=seen.pid)
             await asyncio.sleep(TICK_S)
 
     def _note_death(self, ref: str, why: str) -> None:
@@ -126,7 +119,8 @@ class ServerKeeper:
         self._master.emit("worker.lost", worker=ref, why=why)
         if (slot := self._servers.hopeless) >= 0:
             times, log = self._servers.most_failures, self._master.folder.log(ref)
-            words = f"the last time: {why}: {read_last_words(log)}"
+            need = describe_kill(why, self._meter.find_report(ref))
+            words = f"the last time: {why}: {read_last_words(log)}{need}"
             self._master.fail("train", f"server {slot} died {times} times in a row, {words}", f"see {log}")
 
     async def _tick(self) -> None:
@@ -138,7 +132,7 @@ class ServerKeeper:
                 await self._measure()
                 for ref in self._servers.surplus:
                     with contextlib.suppress(OSError):  # the launcher starts the agent again
-                        await self._master.engine.kill(ref, grace_s=SILENT_S)
+                        await self._master.here.kill(ref, grace_s=SILENT_S)
             await asyncio.sleep(TICK_S / 5)
 
     async def _start_due(self) -> None:
@@ -148,7 +142,7 @@ class ServerKeeper:
         specs = [self._make_spec(ref) for ref in due]
         while specs and not self._over:
             try:
-                await self._master.engine.add(specs)
+                await self._master.here.add(specs)
                 return
             except OSError:
                 await asyncio.sleep(TICK_S)  # the launcher starts the agent again
@@ -160,8 +154,8 @@ class ServerKeeper:
             "TRUELINE_JOB": str(master.job_dir), "TRUELINE_MASTER": master.address, "TRUELINE_SECRET": master.secret,
             "TRUELINE_REF": ref, "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        return ProcessSpec(role=role, slot=slot, incarnation=incarnation, entry=ENTRY, env=env,
-                           log=str(master.folder.log(ref)))  # fmt: skip
+        return master.localize(ProcessSpec(role=role, slot=slot, incarnation=incarnation, entry=ENTRY, env=env,
+                                           log=str(master.folder.log(ref))))  # fmt: skip
 
     async def _measure(self) -> None:
         assert self._kept is not None
@@ -177,7 +171,7 @@ class ServerKeeper:
                 for ref in self._servers.alive:
                     if ref.partition(".")[0] == name:
                         self._master.emit("worker.killed", worker=ref, why=f"no answer for {SILENT_S:.0f} s")
-                        await self._master.engine.kill(ref)
+                        await self._master.here.kill(ref)
             except (OSError, TruelineError):
                 continue  # it is away; the engine reports its death
         self._master.emit("servers.measured", servers=json.dumps(self.describe()["servers"]))
@@ -193,11 +187,12 @@ class ServerKeeper:
             "Align": self._serve(AlignTables, lambda request: self.align(request.step)),
             "Save": self._serve(SaveTables, lambda request: self.save(request.step)),
             "Saved": self._serve(SaveTables, lambda request: self.wait_saved(request.step, request.folder)),
+            "Locate": self._serve(LocateServer, self.locate),
         }
         handlers = {name: grpc.unary_unary_rpc_method_handler(call, bytes, bytes) for name, call in calls.items()}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
-    def _serve(self, of: type[Any], act: Callable[[Any], Coroutine[Any, Any, HybridAnswer]]) -> Any:
+    def _serve(self, of: type[Any], act: Callable[[Any], Coroutine[Any, Any, msgspec.Struct]]) -> Any:
         async def call(data: bytes, context: Context) -> bytes:
             request = msgspec.msgpack.decode(data, type=of)
             state = self._master.state
@@ -213,6 +208,9 @@ class ServerKeeper:
 
         return call
 
+    async def locate(self, request: LocateServer) -> LocatedServer:
+        return locate_server(self._master.job_dir, request.server)
+
     async def open(self, spec: ModelSpec) -> HybridAnswer:
         """Configures the servers for the first worker's tables. Raises TrainError for other tables than the first's."""
         if self._kept is not None and self._kept.held and self._kept.spec == spec:
@@ -225,7 +223,8 @@ class ServerKeeper:
                 self._keep(KeptTables(spec=spec, routing=routing, wanted=count, asked=count))
             assert self._kept is not None
             if self._kept.spec != spec:
-                raise TrainError("a worker has other tables than the others", hint="every worker builds one model")
+                changed = describe_change(self._kept.spec, spec)
+                raise TrainError(f"a worker has other tables than the job began with: {changed}")
             if not self._kept.held:
                 for name in self._kept.routing.servers:
                     await self._repeat(name, self._configure)
@@ -250,7 +249,7 @@ class ServerKeeper:
         report = await link.stats()
         if report.routing >= 0 and report.steps in (step, step + 1):
             return
-        parts = tuple(str(path) for path in sorted((self._cuts / f"step-{step}").glob("*.part")))
+        parts = list_parts(self._master.job, self._folder, step)
         if step and not parts:
             raise TrainError(
                 f"{link.ref} has {report.steps} steps, the workers have {step}, and no checkpoint of theirs has tables"

@@ -7,7 +7,6 @@ from typing import Any
 
 from trueline.parallel.exchange import GradientExchange
 from trueline.ps.client import PsClient
-from trueline.ps.dial import read_address
 from trueline.ps.hybrid.calls import HybridLink
 from trueline.ps.hybrid.checkpoints import TableCheckpointer
 from trueline.ps.hybrid.exchange import TableExchange
@@ -33,7 +32,7 @@ def _replace_parts(recipe: Recipe, settings: JobSettings) -> WorkerParts:
     tables = HybridTables(settings.seed, settings.ema, tables_above=settings.tables_above, weights=weights)
 
     def connect(routing: Routing) -> PsClient:
-        return PsClient(lambda ref: read_address(job_dir, ref), routing, secret, half=settings.half_rows, outstanding=1,
+        return PsClient(link.find_servers(job_dir), routing, secret, half=settings.half_rows, outstanding=1,
                         on_routing=lambda: link.open(tables.spec))  # fmt: skip
 
     def checkpointer(settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> TableCheckpointer:

@@ -25,8 +25,9 @@ from trueline.ps.master.checkpoints import Checkpoints
 from trueline.ps.master.ledger import MinibatchLedger
 from trueline.ps.master.report import describe, summarize
 from trueline.ps.master.shell import SAVER, SERVER, TICK_S, WORKER, JobShell, read_last_words
-from trueline.ps.messages import Routing, ServerReport
+from trueline.ps.messages import Routing, ServerReport, describe_change
 from trueline.ps.partition import make_routing, move_buckets
+from trueline.ps.server.memory import describe_kill
 from trueline.ps.tasks import CommitRequest, Join
 from trueline.train.master.journal import Journal
 from trueline.train.master.publisher import NamedEvent
@@ -81,7 +82,8 @@ class PsMaster(JobShell):
             with contextlib.suppress(OSError):  # until there is one again, silence finds the dead
                 async for seen in self.engine.watch():
                     if seen.alive:
-                        self.emit("worker.running", worker=seen.ref, pid=seen.pid)
+                        where = {"host": seen.host} if seen.host else {}
+                        self.emit("worker.running", worker=seen.ref, pid=seen.pid, **where)
                     else:
                         await self.note_death(seen.ref, seen.reason, clean=seen.code == 0)
             await asyncio.sleep(TICK_S)
@@ -108,7 +110,8 @@ class PsMaster(JobShell):
             self.spawn(self.settle())
         if (slot := roster.hopeless) >= 0:
             times, log = roster.most_failures, self.folder.log(ref)
-            words = f"the last time: {why}: {read_last_words(log)}"
+            need = describe_kill(why, self.meter.find_report(ref))
+            words = f"the last time: {why}: {read_last_words(log)}{need}"
             self.fail("train", f"{role} {slot} died {times} times in a row, {words}", f"see {log}")
         await self.start_due()
 
@@ -132,11 +135,13 @@ class PsMaster(JobShell):
             self.set_routing(make_routing([f"{SERVER}-{n}" for n in range(self.servers.count)], request.spec.dense))
             self.log("FACTS", num_records=self.num_records, total_steps=self.total_steps, shard_records=0)
             self.spawn(self.settle())
-        elif request.spec != self.spec or request.num_records != self.num_records:
-            sees = f"{request.num_records} records, the others {self.num_records}"
-            sees = sees if request.spec == self.spec else "another model than the others"
-            why = "every worker must see the same records and build the same model"
-            self.fail("data", f"{request.ref} sees {sees}", why)
+        elif request.spec != self.spec:
+            changed = describe_change(self.spec, request.spec)
+            why = "every worker builds the model that the job began with: restore it, or start a new job"
+            self.fail("spec", f"{request.ref} builds another model than the job began with: {changed}", why)
+        elif request.num_records != self.num_records:
+            sees = f"{request.num_records} records, and the job began with {self.num_records}"
+            self.fail("data", f"{request.ref} sees {sees}", "every worker must see the same records")
 
     async def settle(self) -> None:
         """Configures servers that have started, and takes from all of them what is done; waits until all are there."""

@@ -64,5 +64,5 @@ def describe(master: JobShell, now: float) -> dict[str, Any]:
         "checkpoint": master.checkpoint_path, "checkpoint_step": master.checkpoint_step,
         "evaluations": {"last": None, "best": None}, "uptime_s": round(master.now() - master.born, 1),
         "under_way": sum(count(runs) for runs in ledger.outstanding().values()) if ledger is not None else 0,
-        "servers": master.meter.describe(), "at": now,
+        "servers": master.meter.describe(), "hosts": list(master.hosts()), "at": now,
     }  # fmt: skip

@@ -20,8 +20,10 @@ import msgspec
 
 from trueline import clock
 from trueline.engine.contract import Engine
+from trueline.engine.hosts.messages import PULSES
 from trueline.engine.local.process import watch_lifeline
 from trueline.engine.open import open_engine
+from trueline.ps.master.hosts import TravellingWorkers
 from trueline.ps.master.master import PsMaster
 from trueline.ps.master.shell import FACE, WORKER
 from trueline.ps.tasks import (
@@ -34,10 +36,13 @@ from trueline.ps.tasks import (
     Joined,
     LeaseReply,
     LeaseRequest,
+    LocateServer,
     WorkerCall,
+    locate_server,
 )
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
+from trueline.train.master.hosts import open_hosts
 from trueline.train.master.journal import Journal
 from trueline.train.master.server import OPTIONS, SecretInterceptor
 from trueline.train.monitor import server as page
@@ -58,6 +63,7 @@ class TasksService:
         calls = {
             "Join": self._join, "Lease": self._lease, "Commit": self._commit, "Route": self._route,
             "Beat": self._beat, "Leave": self._leave, "Fail": self._fail, "Describe": self._describe,
+            "Locate": self._locate,
         }  # fmt: skip
         return grpc.method_handlers_generic_handler(
             SERVICE, {name: grpc.unary_unary_rpc_method_handler(call, bytes, bytes) for name, call in calls.items()}
@@ -116,6 +122,11 @@ class TasksService:
         master.rosters[FACE].note_progress(request.ref)
         return _encode(Described(master.spec, master.routing))
 
+    async def _locate(self, data: bytes, context: Context) -> bytes:
+        request = msgspec.msgpack.decode(data, type=LocateServer)
+        await self._require(request.ref, context)
+        return _encode(locate_server(self.master.job_dir, request.server))
+
     async def _beat(self, data: bytes, context: Context) -> bytes:
         request, master = msgspec.msgpack.decode(data, type=WorkerCall), self.master
         await self._require(request.ref, context)
@@ -150,7 +161,8 @@ class OperatorService(pb_grpc.MasterServicer):
         if min(request.workers, request.servers) < 0:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the number of workers or servers is negative")
         if request.workers:
-            before, master.workers.count = master.workers.count, request.workers
+            before = master.wanted_workers
+            master.set_workers(request.workers)
             master.log("SCALE", workers=request.workers, again=False)
             master.emit("job.scaled", before=before, workers=request.workers, why=request.why or "asked for")
             await master.start_due()
@@ -187,20 +199,28 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     job, folder = settings.load(job_dir), JobDir(job_dir)
     lock, secret = folder.hold_master(), folder.read_secret()
     journal = Journal(folder.journal)
-    master = PsMaster(job, job_dir, journal, engine, secret, clock.monotonic_s)
+    hosts = open_hosts(job, folder, engine, secret)
+    travelling = None if hosts is None else TravellingWorkers(hosts, engine)
+    own = engine if travelling is None else travelling.engine
+    master = PsMaster(job, job_dir, journal, own, secret, clock.monotonic_s)
     if folder.read_master() is None:  # the launcher starts or resumes the job, and not only its master
-        master.workers.count, master.halting = job.workers, ""
+        master.halting = ""
+        master.set_workers(job.workers)
         master.set_servers(job.servers)
     live = page.Page(job_dir, page.token_of(secret))
     master.publisher.hook = live.add_event
-    server = grpc.aio.server(interceptors=[SecretInterceptor(secret, master.fail_unexpectedly)], options=OPTIONS)
+    interceptor = SecretInterceptor(secret, master.fail_unexpectedly, hosts.find_fault if hosts else None)
+    server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS if hosts is None else [*OPTIONS, *PULSES])
     pb_grpc.add_MasterServicer_to_server(OperatorService(master), server)  # type: ignore[abstract]  # of its stubs alone
     server.add_generic_rpc_handlers((TasksService(master).make_handler(),))
     master.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    if travelling is not None:
+        await travelling.attach(master, server)
     await server.start()
     folder.write_master(MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url))
     await master.adopt()
-    background = [master.spawn(master.run_engine()), master.spawn(master.run_clock())]
+    beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling()]
+    background = [master.spawn(one) for one in (master.run_engine(), master.run_clock(), *beside)]
     if master.routing is not None:
         background.append(master.spawn(rescale(master)))
     shown = MasterRecord(address=master.address, pid=os.getpid(), page=await live.open(page_port, master.emit))
@@ -209,7 +229,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     for task in background:
         task.cancel()
     await live.close()
-    await server.stop(0.2)
+    await server.stop(0.2 if hosts is None else hosts.dismiss("the job is over"))
     journal.close()
     master.publisher.flush()
     os.close(lock)

@@ -23,6 +23,10 @@ class ServerMeter:
         same = before is not None and before[1].ref == report.ref and before[1].pulls <= report.pulls
         self._shown[name] = describe_server(report, *((before[1], now - before[0]) if same and before else ()))
 
+    def find_report(self, ref: str) -> ServerReport | None:
+        """The newest one of this server, of whichever incarnation."""
+        return self._last.get(ref.partition(".")[0], (0.0, None))[1]
+
     def describe(self) -> list[dict[str, Any]]:
         return [self._shown[name] for name in sorted(self._shown, key=lambda name: (len(name), name))]
 

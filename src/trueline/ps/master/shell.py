@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,9 @@ class JobShell:
         self.born = now()
         self.publisher = EventPublisher(self.folder.events)
         self.workers = Slots(WORKER, job.workers, job.max_failures + 2)
+        self.wanted_workers, self.room = job.workers, -1  # how many there shall be, and room for how many; -1: for any
+        self.localize: Callable[[ProcessSpec], ProcessSpec] = lambda spec: spec
+        self.hosts: Callable[[], Sequence[dict[str, Any]]] = tuple
         self.servers = Slots(SERVER, job.servers, job.max_failures + 2)
         faces = Slots(FACE, 1 if job.grpc_port else 0, job.max_failures + 2)
         self.rosters = {SERVER: self.servers, WORKER: self.workers, FACE: faces}
@@ -72,8 +75,7 @@ class JobShell:
         self.stats: dict[str, ServerReport] = {}
         self.meter = ServerMeter()
         self.heard: dict[str, float] = {}  # of workers and servers, when something last came from them
-        self.memory: dict[str, int] = {}
-        self.computed: dict[str, int] = {}  # minibatches, by worker
+        self.memory, self.computed = dict[str, int](), dict[str, int]()  # by worker: bytes, minibatches
         self.recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # time and records of committed minibatches
         self.loss = math.nan
         self.deaths: list[dict[str, Any]] = []
@@ -111,7 +113,7 @@ class JobShell:
             case "CKPT":
                 self.checkpoint_path, self.checkpoint_step = body["path"], body["step"]
             case "SCALE":
-                self.workers.count = body["workers"]
+                self.set_workers(body["workers"])
             case "PS_SCALE":
                 self.wanted_servers = body["servers"]
             case "HALT":  # else a successor would train on, and the operator wait
@@ -169,9 +171,9 @@ class JobShell:
             "TRUELINE_JOB": str(self.job_dir), "TRUELINE_MASTER": self.address, "TRUELINE_SECRET": self.secret,
             "TRUELINE_REF": ref, "OMP_NUM_THREADS": str(self.job.threads), **more,
         }  # fmt: skip
-        return ProcessSpec(
+        return self.localize(ProcessSpec(
             role=role, slot=slot, incarnation=incarnation, entry=ENTRIES[role], log=str(self.folder.log(ref)), env=env
-        )
+        ))  # fmt: skip
 
     async def order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Repeats an order until the engine has taken it; orders are idempotent."""
@@ -192,6 +194,18 @@ class JobShell:
             self.log("HALT", why=why)
             self.halting = why
             self.emit("job.halting", why=why)
+
+    def set_workers(self, count: int) -> None:
+        """As many workers are to run, where there is room for them."""
+        self.wanted_workers = count
+        self.workers.count = count if self.room < 0 else min(count, self.room)
+
+    def set_room(self, workers: int) -> None:
+        """The hosts have room for this number of workers from now on."""
+        if not workers and self.room:
+            self.emit("job.waiting", room=0, why="it needs room for one worker")
+        self.room = workers
+        self.set_workers(self.wanted_workers)
 
     def set_servers(self, count: int) -> None:
         """Notes how many servers the job shall have, for a successor too. Raises StorageError."""

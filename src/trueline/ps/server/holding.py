@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from trueline.errors import StorageError, TrainError
-from trueline.ps.messages import ModelSpec, Routing
+from trueline.ps.messages import ModelSpec, Routing, describe_change
 from trueline.ps.server import snapshot
 from trueline.ps.split import widen
 from trueline.ps.tables.held import Held, Push
@@ -153,16 +153,3 @@ def expect_all_parts(headers: Sequence[snapshot.Header], paths: Sequence[str]) -
             f"{Path(paths[0]).parent} has no part of {', '.join(lacking)}: it is of {len(servers)} servers",
             hint="restore it from a copy, or resume from an earlier checkpoint",
         )
-
-
-def describe_change(old: ModelSpec | None, new: ModelSpec) -> str:
-    """The first difference, for a message."""
-    if old is None:
-        return "nothing"
-    for kind in ("tables", "dense", "groups"):
-        for before, after in zip(getattr(old, kind), getattr(new, kind), strict=False):
-            if before != after:
-                return f"{before} became {after}"
-        if len(getattr(old, kind)) != len(getattr(new, kind)):
-            return f"{len(getattr(old, kind))} {kind} became {len(getattr(new, kind))}"
-    return f"seed {old.seed} became {new.seed}"

@@ -16,6 +16,8 @@ from typing import Any
 
 from trueline import events
 from trueline.clock import Clock, monotonic_s
+from trueline.engine.hosts.route import join_address
+from trueline.errors import StorageError
 from trueline.ps.dial import GREETING, MAC, challenge, set_options, short_path
 from trueline.ps.wire import Array, Call, FrameError, Inbox, Outbox, ReceivedFrame, encode
 
@@ -77,9 +79,9 @@ class CallerLines:
         self._lines: set[CallerLine] = set()
         self._listeners: list[socket.socket] = []
 
-    def open(self, folder: Path, host: str) -> tuple[str, str]:
-        """Listens at a Unix socket in `folder`, and at a free port. Returns both addresses; the first is empty where
-        the file system has no sockets."""
+    def open(self, folder: Path, host: str, ports: Sequence[int] = (0,)) -> tuple[str, str]:
+        """Listens at a Unix socket in `folder`, and at a free one of `ports`. Returns both addresses; the first is
+        empty where the file system has no sockets. Raises StorageError when no port is free."""
         path = str(folder / SOCKET)
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):
@@ -94,10 +96,8 @@ class CallerLines:
             path = ""
         finally:
             os.close(handle)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        tcp = socket.create_server((host, 0), family=family, backlog=512)
-        port = tcp.getsockname()[1]
-        address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+        tcp = _listen(host, ports)
+        address = join_address(host, tcp.getsockname()[1])
         self._add_listener(tcp, address)
         return path, address
 
@@ -210,3 +210,18 @@ class CallerLines:
         for listener in self._listeners:
             listener.close()
         self._selector.close()
+
+
+def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=512)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                why = f"a parameter server cannot listen at {host}: {error.strerror}"
+                raise StorageError(why, hint="--interface names the address or interface of this host") from error
+    raise StorageError(
+        f"no port of {ports[0]}-{ports[-1]} is free at {host} for a parameter server",
+        hint="give --ports one more for each server",
+    )

@@ -21,6 +21,7 @@ import msgspec
 from trueline import events, files
 from trueline.clock import Clock, monotonic_s
 from trueline.engine.contract import parse_ref
+from trueline.engine.hosts.route import list_ports
 from trueline.errors import StorageError, TruelineError
 from trueline.ps import dial
 from trueline.ps.messages import Routing, ServerReport, TableStats
@@ -82,7 +83,8 @@ class ParameterServer:
     def start(self) -> None:
         """Recovers what former incarnations acknowledged, then listens. Raises StorageError."""
         self._log.recover(self._holding.load, self._holding.apply)
-        unix, tcp = self._lines.open(self._folder, os.environ.get("TRUELINE_HOST", "127.0.0.1"))
+        host, ports = os.environ.get("TRUELINE_HOST", "127.0.0.1"), list_ports(os.environ.get("TRUELINE_PORTS", ""))
+        unix, tcp = self._lines.open(self._folder, host, ports)
         address = dial.ServerAddress(ref=self.ref, unix=unix, tcp=tcp, pid=os.getpid())
         files.write_atomic(self._folder / dial.ADDRESS, msgspec.json.encode(address), mode=0o600)
 

@@ -14,6 +14,7 @@ from trueline import clock, files
 from trueline.engine.contract import Engine, ProcessSpec
 from trueline.engine.hosts.fleet import FleetEngine
 from trueline.engine.hosts.messages import SERVICE, EventLines, JournalCopy, ScriptValues, TravelledFile, Welcome
+from trueline.engine.hosts.roles import RoleEngine
 from trueline.engine.hosts.service import HostsService
 from trueline.engine.hosts.token import find_fault
 from trueline.errors import UsageError
@@ -24,10 +25,14 @@ from trueline.train.master.master import TICK_S, Master
 from trueline.train.membership import events as h
 from trueline.train.settings import JobSettings, settle
 
+WORKER = "worker"
 PART_S = 1.0
 TELL_S = 5.0
 """Between two events of the hosts, while none changes."""
 _FLEETING = ("load", "silent_s")
+STORE_S = 2.0
+"""Between two looks at who has marked the store."""
+_MARK = ".trueline-"
 ROWS = 500
 """Of the journal, in one message."""
 REFUSED = "the job's secret is missing or wrong"
@@ -86,17 +91,21 @@ class JobHosts:
     """The fleet of a job, and the service that its hosts call."""
 
     def __init__(self, job: JobSettings, folder: JobDir, local: Engine, secret: str, launch: HostsLaunch) -> None:
-        self._folder, self._secret, self.launch = folder, secret, launch
+        self._folder, self._secret, self._local, self.launch = folder, secret, local, launch
         self.own = HostsFolder(folder)
         self.emit: Callable[..., None] = lambda name, **_: None
+        workers = RoleEngine(local, lambda role: role == WORKER)  # parameter servers take none of the places
         self.fleet = FleetEngine(
-            local, cores=launch.cores, file=self.own.known, lease_s=job.lease_s, now=clock.monotonic_s,
+            workers, cores=launch.cores, file=self.own.known, lease_s=job.lease_s, now=clock.monotonic_s,
             emit=lambda name, **fields: self.emit(name, **fields), memory=launch.memory,
         )  # fmt: skip
-        kit = SuccessorKit(launch=launch, certificate=self.own.certificate.read_bytes(), key=self.own.key.read_bytes())
+        kit = b""
+        if job.strategy == "allreduce":  # tables of parameter servers are on this host
+            pair = {"certificate": self.own.certificate.read_bytes(), "key": self.own.key.read_bytes()}
+            kit = msgspec.msgpack.encode(SuccessorKit(launch=launch, **pair))
         greet = Welcome(
             job=job.name, secret=secret, lease_s=job.lease_s, preload=launch.preload, files=launch.files,
-            packages=launch.packages, store=launch.store, probe=launch.probe, kit=msgspec.msgpack.encode(kit),
+            packages=launch.packages, store=launch.store, probe=launch.probe, kit=kit,
         )  # fmt: skip
         self._service = HostsService(
             self.fleet, greet, self.own.blobs, launch.versions, self._write_output, self._settle, self._agree
@@ -136,15 +145,24 @@ class JobHosts:
         while True:
             rows = list(self.fleet.describe())
             lasting = [{key: value for key, value in row.items() if key not in _FLEETING} for row in rows]
-            now = self._master.now()
+            now = clock.monotonic_s()
             if len(rows) + len(told) > 1 and (lasting != told or now >= told_at + TELL_S):
                 told, told_at = lasting, now
                 self.emit("hosts.measured", hosts=json.dumps(rows))
             await asyncio.sleep(TICK_S)
 
+    async def run_watching_store(self) -> None:
+        """Ends the job once another launch has its store: from a copy of its folder, say. Both would train it."""
+        while self.launch.probe:
+            await asyncio.sleep(STORE_S)
+            if other := await asyncio.to_thread(find_other_launch, Path(self.launch.store), self.launch.probe):
+                why = f"another launch has the checkpoints of this job in {self.launch.store}: {other}"
+                self._master.fail("train", why, "the job continues there; two launches of a job need a store each")
+                return
+
     async def attach(self, master: Master, server: Any) -> None:
         """Opens the port, and lets membership know what room the hosts bring and take."""
-        self._master, self.emit = master, master.emit
+        self._master, self.emit, master.here = master, master.emit, self._local
         master.localize, master.hosts, master.avoid = self.localize, self.fleet.describe, self.fleet.avoid
         where = self.launch.store or master.job.checkpoints
         claims, leader = ViewClaims(where, self.launch.id), self.launch.leader
@@ -217,11 +235,23 @@ def open_hosts(job: JobSettings, folder: JobDir, local: Engine, secret: str) -> 
     return None if launch is None else JobHosts(job, folder, local, secret, launch)
 
 
-def mark_store(where: Path) -> str:
-    """Writes a file into the folder of the checkpoints, by which a host knows that it sees it; returns its name."""
-    name = f".trueline-{time.time_ns():x}"
+def mark_store(where: Path, launch: str) -> str:
+    """Writes a file into the folder of the checkpoints, by which a host knows that it sees it; returns its name.
+
+    `launch`: where the job is launched, for an earlier launch that still runs.
+    """
+    name = f"{_MARK}{time.time_ns():x}"
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in where.glob(".trueline-*"):
+    for old in where.glob(f"{_MARK}*"):
         old.unlink(missing_ok=True)
-    files.write_atomic(where / name, b"hosts that see this file share the store\n")
+    files.write_atomic(where / name, launch.encode())
     return name
+
+
+def find_other_launch(where: Path, mark: str) -> str:
+    """Which launch has marked the store since `mark` was written; empty: none, or the store is away."""
+    try:
+        others = [path for path in where.glob(f"{_MARK}*") if path.name > mark and not (where / mark).exists()]
+        return max(others).read_text() if others else ""
+    except OSError:
+        return ""

@@ -52,8 +52,8 @@ class Master:
     def __init__(
         self, job: JobSettings, job_dir: Path, journal: Journal, engine: Engine, secret: str, now: clock.Clock
     ) -> None:
-        self.job, self.job_dir, self.journal, self.engine, self.secret, self.now = (
-            job, job_dir, journal, engine, secret, now,
+        self.job, self.job_dir, self.journal, self.engine, self.here, self.secret, self.now = (
+            job, job_dir, journal, engine, engine, secret, now,
         )  # fmt: skip
         self.folder = JobDir(job_dir)
         self.policy = MembershipPolicy(

@@ -30,7 +30,7 @@ from trueline.errors import DiskFull, StorageError
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.hosts import REFUSED, open_hosts
-from trueline.train.master.journal import Journal
+from trueline.train.master.journal import STEPS_AND_LAUNCH, Journal
 from trueline.train.master.master import TICK_S, Master
 from trueline.train.master.scaling import run_scaling
 from trueline.train.membership import events as h
@@ -291,7 +291,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     """Serves the job in `job_dir` until it is stopped; returns the exit code."""
     job, folder = settings.load(job_dir), JobDir(job_dir)
     lock, secret = folder.hold_master(), folder.read_secret()
-    journal = await _when_there_is_room(lambda: Journal(folder.journal))
+    journal = await _when_there_is_room(lambda: Journal(folder.journal, STEPS_AND_LAUNCH))
     hosts = open_hosts(job, folder, engine, secret)
     master = Master(job, job_dir, journal, engine if hosts is None else hosts.fleet, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
@@ -310,7 +310,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
     await _when_there_is_room(lambda: folder.write_master(where))
     await master.adopt(launch=launch)
-    beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling()]
+    beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling(), hosts.run_watching_store()]
     beside += [] if attendant is None else [attendant.run()]
     beside += [run_scaling(master)] if job.autoscale else []
     background = [master.spawn(one) for one in (master.run_engine(), master.run_clock(), *beside)]

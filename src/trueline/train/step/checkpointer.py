@@ -38,7 +38,6 @@ from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.version import __version__
 
-NICENESS = 19  # of the writing thread: where cores are scarce, it has what waiting for peers leaves
 ROOM_S, TRY_S = 0.2, 10.0
 """How often a full disk is looked at, and how often a checkpoint is tried whatever that says."""
 
@@ -141,11 +140,11 @@ class Checkpointer:
     def _run(
         self, before: threading.Thread | None, snapshot: Snapshot, ledger: dict[str, Any], link: ProgressReporter
     ) -> None:
+        """Has the priority of its process. A lower one would stall the steps beside other load: a thread that requests
+        the interpreter's lock after 5 ms makes the training thread wait until it has had it, and with the priority 19
+        it gets a seventieth of a busy processor. Source: `drop_gil` in CPython's Python/ceval_gil."""
         if before is not None:
             before.join()
-        if not self._last:
-            with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         if snapshot.live_bytes and not len(self._shelf):
             size = snapshot.live_bytes // (4 if snapshot.live_bytes > LEAST_SPILLED else 1)
             self._shelf = torch.empty(size, dtype=torch.uint8).zero_()
