@@ -71,7 +71,7 @@ def test_a_dictionary_column_is_fitted_as_its_values() -> None:
         ([1, 2, 3], Image(size=4), "expected encoded images"),
         ([1.0, None, 3.0], Number(), "no value in 1 of 3 records, first in row 2"),
         (["a", "", "c"], Category(missing="error"), "no value in 1 of 3 records, first in row 2"),
-        ([float("inf"), 1.0, 2.0], Number(), "infinite"),
+        ([1.0, float("inf"), 2.0], Number(), "infinite number, first in row 2"),
         ([None, None, float("nan")], Number(missing="mean"), "no value in any record"),
         ([0.5, 1.5, 2.5], Label(), "fractions"),
         (["a", None, "b"], Label(), "no value in 1 of 3 records"),

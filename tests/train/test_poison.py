@@ -25,7 +25,15 @@ BAD = 17
 
 @pytest.mark.parametrize(
     ("how", "workers"),
-    [("read", 1), ("read", 3), ("forward", 3), ("nan", 1), ("nan", 3), ("crash", 3)],  # alone a crash takes the state
+    [
+        ("read", 1),
+        ("read", 3),
+        ("forward", 3),
+        ("loss", 3),
+        ("nan", 1),
+        ("nan", 3),
+        ("crash", 3),
+    ],  # alone a crash takes the state
 )
 def test_a_poison_record_is_set_aside_and_every_other_is_trained_once(tmp_path, monkeypatch, how, workers):
     monkeypatch.setenv("POISON", how)

@@ -112,8 +112,9 @@ def one_array(column: Any) -> Any:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
-def numbers_of_array(array: Any, column: str) -> Floats:
-    """[n] NaN for no value. Raises DataError for an array of anything but numbers, and for infinite ones."""
+def numbers_of_array(array: Any, column: str, offset: int = -1) -> Floats:
+    """[n] NaN for no value. Raises DataError for an array of anything but numbers, and for infinite ones; `offset`: the
+    number of its first record among all, if that is known."""
     import pyarrow as pa
 
     if kind_of(array.type) not in ("whole", "number", "boolean") and not pa.types.is_null(array.type):
@@ -126,7 +127,12 @@ def numbers_of_array(array: Any, column: str) -> Floats:
     values = np.asarray(array.to_numpy(zero_copy_only=False), np.float64)
     infinite = np.flatnonzero(np.isinf(values))
     if len(infinite):
-        raise DataError(f"column '{column}' has an infinite number, first in record {infinite[0]} of its batch")
+        first = int(infinite[0])
+        where = f"record {first} of its batch" if offset < 0 else f"row {offset + first + 1}"
+        raise DataError(
+            f"column '{column}' has an infinite number, first in {where}",
+            hint='correct it, or leave the cell empty and declare what stands in its place: Number(missing="mean")',
+        )
     return values
 
 

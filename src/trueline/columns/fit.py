@@ -186,7 +186,7 @@ class _NumberFit:
         self.search = MedianSearch() if median else None
 
     def add(self, array: Any, offset: int) -> None:
-        values = _finite(cells.numbers_of_array(array, self._name))
+        values = _finite(cells.numbers_of_array(array, self._name, offset))
         if len(values):
             self._moments.add(values)
         if self.search is not None:

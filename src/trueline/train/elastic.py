@@ -384,9 +384,13 @@ class Elastic(LoopView):
             self._abandon(str(error))
             return
         if self._trial is not None and not isinstance(error, torch.OutOfMemoryError):
-            raise error
+            if self._trial.inputs.chosen is None:
+                raise error
+            self._trial.failed, self._batch = True, None  # its step blames the record
+            return
         if records is None:
             records = self._batch.records if self._batch is not None else np.empty(0, np.int64)
         self._batch = None
+        self._replica.exchange.detach()  # its hooks wait for the backward of the forward that failed
         accused = self._trials.accuse(error, self._at, records)
         self._abandon(f"records {accused} failed")

@@ -1,4 +1,5 @@
-"""`tiny` with one record that cannot be trained: POISON says where it fails (read, decode, forward, nan, crash).
+"""`tiny` with one record that cannot be trained: POISON says where it fails (read, decode, forward, loss,
+nan, crash).
 
 With POISON=spin no record is bad, but worker-1.0 computes for ever from its second epoch on; with POISON=frail every
 worker of slot 2 ends at its third step after the first of the job.
@@ -44,7 +45,7 @@ class Careless(tiny.Counting):
         while HOW == "spin" and os.environ.get("TRUELINE_REF") == "worker-1.0" and self.seen.max() > 1.5:
             continue
         logits, seen = super().forward(inputs, ids)
-        if HOW == "nan":
+        if HOW in ("nan", "loss"):
             logits = torch.where((ids == BAD)[:, None], torch.nan, logits)
         return logits, seen
 
@@ -57,4 +58,10 @@ def dataset(mode):
     return Poisoned()
 
 
-loss, optimizer = tiny.loss, tiny.optimizer
+def loss(outputs, labels):
+    if HOW == "loss" and outputs[0].isnan().any():  # after the whole forward
+        raise ValueError("a label of 7")
+    return tiny.loss(outputs, labels)
+
+
+optimizer = tiny.optimizer

@@ -99,6 +99,18 @@ def test_a_loss_that_counts_what_few_records_have_trains_with_its_weight_or_over
     assert train(by_count, data, reduction="mean", micro_batch=24) == (50, [])
 
 
+def test_a_loop_whose_code_fails_in_that_trial_meets_the_record_in_its_step():
+    def fails(model: nn.Module, batch: Any) -> Tensor:
+        if not present(batch).all():
+            raise ValueError("a missing value")
+        return off(model, batch).mean()
+
+    data = records()
+    data[1][RARE] = np.nan
+    with pytest.raises(ValueError, match="a missing value"):
+        train(fails, data)
+
+
 def scheduled(model: nn.Module, batch: Any) -> Tensor:
     return off(model, batch).sum() / (len(batch.records) * (1.0 + batch.step))
 

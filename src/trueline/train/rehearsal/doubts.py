@@ -88,9 +88,13 @@ class Doubts:
         try:
             for batch in fork.try_again(trial, settings):
                 yield trial, batch
+                if trial.failed:
+                    break
         except UsageError as error:
             raise UsageError(f"step {step} {self.why}: {error.message}", hint=error.hint) from error
-        self._settle(trial.traits, step)
+        if (traits := getattr(trial, "traits", None)) is None:
+            events.emit("loss.untried", why=f"a record of step {step} failed")
+        self._settle(traits, step)
         self.why = ""
 
     def _choose(self, tried: TrialInputs, records: Ints) -> Ints:
@@ -105,9 +109,9 @@ class Doubts:
             others = others[:0]
         return np.concatenate([chosen, others])[:most]
 
-    def _settle(self, traits: ModelTraits, step: int) -> None:
-        same = traits.form == self._found.form
-        if (
+    def _settle(self, traits: ModelTraits | None, step: int) -> None:
+        same = traits is not None and traits.form == self._found.form
+        if traits is not None and (
             traits.reduction != self._how
             or traits.whole
             or (same and any(traits.divisors[at] is None for at in self._odd))
@@ -121,7 +125,8 @@ class Doubts:
             self._accept_new(self._new)
             return
         if self._found.form not in self._rules:
-            self._rules[self._found.form] = list(traits.divisors) if same else [None] * len(self._found.values)
+            rules = list(traits.divisors) if traits is not None and same else [None] * len(self._found.values)
+            self._rules[self._found.form] = rules
         for at in self._odd:  # it follows from the step
             self._rules[self._found.form][at] = None
 

@@ -69,13 +69,15 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
 
 
 def try_again(trial: LossTrial, settings: OptimizerSettings) -> Generator[StepBatch, None, None]:
-    """As `try_loop`, for the records that `trial` names: of a step that differs from those that were tried."""
-    found = (yield from _in_fork(trial, settings)) if _can_fork(trial.inputs.model) else None
+    """As `try_loop`, for the records that `trial` names: of a step that differs from those that were tried. A fork that
+    gives no answer leaves `trial.traits` unset: a record may be damaged, which the step finds."""
+    if not _can_fork(trial.inputs.model):
+        yield from trial.batches()
+        return
+    found = yield from _in_fork(trial, settings)
     if isinstance(found, TruelineError):
         raise found
-    if found is None:
-        yield from trial.batches()
-    else:
+    if found is not None:
         trial.traits = found
 
 
@@ -108,7 +110,7 @@ def _in_fork(
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    if found is None:
+    if found is None and trial.inputs.chosen is None:
         events.emit("loss.tried_in_place", why="the fork that tried the loop gave no answer")
     return found
 

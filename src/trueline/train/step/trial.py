@@ -81,6 +81,8 @@ class LossTrial:
     """`batches()` are to be trained with, each followed by a call of `take`; `traits` is known when they end."""
 
     traits: ModelTraits
+    failed = False
+    """The loop's code raised for one of its batches."""
 
     def __init__(self, trial: TrialInputs) -> None:
         self.inputs, self.taken = trial, False

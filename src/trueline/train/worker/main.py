@@ -89,6 +89,7 @@ def _run_recipe(
         train(recipe, job, Options.of(settings))
         return 0
     except Exception as error:  # noqa: BLE001  the process boundary: every worker would meet this error, so the job ends
+        rehearsal.end_fork()
         traceback.print_exc()
         if isinstance(error, RuntimeError) and is_collective(error):
             return failure.UNREACHABLE_EXIT  # the master replaces this process
