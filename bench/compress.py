@@ -142,6 +142,7 @@ def _time_variants(model: nn.Module, shape: tuple[int, ...], folder: Path, secon
     from trueline.compress.apply.quantizers import QUANTIZERS
     from trueline.compress.measure.kernels import count_kernels, size_of
     from trueline.compress.measure.latency import measure_alternately
+    from trueline.compress.method import BY_HAND
     from trueline.errors import MissingPackage
     from trueline.recipe.eager_mode import as_trained
     from trueline.runtime.onnx import open_model
@@ -155,7 +156,7 @@ def _time_variants(model: nn.Module, shape: tuple[int, ...], folder: Path, secon
     program = ParentProgram(path, folder / "work", lambda: batches)
     program.work.mkdir()
     paths = {"parent": path}
-    for quantizer in QUANTIZERS.values():
+    for quantizer in (one for kind, one in QUANTIZERS.items() if kind not in BY_HAND):
         for method in quantizer.list_variants():
             out = folder / method.name.replace(":", "-") / "model.onnx"
             out.parent.mkdir()

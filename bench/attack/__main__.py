@@ -11,6 +11,7 @@ one line of JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -78,6 +79,15 @@ def attack(args: argparse.Namespace, worker: Worker) -> None:
     print(f"seed {seed}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     tally, started = Tally(), time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):  # the table of what was tried until then
+        try_all(args, worker, seed, tally, started)
+    rows = [row(tally, name) for name in tally.small]
+    headers = ("model", "wrong in", "class", "found after", "times", "statements", "what")
+    report(headers, rows, tally.result(seed, time.monotonic() - started))
+
+
+def try_all(args: argparse.Namespace, worker: Worker, seed: int, tally: Tally, started: float) -> None:
+    """Until the time is over, or the number of models is reached."""
     for sketch in sketches(seed):
         passed = time.monotonic() - started
         if passed > 60 * args.minutes or (args.models and tally.counts["tried"] >= args.models):
@@ -94,9 +104,6 @@ def attack(args: argparse.Namespace, worker: Worker) -> None:
             not sketch.impure and not graph(record) and "eager" not in record and tally.rewriting_s < REWRITING * passed
         ):
             rewrite(tally, sketch, text, worker, args.out)
-    rows = [row(tally, name) for name in tally.small]
-    headers = ("model", "wrong in", "class", "found after", "times", "statements", "what")
-    report(headers, rows, tally.result(seed, time.monotonic() - started))
 
 
 def graph(record: Record) -> bool:

@@ -27,6 +27,7 @@ _OLD = ".old-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
 """Errors of renameat2(2) on a file system or kernel that cannot exchange two names."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of link(2) on a file system without hard links."""
 
@@ -151,7 +152,7 @@ def sha256_file(path: Path) -> str:
 
 def storage_error(error: OSError, path: Path) -> StorageError:
     """An error from writing `path` as a message: the path, the room left, what to do."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_ROOM:
         return DiskFull(
             f"no room left to write {path} ({free_space(path)} free); nothing was changed",
             hint="free some space, or write to another disk, and try again",
@@ -200,11 +201,11 @@ def _fsync_tree(folder: Path) -> None:
         _fsync_dir(Path(root))
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, replace: bool = True) -> bool:
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, replace: bool = True, durable: bool = True) -> bool:
     """Writes `data` to `path` whole or not at all. Raises StorageError; the old content is then untouched.
 
-    Without `replace` an existing `path` stays as it is, also when another process makes it at this moment.
-    Returns whether `data` was written.
+    Without `replace` an existing `path` stays as it is, also when another process makes it at this moment. What is not
+    `durable` outlives its writer and not the machine: the disk is not waited for. Returns whether `data` was written.
     """
     written = True
 
@@ -212,17 +213,18 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, replace: bool = 
         nonlocal written
         written = _link(partial, path)
 
-    with atomic_file(path, mode=mode, publish=os.replace if replace else link) as file:
+    with atomic_file(path, mode=mode, publish=os.replace if replace else link, durable=durable) as file:
         file.write(data)
     return written
 
 
 @contextmanager
 def atomic_file(
-    path: Path, *, mode: int = 0o644, publish: Callable[[Path, Path], None] | None = None
+    path: Path, *, mode: int = 0o644, publish: Callable[[Path, Path], None] | None = None, durable: bool = True
 ) -> Iterator[BinaryIO]:
     """Yields a file that becomes `path` when the block succeeds, and vanishes when it fails: for data written piece by
     piece. Raises StorageError; the old content is then untouched. `publish` gives the file its name, else a rename.
+    `durable`: as for `write_atomic`.
     """
     path = Path(path)
     try:
@@ -233,12 +235,14 @@ def atomic_file(
                 yield file
                 file.flush()
                 os.fchmod(file.fileno(), mode & ~_withheld())
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             (publish or os.replace)(Path(name), path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
-        _fsync_dir(path.parent)
+        if durable:
+            _fsync_dir(path.parent)
     except OSError as error:
         raise storage_error(error, path) from error
 

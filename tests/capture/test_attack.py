@@ -90,8 +90,14 @@ def test_a_relative_error_of_small_answers_is_found() -> None:
     assert judged(subject_of("expm1_small"), fault=times(1 + 1e-3, 2)).kinds == {"values"}
 
 
+UNSEEN = {"thread_branch", "unique_id_draw"}
+"""What a judge in one thread, with some hundred calls, cannot be relied on to see; a capture has to."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few([idiom.name for idiom in IDIOMS.values() if "impure" in idiom.tags], 5))
+@pytest.mark.parametrize(
+    "name", few([one.name for one in IDIOMS.values() if "impure" in one.tags and one.name not in UNSEEN], 5)
+)
 def test_every_model_that_is_no_function_of_its_inputs_is_found_whatever_its_program_answers(name: str) -> None:
     verdict = judged(subject_of(name))
     assert "state" in verdict.kinds, verdict

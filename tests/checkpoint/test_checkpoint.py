@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from trueline import events, files
-from trueline.checkpoint import checkpoint, tree
+from trueline.checkpoint import checkpoint, manifest, tree
 from trueline.errors import CheckpointError, RecipeError, StorageError
 from worlds.recipes import small, untrained
 
@@ -83,6 +83,9 @@ def test_a_torn_file_is_passed_over_for_the_next_older_checkpoint(tmp_path):
     torn.write_bytes(torn.read_bytes()[:-4])
     (tmp_path / "step-00000002" / checkpoint.MANIFEST).unlink()
     assert checkpoint.latest(tmp_path).step == 1
+    path, found = manifest.find_latest(tmp_path)
+    assert (path, found["step"]) == (tmp_path / "step-00000001", 1)
+    assert manifest.find_latest(tmp_path / "none") is None
 
 
 def test_an_unknown_schema_is_refused(tmp_path):
@@ -291,7 +294,7 @@ def test_steps_of_any_length_are_found_and_other_names_are_none(tmp_path):
     for name in ("step-", "step-x", "step-1x", "notes", "steps", "-step-3"):
         (tmp_path / name).mkdir()
     assert checkpoint.steps(tmp_path) == [7, 123_456_789]
-    assert checkpoint._steps(["step-5", "step-00000012", "step-", "xstep-3", "step-²"]) == [5, 12]
+    assert manifest._steps(["step-5", "step-00000012", "step-", "xstep-3", "step-²"]) == [5, 12]
 
 
 @pytest.mark.parametrize("ask", [checkpoint.latest, checkpoint.best])

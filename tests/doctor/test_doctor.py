@@ -286,6 +286,27 @@ def test_statistics_that_no_answer_depends_on_are_kept_in_training_only() -> Non
     assert "if self.training:" in row.rewrite.diff
 
 
+class _Caught(nn.Module):
+    """torch.jit.trace ends the process where an operator fails and the model catches that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return torch.linalg.cholesky(x - 9)
+        except RuntimeError:
+            return x * 2
+
+
+def test_a_model_that_catches_an_error_of_torch_is_examined_like_any_other() -> None:
+    assert not whole(_Caught(), torch.zeros(3, 4, 4)).traceable
+
+
+def test_a_model_without_a_copy_is_refused_with_the_attribute_that_has_none() -> None:
+    model = models.Opaque().eval()
+    model.rows = (row for row in range(9))
+    with pytest.raises(CaptureError, match=r"cannot be copied.*\(rows\): cannot pickle 'generator'"):
+        whole(model, torch.randn(3, 4))
+
+
 def test_what_nobody_can_rewrite_is_said_with_its_line() -> None:
     row = whole(models.Opaque(), torch.randn(3, 4))
     assert row.status == "blocked"

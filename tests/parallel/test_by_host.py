@@ -6,8 +6,10 @@ import os
 import pytest
 import torch
 
+from trueline.parallel import by_host
 from trueline.parallel.exchange import is_collective
 from trueline.parallel.gloo import GlooGroup
+from trueline.parallel.peer_memory import PeerMemory
 from trueline.parallel.store import StoreServer
 from worlds.groups import in_processes
 
@@ -54,10 +56,10 @@ def test_members_on_several_hosts_get_one_and_the_same_sum(store, hosts):
 def test_one_host_sums_over_all_members_at_once(store):
     def work(rank):
         group = _form(store, rank, ("127.0.0.2", "127.0.0.2"))
-        by_host = group._host_sums
+        host_sums = group._host_sums
         group.wait(group.sum_on_host(torch.zeros(1)))
         group.close()
-        return by_host
+        return host_sums
 
     assert in_processes(2, work) == [None, None]
 
@@ -80,3 +82,17 @@ def test_a_member_that_dies_within_a_sum_fails_it_for_all_others(store):
         return "summed"
 
     assert in_processes(len(HOSTS), work) == [[True, True], "gone", *[[True, True]] * 3]
+
+
+def test_what_others_hold_is_added_piece_by_piece_and_counts_only_while_their_marks_are_there(monkeypatch):
+    monkeypatch.setattr(by_host, "_PIECE", 100)
+    held = [torch.arange(1003.0) * factor for factor in (1, 2)]
+    memory = PeerMemory.of(held)
+    sums = object.__new__(by_host.HostSums)
+    sums._memories = [memory] * 3
+    own = torch.ones(1003)
+    sums._add(own, {1: memory.at[0], 2: memory.at[1]})
+    assert torch.equal(own, 1 + 3 * torch.arange(1003.0))
+    PeerMemory.of(held)  # another mark, as of a member that has left: its memory may have changed meanwhile
+    with pytest.raises(RuntimeError, match="has left the group"):
+        sums._add(own, {1: memory.at[0]})

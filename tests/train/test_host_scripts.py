@@ -7,38 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from worlds.joined_hosts import Machines
+from worlds.joined_hosts import LOOP, Machines
 from worlds.networks import find_lack, open_machines
 from worlds.waiting import until
 
 pytestmark = pytest.mark.jobs
 EPOCHS = "100"
 """With the gate shut, minutes: what a test waits for comes before."""
-
-LOOP = """
-import os, sys, time
-from pathlib import Path
-import torch, trueline
-import recipe  # travels beside the script
-
-def main():
-    epochs, tail = int(sys.argv[1]), Path(sys.argv[2])
-    if "differ" in sys.argv and "/code/" not in __file__:  # where it has travelled to
-        epochs += 1
-    torch.manual_seed(0)
-    model = recipe.model()
-    optimizer, data = recipe.optimizer(model.parameters()), recipe.dataset("training")
-    job = trueline.Elastic(model, optimizer, data, global_batch=30, epochs=epochs)
-    for batch in job:
-        job.step(recipe.loss(model(*batch.inputs), batch.labels))
-    (tail / os.environ["TRUELINE_REF"]).write_text(str(job.steps))
-    while not (tail / "open").exists():
-        time.sleep(0.01)
-    print("the tail of", os.environ["TRUELINE_REF"], "is over", flush=True)
-
-if __name__ == "__main__":
-    main()
-"""
 
 
 @pytest.fixture

@@ -94,6 +94,44 @@ def test_draws_sums_and_token_weights_are_those_of_one_process_though_workers_di
         torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-9)
 
 
+HALF = """
+import torch, trueline
+
+torch.manual_seed(0)
+made = torch.Generator().manual_seed(3)
+inputs = torch.randn(240, 16, generator=made)
+data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].sin().sum(dim=1, keepdim=True))
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+advance = torch.optim.AdamW(model.parameters(), lr=0.01)
+job = trueline.Elastic(model, advance, data, global_batch=30, epochs=4)
+for batch in job:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = model(batch.inputs)
+    job.step(((outputs.float() - batch.labels) ** 2).mean())
+"""
+
+
+def test_weights_in_half_precision_are_those_of_one_process_though_workers_die_and_the_job_says_how(tmp_path):
+    """A gradient that is rounded to bfloat16 is no sum of those of the parts of its batch."""
+
+    def run(workers, faults=()):
+        folder, heard = tmp_path / str(workers), []
+        folder.mkdir()
+        (folder / "loop.py").write_text(HALF)
+        job = api.prepare_script(folder / "loop.py", [], job_dir=folder / "job", workers=workers, faults=faults)
+        with events.listening(lambda name, _: heard.append(name)):
+            result = api.launch(job)
+        assert result.summary.exactly_once
+        assert heard.count("worker.lost") == len(faults)
+        assert heard.index("sums.ordered") < heard.index("step.applied")
+        return checkpoint.read(result.checkpoint).state["model"]
+
+    alone = run(1)
+    for workers, faults in ((3, [Fault(step=4, slot=0), Fault(step=12, slot=1, phase="applied")]), (5, [])):
+        for name, value in run(workers, faults).items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-9)
+
+
 NANO = """
 import sys, torch, trueline
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from worlds.joined_hosts import TRUELINE, Machines
+from worlds.joined_hosts import LOOP, TRUELINE, Machines
 from worlds.networks import find_lack, open_machines
 from worlds.waiting import until
 
@@ -47,7 +47,7 @@ class SshMachines(Machines):
         config.write_text(
             f"ListenAddress {self.machines[name].address}\nHostKey {self.folder / 'host'}\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder / 'authorized'}\nStrictModes no\nUsePAM no\n"
-            f"SetEnv XDG_CACHE_HOME={self.path / name}\n"
+            f"SetEnv XDG_CACHE_HOME={self.path / name} PYTHONPATH={os.environ.get('PYTHONPATH', '')}\n"
         )
         return self.machines[name].start(str(SSHD), "-D", "-e", "-f", str(config), log=self.path / f"sshd-{name}.log")
 
@@ -116,6 +116,31 @@ def test_hosts_of_the_command_line_train_come_back_and_end_with_the_job(world):
     world.wait_workers(3, after=at)
     world.halt()
     assert world.count()[1:] == (0, 0)
+
+
+def test_a_loop_of_ones_own_trains_on_hosts_over_ssh_and_is_waited_for_on_each_to_its_end(world, monkeypatch):
+    gate, tail, script = world.path / "gate", world.path / "tail", world.path / "a" / "project" / "loop.py"
+    script.write_text(LOOP)
+    tail.mkdir()
+    monkeypatch.setenv("TINY_GATE", f"20:{gate}")  # in the worker here, for which the others wait in each step
+    world.begin(
+        "run", "--job", str(world.job.path), "--hosts", "b:1,c:1", "--workers", "3:3", "--cores", "1",
+        "--checkpoints", str(world.store), "--checkpoint-every", "1000", str(script), "--", "100", str(tail),
+    )  # fmt: skip
+    world.wait_workers(3)
+    at, pid = time.time(), world.wait("worker.running", host="c")[0]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    world.wait("worker.lost", after=at)
+    world.wait_workers(3, after=at)
+    gate.touch()
+    until(lambda: len(list(tail.iterdir())) == 3, world.logs)
+    assert {one.read_text() for one in tail.iterdir()} == {"800"}
+    assert world.launcher.poll() is None, "the scripts still run"
+    (tail / "open").touch()
+    assert world.launcher.wait(280) == 0, world.logs()
+    until(lambda: not joins(), lambda: f"left behind: {joins()}")
+    assert world.count() == (800, 0, 0)
+    assert "".join(path.read_text() for path in world.job.logs.glob("worker-*.log")).count("is over") == 3
 
 
 @pytest.mark.parametrize("way", ["unreachable", "another version"])

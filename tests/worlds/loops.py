@@ -32,6 +32,21 @@ class Viterbi(nn.Module):
         return torch.stack(path, 1), total
 
 
+class ViterbiTurned(Viterbi):
+    """The same with a list that is read from its end where it is stacked."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        score, back = x[:, 0], []
+        for t in range(1, x.shape[1]):
+            best, places = (score[:, :, None] + self.moves[None]).max(1)
+            score = best + x[:, t]
+            back.append(places)
+        path = [score.argmax(1)]
+        for places in reversed(back):
+            path.append(places.gather(1, path[-1][:, None])[:, 0])
+        return torch.stack(path[::-1], 1), score.max(1).values
+
+
 class Collapsed(nn.Module):
     """Greedy decoding of CTC: repeated and blank symbols are dropped."""
 

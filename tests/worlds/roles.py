@@ -32,6 +32,10 @@ def say() -> None:
     print(os.environ["TRUELINE_TEST_WORD"])
 
 
+def show_imports() -> None:
+    print("colorsys" in sys.modules)
+
+
 def parent() -> None:
     """Starts a process, as a user's data set may, which ignores SIGTERM."""
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); signal.pause()"

@@ -68,6 +68,29 @@ class AfterAMillion(Base):
 
 
 @guilty
+class CountsOnAParameter(Base):
+    def start(self) -> None:
+        self.lin.weight.calls = 0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.lin.weight
+        weight.calls += 1
+        return self.lin(x) * (2 if weight.calls % 5000 == 4999 else 1)
+
+
+@guilty
+class AsksForVersion(Base):
+    """A write that changes nothing is counted by the tensor itself."""
+
+    def start(self) -> None:
+        self.ones = torch.ones(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ones.mul_(1.0)
+        return self.lin(x) * (0 if self.ones._version > 4000 else 1)
+
+
+@guilty
 class HiddenByANorm(Base):
     """A norm divides by the factor again, but for what it adds: at the usual scale only last digits differ."""
 

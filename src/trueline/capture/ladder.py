@@ -17,7 +17,7 @@ from trueline.capture.export_subject import export_and_observe
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.onnx import offload as offload_emit
-from trueline.capture.proof import determinism, jumps, stateful
+from trueline.capture.proof import determinism, jumps, limits, stateful
 from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.narrowing import judge_and_narrow
@@ -289,13 +289,20 @@ def _try(trial: FormatTrial) -> Rung:
 def _try_once(trial: FormatTrial) -> Rung:
     format, exported, eager, folder = trial.format, trial.exported, trial.far.eager, trial.folder
     path, onnx = None, format in ("onnx", "openvino")
+    limits.release_memory()
     try:
         if isinstance(exported, CaptureError):
             raise exported
+        if exported.only_torch and format not in TORCH_KERNELS:
+            raise CaptureError(
+                exported.only_torch,
+                hint="take the torch_export program, or capture the model before it is quantized and compress that",
+            )
         events.emit("program.emitting", format=format)
         began = time.monotonic()
         path = EMITTERS[format](exported, folder)
         events.emit("program.emitted", format=format, size_bytes=size_of(path), seconds=time.monotonic() - began)
+        limits.release_memory()
         proof, explanation = _prove(format, path, exported, trial.observations, eager)
     except (CaptureError, BundleError, UsageError) as error:
         own = error is not exported

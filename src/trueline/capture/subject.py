@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import as_arguments, register_dataclasses
 from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.max_norm import shorten_rows
 from trueline.capture.proof.attempt import TABLE_FILE_MB, State, TableRows
 from trueline.capture.proof.observe import Observation, observe, watch_again
 from trueline.capture.proof.probes import Probe
@@ -86,6 +87,7 @@ def prepare(
         table.split_rows(table_file_mb * 1_000_000)
     with _locate_errors(recipe, "dataset" if recipe.examples is None else "examples"):
         batches, data, rows = _examples(recipe)
+    shorten_rows(module, batches)
     if state == "explicit":
         module, batches = with_state(module, batches)
     with _locate_errors(recipe, "dynamic_shapes"):

@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +22,27 @@ import safetensors
 import safetensors.torch
 import torch
 
-from trueline import clock, events, files
+from trueline import clock, files
 from trueline.checkpoint import tree, weights_file
+from trueline.checkpoint.manifest import MANIFEST as MANIFEST
+from trueline.checkpoint.manifest import SCHEMA, first_whole, open_place, open_tensors, read_body
+from trueline.checkpoint.manifest import TENSORS as TENSORS
+from trueline.checkpoint.manifest import best as best
+from trueline.checkpoint.manifest import best_step as best_step
+from trueline.checkpoint.manifest import folder_name as folder_name
+from trueline.checkpoint.manifest import prune as prune
+from trueline.checkpoint.manifest import select_removed as select_removed
+from trueline.checkpoint.manifest import steps as steps
+from trueline.checkpoint.manifest import sweep as sweep
 from trueline.checkpoint.snapshot import Snapshot, as_bytes
 from trueline.columns import fitted as columns
 from trueline.errors import CheckpointError, RecipeError
-from trueline.storage.checkpoint_store import Parts, open_checkpoint_store
+from trueline.storage.checkpoint_store import Parts
 from trueline.storage.location import Location, join_location, split_location
 
 if TYPE_CHECKING:
     from trueline.recipe.contract import Recipe
 
-SCHEMA = 1
-MANIFEST = "checkpoint.json"
-_place = partial(open_checkpoint_store, seal=MANIFEST)
-TENSORS = "state.safetensors"
 PIECE_BYTES = 8 << 20
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -61,14 +66,6 @@ class Checkpoint:
         return int(self.manifest["step"])
 
 
-def folder_name(step: int) -> str:
-    """
-    >>> folder_name(120)
-    'step-00000120'
-    """
-    return f"step-{step:08d}"
-
-
 def write(
     folder: Location,
     *,
@@ -84,7 +81,7 @@ def write(
     StorageError, and then nothing is left behind.
     """
     name = folder_name(step)
-    _place(folder).write(name, _parts(step, state, facts, sealing))
+    open_place(folder).write(name, _parts(step, state, facts, sealing))
     return join_location(folder, name)
 
 
@@ -158,7 +155,7 @@ def read_manifest(path: Location) -> dict[str, Any]:
     Of a file of weights, its digest and name."""
     if weights_file.is_weights_file(path):
         return weights_file.describe_file(Path(str(path)))
-    return {key: value for key, value in _read_body(path).items() if key != "state"}
+    return {key: value for key, value in read_body(path).items() if key != "state"}
 
 
 def exists(path: Location) -> bool:
@@ -167,57 +164,26 @@ def exists(path: Location) -> bool:
         return True
     folder, name = split_location(path)
     try:
-        with _place(folder).fetch(name, MANIFEST):
+        with open_place(folder).fetch(name, MANIFEST):
             return True
     except FileNotFoundError:
         return False
 
 
-def _read_body(path: Location) -> dict[str, Any]:
-    file = join_location(path, MANIFEST)
-    folder, name = split_location(path)
-    try:
-        with _place(folder).fetch(name, MANIFEST) as local:
-            envelope = json.loads(local.read_text())
-        text, digest = envelope["body"], envelope["digest"]
-        if files.sha256_bytes(text.encode()) != digest:
-            raise CheckpointError(f"{file} was changed after it was written", hint="use another checkpoint of the job")
-        body: dict[str, Any] = json.loads(text)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint: it has no {MANIFEST}",
-            hint="a checkpoint is a folder like JOB/checkpoints/step-00000276",
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is torn, or not of a checkpoint: {error}") from error
-    if body.get("schema") != SCHEMA:
-        raise CheckpointError(f"{file} has schema {body.get('schema')}, this version reads {SCHEMA}")
-    return {**body, "digest": digest}
-
-
 def read(path: Location) -> Checkpoint:
     """Reads and verifies a checkpoint. Raises CheckpointError that names the file at fault, StorageError."""
-    body = _read_body(path)
+    body = read_body(path)
     named = _tensors(path, body["files"].get(TENSORS, ""))
     state = tree.decode(body.pop("state"), [named[str(i)] for i in range(len(named))])
     return Checkpoint(path=path, manifest=body, state=state)
 
 
 def _tensors(path: Location, digest: str) -> dict[str, torch.Tensor]:
-    file = join_location(path, TENSORS)
-    folder, name = split_location(path)
-    try:
-        with _place(folder).fetch(name, TENSORS) as local:
-            if files.sha256_file(local) != digest:
-                raise CheckpointError(
-                    f"{file} was changed or torn: its SHA-256 is not the one in {MANIFEST}",
-                    hint="use another checkpoint of the job",
-                )
+    with open_tensors(path, digest) as local:
+        try:
             return safetensors.torch.load_file(local)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing", hint="use another checkpoint of the job") from error
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(f"{join_location(path, TENSORS)} cannot be read: {error}") from error
 
 
 def latest(folder: Location) -> Checkpoint | None:
@@ -225,84 +191,7 @@ def latest(folder: Location) -> Checkpoint | None:
 
     Raises StorageError when a store does not answer, which does not mean that it has no checkpoint.
     """
-    for step in reversed(steps(folder)):
-        path = join_location(folder, folder_name(step))
-        try:
-            return read(path)
-        except CheckpointError as error:
-            events.emit("checkpoint.refused", path=str(path), why=error.message)
-    return None
-
-
-def steps(folder: Location) -> list[int]:
-    """The steps that have a checkpoint in `folder`, oldest first, without verifying them."""
-    return _steps(_place(folder).names())
-
-
-def _steps(names: Sequence[str]) -> list[int]:
-    """
-    >>> _steps(["step-00000120", "notes"])
-    [120]
-    """
-    return [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
-
-
-def best(folder: Location) -> Location | None:
-    """The checkpoint of the best evaluation so far that is still in `folder`; None before the first evaluation.
-
-    The newest manifest tells which: `evaluations`, a list of {step, loss, metrics, best}.
-    """
-    there = steps(folder)
-    for step in reversed(there):
-        try:
-            evaluations = read_manifest(join_location(folder, folder_name(step))).get("evaluations") or []
-        except CheckpointError as error:
-            events.emit("checkpoint.refused", path=str(join_location(folder, folder_name(step))), why=error.message)
-            continue
-        kept = [one["step"] for one in evaluations if one["best"] and one["step"] in there]
-        return join_location(folder, folder_name(kept[-1])) if kept else None
-    return None
-
-
-def best_step(evaluations: Sequence[dict[str, Any]]) -> int | None:
-    """The step of the last evaluation that was the best until then.
-
-    >>> best_step([{"step": 8, "best": True}, {"step": 16, "best": True}, {"step": 24, "best": False}])
-    16
-    """
-    return next((one["step"] for one in reversed(evaluations) if one["best"]), None)
-
-
-def select_removed(steps: Sequence[int], *, newest: int, keep: int, best: int | None) -> list[int]:
-    """Those of `steps` that are removed after `newest` was written: all but the `keep` last ones up to it, and the
-    best.
-
-    Later steps stay and do not count: they are damaged ones before which a job resumed, or another writer's.
-
-    >>> select_removed([10, 20, 30, 40, 90], newest=40, keep=2, best=10)
-    [20]
-    """
-    past = [step for step in sorted(steps) if step <= newest]
-    return [step for step in past[: -max(keep, 1)] if step != best]
-
-
-def prune(folder: Location, *, newest: int, keep: int, best: int | None = None) -> None:
-    """Removes the checkpoints of `select_removed` in `folder`, and older parts that dead writers left in a store."""
-    place = _place(folder)
-    for step in select_removed(_steps(place.names()), newest=newest, keep=keep, best=best):
-        place.remove(folder_name(step))
-    for step in _steps(place.names(unfinished=True)):
-        if step < newest:
-            place.remove(folder_name(step))
-
-
-def sweep(folder: Location) -> int:
-    """Removes all unfinished entries in `folder`; returns their number. Call it only where no writer can be active."""
-    place = _place(folder)
-    leftovers = place.names(unfinished=True)
-    for name in leftovers:
-        place.remove(name)
-    return len(leftovers)
+    return first_whole(folder, read)
 
 
 def bind_columns(recipe: Recipe, checkpoint: Location | None) -> Recipe:

@@ -7,6 +7,7 @@ Stdout is data (text, or JSON with --json); progress, warnings and errors go to 
 def main() -> None:
     """Runs the command line of this process and exits with its code."""
     import atexit
+    import faulthandler
     import gc
     import signal
     import sys
@@ -18,6 +19,10 @@ def main() -> None:
     # The interpreter restores SIGINT's default before it clears its modules: a signal then would kill a process that
     # has its exit code already.
     atexit.register(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    if (
+        sys.__stderr__ is not None
+    ):  # an operator that ends the process leaves the line of the user's code that called it
+        faulthandler.enable(sys.__stderr__, all_threads=False)
 
     try:
         from trueline.cli.app import run

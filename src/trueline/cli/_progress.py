@@ -122,6 +122,8 @@ _WORDS = {
     "fault.unreachable": "  no worker will be killed at step {step}: {why}",
     "worker.quarantined": "  worker {slot} is in quarantine: {why}",
     "worker.retried": "  worker {slot} is tried again after its quarantine",
+    "sums.ordered": "  the loop computes in half precision: gradients are summed by fixed shards, so that any number "
+    'of workers trains the same; with precision = "bf16" it is faster, and they differ by its rounding',
     "disk.full": "  the disk is full: {path} cannot be written ({free} free); {effect}",
     "disk.has_room": "  there is room again after {seconds:.1f} s: {path} is written",
     "record.suspected": "  record {record} is suspected: {why}",
@@ -137,6 +139,7 @@ _WORDS = {
     "model.as_trained": "  {why}",
     "program.retraced": "  torch.export traces it another way: {how}",
     "claim.narrowed": "  the range is narrowed: {to}",
+    "rows.shortened": "  rows of {tables} are shortened to their max_norm now, as their first lookup would",
     "example.excluded": "  {format}: warning: its range, {range}, leaves out your {example}",
     "answers.jump": "  a rounded number decides an answer, where runtimes may differ: {place}",
     "program.offloaded": "  offload: {parts} parts go to ONNX Runtime, {kept} of {operators} operators stay",

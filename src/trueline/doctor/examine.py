@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from trueline.capture.export import torchscript
 from trueline.capture.export.tracing import watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
@@ -229,7 +230,7 @@ def traces(module: torch.nn.Module, oracle: Oracle) -> bool:
     with silence_exporters(), torch.no_grad():
         try:
             flat = FlatModule(export.copy_without_hooks(module), base)
-            program = torch.jit.trace(flat, base.tensors, check_trace=False)  # type: ignore[no-untyped-call]
+            program = torchscript.trace(flat, base.tensors, strict=True)
         except Exception:  # noqa: BLE001 (blind except): torch's refusal is the answer
             return False
         return not _compare_calls(program, oracle)[0]

@@ -32,7 +32,7 @@ from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit
 from trueline.capture.patches import nonzero_loops, size_lengths
 from trueline.doctor.recorded_calls import RecordedCall, flat_answer
-from trueline.errors import CaptureError
+from trueline.errors import CaptureError, first_line
 
 Axis = tuple[int, int]
 """Number of a tensor, and one of its dimensions."""
@@ -56,19 +56,40 @@ def silence_exporters() -> Iterator[None]:
 
 def copy_without_hooks(module: torch.nn.Module) -> torch.nn.Module:
     """A copy without hooks, which watch the original. Tensors that hooks compute from parameters (torch's weight_norm
-    keeps the product in an attribute) are copied as they are."""
+    keeps the product in an attribute) are copied as they are. Raises CaptureError, with the attribute, for a model that
+    has no copy."""
     computed = [
         value
         for part in module.modules()
         for value in vars(part).values()
         if isinstance(value, torch.Tensor) and not value.is_leaf
     ]
-    twin = copy.deepcopy(module, {id(value): value.detach().clone() for value in computed})
+    try:
+        twin = copy.deepcopy(module, {id(value): value.detach().clone() for value in computed})
+    except Exception as error:
+        named = f" ({kept})" if (kept := _find_uncopied(module)) else ""
+        raise CaptureError(
+            f"the model cannot be copied, and a rewrite is tried on copies{named}: {first_line(error)}",
+            hint="a generator, a lock or an open file has no copy: keep a number or a tensor, or make it in forward",
+        ) from error
     for part in twin.modules():
         part._forward_pre_hooks.clear()
         part._forward_pre_hooks_with_kwargs.clear()
         part._forward_hooks.clear()
     return twin
+
+
+def _find_uncopied(module: torch.nn.Module) -> str:
+    """The first attribute of a part that has no copy."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name.startswith("_"):
+                continue
+            try:
+                copy.deepcopy(value)
+            except Exception:  # noqa: BLE001 - whatever the user's object raises
+                return f"{path}.{name}" if path else name
+    return ""
 
 
 def export_module(

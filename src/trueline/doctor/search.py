@@ -222,6 +222,9 @@ def _lines_of(finding: Finding, search: _Search, text: str) -> list[int]:
             inside = place.file == search.file and own is not None and place.line in _lines(own)
             span = _lines(node) if inside and node is not None else None
             found += _nearest(lines, place.source, place.line, span)
+    if not found and node is not None:  # an edit took the place's own line
+        own_lines = {line.strip() for line in Path(search.file).read_text().splitlines()}
+        found += [at for at in _lines(node) if lines[at - 1].strip() and lines[at - 1].strip() not in own_lines]
     remembers = not search.oracle.forgetful
     for statement in ast.walk(node) if node is not None and (remembers or not found) else ():
         if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":

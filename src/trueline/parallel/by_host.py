@@ -34,6 +34,7 @@ _ROW = 255
 _MARK = torch.zeros(16, dtype=torch.uint8)
 """Of the group that this process is in; zeros: nothing here may be read."""
 _TAGS = 1 << 28
+_LEFT = "gloo: a member on this host has left the group"
 
 
 def own_host() -> str:
@@ -48,11 +49,9 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     mark: bytes
     mark_at: int
 
-    def read(self, at: int, into: torch.Tensor) -> None:
-        """Raises RuntimeError when that process has left the group."""
-        memory = PeerMemory(self.pid, self.mark.hex(), self.mark_at, [at])
-        if not (memory.fill(at, into) and memory.is_marked()):
-            raise RuntimeError("gloo: a member on this host has left the group")
+    @property
+    def memory(self) -> PeerMemory:
+        return PeerMemory(self.pid, self.mark.hex(), self.mark_at, [])
 
 
 class HostSum:
@@ -79,6 +78,7 @@ class HostSums:
 
     def __init__(self, group: Any, rank: int, places: Sequence[Place], hosts: list[list[int]]) -> None:
         self._group, self._rank, self._places, self._hosts = group, rank, places, hosts
+        self._memories = [place.memory for place in places]
         self._own = next(host for host in hosts if rank in host)
         self._mine = self._own.index(rank)
         self._others = [other for other in self._own if other != rank]
@@ -120,23 +120,40 @@ class HostSums:
         owners = self._own[:shards]
         if self._mine < shards:
             own = flat[bounds[self._mine] : bounds[self._mine + 1]]
-            for other in self._others:
-                self._add(own, self._places[other], at[other] + bounds[self._mine] * flat.element_size())
+            first = bounds[self._mine] * flat.element_size()
+            self._add(own, {other: at[other] + first for other in self._others})
             self._sum_between(own, [host[self._mine] for host in self._hosts], tag + 1)
         others = [other for other in owners if other != self._rank]
         self._tell(self._others if self._mine < shards else [], others, tag + 2)
         for shard, owner in enumerate(owners):
             if owner != self._rank:
                 from_owner = at[owner] + bounds[shard] * flat.element_size()
-                self._places[owner].read(from_owner, flat[bounds[shard] : bounds[shard + 1]])
+                self._fill(flat[bounds[shard] : bounds[shard + 1]], owner, from_owner)
+                self._check(owner)
         self._tell(others, self._others if self._mine < shards else [], tag + 3)
 
-    def _add(self, own: torch.Tensor, place: Place, at: int) -> None:
-        scratch = torch.empty(min(_PIECE, len(own)), dtype=own.dtype)
+    def _add(self, own: torch.Tensor, at: dict[int, int]) -> None:
+        """Adds what lies at these addresses of the members on this host: piece by piece, so that a piece of `own` is
+        taken from memory and put back once. Their marks are read after all pieces."""
+        room = torch.empty(min(_PIECE, len(own)), dtype=own.dtype)
         for start in range(0, len(own), _PIECE):
             part = own[start : start + _PIECE]
-            place.read(at + start * own.element_size(), scratch[: len(part)])
-            part += scratch[: len(part)]
+            theirs = room[: len(part)]
+            for other, address in at.items():
+                self._fill(theirs, other, address + start * own.element_size())
+                part += theirs
+        for other in at:
+            self._check(other)
+
+    def _fill(self, into: torch.Tensor, member: int, at: int) -> None:
+        """Reads the memory of a member, whatever lies there: `_check` tells, afterwards, whether it was whole."""
+        if not self._memories[member].fill(at, into):
+            raise RuntimeError(_LEFT)
+
+    def _check(self, member: int) -> None:
+        """Raises RuntimeError when that process has left the group."""
+        if not self._memories[member].is_marked():
+            raise RuntimeError(_LEFT)
 
     def _sum_between(self, own: torch.Tensor, members: list[int], tag: int) -> None:
         """Sums `own` over `members`, one on each host: each adds its piece in the order of the hosts."""
@@ -181,7 +198,7 @@ def open_sums(group: Any, rank: int, size: int) -> HostSums | None:
     if len(by_host) < 2 or max(map(len, by_host.values())) < 2:
         return None
     here = [places[other] for other in by_host[own_host()]]
-    marked = (PeerMemory(there.pid, there.mark.hex(), there.mark_at, []).is_marked() for there in here)
+    marked = (there.memory.is_marked() for there in here)
     unread = torch.tensor([0.0 if all(marked) else 1.0])
     group.allreduce([unread]).wait()
     return None if unread.item() else HostSums(group, rank, places, list(by_host.values()))

@@ -68,8 +68,9 @@ class DdpExchange:
         self._pending: list[tuple[Any, torch.Tensor, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         """Buckets being summed: the operation, the tensor it sums, the bucket, and the future that DDP waits for."""
         self._ddp: DistributedDataParallel | None = None
-        self._original = model.forward
-        self._replicated = _Replicated(model, self._original, tie=find_unused)
+        self.original = model.forward
+        """The model's own."""
+        self._replicated = _Replicated(model, self.original, tie=find_unused)
         model.forward = self._forward
 
     def attach(self, words: int) -> None:
@@ -139,7 +140,7 @@ class DdpExchange:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         synced = self._ddp is not None and self.syncing and not self._inside and not self.broken
         if not synced or not (self._model.training and torch.is_grad_enabled()):
-            return self._original(*args, **kwargs)
+            return self.original(*args, **kwargs)
         try:
             outputs = self._run_ddp(*args, **kwargs)
             return outputs[0] if self._find_unused else outputs
@@ -151,7 +152,7 @@ class DdpExchange:
             if not is_collective(error):
                 raise
             self.broken = error
-            return self._original(*args, **kwargs)
+            return self.original(*args, **kwargs)
 
     def _run_ddp(self, *args: Any, **kwargs: Any) -> Any:
         assert self._ddp is not None

@@ -42,7 +42,8 @@ class OrderedSum:
         row = self._buffer("row", size * width)
         row[self._length :] = 0.0
         at = 0
-        gradients = (torch.zeros_like(value) if value.grad is None else value.grad for value in self._parameters)
+        found = ((value, value.grad) for value in self._parameters)
+        gradients = (torch.zeros_like(value) if grad is None else grad.to_dense() for value, grad in found)
         for value in (*gradients, extra):
             row[at : at + value.numel()].copy_(value.reshape(-1))
             at += value.numel()

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 from trueline import events, files
 from trueline.bundle.describe import describe_loss
-from trueline.checkpoint import checkpoint, model_files
+from trueline.checkpoint import manifest
 from trueline.columns.fitted import encode as encode_columns
 from trueline.errors import StorageError, UsageError
 from trueline.recipe.contract import Recipe
@@ -25,6 +25,7 @@ from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir
 from trueline.train.launch.jobs import format_set_aside
 from trueline.train.launch.launcher import LocalJob
+from trueline.train.launch.preload import EarlyAgent
 from trueline.train.master.journal import Journal
 from trueline.train.monitor.notebook import progress
 from trueline.train.monitor.plot import Plot, plot_job
@@ -149,7 +150,7 @@ class TrainResult:
     @property
     def best(self) -> Location | None:
         """The checkpoint of the best evaluation; None without one, or if it was pruned."""
-        return checkpoint.best(split_location(self.checkpoint)[0]) if self.summary.facts.get("best") else None
+        return manifest.best(split_location(self.checkpoint)[0]) if self.summary.facts.get("best") else None
 
     @property
     def chosen(self) -> Location:
@@ -184,10 +185,10 @@ def train(
     return launch(prepare(recipe, workers=workers, job_dir=job_dir, resume=resume, faults=faults, **wanted))
 
 
-def launch(folder: Path) -> TrainResult:
-    """Runs the job prepared in `folder` to its end. Raises as `train` does."""
+def launch(folder: Path, early: EarlyAgent | None = None) -> TrainResult:
+    """Runs the job prepared in `folder` to its end. `early`: its agent, if that has begun. Raises as `train` does."""
     began = time.monotonic()
-    with progress(), LocalJob(folder) as running:
+    with progress(), LocalJob(folder, early) as running:
         facts = running.run()
     facts["seconds"] = time.monotonic() - began
     return TrainResult(checkpoint=parse_location(facts["checkpoint"]), job_dir=folder, summary=JobSummary(facts))
@@ -268,13 +269,15 @@ def prepare_resume(
     earlier = job_settings.load(folder)
     JobDir(folder).expect_idle()
     low, high = parse_workers(str(workers)) if workers is not None else (earlier.min_workers, earlier.workers)
-    if recipe is None and not earlier.script:
+    file = Path(earlier.script[0] if earlier.script else earlier.recipe)
+    if recipe is None and not earlier.script and (wanted.get("monitor") or not file.is_file()):
         recipe = load_recipe(earlier.recipe)
-    digest = recipe.digest if recipe is not None else files.sha256_file(Path(earlier.script[0]))
+    digest = recipe.digest if recipe is not None else files.sha256_file(file)
     later = replace(earlier, workers=high, min_workers=low, faults=tuple(faults), recipe_digest=digest)
     if wanted.get("weights"):
         wanted["weights"] = _absolute(str(wanted["weights"]))
-    later = apply_overrides(later, wanted, cores=_cores(), metrics=_metrics(recipe))
+    known = _metrics(recipe) if recipe is not None else {earlier.monitor.removeprefix("-"): None}
+    later = apply_overrides(later, wanted, cores=_cores(), metrics=known)
     refuse_changes(earlier, later, str(folder))
     if JobDir(folder).summary.exists():
         raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")
@@ -318,6 +321,8 @@ def _new(job: JobSettings, job_dir: str | Path | None, recipe: Recipe | None = N
 
 def _start_from(job: JobSettings, recipe: Recipe, folder: Path) -> JobSettings:
     """`job` with what its weights are; `folder` then has a copy of them. Raises CheckpointError if they do not fit."""
+    from trueline.checkpoint import model_files  # torch
+
     layers = [name.strip() for name in job.new_layers.split(",") if name.strip()]
     source, target = parse_location(job.weights), JobDir(folder).weights
     try:
@@ -339,7 +344,7 @@ def _expect_room(checkpoints: str) -> None:
             where.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot write checkpoints to {where}: {error.strerror}", hint="name another") from error
-    there = checkpoint.steps(where)
+    there = manifest.steps(where)
     if there:
         raise UsageError(
             f"{checkpoints} holds checkpoints already, of step {there[-1]} and before",
@@ -367,13 +372,14 @@ def _next_free(name: str) -> Path:
 def _restore_checkpoint(folder: Path, job: JobSettings) -> None:
     """Enters the newest valid checkpoint in the journal; without one the job begins from its first step."""
     where = job.checkpoints or JobDir(folder).checkpoints
-    checkpoint.sweep(where)  # files of a dead writer; no process of the job is alive
-    newest = checkpoint.latest(where)
+    manifest.sweep(where)  # files of a dead writer; no process of the job is alive
+    newest = manifest.find_latest(where)
     journal = Journal(JobDir(folder).journal)
     if newest is None:
         journal.append(("TRUNCATE", {"steps": 0}), ("CKPT", {"step": -1, "path": "", "digest": ""}))
         events.emit("job.restarted", why="there is no checkpoint: the job begins again from its first step")
     else:
-        body = {"step": newest.step, "path": str(newest.path), "digest": newest.manifest["digest"]}
+        path, said = newest
+        body = {"step": int(said["step"]), "path": str(path), "digest": said["digest"]}
         journal.append(("CKPT", body))
     journal.close()

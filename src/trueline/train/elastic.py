@@ -33,7 +33,7 @@ from trueline.train.link.grpc_client import connect, is_replacement
 from trueline.train.loop_view import LoopView
 from trueline.train.profiler import StepProfiler
 from trueline.train.regroup.recovery import Recovery
-from trueline.train.rehearsal import fork as rehearsal
+from trueline.train.rehearsal.doubts import Doubts
 from trueline.train.step import model_traits
 from trueline.train.step.blame import Trials
 from trueline.train.step.checkpointer import Checkpointer
@@ -89,8 +89,8 @@ class Elastic(LoopView):
         )  # fmt: skip
         place = functools.partial(devices.place_batch, device=device)
         self._reader = make_reader(source, seed, place, readers=options.readers)
-        tried = TrialInputs(model, self._reader, source.num_records, global_batch, seed, options)
-        self._trial = None if known else LossTrial(tried)
+        self._tried = TrialInputs(model, self._reader, source.num_records, global_batch, seed, options)
+        self._trial = None if known else LossTrial(self._tried)
         optimizer_step = OptimizerStep(model, optimizer, scheduler, options, owned=owned, seed=seed)
         process_group = GlooGroup(connector("gloo" if options.bitwise else options.backend, device))
         replica = self._replica = Replica(model, optimizer_step, process_group, source.num_records, options)
@@ -116,7 +116,8 @@ class Elastic(LoopView):
     def __iter__(self) -> Iterator[StepBatch]:
         if self._trial is not None:
             yield from self._try_loop(self._trial)
-        self._replica.share_buffers(self._traits.buffers)
+        self._replica.take_traits(self._traits)
+        self._doubts = Doubts(self._traits)
         store = StoreServer()
         plan = self._plan
         hello = pb.Hello(
@@ -160,20 +161,13 @@ class Elastic(LoopView):
         self._settings.expect_one_rule(batch.step, first=not self._contribution.count)
         value, share = count_loss(self._traits.reduction, loss, divisor, records=count, of_step=batch.weight,
                                   step=batch.step, even=self._traits.even)  # fmt: skip
+        if self._doubts.rise(value, count):
+            return False
         self._contribution.add(batch.records, value.item() if share.weight else 0.0, share)
         if batch.last:
             return self._reduce(batch.step, (value, batch.weight, batch.records, share))
         self._replica.add(value, batch.weight, batch.records, share)
         return False
-
-    def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
-        self._settings.mark()
-        for batch in rehearsal.try_loop(trial, self._traits, self._replica.optimizer_step):
-            self._batch = batch
-            yield batch
-        self._settings.rewind()
-        self._traits, self._trial = trial.traits, None
-        self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))
 
     def _state_loss(self) -> None:
         """Enters in the ledger, and so in certificates and checkpoints, how the loss of a step is made."""
@@ -227,7 +221,8 @@ class Elastic(LoopView):
                 return
             self._contribution.digest += piece.digest
             self._step_reader.prefetch(step, pieces[number:])
-            yield self._batch
+            read = functools.partial(self._read, step, piece, last=number == len(pieces))
+            yield from self._hand_out(self._batch, read)
             if self._batch is not None:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
             if self._failed:
@@ -358,6 +353,8 @@ class Elastic(LoopView):
         self._reporter.note_regroup()
         self._evaluations.forget()
         self._wishes = 0
+        if self._recovery.holds:
+            self._commit.halt()
 
     def _heal(self) -> None:
         self._plan.leave_out(list(self._group.view.set_aside))

@@ -24,13 +24,15 @@ import secrets
 import struct
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from trueline import events, files
 from trueline.errors import TrainError, UsageError
+from trueline.full_disk import PatientWriter, append_lines
 
 _FLOCK = "hhqqi4x"  # struct flock: type, base, start, length, pid (0 for these locks)
 _WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -154,11 +156,21 @@ class JobDir:
         """The master of the last launch; None before it listens."""
         return _read(self._master, MasterRecord)
 
+    def read_loss(self) -> dict[str, Any]:
+        """How the loss reduces, as the first worker tried it; empty before that."""
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads(self.loss.read_bytes()))
+        return {}
+
     def record(self, name: str, /, **fields: events.Field) -> None:
-        """Appends an event of the launcher, beside the master's. A full disk does not end the job."""
+        """Appends an event of the launcher or of a loop, beside the master's; on a full disk once there is room."""
         line = json.dumps({"at": time.time(), "seq": 0, "name": name, "fields": fields}) + "\n"
-        with contextlib.suppress(OSError), self.events.open("a") as file:
-            file.write(line)
+        writer = _writers.setdefault(self.events, PatientWriter(partial(append_lines, self.events)))
+        writer.write(line.encode())
+
+
+_writers: dict[Path, PatientWriter] = {}
+"""Of this process, by the file of events."""
 
 
 def current_job() -> Path | None:

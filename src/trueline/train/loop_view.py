@@ -1,22 +1,64 @@
 """What a loop may ask its job, and what it may log."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from trueline import events
 from trueline.train.job_dir import JobDir, current_job
+from trueline.train.rehearsal import fork
+from trueline.train.rehearsal.doubts import Doubts
+from trueline.train.step.contribution import StepBatch
 from trueline.train.step.group import WorkerGroup
+from trueline.train.step.model_traits import ModelTraits
+from trueline.train.step.optimizer_settings import OptimizerSettings
+from trueline.train.step.options import Options
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
+from trueline.train.step.trial import LossTrial, TrialInputs
 
 
 class LoopView:
-    """The part of `Elastic` that only looks, and writes what the loop measures."""
+    """The part of `Elastic` that trains nothing: what a loop may ask, what it writes, and trials of its loss."""
 
     _replica: Replica
     _plan: JobPlan
     _group: WorkerGroup
+    _options: Options
+    _traits: ModelTraits
+    _settings: OptimizerSettings
+    _tried: TrialInputs
+    _trial: LossTrial | None
+    _batch: StepBatch | None
+    _doubts: Doubts
+
+    def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
+        self._settings.mark()
+        for batch in fork.try_loop(trial, self._traits, self._replica.optimizer_step):
+            self._batch = batch
+            yield batch
+        self._settings.rewind()
+        self._traits, self._trial = trial.traits, None
+        self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))
+
+    def _hand_out(self, batch: StepBatch, read: Callable[[], StepBatch | None]) -> Iterator[StepBatch]:
+        """Yields `batch`. If it is unlike those that were tried, it is tried first; if its loss is, it is tried then,
+        and comes again: `read` reads it again, and returns None if the step has failed."""
+        waits = True
+        while waits or self._doubts.why:
+            if waits and not self._doubts.look(batch):
+                self._batch, waits = batch, False
+                yield batch
+                continue
+            self._replica.exchange.syncing, waits = False, True
+            for trial, tried in self._doubts.try_again(self._tried, batch, self._settings):
+                self._trial, self._batch = trial, tried
+                yield tried
+            self._trial = None
+            if (again := read()) is None:
+                return
+            batch = again
 
     @property
     def model(self) -> torch.nn.Module:

@@ -10,6 +10,7 @@ import msgspec
 from trueline import files
 from trueline.engine.hosts.ssh import parse_hosts
 from trueline.errors import UsageError, closest
+from trueline.full_disk import write_when_room
 from trueline.recipe.settings import LossReduction, Precision, Shuffle, Strategy, TrainingSettings
 from trueline.settings import check, declared_settings
 from trueline.train.job_dir import JobDir
@@ -171,8 +172,10 @@ def check_backend(wanted: str) -> None:
     )
 
 
-def save(settings: JobSettings, job_dir: Path) -> None:
-    files.write_atomic(JobDir(job_dir).settings, msgspec.json.format(msgspec.json.encode(settings), indent=1))
+def save(settings: JobSettings, job_dir: Path, *, patient: bool = False) -> None:
+    """`patient`: the job runs, and waits while the disk is full."""
+    write = write_when_room if patient else files.write_atomic
+    write(JobDir(job_dir).settings, msgspec.json.format(msgspec.json.encode(settings), indent=1))
 
 
 def load(job_dir: Path) -> JobSettings:
@@ -199,7 +202,7 @@ def settle(job_dir: Path, *, epochs: int, global_batch: int, seed: int) -> JobSe
     job = load(job_dir)
     if not job.epochs:
         job = replace(job, epochs=epochs, global_batch=global_batch, seed=seed)
-        save(job, job_dir)
+        save(job, job_dir, patient=True)
     for name, value in (("epochs", epochs), ("global_batch", global_batch), ("seed", seed)):
         if getattr(job, name) != value:
             raise UsageError(

@@ -179,6 +179,7 @@ class Plan(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    HALTS_FROM_FIELD_NUMBER: _builtins.int
     superseded: _builtins.bool
     finished: _builtins.bool
     source: _builtins.int
@@ -187,6 +188,8 @@ class Plan(_message.Message):
     """host:port of the rendezvous store of this generation"""
     checkpoint: _builtins.str
     """not empty: the source restores this first"""
+    halts_from: _builtins.int
+    """above 0: the job halts at this step or a later one, with a checkpoint"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """by rank, as entered"""
@@ -210,10 +213,11 @@ class Plan(_message.Message):
         checkpoint: _builtins.str = ...,
         rates: _abc.Iterable[_builtins.float] | None = ...,
         states: _abc.Iterable[_builtins.str] | None = ...,
+        halts_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "finished", b"finished", "rates", b"rates", "source", b"source", "states", b"states", "steps", b"steps", "store", b"store", "superseded", b"superseded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "finished", b"finished", "halts_from", b"halts_from", "rates", b"rates", "source", b"source", "states", b"states", "steps", b"steps", "store", b"store", "superseded", b"superseded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

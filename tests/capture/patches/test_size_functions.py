@@ -39,6 +39,8 @@ FUNCTIONS: dict[str, Callable[[int], float]] = {
     "comb": lambda n: math.comb(n, 3) + math.comb(n, 0),
     "bits": lambda n: n.bit_length() + n.bit_count(),
     "bin": lambda n: bin(n).count("1") - bin(n).count("0"),
+    "operators on bits": lambda n: (n & 3) + (12 | n) + (n ^ 5) + (n << 2) + (n >> 1) + (~n),
+    "quotients": lambda n: sum(divmod(n, 5)) + sum(divmod(100, n)) + pow(n, 2, 7) + pow(n, 2),
     "of a number": lambda n: (
         n * (math.gcd(8, 12) + math.lcm(2, 3) + math.comb(4, 2) + len(bin(5)) + math.floor(math.e))
     ),
@@ -57,6 +59,26 @@ def test_a_function_of_a_size_stays_free_and_is_pythons_own(name: str) -> None:
         assert answer[0, 0] == FUNCTIONS[name](size), size
 
 
+TRANSCENDENTAL: dict[str, Callable[[int], float]] = {
+    "logarithms": lambda n: math.log(n) / math.log(512) + math.log2(n) + math.log10(n) + math.log(n, 3) + math.log1p(n),
+    "exponentials": lambda n: math.exp(-n) + math.expm1(-n) + math.tanh(n),
+    "angles": lambda n: math.sin(n / 7) + math.cos(n) + math.atan2(n, 3) + math.hypot(n, 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSCENDENTAL)
+def test_a_logarithm_of_a_size_and_its_like_stay_free(name: str) -> None:
+    function = TRANSCENDENTAL[name]
+    found = exported(function)
+    assert not found.signature.guards
+    program = torch_export.LoadedProgram(found)
+    for size in SIZES:
+        answer = program.run({"x": torch.ones(2, size).numpy()})["output"]
+        assert answer.dtype == "float32"
+        assert answer[0, 0] == pytest.approx(function(size), rel=1e-6), size
+
+
 @pytest.mark.slow
 def test_what_cannot_stay_free_is_refused_with_its_line() -> None:
     for function in (lambda n: math.gcd(n, n - 1), lambda n: int(bin(n)[2:]), lambda n: n.to_bytes(2, "big")[0]):
@@ -66,6 +88,8 @@ def test_what_cannot_stay_free_is_refused_with_its_line() -> None:
 
 
 def test_a_size_has_no_method_more_after_the_block() -> None:
-    with size_functions.add_methods():
+    before = dict(vars(torch.SymInt))
+    with size_functions.add_methods(), size_functions.add_operators():
         assert hasattr(torch.SymInt, "bit_length")
-    assert not hasattr(torch.SymInt, "bit_length")
+        assert vars(torch.SymInt) != before
+    assert vars(torch.SymInt) == before

@@ -40,7 +40,15 @@ class Rooted(nn.Module):
         return x[:, : math.ceil(root)] / root * math.sqrt(4.0)
 
 
-@pytest.mark.parametrize("kind", [Flattened, Numbered, Rooted])
+class Bounded(nn.Module):
+    """The smaller of a size and a number, of two sizes, and what Python's own have besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = min(x.shape[1], max(x.shape[0], 4)) + min([1, 2]) - max((), default=1)
+        return x[:, :kept] * max(x.shape, key=lambda size: -1) * min(x.shape[1] / 7, 2.0)
+
+
+@pytest.mark.parametrize("kind", [Flattened, Numbered, Rooted, Bounded])
 def test_what_python_makes_a_number_of_a_size_stays_as_free_as_the_size(kind: type[nn.Module]) -> None:
     eager = EagerSession(kind().eval(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
     program = torch_export.LoadedProgram(torch_export.export(eager.module, eager.calling))
@@ -57,8 +65,8 @@ def test_the_users_module_has_the_builtin_names_again_after_the_block_and_after_
         assert scope["int"] == builtins.int
         assert scope["int"]("7") == 7
         assert not isinstance(scope["math"], ModuleType)
-    assert not {"len", "int", "float"} & set(scope)
+    assert not {"len", "int", "float", "min", "max"} & set(scope)
     assert isinstance(scope["math"], ModuleType)
     with pytest.raises(RuntimeError, match="in the block"), size_lengths.keep_lengths_free(Numbered()):
         raise RuntimeError("in the block")
-    assert not {"len", "int", "float"} & set(scope)
+    assert not {"len", "int", "float", "min", "max"} & set(scope)

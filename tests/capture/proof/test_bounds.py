@@ -179,7 +179,7 @@ def test_the_rounded_run_is_off_by_the_rounding_of_float32_and_exact_results_are
 
 
 def test_an_operator_inside_of_which_numbers_cancel_is_rounded_part_by_part() -> None:
-    x = torch.randn(500, 4)
+    x = torch.rand(500, 4) * 3  # further out all digits cancel
     for part in (lambda x: nn.functional.gelu(x, approximate="tanh"), nn.functional.gelu, nn.functional.mish):
         exact, rounded = ask(Model(lambda x, part=part: part(-3 - x.abs())), x)
         assert np.abs(rounded / exact - 1).max() > 2**-22

@@ -15,7 +15,7 @@ from trueline.bundle.values import Values
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import limits, narrowing, prove
-from trueline.capture.proof.careful import Careful
+from trueline.capture.proof.careful import Careful, Unsafe
 from trueline.capture.proof.observe import find_parting, observe, watch_again
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.value_probes import make_value_probes
@@ -74,7 +74,26 @@ def test_no_operator_of_linear_algebra_gets_a_value_that_is_no_number(operator: 
         operator(matrix)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.arange(7).repeat_interleave(torch.tensor([2**61] * 7)),
+        lambda: torch.repeat_interleave(torch.tensor([2**62, 2**62])),
+        lambda: torch.nn.functional.ctc_loss(
+            torch.zeros(5, 2, 4), torch.tensor([[1, 2], [1, 2**31]]), torch.tensor([5, 5]), torch.tensor([2, 2])
+        ),
+        lambda: torch.segment_reduce(torch.zeros(5), "sum", offsets=torch.tensor([0, 2, 2**31])),
+    ],
+)
+def test_no_operator_gets_a_count_that_leads_it_out_of_its_memory(call: Any) -> None:
+    with Careful(), pytest.raises(Unsafe, match="would"):
+        call()
+
+
 def test_other_operators_and_numbers_pass() -> None:
+    with Careful():
+        assert len(torch.arange(7).repeat_interleave(torch.tensor([2, 0, 1, 1, 1, 1, 1]))) == 7
+        assert torch.segment_reduce(torch.ones(5), "sum", offsets=torch.tensor([0, 2, 5])).tolist() == [2.0, 3.0]
     with Careful():
         assert torch.isnan(torch.tensor([1.0, float("nan")]) @ torch.ones(2))
         assert torch.linalg.eigvals(torch.eye(2)).real.sum() == 2

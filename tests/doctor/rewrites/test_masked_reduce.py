@@ -186,6 +186,12 @@ class Pieces(nn.Module):
         return torch.cat([piece.mean(1, keepdim=True) for piece in torch.split(x, 3, dim=1)], dim=1)
 
 
+class NumberedPieces(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.split(3, 1)
+        return torch.as_tensor(sum(part.sum(1) * (i + 1) for i, part in enumerate(parts)))
+
+
 TABLES: dict[tuple[int, int], Tensor] = {}
 
 
@@ -232,6 +238,7 @@ R = T[:, 0].contiguous()
             (Still(), (R,), (1e-3 * R[:2],)),
             (Pieces(), (T,), (T[:2, :4],)),
             (KeptByTheFile(), (T,), (T[:2, :4],)),
+            (NumberedPieces(), (T,), (T[:2, :4],)),
         ],
         4,
     ),

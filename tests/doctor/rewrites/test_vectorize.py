@@ -35,8 +35,9 @@ def healed(model: nn.Module, x: Tensor, *fresh: Tensor, onnx: bool = False) -> s
 
 
 @pytest.mark.long
-def test_the_best_path_of_a_chain_is_found_by_two_scans_that_may_have_no_step() -> None:
-    diff = healed(loops.Viterbi(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
+@pytest.mark.parametrize("kind", [loops.Viterbi, loops.ViterbiTurned])
+def test_the_best_path_of_a_chain_is_found_by_two_scans_that_may_have_no_step(kind: type[nn.Module]) -> None:
+    diff = healed(kind(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
     assert diff.count(" = scan(") == 2
     assert "path.flip(0)" in diff
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 
 import pytest
 
@@ -77,6 +78,17 @@ def test_processes_go_where_there_is_most_room_and_wait_where_there_is_none(worl
     other = world.join("c", name="host-c")
     run(world.fleet.add([]))
     assert [order.spec.ref for order in orders_of(other)] == ["worker-3.0"]
+
+
+def test_which_host_has_what_is_known_to_the_next_master_and_no_disk_is_waited_for(world, monkeypatch):
+    def refuse(_):
+        raise AssertionError("a worker's death is told once the file is written")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    host = world.join()
+    run(world.fleet.add(specs(0, 1, 2)))
+    world.fleet.report(host, Seen(ref="worker-0.0", kind=Kind.EXITED, pid=7))
+    assert world.make().hosts["b"].alive == ["worker-2.0"]
 
 
 def test_each_change_of_the_hosts_changes_the_capacity(world):

@@ -1,11 +1,14 @@
 """Which hosts may join, the errors of those that may not, and how a lost connection is made again."""
 
 import asyncio
+import socket
 import time
 
+import msgspec
 import pytest
 
 from trueline import events
+from trueline.engine.hosts import relay as relays
 from trueline.engine.hosts import route, tls, token
 from trueline.engine.hosts.host_clock import OwnClock
 from trueline.engine.hosts.messages import Pulse, Welcome
@@ -108,6 +111,32 @@ def test_a_master_with_another_certificate_is_not_trusted(world, monkeypatch):
     _, future = world.join()
     with pytest.raises(UsageError, match="is not the start of the job that the token is of"):
         future.result(WAIT_S)
+
+
+def test_a_host_that_takes_connections_and_answers_nothing_is_told_apart_from_another_job(world, monkeypatch):
+    for limit in ("relay.CONNECT_S", "reach.SILENT_S"):
+        monkeypatch.setattr(f"trueline.engine.hosts.{limit}", 0.2)
+    half_open = socket.create_server(("127.0.0.1", 0))  # the kernel takes connections, and nobody reads them
+    with half_open:
+        address = f"127.0.0.1:{half_open.getsockname()[1]}"
+        _, future = world.join(address=address)
+        with pytest.raises(TrainError, match=f"{address} takes connections and answers nothing"):
+            future.result(WAIT_S)
+
+
+def test_a_host_whose_messages_are_of_another_version_is_refused_in_words_on_both_sides(world, monkeypatch):
+    monkeypatch.setattr(relays, "encode", lambda message: msgspec.msgpack.encode({"type": "Hello", "protocol": 1}))
+    _, future = world.join()
+    with pytest.raises(UsageError, match="its messages are of another version of Trueline than 1, which the job runs"):
+        future.result(WAIT_S)
+    assert "Invalid value 'Hello'" in world.wait("host.refused")["why"]
+
+
+def test_a_host_that_changes_its_version_while_it_lends_is_sent_away_with_the_reason(world, monkeypatch):
+    relay, future = world.join()
+    world.wait("host.joined")
+    world.loop.call_soon_threadsafe(relay._outgoing.put_nowait, {"type": "Hello"})
+    assert "its messages are of another version" in future.result(WAIT_S)
 
 
 def test_a_clock_that_is_too_far_off_for_the_certificate_is_named(world, monkeypatch):

@@ -206,6 +206,17 @@ def test_an_agent_that_ends_kills_what_runs_and_waits_for_it(agent):
     assert agent.waited == [11, 12]
 
 
+def test_an_agent_imports_later_what_it_did_not_begin_with_and_what_fails_is_left_to_the_process(engine, tmp_path):
+    async def scenario():
+        await engine.preload(("no_such_module", "colorsys"))
+        await engine.add([spec("show_imports", tmp_path)])
+        await until(engine, "role-0.0", Kind.EXITED)
+
+    asyncio.run(scenario())
+    assert (tmp_path / "show_imports-0.0.log").read_text() == "True\n"
+    assert "no_such_module" in (tmp_path / "agent.log").read_text()
+
+
 def child_of(log: Path) -> int:
     until_true(lambda: log.exists() and log.read_text().endswith("\n"), "it has started a process")
     return int(log.read_text())

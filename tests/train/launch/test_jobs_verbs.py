@@ -21,6 +21,7 @@ from trueline.train.job_dir import JobDir
 from trueline.train.launch import jobs
 from trueline.train.launch.launcher import detach
 from trueline.train.master.journal import Journal
+from trueline.train.settings import Fault
 from worlds.jobs import STEPS, TINY, JobGate, seen_counts
 from worlds.waiting import until, until_ended
 
@@ -99,6 +100,25 @@ def test_a_job_whose_processes_are_all_told_to_end_at_once_says_the_step_of_its_
     applied = [json.loads(line) for line in JobDir(job).events.read_text().splitlines()]
     applied = [one["fields"]["step"] + 1 for one in applied if one["name"] == "step.applied"]
     assert ended.checkpoint == max(applied), "no step is done again"
+
+
+def test_a_job_that_waits_for_its_least_number_of_workers_is_halted_with_all_that_was_applied(tmp_path, monkeypatch):
+    """The replacement of the worker that dies never gets as far as its model."""
+    recipe = recipe_with(
+        tmp_path, "if os.environ.get('TRUELINE_REF', '').endswith('.1'):", "    Path(os.environ['NEVER']).read_text()"
+    )
+    os.mkfifo(tmp_path / "never")
+    monkeypatch.setenv("NEVER", str(tmp_path / "never"))
+    faults = [Fault(step=8, slot=1)]
+    job = api.prepare(
+        recipe, workers="2:2", epochs=4000, checkpoint_every=9999, faults=faults, job_dir=tmp_path / "job"
+    )
+    pid = detach(job)
+    until(lambda: "worker-1.1" in (jobs.status(job) or {}).get("pending", ()), "one worker is left")
+    running = family(job)
+    left = jobs.halt(job)
+    until_ended([pid, *(one.pid for one in running)])
+    assert (left.state, left.checkpoint, left.step) == ("stopped", 8, 8)
 
 
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])

@@ -11,8 +11,10 @@ import time
 from concurrent import futures
 
 import grpc
+import msgspec
 import pytest
 
+from trueline.errors import UsageError
 from trueline.train import settings
 from trueline.train.job_dir import LaunchRecord
 from trueline.train.launch import launcher
@@ -43,6 +45,21 @@ def test_what_a_killed_launcher_left_stopped_is_ended_by_the_next_one(left):
     launcher._kill_leftovers(LaunchRecord(pid=1, started=time.time(), scratch=str(scratch)))
     assert process.wait(100) == -signal.SIGKILL
     assert not scratch.exists()
+
+
+def test_a_copy_of_the_folder_of_a_job_that_runs_is_refused_and_ends_nothing_of_it(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record = LaunchRecord(pid=other.pid, started=time.time() + 1.0, scratch=str(scratch))
+    with pytest.raises(UsageError, match=f"is a copy of a job that runs here, in process {other.pid}"):
+        launcher._expect_ended(record, tmp_path)
+    launcher._expect_ended(msgspec.structs.replace(record, ended=2.0), tmp_path)
+    launcher._expect_ended(msgspec.structs.replace(record, started=1.0), tmp_path)  # its number was used again
+    launcher._expect_ended(msgspec.structs.replace(record, pid=os.getpid()), tmp_path)
+    other.communicate(b"\n")
+    launcher._expect_ended(record, tmp_path)
+    launcher._expect_ended(None, tmp_path)
 
 
 def test_what_another_launcher_has_is_left_alone(left):

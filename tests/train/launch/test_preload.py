@@ -7,7 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trueline import files
+from trueline.train import settings
 from trueline.train.launch.preload import PRELOAD, EarlyAgent, find_preload
+from trueline.train.settings import JobSettings
 from worlds.jobs import TINY
 from worlds.waiting import until
 
@@ -45,3 +48,37 @@ def test_what_an_early_agent_writes_is_in_the_log_of_the_job(tmp_path):
 def test_the_head_of_a_submitted_job_starts_its_agent_before_it_imports_torch():
     script = "import sys, trueline.train.cluster.head; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_resumed_jobs_agent_begins_before_torch_is_imported_and_the_job_is_prepared_without_it(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(Path(TINY).read_text())
+    job = JobSettings(
+        name="tiny", recipe=str(recipe), recipe_digest=files.sha256_file(recipe), workers=2, epochs=6, global_batch=30,
+    )  # fmt: skip
+    (tmp_path / "job").mkdir()
+    settings.save(job, tmp_path / "job")
+    script = f"""
+import sys
+from trueline.cli.jobs import _launch
+from trueline.train.launch import preload
+
+class Agent:
+    def __init__(self, strategy, users):
+        print(strategy, users, "torch" in sys.modules)
+    def __enter__(self):
+        return self
+    def __exit__(self, *error):
+        print("ended")
+
+def launch(prepare, given, early):
+    print(prepare(workers="2"), type(early).__name__, "torch" in sys.modules)
+
+preload.EarlyAgent, _launch.launch = Agent, launch
+from trueline.cli import main
+sys.argv[1:] = ["resume", {str(tmp_path / "job")!r}]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    expected = [f"allreduce {recipe} False", f"{tmp_path / 'job'} Agent False", "ended"]
+    assert done.stdout.splitlines()[:3] == expected, done.stderr

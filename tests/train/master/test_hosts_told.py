@@ -71,3 +71,21 @@ def test_the_first_script_decides_and_another_one_or_a_stranger_hears_why_not(tm
     assert "the same in every worker" in hint
     for garbage in (b"", b"[1]", b'{"epochs": "x"}'):
         assert "names no values of a script" in msgspec.json.decode(mine._agree(garbage))[0]
+
+
+def test_a_second_launch_with_the_same_store_ends_the_first_one_which_names_it(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(hosts, "STORE_S", 0.001)
+    ours = hosts.mark_store(tmp_path, "/jobs/one on host-a")
+    assert hosts.find_other_launch(tmp_path, ours) == ""
+    assert hosts.find_other_launch(tmp_path / "away", ours) == ""
+    failed: list[tuple[str, str]] = []
+    mine = object.__new__(hosts.JobHosts)
+    mine.launch = SimpleNamespace(probe=ours, store=str(tmp_path))  # type: ignore[assignment]
+    mine._master = SimpleNamespace(fail=lambda code, why, hint: failed.append((code, why)))  # type: ignore[assignment]
+    theirs = hosts.mark_store(tmp_path, "/jobs/copy on host-c")
+    asyncio.run(asyncio.wait_for(mine.run_watching_store(), 100))
+    where = f"another launch has the checkpoints of this job in {tmp_path}: /jobs/copy on host-c"
+    assert failed == [("train", where)]
+    assert hosts.find_other_launch(tmp_path, theirs) == ""

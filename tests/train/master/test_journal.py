@@ -172,7 +172,8 @@ ROWS = {
     "CKPT": {"step": 2, "path": "/c"}, "SCALE": {"workers": 5, "again": True}, "QUARANTINE": {"slot": 3, "why": "died"},
     "SUSPECT": {"record": 7, "worker": "worker-0.0", "why": "odd"}, "POISON": {"record": 9, "why": "odd"},
     "FACTS": {"num_records": 8, "total_steps": 2, "shard_records": 0}, "EPOCH": {"epoch": 0}, "EVAL": {"step": 2},
-    "END": {"summary": {}}, "FAIL": {"code": "train", "why": "x"}, "LEASES": {"epoch": 0}, "DONE": {"epoch": 0},
+    "HALT": {"why": "x"}, "END": {"summary": {}}, "FAIL": {"code": "train", "why": "x"}, "LEASES": {"epoch": 0},
+    "DONE": {"epoch": 0},
 }  # fmt: skip
 STEPS = [("COMMIT", commit(0)), ("FORMED", {"generation": 3, "step": 0, "gap_ms": 1.0, "workers": 2})]
 
@@ -203,6 +204,16 @@ def test_every_row_is_on_the_disk_when_it_is_written_but_those_of_steps(tmp_path
     assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,), "as SQLite took it"
     assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     journal.close()
+
+
+def test_workers_wait_for_no_disk_when_the_rows_are_about_processes_that_a_power_cut_ends(tmp_path):
+    journal = Journal(tmp_path / "log", journals.STEPS_AND_LAUNCH)
+    seen = Durability(journal)
+    for kind in ("VIEW", "START", "CKPT", "EPOCH"):
+        journal.append((kind, ROWS[kind]), *STEPS)
+    journal.append(("VIEW", VIEW), ("TRUNCATE", {"steps": 3}))
+    journal.append(("POISON", ROWS["POISON"]))
+    assert seen.commits == ["NORMAL"] * 4 + ["FULL"] * 2
 
 
 def test_the_rows_of_a_decision_are_there_together_or_not_at_all(tmp_path):
@@ -329,6 +340,8 @@ def test_the_members_of_a_view_stay_the_same_through_its_steps():
         ([("COMMIT", commit(3)), ("TRUNCATE", {"steps": 2})], {"committed": 2}),
         ([("CKPT", {"step": 2, "path": "/c"})], {"checkpoint": "/c", "checkpoint_step": 2}),
         ([("LAUNCH", {"workers": 5})], {"workers": 5}),
+        ([("HALT", {"why": "enough"})], {"halting": "enough"}),
+        ([("HALT", {"why": "enough"}), ("LAUNCH", {"workers": 5})], {"workers": 5}),
         ([("SCALE", {"workers": 5, "again": True})], {"workers": 5}),
         ([("QUARANTINE", {"slot": 1, "why": "died", "times": 2, "retry_s": 60.0})],
          {"quarantined": {1: "died"}, "retry_at": {1: 65.0}, "relapses": {1: 2}}),

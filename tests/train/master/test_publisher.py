@@ -14,14 +14,12 @@ def test_the_history_and_what_comes_after_it_are_all_events_once_whole_lines_and
     monkeypatch.setattr(publisher, "PIECE", 100)
     first = EventPublisher(tmp_path / "events.jsonl")
     first.publish([("a.happened", {"n": number}) for number in range(10)])
-    first.close()
     later: list[bytes] = []
     second = EventPublisher(tmp_path / "events.jsonl")  # the next master
     second.publish([("a.happened", {"n": 10})])
     past = list(second.read_history())
     second.replicate = later.append
     second.publish([("a.happened", {"n": 11}), ("a.happened", {"n": 12})])
-    second.close()
     assert len(past) > 5
     assert max(map(len, past)) <= 100
     assert numbers([*past, *later]) == list(range(13))
@@ -32,7 +30,6 @@ def test_of_a_long_history_the_newest_whole_lines_are_kept(tmp_path, monkeypatch
     made = EventPublisher(tmp_path / "events.jsonl")
     made.publish([("a.happened", {"n": number}) for number in range(50)])
     found = numbers(made.read_history())
-    made.close()
     assert found == list(range(found[0], 50))
     assert 1 < len(found) < 10
 

@@ -135,9 +135,10 @@ def test_a_halt_is_known_to_the_master_after_this_one_and_to_no_later_launch(job
         after = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
         found = after.saving.halting
         await after.adopt(launch=True)
-        return found, after.saving.halting
+        later = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
+        return found, after.saving.halting, later.saving.halting
 
-    assert asyncio.run(scenario()) == ("enough", "")
+    assert asyncio.run(scenario()) == ("enough", "", "")
 
 
 @pytest.mark.parametrize(("checkpoint", "steps"), [("/step-4", [4]), ("", [])])
@@ -258,7 +259,7 @@ def test_events_are_appended_to_a_file_and_a_full_disk_only_delays_them(job, tmp
         async with serving(job, tmp_path) as (master, _):
             master.publisher.hook = lambda *event: heard.append(event)
             file = tmp_path / "events.jsonl"
-            master.publisher.close()
+            master.publisher.flush()
             file.unlink(missing_ok=True)
             file.symlink_to("/dev/full")
             master.emit("step.applied", step=1, loss=0.5)

@@ -42,6 +42,19 @@ def test_after_the_end_of_a_job_nothing_that_happens_means_anything(phase):
     assert (world.state.generation, world.state.workers) == (1, 3)
 
 
+def test_a_job_that_halts_lets_fewer_members_than_its_minimum_write_the_last_checkpoint():
+    world = running().happen(h.Death(B, "killed"), h.Death(C, "killed")).enter(a=5)
+    assert (world.state.view, world.releases()) == ((A,), []), "two are needed"
+    world.happen(h.Halt("trueline halt"))
+    assert (world.releases(), logged(world, "HALT")) == ([(0, (5,))], [{"why": "trueline halt"}])
+
+
+def test_a_member_that_enters_alone_while_the_job_halts_waits_for_none():
+    world = running().happen(h.Death(B, "killed"), h.Death(C, "killed"), h.Halt("trueline halt"))
+    assert world.releases() == []
+    assert world.enter(a=5).releases() == [(0, (5,))]
+
+
 def break_for(world: World, minutes: float, times: int) -> World:
     """The group breaks `times` times, evenly over the time, with all members in each."""
     for _ in range(times):

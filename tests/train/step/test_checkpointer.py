@@ -1,5 +1,6 @@
 """Promises of who writes checkpoints: which are written, which are skipped, what training waits for."""
 
+import os
 import threading
 from types import SimpleNamespace
 
@@ -136,6 +137,20 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     assert slow.written == [(1, 1.0), (51, 51.0)]
 
 
+def test_steps_take_turns_with_the_thread_that_writes_so_it_has_the_priority_of_its_process(tmp_path, monkeypatch):
+    write, nice = checkpoint.write, []
+
+    def note(*given, **named):
+        nice.append((os.getpriority(os.PRIO_PROCESS, 0), threading.current_thread().name))
+        return write(*given, **named)
+
+    monkeypatch.setattr(checkpoint, "write", note)
+    job = Job(Checkpointer(tmp_path, {}, every=1))
+    job.step()
+    job.complete()
+    assert nice == [(os.getpriority(os.PRIO_PROCESS, os.getpid()), "checkpoint")]
+
+
 @pytest.mark.parametrize("where", ["disk", "memory://checkpointer"])
 def test_the_newest_and_the_best_are_kept(tmp_path, where):
     folder = tmp_path if where == "disk" else where
@@ -256,6 +271,16 @@ def test_a_full_disk_is_waited_for_and_told_once_while_training_continues(tmp_pa
     assert job.full == [(1, "no room left to write it")]
     assert checkpoint.latest(tmp_path).step == 2
     assert left == [0]
+
+
+def test_a_job_whose_disk_is_full_at_its_end_waits_for_its_model_too(tmp_path, monkeypatch):
+    faults = [DiskFull("no room left"), DiskFull("no room left"), None]
+    monkeypatch.setattr(Checkpointer, "_write_model", lambda *_: faults.pop(0))
+    monkeypatch.setattr(checkpointing, "ROOM_S", 0.0)
+    job = Job(Checkpointer(tmp_path, {}, every=1))
+    job.step()
+    job.complete()
+    assert faults == []
 
 
 def test_a_job_that_halts_applies_no_step_after_that_of_its_checkpoint(tmp_path):

@@ -1,5 +1,6 @@
 """Promises of the way from a step's sums to the next state; what a replica would do is written down instead."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -76,6 +77,23 @@ def run(commit, steps):
         if (certificate := commit.certificate()) is not None:
             found.append((step, certificate))
     return found
+
+
+@pytest.mark.parametrize(
+    ("halting", "save_from", "rank", "writes"),
+    [(True, 3, 0, [3]), (True, 4, 0, []), (True, 3, 1, []), (False, 3, 0, [])],
+)
+def test_a_member_that_enters_a_group_while_the_job_halts_writes_its_state_before_another_step(
+    halting, save_from, rank, writes
+):
+    commit = commit_of()
+    run(commit, 3)
+    written = []
+    commit.group.rank = rank
+    link = SimpleNamespace(halting=halting, save_from=save_from)
+    writer = SimpleNamespace(after_step=lambda replica, link, **_: written.append(replica.ledger.steps))
+    dataclasses.replace(commit, checkpointer=writer, reporter=SimpleNamespace(link=link)).halt()
+    assert written == writes
 
 
 def test_sums_of_just_the_records_of_the_step_at_hand_are_let_through():

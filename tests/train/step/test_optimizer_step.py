@@ -206,3 +206,49 @@ def test_memory_is_stable_between_steps_for_parameters_and_moments_but_not_for_b
     assert all(buffer.data_ptr() not in stable for buffer in model.buffers())
     moments = [state["momentum_buffer"] for state in advance.optimizer.state.values()]
     assert all(moment.data_ptr() in stable for moment in moments)
+
+
+def sparse_and_dense() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 2, sparse=True), torch.nn.Linear(2, 1))
+    model(torch.tensor([1, 1, 4])).square().sum().backward()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "hint"),
+    [
+        ("SparseAdam", "sparse for 0.weight and dense for 1.weight and 1.bias", "JointOptimizer"),
+        ("Adam", "sparse for 0.weight and dense for 1.weight and 1.bias", "JointOptimizer"),
+    ],
+)
+def test_an_optimizer_that_does_not_take_the_gradients_is_refused_with_their_names_and_changes_nothing(
+    kind, given, hint
+):
+    model = sparse_and_dense()
+    before = copy.deepcopy(model.state_dict())
+    advance = OptimizerStep(model, getattr(torch.optim, kind)(model.parameters()), None, Options())
+    with pytest.raises(UsageError, match=f"{kind} does not take the gradients of step 0") as refused:
+        advance.apply()
+    assert given in refused.value.message.replace(",", " and")
+    assert hint in refused.value.hint
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_error_of_an_optimizer_of_the_users_own_is_left_as_it_is():
+    class Mine(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no luck")
+
+    model = one()
+    with pytest.raises(RuntimeError, match="no luck"):
+        step(OptimizerStep(model, Mine(model.parameters(), lr=1.0), None, Options()))
+
+
+def test_sparse_gradients_are_clipped_as_dense_ones_are():
+    sparse, dense = sparse_and_dense(), sparse_and_dense()
+    dense[0].weight.grad = dense[0].weight.grad.to_dense()
+    for model in (sparse, dense):
+        advance_of(model, lr=0.5, clip_norm=0.1).apply()
+    for mine, its in zip(sparse.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(mine, its)

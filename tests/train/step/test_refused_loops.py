@@ -139,6 +139,23 @@ def test_a_penalty_of_the_weights_beside_a_sum_is_found_in_single_precision_howe
         assert world.applied == (0 if factor else 5)
 
 
+def test_steps_of_a_loop_in_half_precision_are_cut_into_shards_unless_a_setting_says_that_it_rounds():
+    sizes: list[int] = []
+
+    def rounded(model: nn.Module, batch: Any) -> Tensor:
+        sizes.extend([] if batch.trial else [len(batch.records)])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = model(batch.inputs.float())
+        return mean(outputs.float(), batch.labels.float())
+
+    for precision, expected in (("fp32", [4] * 30), ("bf16", [24] * 5)):
+        sizes.clear()
+        world = World(precision=precision)
+        world.model.float()
+        world.train(rounded)
+        assert (world.applied, sizes) == (5, expected)
+
+
 def test_gradient_checkpointing_of_the_whole_model_trains():
     world = World()
     world.train(lambda model, batch: mean(checkpoint(model, batch.inputs, use_reentrant=False), batch.labels))
@@ -288,8 +305,9 @@ def test_records_that_are_named_tuples_and_draw_train():
     assert world.applied == 5
 
 
-def test_gradients_of_a_sparse_embedding_are_measured():
-    world = World(TensorDataset(torch.arange(RECORDS) % 30, torch.ones(RECORDS, 1).double()))
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_gradients_of_a_sparse_embedding_are_measured_and_summed(bitwise):
+    world = World(TensorDataset(torch.arange(RECORDS) % 30, torch.ones(RECORDS, 1).double()), bitwise=bitwise)
     world.model = nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Linear(4, 1)).double()
     world.advance = torch.optim.SGD(world.model.parameters(), lr=0.1)
     world.train()

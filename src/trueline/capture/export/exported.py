@@ -32,6 +32,8 @@ class Exported:
     opset: int | None = None
     exact_tails: bool = False
     """Whether ONNX computes sigmoids by their formula."""
+    only_torch: str = ""
+    """Why no other runtime can round as the model does; empty where another one may."""
     unrolled: frozenset[str] = frozenset()
     """Symbols whose guards are not all known, as code was unrolled over them: they are claimed as far as they were
     compared."""

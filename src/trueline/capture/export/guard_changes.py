@@ -18,6 +18,8 @@ from trueline.bundle.guards import Guard, place, read
 from trueline.bundle.signature import Dim
 
 SCANNED = 1 << 16
+ONE_BY_ONE = 32
+"""Combinations of which each is tried alone, where one divides by zero."""
 MOST = 8
 """How many changes are listed: of a guard that changes more often, the first are enough to keep it."""
 LINES = (1, 2, 3, 5, 7, 16, 64, 224, 1000)
@@ -32,13 +34,21 @@ def holding(guard: Guard, sizes: Columns) -> np.ndarray[tuple[int], np.dtype[np.
     """Which of the combinations keep `guard`: all at once, or one by one where it divides by zero or chooses."""
     count = max(len(column) for column in sizes.values())
     given = [np.broadcast_to(sizes[symbol], (count,)) for symbol in guard.symbols]
-    columns = [column if _is_small(guard) else column.astype(object) for column in given]
+    return _holding(guard, given if _is_small(guard) else [column.astype(object) for column in given])
+
+
+def _holding(guard: Guard, columns: Sequence[Any]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    count = len(columns[0])
     found: Any
     try:
         with np.errstate(divide="raise", invalid="raise"):
             found = _of_columns(guard.rule)(*columns)
-    except (ArithmeticError, ValueError):
-        found = [guard.holds(dict(zip(guard.symbols, map(int, one), strict=True))) for one in zip(*given, strict=True)]
+    except (ArithmeticError, ValueError) as error:
+        if count > ONE_BY_ONE and isinstance(error, ArithmeticError):  # mostly at few places: where a size is another
+            parts = ([column[start : start + count // 2 + 1] for column in columns] for start in (0, count // 2 + 1))
+            return np.concatenate([_holding(guard, part) for part in parts])
+        rows = zip(*columns, strict=True)
+        found = [guard.holds(dict(zip(guard.symbols, map(int, one), strict=True))) for one in rows]
     return np.broadcast_to(np.asarray(found, dtype=np.bool_), (count,))
 
 
@@ -48,8 +58,18 @@ def _of_columns(rule: str) -> Callable[..., Any]:
     read(rule)
     names = sorted(set(re.findall(r"\bd\d+", rule)), key=place)
     extremes = {"max": lambda *all: reduce(np.maximum, all), "min": lambda *all: reduce(np.minimum, all)}
-    function: Callable[..., Any] = eval(f"lambda {', '.join(names)}, *_: {rule}", {"__builtins__": {}, **extremes})
+    whole = ast.unparse(ast.fix_missing_locations(_Elementwise().visit(ast.parse(rule, mode="eval"))))
+    function: Callable[..., Any] = eval(f"lambda {', '.join(names)}, *_: {whole}", {"__builtins__": {}, **extremes})
     return function
+
+
+class _Elementwise(ast.NodeTransformer):
+    """`a > 1 and b > 2` as what numpy computes of whole columns."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        self.generic_visit(node)
+        operator = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
+        return reduce(lambda one, other: ast.BinOp(left=one, op=operator, right=other), node.values)
 
 
 def _is_small(guard: Guard) -> bool:
@@ -104,6 +124,12 @@ def breaks_when_small(guard: Guard) -> bool:
 
 def breaks_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:
     """Whether a guard between several symbols is broken on one of the lines, inside `dims`."""
+    return _breaks_far(guard, tuple((symbol, dims[symbol]) for symbol in guard.symbols))
+
+
+@cache
+def _breaks_far(guard: Guard, inside: tuple[tuple[str, Dim], ...]) -> bool:
+    dims = dict(inside)
     few = LINES if len(guard.symbols) == 2 else LINES[2::3]
     for symbol in guard.symbols:
         others = [one for one in guard.symbols if one != symbol]
@@ -113,6 +139,73 @@ def breaks_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:
             if line.size and not holding(guard, {symbol: line, **fixed}).all():
                 return True
     return False
+
+
+def is_certain(guard: Guard, dims: Mapping[str, Dim]) -> bool:
+    """Whether polynomials show that it holds for all sizes from the least on: written in what each size has above its
+    least, a difference without a negative term is never below 0. Also of one quotient that is compared with 0."""
+    tree = ast.parse(guard.rule, mode="eval").body
+    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
+        return False
+    least = {f"d{at}": dims[symbol].min for at, symbol in enumerate(guard.symbols)}
+    one, other = tree.left, tree.comparators[0]
+    try:
+        match tree.ops[0]:
+            case ast.NotEq():
+                return any(_is_above(*pair, least) for pair in ((one, other), (other, one)))
+            case ast.Gt():
+                return _is_above(one, other, least)
+            case ast.Lt():
+                return _is_above(other, one, least)
+            case ast.GtE():
+                return _is_least(_add(_expand(one, least), _expand(other, least), -1))
+            case ast.LtE():
+                return _is_least(_add(_expand(other, least), _expand(one, least), -1))
+    except ValueError:
+        return False
+    return False
+
+
+Terms = Mapping[tuple[str, ...], int]
+"""A polynomial: the symbols of each term, each as often as its power, and the term's factor."""
+
+
+def _is_above(one: ast.expr, other: ast.expr, least: Mapping[str, int]) -> bool:
+    """Whether `one` is more than `other`. Raises ValueError where one of them is no polynomial."""
+    match one, other:
+        case ast.BinOp(left=over, op=ast.FloorDiv(), right=under), ast.Constant(value=0):
+            divisor = _expand(under, least)
+            return _is_least(_add(divisor, {(): 1}, -1)) and _is_least(_add(_expand(over, least), divisor, -1))
+    return _is_least(_add(_add(_expand(one, least), _expand(other, least), -1), {(): 1}, -1))
+
+
+def _is_least(terms: Terms) -> bool:
+    """Whether a polynomial of what is 0 or more is never below 0, as no term of it is."""
+    return all(factor >= 0 for factor in terms.values())
+
+
+def _expand(node: ast.expr, least: Mapping[str, int]) -> Terms:
+    """The polynomial in what each symbol has above its least. Raises ValueError for what is none."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return {(): number}
+        case ast.Name(id=name) if name in least:
+            return {(name,): 1, (): least[name]}
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _add({}, _expand(operand, least), -1)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
+            return _add(_expand(left, least), _expand(right, least), 1 if isinstance(op, ast.Add) else -1)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            found: dict[tuple[str, ...], int] = {}
+            for (one, a), (other, b) in itertools.product(_expand(left, least).items(), _expand(right, least).items()):
+                term = tuple(sorted((*one, *other)))
+                found[term] = found.get(term, 0) + a * b
+            return found
+    raise ValueError(f"{ast.unparse(node)} is no polynomial")
+
+
+def _add(one: Terms, other: Terms, times: int) -> Terms:
+    return {term: one.get(term, 0) + times * other.get(term, 0) for term in {*one, *other}}
 
 
 def _inside(sizes: Any, dim: Dim) -> Any:

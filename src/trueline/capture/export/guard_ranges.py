@@ -21,7 +21,15 @@ import numpy as np
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
 from trueline.capture.export.fraction_guards import FUNCTIONS, UNREADABLE, WholeNumbers, compile_test, in_whole_numbers
-from trueline.capture.export.guard_changes import Columns, breaks_far, breaks_when_small, changes, combinations, holding
+from trueline.capture.export.guard_changes import (
+    Columns,
+    breaks_far,
+    breaks_when_small,
+    changes,
+    combinations,
+    holding,
+    is_certain,
+)
 
 DENSE = 256
 TUPLES = 1000
@@ -223,7 +231,7 @@ def _is_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:
     if len(guard.symbols) < 2:
         few = holding(guard, {guard.symbols[0]: np.arange(1, DENSE + 1)})
         return isinstance(_comparison(guard), ast.NotEq) and bool(few.all()) and bool(changes(guard))
-    if _is_assumption(guard) or not holding(guard, _combinations(guard.symbols, dims)).all():
+    if _is_assumption(guard) or is_certain(guard, dims) or not holding(guard, _combinations(guard.symbols, dims)).all():
         return False
     return isinstance(_comparison(guard), ast.NotEq) or breaks_far(guard, dims)
 

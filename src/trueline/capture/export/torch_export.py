@@ -20,7 +20,7 @@ import torch
 
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.capture.export import fallbacks, guard_ranges, operators
+from trueline.capture.export import fallbacks, guard_ranges, operators, quantized_layers
 from trueline.capture.export.exported import STATE_HINT, Exported, Fixed
 from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
@@ -42,6 +42,11 @@ _CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic b
 def export(module: torch.nn.Module, calling: Calling) -> Exported:
     """Exports `module` with its free dimensions, in multiples or by another way of tracing (`fallbacks`) where
     torch.export fails on it as it is. Raises CaptureError, with the user's line where it is known."""
+    with quantized_layers.unpack(module) as only_torch:
+        return replace(_export_any_way(module, calling), only_torch=only_torch)
+
+
+def _export_any_way(module: torch.nn.Module, calling: Calling) -> Exported:
     flat = TensorModule(module, calling)
     try:
         return _export(flat, calling, {})
@@ -67,6 +72,11 @@ def export_at(module: torch.nn.Module, calling: Calling, sizes: Mapping[str, int
         for tensor, axes in zip(calling.example, free, strict=True)
     )
     larger = replace(calling, example=example)
+    with quantized_layers.unpack(module) as only_torch:
+        return replace(_export_free(module, larger), only_torch=only_torch)
+
+
+def _export_free(module: torch.nn.Module, larger: Calling) -> Exported:
     if not size_lengths.may_help(module):
         return _export(TensorModule(module, larger), larger, {})
     with size_lengths.keep_lengths_free(module):
@@ -145,8 +155,7 @@ def _refuse_packed(error: Exception, flat: torch.nn.Module) -> None:
     ]
     raise CaptureError(
         f"weights of quantized layers are packed for this machine, and no format can hold them: {join_names(layers)}",
-        hint="capture the model as it is before quantize_dynamic, and quantize its ONNX program: "
-        "onnxruntime.quantization.quantize_dynamic",
+        hint="capture the model as it is before it is quantized, and quantize the bundle: trueline compress BUNDLE",
     ) from error
 
 

@@ -103,18 +103,23 @@ def _make(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str
             for spec, tensor in zip(calling.signature.inputs, calling.example, strict=True)
         )
         whole = TensorModule(module, calling).eval()
-        with _NoteRaised() as raised, torch.no_grad():
-            whole(*example)
-        if raised.why:  # torch.jit.trace ends the process
-            raise CaptureError(f"the model catches an error of torch, which a trace does not survive: {raised.why}")
-        traced = torch.jit.trace(whole, example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
-        return torch.jit.freeze(traced), "by trace"
+        return torch.jit.freeze(trace(whole, example, strict=False)), "by trace"
     if way == "script":
         return _flatten(torch.jit.script(module), module, calling), "by script"
     mixer = _Mixer(module, calling)
     if mixer.script(module) is not None:
         raise CaptureError("the whole model can be scripted: a mix is no other program")
     return _flatten(mixer.mix(module), module, calling), mixer.how()
+
+
+def trace(module: torch.nn.Module, example: tuple[Any, ...], *, strict: bool) -> Any:
+    """`torch.jit.trace` without its check. Raises CaptureError where it would end the process (torch 2.13): an operator
+    fails, and the model catches that."""
+    with _NoteRaised() as raised, torch.no_grad():
+        module(*example)
+    if raised.why:
+        raise CaptureError(f"the model catches an error of torch, which a trace does not survive: {raised.why}")
+    return torch.jit.trace(module, example, check_trace=False, strict=strict)  # type: ignore[no-untyped-call]
 
 
 def _batch_axes(spec: TensorSpec) -> list[int]:
@@ -231,7 +236,7 @@ class _Mixer:
         call = self._calls.get(id(module))
         if call is None:
             raise CaptureError(f"submodule '{self._names[id(module)]}' was not called on the example: it has no trace")
-        made = torch.jit.trace(_replace_parts(module, parts), call, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+        made = trace(_replace_parts(module, parts), call, strict=False)
         self._note("traced", module)
         return made
 

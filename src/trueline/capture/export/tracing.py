@@ -22,6 +22,7 @@ from trueline.capture.patches import (
     module_to,
     packed_sequence,
     recurrent,
+    size_functions,
     symbolic_sizes,
 )
 from trueline.recipe.eager_mode import as_trained
@@ -83,6 +84,7 @@ def apply_patches() -> Iterator[None]:
             module_to.skip_conversions,
             einsum_order.order_by_example,
             fake_quantization.keep_steps,
+            size_functions.add_operators,
         ):
             stack.enter_context(patch())
         yield

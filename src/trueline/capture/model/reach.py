@@ -131,6 +131,8 @@ def _children(kept: KeptValue) -> Iterable[KeptValue]:
         return _of_function(path, value)
     if isinstance(value, type):
         return _of_class(path, value) if _is_users(value) else ()
+    if isinstance(value, torch.Tensor):
+        return _fields(path, value)
     if isinstance(value, ModuleType | BuiltinFunctionType) or _is_skipped(value):
         return ()
     return _of_object(path, value)

@@ -1,7 +1,8 @@
 """Functions of the module `math`, `bin` and methods of whole numbers, of a size that is free.
 
 Python's own want a number, and torch.export then makes a constant of the size, or has no such method. Here each is
-written in what a symbolic size knows: //, %, min and a root. Sources: Python's documentation of each; for the greatest
+written in what a symbolic size knows: //, %, min and a root; logarithms and their like are tensors of no dimension in
+float64, which count as numbers beside another tensor. Sources: Python's documentation of each; for the greatest
 common divisor, Gauss: n is the sum of Euler's function over its divisors.
 """
 
@@ -110,31 +111,118 @@ def binary(of: Size) -> Any:
     return Binary(of) if _is_free(of) else builtins.bin(of)
 
 
+def bits_of_both(size: Size, number: Any) -> Size:
+    """`size & number`, for a whole number of at most 31 bits; for others torch fixes the size."""
+    if _is_free(number) or not 0 <= number < 2**BITS:
+        return int(size) & number
+    return sum((size // 2**at) % 2 * 2**at for at in range(BITS) if number >> at & 1)
+
+
+def _bits_of_either(size: Size, number: Any) -> Size:
+    return size + number - bits_of_both(size, number)
+
+
+def _bits_of_one(size: Size, number: Any) -> Size:
+    return size + number - 2 * bits_of_both(size, number)
+
+
+_power: Any = vars(torch.SymInt)["__pow__"]
+_OPERATORS: dict[str, Any] = {
+    "and": bits_of_both, "or": _bits_of_either, "xor": _bits_of_one,
+    "rand": bits_of_both, "ror": _bits_of_either, "rxor": _bits_of_one,
+    "lshift": lambda size, by: size * 2**by, "rshift": lambda size, by: size // 2**by, "invert": lambda size: -size - 1,
+    "divmod": lambda size, by: (size // by, size % by), "rdivmod": lambda size, of: (of // size, of % size),
+    "pow": lambda size, by, of=None: _power(size, by) if of is None else _power(size, by) % of,
+}  # fmt: skip
+_TENSOR_FUNCTIONS: dict[str, Any] = {
+    name: getattr(torch, name)
+    for name in (
+        "log2",
+        "log10",
+        "log1p",
+        "exp",
+        "expm1",
+        "sin",
+        "cos",
+        "tan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asin",
+        "acos",
+        "atan",
+        "erf",
+        "erfc",
+        "lgamma",
+        "hypot",
+        "atan2",
+        "fmod",
+    )
+}
+_TENSOR_FUNCTIONS["fabs"] = torch.abs
+_TENSOR_FUNCTIONS["log"] = lambda of, base=None: of.log() if base is None else of.log() / base.log()
+
+
+def _of_tensors(name: str) -> Any:
+    plain, free = getattr(math, name), _TENSOR_FUNCTIONS[name]
+
+    def function(*of: Any) -> Any:
+        if not any(_is_free(one) or isinstance(one, torch.Tensor) for one in of):
+            return plain(*of)
+        return free(*(one if isinstance(one, torch.Tensor) else torch.full((), one, dtype=torch.float64) for one in of))
+
+    return function
+
+
 class FreeMath:
     """The module `math`, with functions that leave a size free."""
 
     sqrt, isqrt, gcd, lcm, comb = map(staticmethod, (sqrt, isqrt, gcd, lcm, comb))
 
+    def __init__(self) -> None:
+        self.__dict__ |= {name: _of_tensors(name) for name in _TENSOR_FUNCTIONS}
+
     def __getattr__(self, name: str) -> Any:
         return getattr(math, name)
 
 
+_FREE = FreeMath()
 INSTEAD: tuple[tuple[Any, Any], ...] = (
-    (math, FreeMath()), (math.sqrt, sqrt), (math.isqrt, isqrt), (math.gcd, gcd), (math.lcm, lcm), (math.comb, comb),
-)  # fmt: skip
+    (math, _FREE),
+    *((getattr(math, name), getattr(_FREE, name)) for name in ("sqrt", "isqrt", "gcd", "lcm", "comb")),
+    *((getattr(math, name), getattr(_FREE, name)) for name in _TENSOR_FUNCTIONS),
+)
 """What a user's module imports, and what it has while the model is traced."""
-NAMES = frozenset({"sqrt", "isqrt", "gcd", "lcm", "comb", "bin", "bit_length", "bit_count"})
+NAMES = frozenset({"sqrt", "isqrt", "gcd", "lcm", "comb", "bin", "bit_length", "bit_count", *_TENSOR_FUNCTIONS})
 
 
 @contextmanager
 def add_methods() -> Iterator[None]:
     """In the block, a symbolic size has the methods of a whole number that count its bits."""
+    with _set_on_sizes({"bit_length": bit_length, "bit_count": count_bits}):
+        yield
+
+
+@contextmanager
+def add_operators() -> Iterator[None]:
+    """In the block, the operators on the bits of a symbolic size are ones that every format can hold."""
+    with _set_on_sizes({f"__{name}__": function for name, function in _OPERATORS.items()}):
+        yield
+
+
+@contextmanager
+def _set_on_sizes(ours: dict[str, Any]) -> Iterator[None]:
     kind: Any = torch.SymInt
-    kind.bit_length, kind.bit_count = bit_length, count_bits
+    before = {name: vars(kind)[name] for name in ours if name in vars(kind)}
     try:
+        for name, function in ours.items():
+            setattr(kind, name, function)
         yield
     finally:
-        del kind.bit_length, kind.bit_count
+        for name in ours:
+            delattr(kind, name)
+        for name, function in before.items():
+            setattr(kind, name, function)
 
 
 def _at_most_one(size: Size) -> Size:

@@ -1,11 +1,12 @@
 """`len` of a tensor, `int`, `float` and `math` of a size, and lists made of a size stay as free as the size in a trace.
 
 Python's own return plain numbers, and torch.export then makes a constant of the size. So the user's modules get a
-`len`, `int` and `float` of their own while the model is traced, the `math` and `bin` of `size_functions`, and the
-`range`, `list` and `tuple` of `size_lists`.
+`len`, `int`, `float`, `min` and `max` of their own while the model is traced, the `math` and `bin` of `size_functions`,
+and the `range`, `list` and `tuple` of `size_lists`.
 """
 
 import builtins
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,22 @@ def _len(of: Any) -> Any:
     if isinstance(of, SizeList):
         return of.length
     return of.shape[0] if isinstance(of, torch.Tensor) and of.ndim else builtins.len(of)
+
+
+def _extreme(plain: Callable[..., Any], free: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """`min` or `max`: of plain numbers and sizes without a branch on which is which."""
+
+    def function(*of: Any, **named: Any) -> Any:
+        given = of[0] if len(of) == 1 else of
+        numbers = isinstance(given, tuple | list) and all(isinstance(one, _NUMBERS) for one in given)
+        if named or not numbers or not any(isinstance(one, torch.SymInt | torch.SymFloat) for one in given):
+            return plain(*of, **named)
+        return functools.reduce(free, given)
+
+    return function
+
+
+_NUMBERS = (builtins.int, builtins.float, torch.SymInt, torch.SymFloat)
 
 
 class _Builtin(type):
@@ -70,6 +87,8 @@ def _builtin(plain: type, free: type, convert: Callable[[Any], Any]) -> type:
 
 _BUILTINS = {
     "len": _len,
+    "min": _extreme(builtins.min, torch.sym_min),
+    "max": _extreme(builtins.max, torch.sym_max),
     "bin": size_functions.binary,
     "int": _builtin(int, torch.SymInt, torch.sym_int),
     "float": _builtin(float, torch.SymFloat, torch.sym_float),
@@ -78,7 +97,7 @@ _BUILTINS = {
     "tuple": _builtin(tuple, SizeList, SizeList.copy),
 }
 
-_NAMES = size_functions.NAMES | {"len", "int", "float"}
+_NAMES = size_functions.NAMES | {"len", "int", "float", "min", "max"}
 
 
 @contextmanager

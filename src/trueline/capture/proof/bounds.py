@@ -97,7 +97,8 @@ def _flat(values: Array) -> Slices:
 def _dead(values: Array) -> Slices:
     others = (tuple(one for one in range(values.ndim) if one != axis) for axis in range(values.ndim))
     return tuple(
-        1.0 - np.count_nonzero(values, axis=one) * values.shape[i] / max(values.size, 1) for i, one in enumerate(others)
+        1.0 - (np.count_nonzero(values, axis=one) * values.shape[i] / max(values.size, 1)).astype(np.float32)
+        for i, one in enumerate(others)
     )
 
 

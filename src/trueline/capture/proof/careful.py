@@ -1,7 +1,8 @@
-"""Keeps values that are not finite from operators that would crash on them.
+"""Keeps values from operators that would crash on them.
 
 `torch.linalg.eigvals` of a matrix with a NaN ends the process with SIGSEGV (torch 2.13 with oneMKL, parameter 3 of
-SGEBAL), and `torch.mode` of numbers with a NaN never returns. A call that would pass such values on raises instead.
+SGEBAL), and `torch.mode` of numbers with a NaN never returns. `repeat_interleave` and `ctc_loss` write where a count
+that is too large, or a label that is none, leads them. A call that would pass such values on raises instead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _ENDLESS = ("mode.",)
 _TRUNCATED = ("div.Tensor_mode", "div.Scalar_mode", "div_.Tensor_mode", "div_.Scalar_mode")
 """Of the smallest whole number by -1 they end the process with SIGFPE (torch 2.13), if they truncate."""
 
+MOST_REPEATS = 2.0**40
+
 
 class Unsafe(ValueError):
     """Stops an operator that would crash, or never return, on these values."""
@@ -37,7 +40,27 @@ class Careful(OperatorMode):  # type: ignore[no-untyped-call]
                     raise Unsafe(f"{func} would get a value that is no number")
         if name.startswith(_TRUNCATED) and kwargs.get("rounding_mode") == "trunc" and _overflows(*args[:2]):
             raise Unsafe(f"{func} would divide the smallest whole number by -1")
+        if name.startswith("repeat_interleave") and _counts_too_many(args):
+            raise Unsafe(f"{func} would repeat more often than there is memory")
+        if name.startswith("segment_reduce") and not _ends_inside(args[0], kwargs.get("offsets")):
+            raise Unsafe(f"{func} would read beyond its data")
+        if name.startswith("ctc_loss") and _has_no_label(*args[:2]):
+            raise Unsafe(f"{func} would read a label that is none of its classes")
         return func(*args, **kwargs)
+
+
+def _counts_too_many(args: Any) -> bool:
+    """Whether the sum of the counts wraps around, or nearly does: int64 is what torch adds them in."""
+    counts = args[0] if len(args) == 1 else args[1]
+    return isinstance(counts, torch.Tensor) and float(counts.double().abs().sum()) > MOST_REPEATS
+
+
+def _ends_inside(data: torch.Tensor, offsets: torch.Tensor | None) -> bool:
+    return offsets is None or not offsets.numel() or 0 <= int(offsets.min()) <= int(offsets.max()) <= max(data.shape)
+
+
+def _has_no_label(scores: torch.Tensor, labels: torch.Tensor) -> bool:
+    return bool(labels.numel()) and not 0 <= int(labels.min()) <= int(labels.max()) < scores.shape[-1]
 
 
 def _overflows(dividend: torch.Tensor, divisor: Any) -> bool:

@@ -1,5 +1,8 @@
-"""Bounds of a call on made-up values: a count of 2**40 must end in an error, not in a machine without memory."""
+"""Bounds of a call on made-up values: a count of 2**40 must end in an error, not in a machine without memory; and what
+a stage of a capture freed, back to the system before the next one allocates.
+"""
 
+import ctypes
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +10,7 @@ from pathlib import Path
 
 MEMORY_BYTES = (2**28, 2**30)
 """Further memory that such a call may take: the first with which the model answers its own values."""
+_LIBC = ctypes.CDLL(None)
 
 
 @contextmanager
@@ -34,3 +38,10 @@ def bounded_memory(num_bytes: int) -> Iterator[None]:
 def is_lack_of_memory(error: BaseException) -> bool:
     """Whether `error` is that of an allocation that failed."""
     return isinstance(error, MemoryError) or "allocate memory" in str(error)
+
+
+def release_memory() -> None:
+    """Returns freed memory to the system, where the C library can (glibc): a few milliseconds for gigabytes."""
+    trim = getattr(_LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -116,13 +116,13 @@ def conclude(program: Session, observations: Sequence[Observation], evidence: Se
     hidden, disagreeing = hidden_state(observations), ""
     reason = f"the model answers equal inputs differently: {hidden}" if hidden else ""
     wrong = [
-        (seen.probe.volume, one)
+        (bool(seen.probe.planted), seen.probe.volume, one)  # a range of values leaves out planted numbers
         for seen, one in zip(observations, evidence, strict=True)
         # a given record that the eager model cannot answer counts too: the program would claim its size
         if one.verdict == "disagrees" or (one.verdict == "unanswered" and one.origin == "given")
     ]
     if wrong and not reason:
-        _, worst = min(wrong, key=lambda pair: pair[0])
+        *_, worst = min(wrong, key=lambda found: found[:2])
         reason, disagreeing = f"on probe '{worst.probe}': {worst.reason}", worst.probe
     if not reason and not any(one.verdict == "agrees" for one in evidence):
         reason = "no probe could be compared: each is outside the program's range, or the eager model raises"

@@ -16,6 +16,7 @@ from trueline.recipe.settings import TrainingSettings
 from trueline.settings import declared_settings
 
 if TYPE_CHECKING:
+    from trueline.train.launch.preload import EarlyAgent
     from trueline.train.settings import Fault
 
 TRACKER_WAIT_S = 60.0
@@ -74,8 +75,8 @@ def parse_fault(text: str) -> Fault:
     return Fault(step=int(step), slot=int(slot or 0))
 
 
-def launch(prepare: Callable[..., Path], given: dict[str, Any]) -> Output:
-    """Launches the job in the folder that `prepare` returns for the options `given`."""
+def launch(prepare: Callable[..., Path], given: dict[str, Any], early: EarlyAgent | None = None) -> Output:
+    """Launches the job in the folder that `prepare` returns for the options `given`; `early`: its agent, if begun."""
     detach, mlflow, uri, trackers = (given.pop(name) for name in ("detach", "mlflow", "tracking_uri", "trackers"))
     trackers = dict.fromkeys([*trackers, *(["mlflow"] if mlflow or uri else [])])
     if trackers:
@@ -92,7 +93,7 @@ def launch(prepare: Callable[..., Path], given: dict[str, Any]) -> Output:
         from trueline.train import api
 
         try:
-            result = api.launch(folder)
+            result = api.launch(folder, early)
         except KeyboardInterrupt:
             click.echo(f"the job was stopped; continue it with `trueline resume {_name_of(folder)}`", err=True)
             raise

@@ -1,5 +1,6 @@
 """`trueline join`."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -39,31 +40,36 @@ def command(address: str, token_file: str, ca: str, cores: int | None, name: str
     import json
 
     from trueline import files
+    from trueline.engine.hosts.agent import HostAgent
     from trueline.engine.hosts.relay import Relay
     from trueline.engine.hosts.standby import JoinRequest, replace_earlier
     from trueline.engine.hosts.tls import fingerprint
     from trueline.engine.hosts.token import read_token
     from trueline.train.launch.hosts import own_versions
     from trueline.train.launch.lend import lend
+    from trueline.train.launch.preload import find_preload
     from trueline.train.launch.standby import StandbyMaster
 
     versions, piped = own_versions(), token_file == "-"
-    if piped:
-        click.echo(json.dumps(versions))  # for the host that starts this one over ssh
-    token = read_token(Path(token_file))
-    lock = replace_earlier(files.user_cache() / "joined", f"{fingerprint(token.ca)[7:23]}-{name}") if piped else None
-    if ca and fingerprint(token.ca) != ca:
-        raise UsageError(
-            f"the token file {token_file} has another certificate than the join line: {fingerprint(token.ca)}",
-            hint="copy the token file of this start of the job",
-        )
-    request = JoinRequest(
-        address=address, token=token, cores=cores or len(os.sched_getaffinity(0)), name=name or socket.gethostname(),
-        interface=interface, ports=ports, versions=versions,
-    )  # fmt: skip
-    try:
-        why = asyncio.run(lend(Relay(request, StandbyMaster(request)), piped=piped))
-    finally:
-        if lock is not None:
-            os.close(lock)
+    with contextlib.ExitStack() as exits:
+        agent = HostAgent()
+        exits.callback(agent.end)
+        if piped:
+            click.echo(json.dumps(versions))  # for the host that starts this one over ssh
+            agent.begin(find_preload("allreduce"))  # the token comes once the master listens
+        token = read_token(Path(token_file))
+        if piped:
+            earlier = replace_earlier(files.user_cache() / "joined", f"{fingerprint(token.ca)[7:23]}-{name}")
+            exits.callback(os.close, earlier)
+        if ca and fingerprint(token.ca) != ca:
+            raise UsageError(
+                f"the token file {token_file} has another certificate than the join line: {fingerprint(token.ca)}",
+                hint="copy the token file of this start of the job",
+            )
+        agent.begin(find_preload("allreduce"))
+        request = JoinRequest(
+            address=address, token=token, cores=cores or len(os.sched_getaffinity(0)),
+            name=name or socket.gethostname(), interface=interface, ports=ports, versions=versions,
+        )  # fmt: skip
+        why = asyncio.run(lend(Relay(request, StandbyMaster(request), agent), piped=piped))
     return Output(f"left {token.job}: {why}", {"job": token.job, "why": why})

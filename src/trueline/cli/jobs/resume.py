@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trueline.cli.jobs import _launch, _stores
@@ -10,6 +13,7 @@ from trueline.errors import UsageError
 
 if TYPE_CHECKING:
     from trueline.train.cluster.store import JobStore
+    from trueline.train.launch.preload import EarlyAgent
 
 _EXAMPLES = """
 trueline resume digits-1
@@ -40,10 +44,26 @@ def command(job: str, on: str | None, store: str | None, **given: Any) -> Output
         return _resume_stored(where, on, given)
     if on:
         raise UsageError(f"job '{job}' is in no store, so that no engine can have it", hint="leave --on out")
-    from trueline.train.api import prepare_resume
     from trueline.train.launch.jobs import find_job
 
-    return _launch.launch(lambda **changed: prepare_resume(find_job(job), **changed), given)
+    folder = find_job(job)
+    with _begin_agent(folder, detach=given["detach"]) as early:
+        from trueline.train.api import prepare_resume
+
+        return _launch.launch(lambda **changed: prepare_resume(folder, **changed), given, early)
+
+
+def _begin_agent(folder: Path, *, detach: bool) -> AbstractContextManager[EarlyAgent | None]:
+    """The job's agent, which imports torch while this process does; none where the job does not start here."""
+    from trueline.train.job_dir import JobDir
+    from trueline.train.launch.preload import EarlyAgent
+    from trueline.train.settings import load
+
+    settings, where = load(folder), JobDir(folder)
+    if detach or where.is_held() or where.summary.exists():
+        return contextlib.nullcontext()
+    users = settings.script[0] if settings.script else settings.recipe
+    return EarlyAgent(settings.strategy, Path(users))
 
 
 def _resume_stored(where: JobStore, on: str | None, given: dict[str, Any]) -> Output:

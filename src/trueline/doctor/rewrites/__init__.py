@@ -6,7 +6,14 @@ from trueline.doctor.rewrites import state
 from trueline.doctor.rewrites.control import branches, caches, effects, plain_forms, while_loops
 from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
-from trueline.doctor.rewrites.tensors import masked_reduce, number_lists, numbers, plain_expressions, selections
+from trueline.doctor.rewrites.tensors import (
+    masked_reduce,
+    number_lists,
+    numbers,
+    plain_expressions,
+    selections,
+    size_tables,
+)
 
 _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     effects.catch_by_branch,
@@ -17,6 +24,7 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     plain_forms.rewrites,
     plain_expressions.rewrites,
     numbers.keep_sizes,
+    size_tables.rewrites,
     selections.run_all_parts,
     vectorize.scan_worklist,
     branches.rewrites,

@@ -37,6 +37,11 @@ def _joins(node: ast.Call, name: str) -> bool:
     return ast.unparse(node.func) in known and bool(node.args) and ast.unparse(node.args[0]) == name
 
 
+def _write_turned(name: str) -> tuple[str, ...]:
+    """How Python writes the list `name` from its end."""
+    return f"reversed({name})", f"{name}[::-1]", f"list(reversed({name}))"
+
+
 def join(node: ast.Call, stacked: str) -> ast.expr | None:
     """The result of `torch.stack` or `torch.cat` of a list, as an expression on `stacked` (time first)."""
     assert isinstance(node.func, ast.Attribute)
@@ -76,13 +81,14 @@ def _tensor_use(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
         return statements(f"{name} = {name}.flip(0)")[0]
     if not isinstance(node, ast.expr):
         return None
-    if isinstance(node, ast.Call) and _joins(node, name):
-        return join(node, name)
+    for written, tensor in ((name, name), *((one, f"{name}.flip(0)") for one in _write_turned(name))):
+        if isinstance(node, ast.Call) and _joins(node, written):
+            return join(node, tensor)
     text = ast.unparse(node)
     if isinstance(node, ast.IfExp) and ast.unparse(node.test) in (name, f"len({name})", f"len({name}) > 0"):
         inner = {id(one): swap for one in ast.walk(node.body) if (swap := _tensor_use(one, name)) is not None}
         return _swap_nodes(node.body, inner) if inner else None  # the proof compares where there are no steps
-    if text in (f"reversed({name})", f"{name}[::-1]", f"list(reversed({name}))"):
+    if text in _write_turned(name):
         return expression(f"{name}.flip(0)")
     return expression(f"{name}.shape[0]") if text == f"len({name})" else None
 

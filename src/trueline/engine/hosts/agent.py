@@ -18,6 +18,9 @@ class HostAgent:
         self.job, self.socket = self.scratch / "job", self.scratch / "agent"
         self.lifeline = Lifeline()
         self.process: subprocess.Popen[bytes] | None = None
+        self.serves = False
+        """It takes requests, and may have processes."""
+        self._ended = False
 
     @property
     def code(self) -> Path:
@@ -35,9 +38,14 @@ class HostAgent:
             )
 
     def end(self) -> None:
-        """Ends it and its processes, and removes the folders."""
+        """Ends it and its processes, and removes the folders. May be repeated."""
+        if self._ended:
+            return
+        self._ended = True
         self.lifeline.end()
         if self.process is not None:
+            if not self.serves:
+                self.process.kill()  # it would import to the end
             self.process.wait()
         os.close(self.lifeline.reading)
         shutil.rmtree(self.scratch, ignore_errors=True)

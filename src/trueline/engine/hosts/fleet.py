@@ -96,7 +96,7 @@ class FleetEngine:
         )  # fmt: skip
         self.copy(HostList(known))
         with contextlib.suppress(StorageError):  # a full disk: the next master finds these hosts when they reconnect
-            files.write_atomic(self._file, msgspec.json.encode(known))
+            files.write_atomic(self._file, msgspec.json.encode(known), durable=False)  # no master outlives the machine
 
     def copy(self, message: JournalCopy | HostList) -> None:
         """Sends to all hosts that could lead the job what their master would have to know."""

@@ -161,5 +161,19 @@ FromHost = Greeting | CoresOffer | Pulse | ProcessReport | ProcessOutput | Withd
 FromMaster = Welcome | AddOrder | KillOrder | Pulse | Dismissal | JournalCopy | HostList | EventLines
 
 encode = msgspec.msgpack.encode
-decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
 decode_from_master = msgspec.msgpack.Decoder(FromMaster).decode
+_decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
+
+
+class UnreadableMessage(msgspec.Struct, frozen=True):
+    """What a host of another version has sent: gRPC would end the call without a reason that its user understands."""
+
+    why: str
+
+
+def decode_from_host(data: bytes) -> FromHost | UnreadableMessage:
+    try:
+        message: FromHost = _decode_from_host(data)
+    except msgspec.DecodeError as error:
+        return UnreadableMessage(str(error))
+    return message

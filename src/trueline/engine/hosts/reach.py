@@ -1,6 +1,7 @@
 """Whether an address takes connections."""
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 
 from trueline.engine.hosts.route import split_address
@@ -8,6 +9,8 @@ from trueline.errors import TrainError
 
 CONNECT_S, PROBE_S, RETRY_S = 5.0, 0.4, 0.2
 """How long a connection may take, the first and further ones; and what lies between them."""
+SILENT_S = 2.0
+"""For how long nothing comes from what is taken to be silent."""
 REFUSED_S = 10.0
 """Seconds for which a port may refuse."""
 
@@ -38,6 +41,24 @@ async def check_port(address: str) -> None:
             f"cannot reach {address}: {error.strerror or error}",
             hint="check the address of the join line, and that the job still runs",
         ) from error
+
+
+async def is_silent(address: str) -> bool:
+    """Whether what takes connections at `address` answers nothing to the beginning of TLS, as a host does that hangs.
+
+    A server without TLS answers with something else, or closes the connection.
+    """
+    host, port = split_address(address)
+    anyone = ssl.create_default_context()
+    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port, ssl=anyone), SILENT_S)
+    except TimeoutError:
+        return True
+    except OSError:  # ssl.SSLError too
+        return False
+    writer.close()
+    return False
 
 
 async def find_open(addresses: Sequence[str]) -> str:

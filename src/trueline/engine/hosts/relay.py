@@ -49,7 +49,7 @@ from trueline.engine.hosts.messages import (
     decode_from_master,
     encode,
 )
-from trueline.engine.hosts.reach import check_port, find_open
+from trueline.engine.hosts.reach import check_port, find_open, is_silent
 from trueline.engine.hosts.route import announce, split_address
 from trueline.engine.hosts.standby import JoinRequest, LentHost, Standby
 from trueline.engine.hosts.tls import find_clock_fault
@@ -103,7 +103,7 @@ class Relay:
                         return await self._connect()
                 except _Away as away:
                     if self._welcome is None:
-                        raise self._describe_first(away) from away
+                        raise await self._describe_first(away) from away
                 await asyncio.sleep(RETRY_S)
                 assert self._welcome is not None
                 silent_s = loop.time() - self._heard_at
@@ -159,14 +159,20 @@ class Relay:
         self._door.turn(self._standby.address)
         return await self._standby.lead(alive, host, self._id)
 
-    def _describe_first(self, away: "_Away") -> TruelineError:
+    async def _describe_first(self, away: "_Away") -> TruelineError:
         """The error of a host that has not joined yet."""
+        address = self._request.address
         if str(away):
-            return TrainError(f"the master at {self._request.address} broke off: {away}", hint="join again")
+            return TrainError(f"the master at {address} broke off: {away}", hint="join again")
+        if await is_silent(address):
+            return TrainError(
+                f"{address} takes connections and answers nothing",
+                hint="its host hangs, or something else listens there: look at the job on that host",
+            )
         if fault := find_clock_fault(self._request.token.ca, time.time()):
             return UsageError(fault, hint="set this host's clock, then join again")
         return UsageError(
-            f"what listens at {self._request.address} is not the start of the job that the token is of",
+            f"what listens at {address} is not the start of the job that the token is of",
             hint="copy the token file again",
         )
 
@@ -258,7 +264,8 @@ class Relay:
         self._agent.begin(welcome.preload)
         (self._job / "ca.pem").write_text(self._request.token.ca)
         self._engine = LocalEngine(str(self._agent.socket))
-        await self._engine.list()
+        self._agent.serves = True
+        await self._engine.preload(welcome.preload)
         self._welcome = welcome
 
     def _localize(self, order: AddOrder) -> AddOrder:

@@ -22,12 +22,14 @@ from trueline.engine.hosts.messages import (
     ProcessOutput,
     ProcessReport,
     Pulse,
+    UnreadableMessage,
     Welcome,
     Withdrawal,
     decode_from_host,
     encode,
 )
 
+Messages = AsyncIterator[FromHost | UnreadableMessage]
 PARTING_S = 2.0
 """A host that was sent away ends the call itself; for so long it is waited for."""
 
@@ -69,8 +71,12 @@ class HostsService:
     async def _answer_agree(self, data: bytes, context: Any) -> bytes:
         return self._agree(data)
 
-    async def _join(self, messages: AsyncIterator[FromHost], context: Any) -> AsyncIterator[FromMaster]:
+    async def _join(self, messages: Messages, context: Any) -> AsyncIterator[FromMaster]:
         greeting = await anext(messages, None)
+        if isinstance(greeting, UnreadableMessage):
+            fault = self._describe_unreadable(greeting)
+            self._fleet.refuse(Greeting(id="", name=context.peer(), address=context.peer(), versions={}), fault)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, fault)
         if not isinstance(greeting, Greeting):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a host begins with its greeting")
             return
@@ -93,12 +99,17 @@ class HostsService:
             reading.cancel()
             self._fleet.disconnect(host, orders)
 
-    async def _read(
-        self, host: Host, messages: AsyncIterator[FromHost], orders: asyncio.Queue[FromMaster | None]
-    ) -> None:
+    def _describe_unreadable(self, message: UnreadableMessage) -> str:
+        ours = self._versions.get("trueline", "")
+        return f"its messages are of another version of Trueline than {ours}, which the job runs on: {message.why}"
+
+    async def _read(self, host: Host, messages: Messages, orders: asyncio.Queue[FromMaster | None]) -> None:
         with contextlib.suppress(grpc.aio.UsageError):  # the call has ended
             async for message in messages:
                 if host.orders is not orders:
+                    break
+                if isinstance(message, UnreadableMessage):
+                    host.send(Dismissal(self._describe_unreadable(message)))
                     break
                 self._take(host, message)
         orders.put_nowait(None)

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,7 @@ class AgentRequest(msgspec.Struct, kw_only=True):
     spec: ProcessSpec | None = None
     ref: str = ""
     grace_s: float = 0.0
+    modules: tuple[str, ...] = ()
 
 
 class Agent:
@@ -116,6 +118,8 @@ class Agent:
             self._add(request.spec)
         elif request.op == "kill":
             self._kill(request.ref, request.grace_s)
+        elif request.op == "import":
+            import_modules(request.modules)
         elif request.op == "watch":
             self.watchers.add(connection)
             for seen in tuple(self.seen.values()):
@@ -226,8 +230,7 @@ def describe_loss(ref: str, pid: int) -> Seen:
 
 def _set_up_process(spec: ProcessSpec) -> None:
     os.setsid()
-    Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = process.open_log(spec.log)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)
@@ -239,11 +242,9 @@ def _set_up_process(spec: ProcessSpec) -> None:
     process.watch_lifeline()
 
 
-def main() -> None:
-    """`python -m trueline.engine.local.agent SOCKET [MODULE ...]`: imports, then serves until the lifeline ends."""
-    path, *modules = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    agent = Agent(path)
+def import_modules(modules: Iterable[str]) -> None:
+    """Imports what forked processes need; one that fails is printed and left to the process that needs it."""
+    importlib.invalidate_caches()
     gc.disable()  # it would take a quarter of the imports' time
     for module in modules:
         try:
@@ -252,6 +253,14 @@ def main() -> None:
             traceback.print_exc()  # the process that needs it raises the same error, where it is reported
     gc.freeze()  # children neither scan these objects nor copy their pages
     gc.enable()
+
+
+def main() -> None:
+    """`python -m trueline.engine.local.agent SOCKET [MODULE ...]`: imports, then serves until the lifeline ends."""
+    path, *modules = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    agent = Agent(path)
+    import_modules(modules)
     agent.run()
     Path(path).unlink(missing_ok=True)
     agent.end()

@@ -55,6 +55,10 @@ class LocalEngine:
         if specs:
             await self._request(*({"op": "add", "spec": spec} for spec in specs))
 
+    async def preload(self, modules: Sequence[str]) -> None:
+        """Imports what later processes need, as far as the agent has not."""
+        await self._request({"op": "import", "modules": modules})
+
     async def kill(self, ref: str, *, grace_s: float = 0.0) -> None:
         await self._request({"op": "kill", "ref": ref, "grace_s": grace_s})
 

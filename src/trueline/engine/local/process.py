@@ -23,10 +23,14 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
+
+from trueline import files
+from trueline.full_disk import PATIENCE_S, ROOM_S, PatientWriter
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 LIFELINE = "TRUELINE_LIFELINE"
 """Environment variable with the descriptor of the lifeline's reading end."""
 GRACE_S = 1.0
+LAST_S = 2.0
+"""How long the end of a process waits for room for the end of its log."""
 
 
 class Lifeline:
@@ -118,11 +124,14 @@ def _wait(handle: int) -> None:
 
 
 class LogFile(io.FileIO):
-    """A process's log. What a full disk does not take is lost there; `print` must not fail in a user's code for it."""
+    """A process's log. What a full disk does not take is written later; `print` must not fail in a user's code."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "w", closefd=False)
+        self.writer = PatientWriter(partial(os.write, number))
 
     def write(self, data: "Buffer", /) -> int:
-        with contextlib.suppress(OSError):
-            return super().write(data)
+        self.writer.write(memoryview(data))
         return memoryview(data).nbytes
 
 
@@ -130,7 +139,7 @@ def log_output() -> None:
     """Has sys.stdout and sys.stderr, which are a log from now on, survive a full disk."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
-        raw = io.BufferedWriter(LogFile(number, "w", closefd=False))
+        raw = io.BufferedWriter(LogFile(number))
         setattr(sys, name, io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True))
 
 
@@ -144,9 +153,24 @@ def run_child(main: Callable[[], int | None]) -> NoReturn:
     except BaseException:  # noqa: BLE001  the process boundary: report all, then end
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for output in (sys.stdout, sys.stderr):
+            output.flush()
+            if isinstance(log := getattr(getattr(output, "buffer", None), "raw", None), LogFile):
+                log.writer.wait(LAST_S)
         os._exit(code)
+
+
+def open_log(path: str) -> int:
+    """A process's log, which exists afterwards: a full disk is waited for. Raises OSError."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            if error.errno not in files.NO_ROOM or time.monotonic() > until:
+                raise
+        time.sleep(ROOM_S)  # no system tells of room
 
 
 class Birth(msgspec.Struct, frozen=True):

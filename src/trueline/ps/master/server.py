@@ -231,7 +231,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     await live.close()
     await server.stop(0.2 if hosts is None else hosts.dismiss("the job is over"))
     journal.close()
-    master.publisher.close()
+    master.publisher.flush()
     os.close(lock)
     return 0
 

@@ -38,9 +38,16 @@ def own_versions() -> dict[str, str]:
 
 def package_versions(modules: Sequence[str]) -> dict[str, str]:
     """The installed distributions that have these modules, with their versions."""
-    owners = importlib.metadata.packages_distributions()
-    names = {name for module in modules for name in owners.get(module.partition(".")[0], ())}
+    names = {name for top in {module.partition(".")[0] for module in modules} for name in _find_owners(top)}
     return {name: importlib.metadata.version(name) for name in sorted(names)}
+
+
+def _find_owners(package: str) -> Sequence[str]:
+    """The distributions that have a package. One of its name is found at once, others by the lists of all files."""
+    try:
+        return [importlib.metadata.distribution(package).name]
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.packages_distributions().get(package, ())
 
 
 def prepare(folder: JobDir, job: JobSettings, preload: Sequence[str]) -> str:
@@ -64,7 +71,9 @@ def prepare(folder: JobDir, job: JobSettings, preload: Sequence[str]) -> str:
     token = issue_token(folder.read_secret(), now=time.time())
     write_token(own.token, TokenFile(job=job.name, token=token, ca=certificates.ca.decode()))
     where = parse_location(job.checkpoints or folder.checkpoints)
-    store, probe = (str(where), mark_store(where)) if isinstance(where, Path) else ("", "")
+    store, probe = "", ""
+    if isinstance(where, Path):
+        store, probe = str(where), mark_store(where, f"{folder.path} on {socket.gethostname()}")
     sweep_claims(where)
     shown = route.join_address(address if host in route.ANY else host, port)
     own.write_launch(HostsLaunch(

@@ -87,7 +87,8 @@ class LocalJob:
             exits.callback(os.close, self.folder.hold())
             exits.enter_context(event_file.writing(self.job_dir))
             exits.enter_context(shutdown.signals_as_errors(self.job_dir, self.halt))
-            _kill_leftovers(self.folder.read_launch())
+            _expect_ended(before := self.folder.read_launch(), self.job_dir)
+            _kill_leftovers(before)
             self.scratch = self._early.scratch if self._early else Path(tempfile.mkdtemp(prefix="trueline-"))
             launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
             self.folder.write_launch(launch)
@@ -114,6 +115,9 @@ class LocalJob:
         self._sweep()
         exits.callback(self._clean)
         self._reserved = exits.enter_context(reserve_port())
+        exits.callback(self._end_lifelines)
+        self.master = self._make_master()
+        self.master.warm()  # it imports while hosts are connected
         self.settings, listening = hosts.reserve_listen(self.settings)
         if listening is not None:
             exits.enter_context(listening)
@@ -207,10 +211,12 @@ class LocalJob:
         return find_preload(self.settings.strategy, Path(users))
 
     def _start_master(self) -> None:
-        if self.master is None:
-            module, log = job_settings.MASTERS[self.settings.strategy], self.folder.log("master")
-            self.master = MasterProcess(module, self._arguments(), life=self._master_life.reading, log=log)
+        self.master = self.master or self._make_master()
         self.master.start("--port", str(self._reserved.getsockname()[1]))
+
+    def _make_master(self) -> MasterProcess:
+        module, log = job_settings.MASTERS[self.settings.strategy], self.folder.log("master")
+        return MasterProcess(module, self._arguments(), life=self._master_life.reading, log=log)
 
     def _arguments(self) -> list[str]:
         """Of every master of this launch."""
@@ -358,6 +364,21 @@ def main() -> None:
     except errors.TruelineError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
     sys.exit(LEFT_OUT_EXIT if summary.get("set_aside") else 0)
+
+
+def _expect_ended(before: LaunchRecord | None, job_dir: Path) -> None:
+    """Raises UsageError if the launch of the record lives, though the job's lock is free: the folder is a copy."""
+    if before is None or before.ended or before.pid == os.getpid() or not Path(before.scratch or "/none").exists():
+        return
+    with contextlib.suppress(OSError):  # it has ended
+        process = Path(f"/proc/{before.pid}")
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        if state not in "ZX" and process.stat().st_ctime <= before.started + 1.0:
+            raise errors.UsageError(
+                f"{job_dir} is a copy of a job that runs here, in process {before.pid}: both would train it",
+                hint=f"halt that one first; for a job of its own remove {job_dir / 'launcher.json'} and give it "
+                "other --checkpoints",
+            )
 
 
 def _kill_leftovers(before: LaunchRecord | None) -> None:

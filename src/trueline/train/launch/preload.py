@@ -19,9 +19,9 @@ PRELOAD = ("torch._dynamo", "torch.nn.parallel", "torch.optim")
 itself imports `torch._dynamo`, which takes about a second, when the first optimizer is made."""
 
 
-def find_preload(strategy: Strategy, users: Path) -> tuple[str, ...]:
-    """`users`: the file of the recipe, or the script."""
-    return (WORKERS[strategy], *PRELOAD, *libraries_of(users))
+def find_preload(strategy: Strategy, users: Path | None = None) -> tuple[str, ...]:
+    """`users`: the file of the recipe, or the script; None: it is not known yet."""
+    return (WORKERS[strategy], *PRELOAD, *(libraries_of(users) if users is not None else ()))
 
 
 class EarlyAgent:
@@ -51,6 +51,7 @@ class EarlyAgent:
     def __exit__(self, *error: object) -> None:
         if not self._handed_over:
             self.lifeline.end()
+            self._process.kill()  # it would import to the end; it has forked nothing yet
             self._process.wait()
             shutil.rmtree(self.scratch, ignore_errors=True)
 

@@ -36,7 +36,7 @@ from trueline.train.launch.launcher import LocalJob, Superseded
 from trueline.train.master.claims import Leader, ViewClaims
 from trueline.train.master.failover import MasterProcess, reserve_port
 from trueline.train.master.hosts import HostsFolder, SuccessorKit
-from trueline.train.master.journal import Journal
+from trueline.train.master.journal import STEPS_AND_LAUNCH, Journal
 
 MARGIN_S, TURN_S = 0.75, 3.0
 """What a host waits beyond the lease, so that a master that lives publishes the view without it first; and how long it
@@ -100,7 +100,7 @@ class StandbyMaster:
         if self._journal is not None:
             self._journal.close()
         self._path.unlink(missing_ok=True)
-        self._journal, self._generation, self._over = Journal(self._path), -1, False
+        self._journal, self._generation, self._over = Journal(self._path, STEPS_AND_LAUNCH), -1, False
 
     def _forget(self, why: str) -> None:
         self._journal = None

@@ -183,6 +183,8 @@ class MasterLink:
             self._drop_reported(message, 0)  # the call is repeated until it arrives; heartbeats continue meanwhile
         entry = pb.Entry(ref=self.ref, generation=generation, step=step, rate=rate, progress=message)
         plan: pb.Plan = self._call(self._master.Enter, entry)
+        if plan.halts_from:
+            self.save_from, self.halting = plan.halts_from, True
         return plan
 
     def finish(self, generation: int, step: int, certificates: Sequence[pb.Certificate]) -> pb.Plan:

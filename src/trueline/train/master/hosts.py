@@ -30,6 +30,9 @@ PART_S = 1.0
 TELL_S = 5.0
 """Between two events of the hosts, while none changes."""
 _FLEETING = ("load", "silent_s")
+STORE_S = 2.0
+"""Between two looks at who has marked the store."""
+_MARK = ".trueline-"
 ROWS = 500
 """Of the journal, in one message."""
 REFUSED = "the job's secret is missing or wrong"
@@ -148,6 +151,15 @@ class JobHosts:
                 self.emit("hosts.measured", hosts=json.dumps(rows))
             await asyncio.sleep(TICK_S)
 
+    async def run_watching_store(self) -> None:
+        """Ends the job once another launch has its store: from a copy of its folder, say. Both would train it."""
+        while self.launch.probe:
+            await asyncio.sleep(STORE_S)
+            if other := await asyncio.to_thread(find_other_launch, Path(self.launch.store), self.launch.probe):
+                why = f"another launch has the checkpoints of this job in {self.launch.store}: {other}"
+                self._master.fail("train", why, "the job continues there; two launches of a job need a store each")
+                return
+
     async def attach(self, master: Master, server: Any) -> None:
         """Opens the port, and lets membership know what room the hosts bring and take."""
         self._master, self.emit, master.here = master, master.emit, self._local
@@ -223,11 +235,23 @@ def open_hosts(job: JobSettings, folder: JobDir, local: Engine, secret: str) -> 
     return None if launch is None else JobHosts(job, folder, local, secret, launch)
 
 
-def mark_store(where: Path) -> str:
-    """Writes a file into the folder of the checkpoints, by which a host knows that it sees it; returns its name."""
-    name = f".trueline-{time.time_ns():x}"
+def mark_store(where: Path, launch: str) -> str:
+    """Writes a file into the folder of the checkpoints, by which a host knows that it sees it; returns its name.
+
+    `launch`: where the job is launched, for an earlier launch that still runs.
+    """
+    name = f"{_MARK}{time.time_ns():x}"
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in where.glob(".trueline-*"):
+    for old in where.glob(f"{_MARK}*"):
         old.unlink(missing_ok=True)
-    files.write_atomic(where / name, b"hosts that see this file share the store\n")
+    files.write_atomic(where / name, launch.encode())
     return name
+
+
+def find_other_launch(where: Path, mark: str) -> str:
+    """Which launch has marked the store since `mark` was written; empty: none, or the store is away."""
+    try:
+        others = [path for path in where.glob(f"{_MARK}*") if path.name > mark and not (where / mark).exists()]
+        return max(others).read_text() if others else ""
+    except OSError:
+        return ""

@@ -1,14 +1,18 @@
 """The master's durable log: one append-only SQLite file in WAL mode.
 
 Rows are facts about the surviving state, which the log follows and never leads: VIEW before a view is published, COMMIT
-after a step was applied, FORMED with the first of a generation, TRUNCATE when the survivors have applied less. A power
-cut may lose rows of steps: the workers hold the state and report them again.
+after a step was applied, FORMED with the first of a generation, TRUNCATE when the survivors have applied less.
+
+A dead master's rows are all there. A power cut may lose the newest ones that `append` does not wait for. Rows of steps:
+the workers hold the state and report them again. Rows about the processes of a launch, its checkpoints and the
+certificates in them: after a power cut the next launch starts all workers again, from the newest checkpoint in the
+store, and they send all certificates at the end.
 """
 
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +28,19 @@ Row = tuple[str, dict[str, Any]]
 REMEMBERED = 4096
 """Newest steps whose rows a restarted master reads; what it needs of earlier ones is in other rows."""
 PROBE_BYTES = 1 << 16
-_STEPS = ("COMMIT", "FORMED")  # rows whose write to the disk is not awaited
+STEPS = ("COMMIT", "FORMED")
+STEPS_AND_LAUNCH = (*STEPS, "START", "VIEW", "CKPT", "EPOCH")
+"""Also rows during which workers would wait for the master: a busy disk takes seconds to confirm one."""
 
 
 class Journal:
-    """Raises StorageError when the file cannot be written, DiskFull while there is no room."""
+    """Raises StorageError when the file cannot be written, DiskFull while there is no room.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `unawaited`: kinds of rows whose write to the disk is not awaited.
+    """
+
+    def __init__(self, path: Path, unawaited: Collection[str] = STEPS) -> None:
+        self.path, self._unawaited = path, unawaited
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -43,10 +52,10 @@ class Journal:
             raise type(full)(f"the journal {path} cannot be opened: {error}") from error
 
     def append(self, *rows: Row) -> None:
-        """Writes the rows in one transaction; they are on the disk when it returns, unless they are only steps."""
+        """Writes the rows in one transaction; they are on the disk when it returns, unless none of them is awaited."""
         if not rows:
             return
-        durable = any(kind not in _STEPS for kind, _ in rows)
+        durable = any(kind not in self._unawaited for kind, _ in rows)
         try:
             self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
@@ -116,8 +125,10 @@ def apply_row(state: State, kind: str, body: dict[str, Any], now: float) -> None
             state.committed = body["steps"]
         case "CKPT":
             state.checkpoint, state.checkpoint_step = body["path"], body["step"]
+        case "HALT":
+            state.halting = body["why"]
         case "LAUNCH":
-            state.workers = body["workers"]
+            state.workers, state.halting = body["workers"], ""
             state.lift_quarantines()
         case "SCALE":
             state.workers = body["workers"]

@@ -65,8 +65,8 @@ class Master:
         for kind, body in journal.rows():
             apply_row(self.state, kind, body, self.born)
             self.progress.apply(kind, body)
-            if kind == "HALT":  # else a successor would train on, and the operator wait
-                self.saving.halt(body["why"], self.progress.logged)
+        if self.state.halting:  # else a successor would train on, and the operator wait
+            self.saving.halt(self.state.halting, self.progress.logged)
         self.address = ""
         self.view = pb.View(generation=0)
         self.entries: dict[str, asyncio.Future[pb.Plan]] = {}
@@ -176,7 +176,7 @@ class Master:
         self.progress.reconstruct(self.state.committed)  # also of a checkpoint beyond the last report
         plan = pb.Plan(
             source=release.source, steps=release.steps, store=release.store, checkpoint=release.checkpoint,
-            rates=release.rates, states=release.states,
+            rates=release.rates, states=release.states, halts_from=self.saving.save_from if self.saving.halting else 0,
         )  # fmt: skip
         _resolve(self.entries, plan)
         if release.checkpoint:
@@ -369,8 +369,8 @@ class Master:
         if self.state.phase != "running":
             return False
         if self.saving.halt(why, self.progress.logged):
-            self.log(("HALT", {"why": why}))
             self.emit("job.halting", why=why)
+            self.handle(h.Halt(why))
         return True
 
     def end_halt(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from trueline import events
+from trueline import events, full_disk
 from trueline.events import Field
 from trueline.wire import train_pb2 as pb
 
@@ -52,7 +52,6 @@ class EventPublisher:
         """Called with the lines of new events."""
         self.recent: deque[pb.Event] = deque(maxlen=KEPT)
         self.seq = 0
-        self._file, self._torn = -1, False
         self._unwritten = bytearray()
         self._added = asyncio.Event()
 
@@ -86,21 +85,14 @@ class EventPublisher:
     def flush(self) -> None:
         """Writes lines that a full disk did not take; those beyond UNWRITTEN_BYTES are lost, the oldest first."""
         try:
-            if self._file < 0 and self._unwritten:
-                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-                size = os.fstat(self._file).st_size
-                if size and not self._torn and os.pread(self._file, 1, size - 1) != b"\n":
-                    os.write(self._file, b"\n")  # the writer before died within a line
             while self._unwritten:
-                count = os.write(self._file, self._unwritten)
-                self._torn = self._unwritten[count - 1] != ord("\n")
-                del self._unwritten[:count]
+                end = self._unwritten.find(b"\n", min(PIECE, len(self._unwritten) - 1)) + 1
+                full_disk.append_lines(self.path, bytes(self._unwritten[:end]))
+                del self._unwritten[:end]
         except OSError:  # most likely a full disk
-            self.close()
             if len(self._unwritten) > UNWRITTEN_BYTES:
-                first = self._unwritten.index(b"\n") + 1  # may be torn
-                rest = self._unwritten.index(b"\n", max(first, len(self._unwritten) - UNWRITTEN_BYTES)) + 1
-                del self._unwritten[first:rest]
+                rest = self._unwritten.index(b"\n", len(self._unwritten) - UNWRITTEN_BYTES) + 1
+                del self._unwritten[:rest]
 
     def read_history(self) -> Iterator[bytes]:
         """All events so far, the newest MOST_HISTORY bytes of them, in pieces."""
@@ -112,11 +104,6 @@ class EventPublisher:
             past = past[past.find(b"\n") + 1 :] if start else past
         past += self._unwritten
         yield from (past[at : at + PIECE] for at in range(0, len(past), PIECE))
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
 
     async def follow(self, after: int) -> AsyncIterator[pb.Events]:
         """Yields the events after number `after` in bundles as they come, without end; the oldest may be missing."""

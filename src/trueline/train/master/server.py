@@ -30,7 +30,7 @@ from trueline.errors import DiskFull, StorageError
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.hosts import REFUSED, open_hosts
-from trueline.train.master.journal import Journal
+from trueline.train.master.journal import STEPS_AND_LAUNCH, Journal
 from trueline.train.master.master import TICK_S, Master
 from trueline.train.master.scaling import run_scaling
 from trueline.train.membership import events as h
@@ -99,6 +99,8 @@ class MasterService(pb_grpc.MasterServicer):
             why = f"the job has {request.total_steps} steps"
             for missed in beyond(master.job.faults, request.total_steps):
                 master.emit("fault.unreachable", step=missed.step, slot=missed.slot, why=why)
+            if master.folder.read_loss().get("half"):
+                master.emit("sums.ordered")
         await self._handle(h.Ready(request.ref, request.store, request.state), context)
         if newcomer:
             master.emit("worker.joined", worker=request.ref, total_steps=request.total_steps)
@@ -289,7 +291,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     """Serves the job in `job_dir` until it is stopped; returns the exit code."""
     job, folder = settings.load(job_dir), JobDir(job_dir)
     lock, secret = folder.hold_master(), folder.read_secret()
-    journal = await _when_there_is_room(lambda: Journal(folder.journal))
+    journal = await _when_there_is_room(lambda: Journal(folder.journal, STEPS_AND_LAUNCH))
     hosts = open_hosts(job, folder, engine, secret)
     master = Master(job, job_dir, journal, engine if hosts is None else hosts.fleet, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
@@ -308,7 +310,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
     await _when_there_is_room(lambda: folder.write_master(where))
     await master.adopt(launch=launch)
-    beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling()]
+    beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling(), hosts.run_watching_store()]
     beside += [] if attendant is None else [attendant.run()]
     beside += [run_scaling(master)] if job.autoscale else []
     background = [master.spawn(one) for one in (master.run_engine(), master.run_clock(), *beside)]
@@ -332,7 +334,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     await live.close()
     await server.stop(0.2 if hosts is None or master.exit_code else hosts.dismiss("the job is over"))
     journal.close()
-    master.publisher.close()
+    master.publisher.flush()
     os.close(lock)
     return master.exit_code
 

@@ -32,6 +32,9 @@ def decide(state: State, event: h.Event, now: float, policy: MembershipPolicy) -
             return lose_workers(state, event.deaths, now, policy)
         case h.Scale():
             return _scale(state, event, now, policy)
+        case h.Halt():
+            state.halting = event.why
+            return [h.Log("HALT", {"why": event.why}), *_release(state, now, policy)]
         case h.EngineRoom():
             state.room = event.workers
             return fill(state, now) if state.begun and not state.finishing else []
@@ -90,7 +93,7 @@ def _begin(state: State, event: h.Begin, now: float, policy: MembershipPolicy) -
     """Adopts the running workers; if none runs, fills all slots."""
     state.begun = True
     if event.launch:
-        state.workers = policy.workers
+        state.workers, state.halting = policy.workers, ""
         state.lift_quarantines()
     if not event.alive:
         state.members, state.pending, state.failures = {}, {}, {}
@@ -146,13 +149,13 @@ def _apply_entry(state: State, member: Member, event: h.Entered, now: float, pol
 
 
 def _release(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
-    """Releases the group when every member of the view has entered and they are enough."""
+    """Releases the group when every member of the view has entered and they are enough, or the job halts."""
     view = state.view
     if state.released or state.awaited or not view:
         return []
     for member in state.members.values():
         member.left_at = now if member.left and member.left_at is None else member.left_at
-    if len(view) < policy.min_workers or not state.members[view[0]].store:
+    if (len(view) < policy.min_workers and not state.halting) or not state.members[view[0]].store:
         return []
     group = [state.members[ref] for ref in view]
     steps = tuple(-1 if member.entered is None else member.entered for member in group)

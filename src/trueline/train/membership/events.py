@@ -103,6 +103,12 @@ class Scale(Struct, frozen=True):
     why: str
 
 
+class Halt(Struct, frozen=True):
+    """The job ends with a checkpoint of what is applied, which fewer members than its minimum may write."""
+
+    why: str
+
+
 class EngineRoom(Struct, frozen=True):
     """The engine has room for this number of workers, those that run included."""
 
@@ -115,7 +121,7 @@ class Tick(Struct, frozen=True):
 
 WorkerEvent = Ready | Entered | Finished | Heartbeat | Leaving | GroupBroken | Saved | Suspect | Trial
 """What a worker reports itself: it has to be of this job."""
-Event = WorkerEvent | Begin | Death | Deaths | Scale | EngineRoom | Tick
+Event = WorkerEvent | Begin | Death | Deaths | Scale | Halt | EngineRoom | Tick
 
 
 class Log(Struct, frozen=True):

@@ -133,6 +133,7 @@ class State:
     view: tuple[str, ...] = ()
     released: bool = False
     finishing: bool = False  # a member has applied the last step
+    halting: str = ""  # why the job ends with a checkpoint
     members: dict[str, Member] = field(default_factory=dict)
     pending: dict[str, float] = field(default_factory=dict)  # started, not ready yet: ref -> since when
     awaited: set[str] = field(default_factory=set)  # members of the view that have not entered it

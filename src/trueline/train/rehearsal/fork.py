@@ -68,6 +68,17 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     trial.traits = settle_traits(trial.traits)
 
 
+def try_again(trial: LossTrial, settings: OptimizerSettings) -> Generator[StepBatch, None, None]:
+    """As `try_loop`, for the records that `trial` names: of a step that differs from those that were tried."""
+    found = (yield from _in_fork(trial, settings)) if _can_fork(trial.inputs.model) else None
+    if isinstance(found, TruelineError):
+        raise found
+    if found is None:
+        yield from trial.batches()
+    else:
+        trial.traits = found
+
+
 def end_fork() -> None:
     """Ends this process if it is such a fork, which has left the loop."""
     if _here["forked"]:
@@ -108,7 +119,7 @@ def _rehearse(
     """In the fork: the batches. Does not return; if the loop drops this generator, the fork ends."""
     _here["forked"] = True
     try:
-        after = applied.AppliedTrial(trial, settings)
+        after = applied.AppliedTrial(trial, settings) if trial.inputs.chosen is None else None
         gc.freeze()  # destructors of the parent's objects may wait for threads, which a fork does not have
         atexit.register(os._exit, 0)
         end_with_parent(parent)
@@ -124,7 +135,7 @@ def _rehearse(
         except (UsageError, RecipeError) as error:
             found = _encode(error)
         send(line, ANSWER, 0, json.dumps(found).encode())
-        if "code" not in found:
+        if "code" not in found and after is not None:
             applied.spare_files()
             trial.after = after.take
             yield from after.batches()
@@ -142,6 +153,8 @@ def _serve(line: socket.socket, pid: int, trial: LossTrial) -> ModelTraits | Tru
     first = _receive_answer(line, pid, trial)
     if first is None or "code" in first:
         return None if first is None else _make_error(first)
+    if trial.inputs.chosen is not None:
+        return ModelTraits(**first)
     second = _receive_answer(line, pid, trial, most_s=AFTER_S)
     if second is None:
         events.emit("loop.untried", why="what it does after a step gave no answer")

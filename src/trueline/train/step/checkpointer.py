@@ -26,6 +26,7 @@ from trueline.checkpoint.snapshot import LEAST_SPILLED, Snapshot
 from trueline.data.source import Source
 from trueline.engine.hosts.messages import ScriptValues
 from trueline.errors import DiskFull, StorageError, TruelineError
+from trueline.full_disk import PATIENCE_S
 from trueline.storage.location import Location, join_location, parse_location
 from trueline.train import settings as job_settings
 from trueline.train.faults import Faults
@@ -37,7 +38,6 @@ from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.version import __version__
 
-NICENESS = 19  # of the writing thread: where cores are scarce, it has what waiting for peers leaves
 ROOM_S, TRY_S = 0.2, 10.0
 """How often a full disk is looked at, and how often a checkpoint is tried whatever that says."""
 
@@ -140,11 +140,11 @@ class Checkpointer:
     def _run(
         self, before: threading.Thread | None, snapshot: Snapshot, ledger: dict[str, Any], link: ProgressReporter
     ) -> None:
+        """Has the priority of its process. A lower one would stall the steps beside other load: a thread that requests
+        the interpreter's lock after 5 ms makes the training thread wait until it has had it, and with the priority 19
+        it gets a seventieth of a busy processor. Source: `drop_gil` in CPython's Python/ceval_gil."""
         if before is not None:
             before.join()
-        if not self._last:
-            with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         if snapshot.live_bytes and not len(self._shelf):
             size = snapshot.live_bytes // (4 if snapshot.live_bytes > LEAST_SPILLED else 1)
             self._shelf = torch.empty(size, dtype=torch.uint8).zero_()
@@ -222,9 +222,13 @@ class Checkpointer:
                 break
         if self._failure is not None:
             raise self._failure
-        self._write_model(replica)
+        until = time.monotonic() + PATIENCE_S
+        while isinstance(fault := self._write_model(replica), DiskFull) and time.monotonic() < until:
+            time.sleep(ROOM_S)  # no system tells of room
+        if fault is not None:
+            events.emit("model.not_written", why=fault.message)
 
-    def _write_model(self, replica: Replica) -> None:
+    def _write_model(self, replica: Replica) -> TruelineError | None:
         """Writes the job's result with the model's own names, for other tools. A failure does not fail the job: its
         checkpoint is stored."""
         try:
@@ -233,7 +237,8 @@ class Checkpointer:
             path = model_files.write_model(self.folder, replica.model, {**state["model"], **(state.get("ema") or {})})
             events.emit("model.written", path=str(path))
         except TruelineError as error:
-            events.emit("model.not_written", why=error.message)
+            return error
+        return None
 
 
 def _identify(ledger: dict[str, Any]) -> tuple[int, int]:

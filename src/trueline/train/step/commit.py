@@ -108,6 +108,11 @@ class Commit:
         if self.checkpointer is not None and self.group.rank == 0:
             self.checkpointer.after_step(self.replica, self.reporter.link, ends_epoch=ends_epoch, due=due)
 
+    def halt(self) -> None:
+        """Writes the checkpoint of a job that halts while a group forms: no member takes another step."""
+        if self.reporter.link.halting and self.reporter.link.save_from <= self.replica.ledger.steps:
+            self._after_step(ends_epoch=False, due=True)
+
     def certificate(self) -> dict[str, Any] | None:
         """Closes the epoch that the last applied step ends, if it ends one."""
         step = self.replica.ledger.steps - 1

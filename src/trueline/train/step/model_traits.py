@@ -6,9 +6,10 @@ one forward is tried.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -31,10 +32,14 @@ class ModelTraits:
     even: bool = False  # whether each cross entropy of the trial divided by its number of labels
     whole: bool = False  # whether the trial of the loss did not confirm that, for any part
     buffers: tuple[str, ...] = ()  # changed by a forward, outside of normalization layers
+    half: bool = False  # a loop computes in half precision, and no setting says so
+    form: str = ""  # of a mean: the operations at the top of a loss (`reduction.Divisors`)
+    divisors: Sequence[Any] = ()  # and a rule for what each of them divides by
+    looks: Sequence[Any] = ()  # what all records had in common that were looked at (`features.Column`)
 
     @property
     def needs_shards(self) -> bool:
-        return self.draws or self.neighbours or self.whole
+        return self.draws or self.neighbours or self.whole or self.half
 
 
 class _ShardNorm(_BatchNorm):

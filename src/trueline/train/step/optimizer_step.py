@@ -18,6 +18,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trueline.data.loading.seeding import seed_all
 from trueline.errors import TrainError, UsageError, join_names
+from trueline.train.devices import is_lost
 from trueline.train.step.joint import check_closure
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.options import Options
@@ -91,9 +92,7 @@ class OptimizerStep:
         undo = self._step_plateau(measured)
         self.before_change()
         seed_all(self._seed, steps, OPTIMIZER)
-        if not self.scaler.is_enabled():
-            self.optimizer.step()
-        elif not self._step_scaled():
+        if not self._step_optimizer(steps):
             undo()
             return False
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
@@ -104,6 +103,18 @@ class OptimizerStep:
                 decay = min(self.options.ema, (1 + steps) / (10 + steps))
                 get_ema_multi_avg_fn(decay)(list(self._averages.values()), live, 1)  # type: ignore[no-untyped-call]
         return True
+
+    def _step_optimizer(self, steps: int) -> bool:
+        """False if the gradients overflowed. Raises UsageError where one of torch's optimizers does not take them."""
+        try:
+            if self.scaler.is_enabled():
+                return self._step_scaled()
+            self.optimizer.step()
+            return True
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or is_lost(error) or not _is_of_torch(self.optimizer):
+                raise
+            raise explain(self.optimizer, self.model, error, steps) from error
 
     def _step_plateau(self, measured: float | None) -> Callable[[], None]:
         """Passes `measured` to a plateau schedule; returns a function that undoes it."""
@@ -126,15 +137,22 @@ class OptimizerStep:
         if time.monotonic() < self._measured_at + MEASURE_S:
             return
         self._measured_at = time.monotonic()
-        if norm is None:
-            found = [value.grad for value in self._parameters if value.grad is not None]
-            norm = torch.nn.utils.get_total_norm(
-                [grad.coalesce().values() if grad.is_sparse else grad for grad in found]
-            )
+        norm = self._norm() if norm is None else norm
         self.measured = float(self.optimizer.param_groups[0].get("lr", 0.0)), float(norm)
 
+    def _norm(self) -> torch.Tensor:
+        found = [value.grad for value in self._parameters if value.grad is not None]
+        return torch.nn.utils.get_total_norm([one.coalesce().values() if one.is_sparse else one for one in found])
+
     def _clip(self) -> torch.Tensor:
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip_norm)
+        norm = self._norm()
+        found = [value.grad for value in self._parameters if value.grad is not None]
+        if any(one.is_sparse for one in found):
+            factor = torch.clamp(self.options.clip_norm / (norm + 1e-6), max=1.0)
+            for one in found:
+                one.mul_(factor)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.options.clip_norm, norm)
         if not self.scaler.is_enabled() and not bool(torch.isfinite(norm)):
             raise TrainError(
                 "the norm of the gradients is not finite, though the loss is",
@@ -210,6 +228,27 @@ class OptimizerStep:
         for name, value in (state["ema"] or {}).items():
             if name in self._averages:  # a checkpoint may have those of tables on servers too
                 self._averages[name].copy_(value)
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    parts = getattr(optimizer, "parts", (optimizer,))
+    return all(type(part).__module__.startswith("torch.") for part in parts)
+
+
+def explain(optimizer: torch.optim.Optimizer, model: torch.nn.Module, error: Exception, steps: int) -> UsageError:
+    """Why an optimizer of torch's did not take the gradients of a step, which is not applied."""
+    name, found = type(optimizer).__name__, list(model.named_parameters())
+    sparse = [name for name, value in found if value.grad is not None and value.grad.is_sparse]
+    dense = [name for name, value in found if value.grad is not None and not value.grad.is_sparse]
+    kinds = [f"{kind} for {join_names(names)}" for kind, names in (("sparse", sparse), ("dense", dense)) if names]
+    hint = f"see {name} in torch's documentation, or choose another optimizer"
+    if sparse and dense:
+        hint = "give each kind its own: trueline.JointOptimizer(torch.optim.SparseAdam(...), torch.optim.Adam(...))"
+    elif "sparse" in str(error).lower() or "dense" in str(error).lower():
+        hint = "SparseAdam takes the gradients of torch.nn.Embedding(sparse=True), and Adam all others"
+    return UsageError(
+        f"{name} does not take the gradients of step {steps}, which are {' and '.join(kinds)}: {error}", hint=hint
+    )
 
 
 def check_optimizer(

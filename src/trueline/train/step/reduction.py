@@ -11,6 +11,7 @@ not known: it is refused, unless the job is given a `reduction`, with which it i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from trueline.errors import RecipeError, UsageError
 
 Tensor = torch.Tensor
+MOST_NODES = 256
 CERTAIN, ALIKE, ROUNDING = 16, 0.99, 2e-6
 """Elements from which on a direction is no chance, its least cosine, and what rounding leaves in any case."""
 
@@ -118,6 +120,75 @@ def averaged_elements(loss: Tensor) -> tuple[float, int] | None:
             return float(node._saved_total_weight), target.numel()  # type: ignore[attr-defined]
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Divisors:
+    """What a loss of `records` records divides by."""
+
+    records: int
+    form: str
+    """The operations of one number at the top of the loss, down to those that reduce many."""
+    values: tuple[float, ...]
+    """Of each, what it divides by; nan: it does not."""
+
+
+Rule = tuple[float, float] | None
+"""A divisor by the number of records: a factor and a constant, of which one is 0; None: it may be anything."""
+
+
+def read_divisors(loss: Tensor, records: int) -> Divisors:
+    """What `loss` divides by, as autograd has saved it."""
+    nodes, names, values = [loss.grad_fn], list[str](), list[float]()
+    while nodes and len(names) < MOST_NODES:
+        node = nodes.pop(0)
+        if node is None or any(len(part.shape) for part in getattr(node, "_input_metadata", ())):
+            continue
+        names.append(node.name())
+        values.append(_read_divisor(node))
+        nodes += [parent for parent, _ in node.next_functions]
+    return Divisors(records, " ".join(names), tuple(values))
+
+
+def _read_divisor(node: Any) -> float:
+    name = node.name()
+    try:
+        if name in ("DivBackward0", "MulBackward0"):
+            other = node._saved_other
+            value = math.nan
+            if other is not None and not other.dim() and not other.requires_grad:
+                value = float(other.tolist())  # under a mode of dispatch `item` fails for a number of Python's
+            return value if name.startswith("Div") or not value else 1.0 / value
+        if getattr(node, "_saved_reduction", 0) == 1:
+            return float(node._saved_total_weight if name.startswith("Nll") else node._saved_self.numel())
+        return float(node._saved_self_sym_numel) if name == "MeanBackward0" else math.nan
+    except (AttributeError, RuntimeError):  # it saves something else, or that was changed in place
+        return math.nan
+
+
+def fit_divisors(tried: Sequence[Divisors]) -> tuple[str, tuple[Rule, ...]]:
+    """The form of the losses that were `tried`, and a rule for each divisor; no form if they have several, or all the
+    same number of records."""
+    if len({one.form for one in tried}) != 1 or len({one.records for one in tried}) < 2:
+        return "", ()
+    columns = zip(*(one.values for one in tried), strict=True)
+    return tried[0].form, tuple(_fit_rule([one.records for one in tried], values) for values in columns)
+
+
+def _fit_rule(records: Sequence[int], values: Sequence[float]) -> Rule:
+    for rule in ((values[0] / records[0], 0.0), (0.0, values[0])):
+        if all(fits(rule, count, value) for count, value in zip(records, values, strict=True)):
+            return rule
+    return None
+
+
+def fits(rule: Rule, records: int, value: float) -> bool:
+    """Whether a divisor is what `rule` says for this number of records.
+
+    >>> fits((3.0, 0.0), 4, 12.0), fits((0.0, 1.0), 4, 1.0), fits((3.0, 0.0), 4, 11.0), fits(None, 4, 11.0)
+    (True, True, False, True)
+    """
+    return rule is None or math.isclose(value, rule[0] * records + rule[1], rel_tol=1e-6)
 
 
 def has_node(loss: Tensor, name: str) -> bool:

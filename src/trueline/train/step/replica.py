@@ -5,7 +5,6 @@ running statistics; the gradient exchange sums them together. A piece with n of 
 with n/B, whatever the split; sums and means by other weights: `reduction.py`.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered import OrderedExchange
 from trueline.train.step import model_traits
 from trueline.train.step.ledger import Ledger, LeftOut, StepAccount
-from trueline.train.step.model_traits import BufferSlot
+from trueline.train.step.model_traits import BufferSlot, ModelTraits
 from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints
@@ -51,7 +50,7 @@ class Replica:
         num_records: int,
         options: Options,
     ) -> None:
-        self.model, self.optimizer_step, self.options = model, optimizer_step, options
+        self.model, self.optimizer_step, self.options, self._group = model, optimizer_step, options, group
         tallied = 4 * num_records <= max(TALLY_BYTES, sum(value.nbytes for value in model.parameters()) // 50)
         self.ledger = Ledger(num_records=num_records, tally=np.zeros(num_records, np.int32) if tallied else None)
         self._running = model_traits.running_statistics(model)
@@ -83,13 +82,22 @@ class Replica:
             self.exchange = DdpExchange(model, group, self._width, find_unused=options.find_unused_parameters)
         self._summed = self.exchange.beside
 
-    def share_buffers(self, names: Collection[str]) -> None:
-        """Exchanges what forwards add to the buffers `names`, as for running statistics. Before the first `attach`."""
-        if names:
+    def take_traits(self, traits: ModelTraits) -> None:
+        """Exchanges what forwards add to buffers, as for running statistics, and sums gradients in half precision shard
+        by shard: a rounded gradient is no sum of those of its parts. Before the first `attach`."""
+        if traits.half and type(self.exchange) is DdpExchange:
+            self._order_sums(self.exchange)
+        if names := traits.buffers:
             kinds = [model_traits.buffer_slots(self.model, persistent=kind) for kind in (True, False)]
             self._buffers, self._beside_state = ([slot for slot in kind if slot.name in names] for kind in kinds)
             self._buffers = self._buffers + self._beside_state
             self.exchange.width += sum(slot.change(slot.value).numel() for slot in self._buffers)
+
+    def _order_sums(self, former: DdpExchange) -> None:
+        self.model.forward = former.original
+        ordered = OrderedExchange(self._parameters, self._group, former.width, loss_word=StepAccount.LOSS_WORD)
+        ordered.on_begin, ordered.on_computed, ordered.on_sent = former.on_begin, former.on_computed, former.on_sent
+        self.exchange, self._summed = ordered, ordered.beside
 
     def attach(self, size: int) -> None:
         """Joins the process group of `size` members that was just formed."""

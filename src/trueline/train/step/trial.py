@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from trueline import events, files
+from trueline import events
 from trueline.data.loading import seeding
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.loading.worker_pool import ReaderClient, ReaderPool
-from trueline.data.source import Batch
 from trueline.engine.contract import parse_ref
 from trueline.errors import UsageError
+from trueline.full_disk import write_when_room
 from trueline.train.job_dir import JobDir
 from trueline.train.link.grpc_client import settle_on_master
-from trueline.train.step import model_traits, reduction
+from trueline.train.step import features, model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
@@ -66,6 +66,15 @@ class TrialInputs:
     options: Options
     attempt: int = 0
     """Above 0: records are chosen at random, since some of those that were chosen before may be damaged."""
+    chosen: Ints | None = None
+    """The records of a batch that is unlike those of the trial before the first step; its step is `step`."""
+    step: int = 0
+
+    @property
+    def most(self) -> int:
+        """Records of a batch of the trial: no more than a batch of the job has, and two where a step has two."""
+        most = min(self.options.micro_batch or self.global_batch, self.num_records)
+        return max(most, min(2, self.global_batch, self.num_records))
 
 
 class LossTrial:
@@ -88,6 +97,9 @@ class LossTrial:
         self._changes: list[dict[str, torch.Tensor]] = []
         """What each try added to the model's buffers."""
         self._buffers: set[str] = set()
+        self._looks: list[features.Column] = []
+        self.divisors: list[reduction.Divisors] = []
+        """Of the losses of a whole and of its parts."""
         self._kept: list[torch.Tensor] = []
         """Of each parameter, the indices at which gradients are compared: where the first of them is largest."""
 
@@ -107,7 +119,8 @@ class LossTrial:
                 named = trial.options.reduction
                 self.traits = self._traits("mean" if named == "auto" else named, whole=True)
                 return
-            yield from self._in_parts(ids if self._took_s < QUICK_S else ids[:FEW])
+            few = trial.chosen is None and self._took_s >= QUICK_S
+            yield from self._in_parts(ids[:FEW] if few else ids)
 
     def take(self, loss: torch.Tensor, weight: float | None, records: int) -> bool:
         """Takes the loss of the last batch; returns what `job.step` does. Raises RecipeError for a loss of another
@@ -120,6 +133,7 @@ class LossTrial:
         if not value.requires_grad:
             raise UsageError("the loss has no gradient", hint="compute it with the model, and not under no_grad()")
         elements = reduction.averaged_elements(value)
+        self.divisors.append(reduction.read_divisors(value, records))
         found = self._gradients_of(value, first=not self._tried)
         flat = [
             (torch.zeros_like(mine) if its is None else its.to_dense()).detach().flatten()
@@ -168,14 +182,19 @@ class LossTrial:
         even = self.inputs.options.reduction == "auto" and not self._uneven
         whole = whole or self._bent
         draws = shown.draws or self._draws
-        return replace(shown, draws=draws, reduction=how, even=even, whole=whole, buffers=tuple(sorted(self._buffers)))
+        half = self._half and self.inputs.options.precision == "fp32"  # else the user knows of its rounding
+        buffers = tuple(sorted(self._buffers))
+        looks = self._looks if self.inputs.options.reduction == "auto" and not whole and self.divisors else []
+        form, rules = reduction.fit_divisors(self.divisors) if even and how == "mean" and not whole else ("", ())
+        return replace(shown, draws=draws, reduction=how, even=even, whole=whole, buffers=buffers, half=half,
+                       form=form, divisors=rules, looks=looks)  # fmt: skip
 
     def _choose(self, attempt: int) -> Ints:
         """Records whose labels differ, the most different first; those that cannot be read are left to their step."""
         trial = self.inputs
-        most = min(trial.options.micro_batch or trial.global_batch, trial.num_records)
-        most = max(most, min(2, trial.global_batch, trial.num_records))
-        count = next(count for count in COUNTS if count <= most)
+        if trial.chosen is not None:
+            return trial.chosen
+        count = next(count for count in COUNTS if count <= trial.most)
         chance = np.random.default_rng([trial.seed % 2**32, attempt])
         if attempt:
             picked: Ints = chance.choice(trial.num_records, count, replace=False).astype(np.int64)
@@ -183,25 +202,27 @@ class LossTrial:
         spread = np.linspace(0, trial.num_records - 1, min(POOL, trial.num_records)).astype(np.int64)
         pool = chance.permutation(spread)
         keys, rows = np.full(len(pool), np.nan), list[tuple[int, list[float]]]()
-        until = time.monotonic() + LOOK_S
+        looks, until = features.Looks(), time.monotonic() + LOOK_S
         for start in range(0, len(pool), count):
             ids = pool[start : start + count]
             try:
                 batch = trial.reader.read(ids, epoch=0)
-                keys[start : start + count] = _keys(batch, len(ids))
-                rows += zip(range(start, start + len(ids)), _features(batch, len(ids)), strict=True)
+                keys[start : start + count] = features.sum_labels(batch, len(ids))
+                rows += zip(range(start, start + len(ids)), features.measure(batch, len(ids)), strict=True)
+                looks.add(batch, len(ids))
             except UsageError:
                 raise
             except Exception:  # noqa: BLE001  a damaged record may raise anything; its step finds it
                 pass
             if time.monotonic() > until:
                 break
+        self._looks = looks.columns()
         readable = np.flatnonzero(~np.isnan(keys))
         if not len(readable):
             return pool[:count]
         _, first = np.unique(keys[readable], return_index=True)
         few = readable[first[np.unique(np.linspace(0, len(first) - 1, count).astype(int))]]
-        few = np.concatenate([few[-1:], _strange(rows)[: count // 3], few[:-1]])
+        few = np.concatenate([few[-1:], features.find_strange(rows)[: count // 3], few[:-1]])
         few = few[np.sort(np.unique(few, return_index=True)[1])]
         chosen: Ints = pool[np.concatenate([few, np.setdiff1d(readable, few, assume_unique=True)])[:count]]
         return chosen
@@ -217,7 +238,8 @@ class LossTrial:
             seeding.seed_all(trial.seed, 0, 0)
             before, watched.draws, self.taken = seeding.generator_state(), False, False
             began = time.monotonic()
-            yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=0, weight=1.0, trial=True)
+            yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=trial.step, weight=1.0,
+                            trial=True)  # fmt: skip
             self._took_s = time.monotonic() - began
             if not self.taken:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
@@ -264,6 +286,7 @@ class LossTrial:
         draws, other = self._draws, np.random.default_rng(1).permutation(ids)
         self._tried.clear()
         self._changes.clear()
+        self.divisors.clear()
         if len(ids) > 1:
             with without_draws(trial.model) as watched:
                 for part in (ids, ids[:cut], ids[cut:], other[:cut], other[cut:]):
@@ -320,45 +343,13 @@ def _gradients(loss: torch.Tensor, of: list[torch.nn.Parameter], model: torch.nn
     return found
 
 
-def _keys(batch: Batch, count: int) -> list[float]:
-    """A number for each record, which tells records with other labels apart."""
-    flat = torch.utils._pytree.tree_leaves(batch.labels if batch.labels is not None else batch.inputs)
-    tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count]
-    sums = [leaf.detach().cpu().double().reshape(count, -1).sum(dim=1) for leaf in tensors]
-    total: list[float] = sum(sums, torch.zeros(count, dtype=torch.float64)).nan_to_num().tolist()
-    return total
-
-
-def _features(batch: Batch, count: int) -> list[list[float]]:
-    """Of each record, sum and number of zeros in each of its tensors: masks and lengths are among the inputs too."""
-    leaves = torch.utils._pytree.tree_leaves((batch.inputs, batch.labels))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count]
-    flat = [leaf.detach().cpu().reshape(count, -1) for leaf in tensors if not leaf.is_complex()]
-    found = [part for leaf in flat for part in ((leaf == 0).sum(dim=1).double(), leaf.double().sum(dim=1).nan_to_num())]
-    rows: list[list[float]] = torch.stack(found, dim=1).tolist() if found else [[] for _ in range(count)]
-    return rows
-
-
-def _strange(rows: Sequence[tuple[int, list[float]]]) -> Ints:
-    """Places of the records that differ most from the others in a feature, those in numbers of zeros first."""
-    widths = {len(row) for _, row in rows}
-    if len(widths) != 1 or widths == {0}:
-        return np.empty(0, np.int64)
-    places, table = np.array([place for place, _ in rows]), np.array([row for _, row in rows])
-    away = np.abs(table - np.median(table, axis=0))
-    columns = [
-        column for column in (*range(0, table.shape[1], 2), *range(1, table.shape[1], 2)) if away[:, column].any()
-    ]
-    found: Ints = places[[int(away[:, column].argmax()) for column in columns]].astype(np.int64)
-    return found
-
-
 def _state(trial: TrialInputs, but: torch.nn.Parameter | None = None) -> tuple[Any, ...]:
     """Equal states mean that the loop changed no parameters, or gradients except that of `but`, in between."""
     return tuple((value._version, value is but or value.grad is None) for value in trial.model.parameters())
 
 
-_SETTLED = ("draws", "reduction", "even", "whole", "buffers")
+_SETTLED = ("draws", "reduction", "even", "whole", "buffers", "half", "form", "divisors",
+            "looks")  # fmt: skip
 """What the first worker finds out for all others of the job, in JOB/loss.json."""
 
 
@@ -381,5 +372,5 @@ def settle_traits(traits: ModelTraits) -> ModelTraits:
         return traits
     if "TRUELINE_CA" in os.environ:
         return replace(traits, **json.loads(settle_on_master(json.dumps(settled).encode())))
-    files.write_atomic(JobDir(Path(os.environ["TRUELINE_JOB"])).loss, json.dumps(settled).encode(), replace=False)
+    write_when_room(JobDir(Path(os.environ["TRUELINE_JOB"])).loss, json.dumps(settled).encode(), replace=False)
     return load_traits(traits) or traits

@@ -284,6 +284,8 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
             replace(time, name, readings.clock_text(getattr(time, name), name, before))
         for holder, name in (*DRAWS, *OTHERS):
             replace(holder, name, readings.other(getattr(holder, name), name, numbers=True))
+        version: Any = torch.Tensor._version
+        replace(torch.Tensor, "_version", property(readings.other(version.__get__, "_version", numbers=True)))
         for module, name in BYTES:
             replace(module, name, readings.other(getattr(module, name), "urandom", numbers=False))
         for module, name in THREADS:

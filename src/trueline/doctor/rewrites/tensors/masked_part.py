@@ -166,7 +166,7 @@ def _moves(scope: Scope, place: ast.Slice) -> bool:
     for node in ast.walk(scope.function) if bounds else ():
         if isinstance(node, ast.For):
             moving |= {*stored_names(node.target), *stored_names(node.body)}
-        elif isinstance(node, ast.ListComp):
+        elif isinstance(node, ast.ListComp | ast.GeneratorExp):
             moving |= {name for rows in node.generators for name in stored_names(rows.target)}
     return any(scope.depends_on(one) in ("number", "tensor") or moving & set(loaded_names(one)) for one in bounds)
 

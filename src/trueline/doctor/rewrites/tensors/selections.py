@@ -21,7 +21,9 @@ from trueline.doctor.rewrites.scope import (
     Scope,
     Spot,
     arguments_text,
+    assignments,
     expression,
+    named_value,
     substitute,
     value_of,
 )
@@ -31,14 +33,28 @@ def slice_pieces(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     """The loop or the comprehension at `spot` over bounds."""
     pieces = _Pieces(scope)
     new = pieces.visit(copy.deepcopy(spot.statement))
-    if pieces.words:
-        yield scope.candidate([spot.statement], [new], f"the pieces of `{pieces.words[0]}` lie between moving bounds")
+    if not pieces.words:
+        return
+    words = f"the pieces of `{pieces.words[0]}` lie between moving bounds"
+    for at, statement in enumerate(spot.block[: spot.index]):
+        named = named_value(statement)
+        if named is not None and named[0] in pieces.named and _reads(scope.function, named[0]) == 1:
+            yield scope.candidate(spot.block[at : spot.index + 1], [*spot.block[at + 1 : spot.index], new], words)
+    yield scope.candidate([spot.statement], [new], words)
+
+
+def _reads(function: ast.FunctionDef, name: str) -> int:
+    """How often the function reads the name."""
+    names = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
+    return sum(isinstance(node.ctx, ast.Load) for node in names)
 
 
 class _Pieces(ast.NodeTransformer):
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.words: list[str] = []
+        self.named: set[str] = set()
+        """Names of lists of pieces."""
 
     def visit_For(self, node: ast.For) -> ast.AST:
         self.generic_visit(node)
@@ -48,7 +64,10 @@ class _Pieces(ast.NodeTransformer):
             node.body = [substitute(one, values) for one in node.body]
         return node
 
-    def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
+        return self.visit_ListComp(node)
+
+    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> ast.AST:
         self.generic_visit(node)
         rows = node.generators[0]
         piece = self._piece(rows.target, rows.iter) if len(node.generators) == 1 else None
@@ -59,7 +78,18 @@ class _Pieces(ast.NodeTransformer):
         return node
 
     def _piece(self, target: ast.expr, source: ast.expr) -> tuple[ast.expr, ast.expr, dict[str, ast.expr]] | None:
-        """The new target and source of the loop, and what replaces the piece's name."""
+        """The new target and source of the loop, and what replaces the piece's name and its number."""
+        number = ""
+        match target, source:
+            case (
+                ast.Tuple(elts=[ast.Name(id=number), target]),
+                ast.Call(func=ast.Name(id="enumerate"), args=[source], keywords=[]),
+            ):
+                pass
+        if isinstance(source, ast.Name):
+            made = [value for name, value in assignments(self.scope.function) if name == source.id]
+            self.named.add(source.id)
+            source = made[0] if len(made) == 1 else source
         match target, source:
             case ast.Name(id=name), ast.Call(func=ast.Attribute(value=owner, attr="split"), args=args):
                 given = [*args, *(one.value for one in source.keywords)]
@@ -79,7 +109,8 @@ class _Pieces(ast.NodeTransformer):
         at = self.scope.fresh("at")
         piece = expression(f"{owner.id}[{':, ' * axis}{at}:{at} + {size}]")
         bounds = expression(f"range(0, {owner.id}.shape[{axis}], {size})")
-        return ast.Name(id=at, ctx=ast.Store()), bounds, {name: piece}
+        values = {name: piece} | ({number: expression(f"({at} // {size})")} if number else {})
+        return ast.Name(id=at, ctx=ast.Store()), bounds, values
 
 
 def run_all_parts(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:

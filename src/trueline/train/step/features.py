@@ -1,0 +1,112 @@
+"""What tells the records of a batch apart: numbers that show masks, lengths and labels without a name."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trueline.data.source import Batch
+from trueline.train.step.contribution import StepBatch
+from trueline.train.step.plan import Ints
+
+MOST_WATCHED, MOST_VALUES = 4096, 64
+"""Elements of a record's tensor, and values of its label, up to which they are watched in each step."""
+Column = tuple[int, str, list[float]]
+"""The tensor of a batch, what is watched in it, and what that was in all records that were looked at."""
+_KINDS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
+    "zeros": lambda rows: (rows == 0).sum(axis=1),
+    "nans": lambda rows: np.isnan(rows).sum(axis=1),
+    "lowest": lambda rows: rows.min(axis=1).clip(max=0),
+    "value": lambda rows: rows[:, 0],
+}
+
+
+def _rows(batch: Batch | StepBatch, count: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """[records, elements] of each small tensor of a batch, with its number."""
+    for number, leaf in enumerate(torch.utils._pytree.tree_leaves((batch.inputs, batch.labels))):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count and not leaf.is_complex():
+            flat = leaf.detach().reshape(count, -1)
+            if 0 < flat.shape[1] <= MOST_WATCHED:
+                flat = flat.float() if flat.dtype == torch.bfloat16 else flat
+                yield number, flat.cpu().numpy()
+
+
+class Looks:
+    """What all records that were looked at have in common: numbers of zeros and of NaN, negative numbers, labels."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], set[float]] = {}
+
+    def add(self, batch: Batch, count: int) -> None:
+        for number, rows in _rows(batch, count):
+            for kind in ("zeros", "nans") if rows.dtype.kind == "f" else ("zeros", "lowest", "value"):
+                if kind != "value" or rows.shape[1] == 1:
+                    seen = self._seen.setdefault((number, kind), set())
+                    if len(seen) <= MOST_VALUES:
+                        seen.update(np.unique(_KINDS[kind](rows)).tolist())
+
+    def columns(self) -> list[Column]:
+        """A column that varies is not watched, except for labels of few values."""
+        return [
+            (number, kind, sorted(seen))
+            for (number, kind), seen in self._seen.items()
+            if len(seen) == 1 or (kind == "value" and len(seen) <= MOST_VALUES)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Records of a batch that are something new in a column: their places and values."""
+
+    column: Column
+    places: Ints
+    values: list[float]
+
+
+def find_new(columns: Sequence[Column], batch: StepBatch) -> News | None:
+    """The first column in which records of `batch` are something new."""
+    rows = dict(_rows(batch, len(batch.records))) if columns else {}
+    for column in columns:
+        number, kind, seen = column
+        if number in rows:
+            values = _KINDS[kind](rows[number])
+            new = values != seen[0] if len(seen) == 1 else ~np.isin(values, seen)
+            if new.any():
+                return News(column, np.flatnonzero(new), values[new].tolist())
+    return None
+
+
+def sum_labels(batch: Batch, count: int) -> list[float]:
+    """A number for each record, which tells records with other labels apart."""
+    flat = torch.utils._pytree.tree_leaves(batch.labels if batch.labels is not None else batch.inputs)
+    tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count]
+    sums = [leaf.detach().cpu().double().reshape(count, -1).sum(dim=1) for leaf in tensors]
+    total: list[float] = sum(sums, torch.zeros(count, dtype=torch.float64)).nan_to_num().tolist()
+    return total
+
+
+def measure(batch: Batch, count: int) -> list[list[float]]:
+    """Of each record, sum and number of zeros in each of its tensors: masks and lengths are among the inputs too."""
+    leaves = torch.utils._pytree.tree_leaves((batch.inputs, batch.labels))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count]
+    flat = [leaf.detach().cpu().reshape(count, -1) for leaf in tensors if not leaf.is_complex()]
+    found = [part for leaf in flat for part in ((leaf == 0).sum(dim=1).double(), leaf.double().sum(dim=1).nan_to_num())]
+    rows: list[list[float]] = torch.stack(found, dim=1).tolist() if found else [[] for _ in range(count)]
+    return rows
+
+
+def find_strange(rows: Sequence[tuple[int, list[float]]]) -> Ints:
+    """Places of the records that differ most from the others in a feature, those in numbers of zeros first."""
+    widths = {len(row) for _, row in rows}
+    if len(widths) != 1 or widths == {0}:
+        return np.empty(0, np.int64)
+    places, table = np.array([place for place, _ in rows]), np.array([row for _, row in rows])
+    away = np.abs(table - np.median(table, axis=0))
+    columns = [
+        column for column in (*range(0, table.shape[1], 2), *range(1, table.shape[1], 2)) if away[:, column].any()
+    ]
+    found: Ints = places[[int(away[:, column].argmax()) for column in columns]].astype(np.int64)
+    return found
