@@ -9,7 +9,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from trueline.ps.tables.slab import put_rows, reserve
+from trueline.ps.tables.slab import put_rows, reserve, take_rows
 
 Rows = npt.NDArray[np.float32]
 Places = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ class RowAverages:
 
     def read(self, places: Places, rows: Rows, step: int) -> Rows:
         """After `step` steps."""
-        averages = self._averages.take(places, axis=0, mode="clip")
+        averages = take_rows(self._averages, places)
         return advance(self._ema, averages, self._at.take(places, mode="clip"), rows, step)
 
     def take(self, places: Places, before: Rows, after: Rows, step: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.ps.partition import Ids, mix
+from trueline.ps.tables.slab import take_rows
 
 Places = npt.NDArray[np.int64]
 _EMPTY, _REMOVED = -1, -2
@@ -18,7 +19,17 @@ _LEAST = 1 << 10
 _FULL = 0.55
 """Part of the slots in use at which the index doubles."""
 COMPILED_FROM = 1 << 20
-"""Slots from which the compiled search is used: fewer fit into the processor's cache, where NumPy is as fast."""
+"""Slots from which the compiled search is used: for fewer it saves less than the second that loading it takes."""
+
+
+_FEW, _NEXT = 256, np.arange(1, 17)
+"""Ids for which the next 16 slots are looked at together."""
+
+
+def _continues(found: Places, ids: Ids) -> npt.NDArray[np.bool_]:
+    """Whether the search for `ids` continues after the slots `found`, (..., 2): they are of others, or were removed."""
+    others: npt.NDArray[np.bool_] = (found[..., 0] != ids) & (found[..., 1] != _EMPTY) | (found[..., 1] == _REMOVED)
+    return others
 
 
 @functools.cache
@@ -62,15 +73,26 @@ class IdIndex:
             self._search(self._slots, self._mask, np.ascontiguousarray(ids), places)
             return places
         at = self._home(ids)
-        found = self._slots.take(at, axis=0)
+        found = take_rows(self._slots, at)
         places = found[:, 1].copy()
-        others = np.flatnonzero((found[:, 0] != ids) & (places != _EMPTY) | (places == _REMOVED))
-        while others.size:
-            at_others = (at[others] + 1) & self._mask
-            at[others] = at_others
-            found = self._slots.take(at_others, axis=0)
+        others = np.flatnonzero(_continues(found, ids))
+        left, at = ids.take(others), at.take(others)
+        while others.size > _FEW:
+            at += 1
+            at &= self._mask
+            found = take_rows(self._slots, at)
             places[others] = found[:, 1]
-            others = others[(found[:, 0] != ids[others]) & (found[:, 1] != _EMPTY) | (found[:, 1] == _REMOVED)]
+            on = np.flatnonzero(_continues(found, left))
+            others, left, at = others.take(on), left.take(on), at.take(on)
+        while others.size:  # of the last ones several slots at once: most time goes into calls
+            near = (at[:, None] + _NEXT) & self._mask
+            found = take_rows(self._slots, near.reshape(-1)).reshape(*near.shape, 2)
+            ends = ~_continues(found, left[:, None])
+            first = ends.argmax(axis=1)
+            rows = np.arange(len(left))
+            places[others] = found[rows, first, 1]
+            on = np.flatnonzero(~ends[rows, first])
+            others, left, at = others.take(on), left.take(on), near[on, -1]
         return places
 
     def add(self, ids: Ids, places: Places) -> None:

@@ -17,7 +17,7 @@ from trueline.ps.tables.averages import RowAverages, advance
 from trueline.ps.tables.id_index import IdIndex, Places
 from trueline.ps.tables.initial import initial_rows
 from trueline.ps.tables.optimizers import WIDE, Rows, slots_of, update
-from trueline.ps.tables.slab import MOST_ROWS, put_rows, reserve
+from trueline.ps.tables.slab import MOST_ROWS, put_rows, reserve, take_rows
 
 Array = npt.NDArray[Any]
 RECENT, MOST_RECALLED = 16, 1 << 17
@@ -75,7 +75,7 @@ class ServerTable:
         places = self._index.find(ids)
         if 0 < len(ids) <= MOST_RECALLED:
             self._recent.append((ids.copy(), places))
-        rows = self._rows.take(places, axis=0, mode="clip")
+        rows = take_rows(self._rows, places)
         if averaged_at is not None and self._averages is not None:
             rows = self._averages.read(places, rows, averaged_at)
         missing = np.flatnonzero(places < 0)
@@ -97,9 +97,9 @@ class ServerTable:
                 places, gradients = places[kept], gradients[kept]
         if self._used_at is not None:
             self._used_at[places] = self._clock if self.spec.evict == "lru" else self._used_at[places] + 1
-        rows = self._rows.take(places, axis=0)
+        rows = take_rows(self._rows, places)
         before = rows.copy() if self._averages is not None else rows
-        state = [slot.take(places, axis=0) for slot in self._state]
+        state = [take_rows(slot, places) for slot in self._state]
         update(self.optimizer, rows, gradients, state, lr)
         if self._averages is not None:
             self._averages.take(places, before, rows, step)
