@@ -4,6 +4,7 @@
 where it is used; `translate` turns the ModuleNotFoundError into an error that names the command to type.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -54,3 +55,10 @@ def naming_extras() -> Iterator[None]:
         if missing is None:
             raise
         raise missing from error
+
+
+def expect_package(name: str) -> None:
+    """Raises MissingPackage where the package `name` of an extra is not installed; does not import it."""
+    with naming_extras():
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)

@@ -18,6 +18,7 @@ from trueline.bundle.describe import describe_loss
 from trueline.checkpoint import manifest
 from trueline.columns.fitted import encode as encode_columns
 from trueline.errors import StorageError, UsageError
+from trueline.extras import expect_package
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe, locate_recipe
 from trueline.storage.location import Location, parse_location, split_location
@@ -204,6 +205,7 @@ def prepare(
     **wanted: Unpack[Overrides],
 ) -> Path:
     """The folder of a job that is ready to be launched. Arguments and errors are those of `train`."""
+    expect_package("torch")
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     where = locate_recipe(loaded, recipe)
     if resume:
@@ -266,6 +268,7 @@ def prepare_resume(
 ) -> Path:
     """Prepares an earlier job to continue from its newest checkpoint. Raises UsageError if it runs or is finished."""
     folder = Path(job_dir).resolve()
+    expect_package("torch")
     earlier = job_settings.load(folder)
     JobDir(folder).expect_idle()
     low, high = parse_workers(str(workers)) if workers is not None else (earlier.min_workers, earlier.workers)
