@@ -21,7 +21,7 @@ SLEEPERS = {
     "train/recipes/tiny.py": "a job whose steps are slow until a test has seen what it waits for",
     "train/recipes/measured.py": "records that are slow to read, so that a worker can be killed meanwhile",
     "worlds/learners.py": "scripts of a learner that step slowly, or sleep at their end as FfDL's examples do",
-    "train/test_host_scripts.py": "a script that waits for a file after its loop",
+    "worlds/joined_hosts.py": "a script that waits for a file after its loop",
     "conformance/scheduler_logs.py": "a command that runs until it gets its notice",
     "train/torn_disk/sitecustomize.py": "a worker that dies a moment after what it has torn",
 }
