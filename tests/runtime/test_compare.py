@@ -330,3 +330,12 @@ def test_a_large_answer_is_compared_by_parts_with_the_same_verdict(
         whole = compare(want, found)
         monkeypatch.setattr("trueline.runtime.compare.PIECE", 2)
         assert compare(want, found) == whole
+
+
+def test_the_records_that_are_off_are_named() -> None:
+    want = np.ones((40, 3), np.float32)
+    found = want.copy()
+    found[[7, 31], 1] = 2.0
+    assert compare({"y": want}, {"y": found}).records == (7, 31)
+    assert compare({"y": want}, {"y": want + np.float32(1)}).records == tuple(range(16))
+    assert compare({"y": want}, {"y": want}).records == ()

@@ -13,7 +13,7 @@ are within the bounds of each other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ counts."""
 
 PIECE = 1 << 19
 """Elements that are compared at once."""
+FAR = 16
 FEW = 4
 """Elements of a column below which its largest says little: one number near 0 is no scale."""
 SOFT = 64.0
@@ -69,6 +70,8 @@ class Comparison:
     """The test, where it was not the tolerance of the dtypes."""
     times: float = 0.0
     """Where numbers alone disagree, how many times its bound the farthest is off."""
+    records: tuple[int, ...] = field(default=(), compare=False)
+    """Where numbers disagree: indices along the first axis, at most FAR of them."""
 
 
 def compare(
@@ -82,15 +85,16 @@ def compare(
     if list(expected) != list(found):
         return refusal(f"the outputs are {list(found)}, expected {list(expected)}")
     worst_abs = worst_rel = times = 0.0
-    changed, reason = 0, ""
+    changed, reason, records = 0, "", set[int]()
     for name, want in expected.items():
         one = _compare_one(name, want, found[name], (bounds or {}).get(name), tolerances)
         worst_abs, worst_rel = max(worst_abs, one.max_abs_error), max(worst_rel, one.max_rel_error)
         changed += one.decisions_changed
         reason, times = reason or one.reason, max(times, one.times)
+        records |= {*one.records}
     return Comparison(
         agrees=not reason, reason=reason, max_abs_error=worst_abs, max_rel_error=worst_rel, decisions_changed=changed,
-        times=times,
+        times=times, records=tuple(sorted(records)[:FAR]),
     )  # fmt: skip
 
 
@@ -166,6 +170,7 @@ class _PartDifference:
     """The largest error, relative to its bound."""
     at: str
     """The element that has it."""
+    records: tuple[int, ...]
 
 
 def _compare_floats(a: Floats, b: Floats, scale: Floats, bound: Floats, rows: Any) -> _PartDifference:
@@ -173,11 +178,14 @@ def _compare_floats(a: Floats, b: Floats, scale: Floats, bound: Floats, rows: An
     misplaced = int(np.count_nonzero(~finite & ~((a == b) | (np.isnan(a) & np.isnan(b)))))
     error = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0))
     over = error > bound
-    times, at = 0.0, ""
+    times, at, records = 0.0, "", tuple[int, ...]()
     if over.any():
         every = np.divide(error, bound, out=np.where(over, np.inf, 0.0), where=bound > 0)
         place = np.unravel_index(int(np.argmax(every)), a.shape)
         times, first = float(every[place]), 0 if rows is ... else rows.start
+        if place:
+            own = np.flatnonzero(over.reshape(len(over), -1).any(axis=1))[:FAR]
+            records = tuple(int(index) + first for index in own)
         where = f" at {[int(index) + (0 if axis else first) for axis, index in enumerate(place)]}" if place else ""
         at = f"{where} {a[place]:.6g} is off by {error[place]:.3g}, where {bound[place]:.3g} is allowed"
     return _PartDifference(
@@ -188,6 +196,7 @@ def _compare_floats(a: Floats, b: Floats, scale: Floats, bound: Floats, rows: An
         relative=float(np.max(np.divide(error, scale, out=np.zeros_like(error), where=scale > 0), initial=0.0)),
         times=times,
         at=at,
+        records=records,
     )
 
 
@@ -209,6 +218,7 @@ def _conclude(name: str, size: int, parts: Sequence[_PartDifference]) -> Compari
         max_rel_error=max((one.relative for one in parts), default=0.0),
         decisions_changed=changed,
         times=0.0 if misplaced else max((one.times for one in parts), default=0.0),
+        records=tuple(index for one in parts for index in one.records)[:FAR],
     )
 
 

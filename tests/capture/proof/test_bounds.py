@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof import bounds
+from trueline.capture.proof import observe as observe_module
 from trueline.capture.proof.observe import observe
-from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.prove import Proof, judge
 
 Array = npt.NDArray[Any]
@@ -292,3 +294,42 @@ def test_one_of_many_numbers_that_is_small_by_cancelling_is_no_reason_to_refuse(
     wrong = add_otherwise(model)
     off = Program2D(eager, lambda x: wrong(x) + np.float32(3e-4) * (np.arange(300) == 7))
     assert not judge(off, seen).proven
+
+
+def saturated(monkeypatch: pytest.MonkeyPatch, off: float) -> Proof:
+    """The proof of a sigmoid whose input is off by that many last digits, on a batch in which one record is far in the
+    tail, without time for a float64 run of the whole batch."""
+    monkeypatch.setattr(observe_module, "BUDGET_S", 1e-9)
+    monkeypatch.setattr(observe_module._Known, "redraw", lambda *of: None)
+    weight = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 2.5
+    eager = EagerSession(Model(lambda x: torch.sigmoid(x @ weight)).eval(), torch.randn(3, 4))
+    records = torch.randn(64, 4)
+    records[40] = torch.tensor([-7.1, -6.3, -5.9, -4.7])
+    probes = [one for one in make_probes(eager.example) if not one.wild]
+    far = Probe(name="far", origin="made", num_records=64, inputs={"x": records.numpy()})
+
+    def formula(x: Array) -> Array:
+        total = (x.astype(np.float64) @ weight.double().numpy()).astype(np.float32)
+        total = total + np.float32(off) * np.spacing(np.abs(total))
+        return 1 / (1 + np.exp(-total.astype(np.float64)))
+
+    return judge(Program(eager, formula), observe(eager, [*probes, far]))
+
+
+def test_a_record_far_in_the_tail_is_rounded_alone_where_there_is_no_time_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    assert saturated(monkeypatch, 3.0).proven
+    assert not saturated(monkeypatch, 20.0).proven
+    monkeypatch.setattr(observe_module._Known, "measure_records", lambda *of: None)
+    assert not saturated(monkeypatch, 3.0).proven
+
+
+def test_bounds_of_some_records_widen_theirs_and_no_other() -> None:
+    whole = (np.array([9.0]), np.array([1.0, 2.0, 3.0]), np.array([5.0, 6.0]))
+    part = (np.array([4.0]), np.array([7.0, 1.0]), np.array([5.5, 1.0]))
+    found = bounds.widen(whole, part, [0, 2])
+    assert [one.tolist() for one in found] == [[9.0], [7.0, 2.0, 3.0], [5.5, 6.0]]
+    pairs = (np.array([9.0]), np.ones(3), np.ones(3))
+    assert bounds.widen(pairs, (np.array([9.0]), np.ones(2), np.ones(2)), [0, 2]) is pairs

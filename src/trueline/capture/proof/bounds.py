@@ -195,6 +195,16 @@ class OutputTable:
         return found
 
 
+def widen(whole: Bound, part: Bound, records: Sequence[int]) -> Bound:
+    """`whole` with the bounds of some records, along each axis, where these are wider; of an output in which records
+    count along another axis too, as it is."""
+    if [one.shape for one in whole[2:]] != [one.shape for one in part[2:]]:
+        return whole
+    rows = whole[1].copy()
+    rows[list(records)] = np.maximum(rows[list(records)], part[1])
+    return np.maximum(whole[0], part[0]), rows, *map(np.maximum, whole[2:], part[2:])
+
+
 def _most(slices: Sequence[Floats]) -> Floats:
     found: Floats = np.max(np.stack(slices), axis=0)
     return found

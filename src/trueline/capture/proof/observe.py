@@ -36,6 +36,8 @@ BUDGET_S, LEAST = 8.0, 2
 the fewest probes."""
 FIRST_S = 2.0
 """Of these, for the user's own probes, which tell the noise of others."""
+ALONE_S = 4.0
+"""Of float64 runs of a few records of a larger probe."""
 DRAWS = 2
 """Runs in float64 with rounding, of each probe; one for a model that is not held in float64."""
 SCALES = 4
@@ -115,6 +117,8 @@ class _Known:
     """By the digest of the inputs."""
     spent_s: float = 0.0
     redrawn_s: float = 0.0
+    alone_s: float = 0.0
+    """Of the few records of larger answers."""
     again: tuple[str, dict[str, Array] | None, int] | None = None
     """The answer that is measured by more draws: its key, the model's answer in float64, and the last draw."""
     scales: int = 0
@@ -164,12 +168,30 @@ class _Known:
         self.again = key, exact, drawn + 1
         self.redrawn_s += time.process_time() - started
 
-    def _run(self, seen: Observation, draw: int) -> dict[str, Array] | None:
+    def measure_records(self, seen: Observation, records: Sequence[int]) -> Measures | None:
+        """What MORE_DRAWS runs of these records alone show: rounding by itself, since among other records the model may
+        answer otherwise. None without time for it, or where no dimension counts records."""
+        if self.arbiter is None or seen.outputs is None or self.alone_s > ALONE_S:
+            return None
+        count, chosen = seen.probe.num_records, list(records)
+        if any(not array.ndim or len(array) != count for array in seen.outputs.values()):
+            return None
+        started, inputs = time.process_time(), seen.probe.inputs
+        few = {name: one[chosen] if one.ndim and len(one) == count else one for name, one in inputs.items()}
+        exact = [self._run(seen, draw, few) for draw in range(MORE_DRAWS + 1)]
+        self.alone_s += time.process_time() - started
+        answered = [one for one in exact if one is not None]
+        if len(answered) < len(exact):
+            return None
+        plain = {name: one.astype(seen.outputs[name].dtype) for name, one in answered[0].items()}
+        return bounds.measure(plain, answered)
+
+    def _run(self, seen: Observation, draw: int, inputs: Mapping[str, Array] | None = None) -> dict[str, Array] | None:
         """None: an operator without a float64 kernel, a check of dtypes."""
         assert self.arbiter is not None
         try:
             with care(seen.probe):
-                return self.arbiter.run(seen.probe.inputs, rounded=draw)
+                return self.arbiter.run(seen.probe.inputs if inputs is None else inputs, rounded=draw)
         except Exception:  # noqa: BLE001 - the user's forward in another dtype may raise anything
             return None
 
@@ -198,9 +220,9 @@ class _Arbitration:
         tables = bounds.make_tables(self._plain, self._given)
         return [{name: tables[name].derive_least(one) for name, one in found.items()} for found in self._plain]
 
-    def judge(self, at: int, *, every: bool = False, redraw: bool = False) -> Observation:
+    def judge(self, at: int, *, every: bool = False, redraw: bool = False, records: Sequence[int] = ()) -> Observation:
         """Answer number `at` with the bounds that float64 tells; `every`: of all answers, as far as there is time;
-        `redraw`: of this one by a draw more."""
+        `redraw`: of this one by a draw more; `records`: of these alone by many draws."""
         known = self._open()
         if known is not None:
             own = [i for i, given in enumerate(self._given) if given]
@@ -215,7 +237,12 @@ class _Arbitration:
         here = [measured.get(key) or plain for key, plain in zip(self._keys, self._plain, strict=True)]
         others = [one for key, one in measured.items() if key not in self._keys]
         tables = bounds.make_tables([*here, *others], [*self._given, *(False for _ in others)])
-        derived = {name: tables[name].derive(one, self._given[at]) for name, one in here[at].items()}
+        derived: dict[str, Bound] = {name: tables[name].derive(one, self._given[at]) for name, one in here[at].items()}
+        part = known.measure_records(self._seen[at], records) if known is not None and records else None
+        if part is not None:
+            alone = bounds.make_tables([part], [False])
+            for name, measured_alone in part.items():
+                derived[name] = bounds.widen(derived[name], alone[name].derive(measured_alone, False), records)
         return replace(self._seen[at], bounds=derived, judged=bool(measured), arbitrate=None)
 
     def _open(self) -> _Known | None:

@@ -212,11 +212,12 @@ def _compare(program: Session, seen: Observation, level: float) -> compare.Compa
 def _compare_once(program: Session, seen: Observation) -> compare.Comparison:
     answer, expected, arbitrate = program.run(seen.probe.inputs), seen.outputs or {}, seen.arbitrate
     comparison = compare.compare(expected, answer, bounds=seen.bounds)
-    for step in range(2 + MORE_DRAWS if arbitrate is not None else 0):
+    for step in range(3 + MORE_DRAWS if arbitrate is not None else 0):
         if not comparison.agrees and arbitrate is not None:
             if step > 1 and not 0 < comparison.times <= REACH:
                 break
-            seen = arbitrate(every=step > 0, redraw=step > 1)
+            alone = comparison.records if step == 2 else ()
+            seen = arbitrate(every=step > 0, redraw=step > 2, records=alone)
             comparison = compare.compare(expected, answer, bounds=seen.bounds)
     misfit = _misfit(program, seen.probe, answer) if comparison.agrees else ""
     return replace(compare.refusal(misfit) if misfit else comparison, how=_describe(seen))
