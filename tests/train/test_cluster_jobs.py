@@ -281,9 +281,9 @@ def test_a_node_of_ray_that_dies_is_replaced_before_ray_knows(ray_client, ray):
 def test_why_a_job_waits_for_ray_is_shown_and_halt_withdraws_it(ray_client):
     client = ray_client
     with (client.folder / "trueline.toml").open("a") as file:
-        file.write("[engine.ray.large]\nslots = 64\n")
-    job = client.submit("ray:large", "--workers", "1:2")
+        file.write("[engine.ray.huge]\nslots = 64\n")
+    job = client.submit("ray:huge", "--workers", "1:2")
     shown = client.run("jobs")
-    assert re.search(rf"{job} +ray:large +queued .*no node of the Ray cluster has 64 CPUs", shown)
+    assert re.search(rf"{job} +ray:huge +queued .*no node of the Ray cluster has 64 CPUs", shown)
     assert "halted while it waited" in client.run("halt", job)
     assert client.read()["state"] == "stopped"
