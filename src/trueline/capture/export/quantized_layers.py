@@ -139,9 +139,9 @@ class UnpackedRecurrent(nn.Module):
 
     @staticmethod
     def _step_gru(own: Tensor, given: Tensor, hidden: Tensor) -> tuple[Tensor]:
-        (one, two, three), (a, b, c) = given.chunk(3, 1), own.chunk(3, 1)
-        new = (three + (one + a).sigmoid() * c).tanh()
-        return ((hidden - new) * (two + b).sigmoid() + new,)
+        resets, updates, _ = (own + given).chunk(3, 1)  # as in the kernel: a part of a tensor is rounded otherwise
+        new = (given.chunk(3, 1)[2] + resets.sigmoid() * own.chunk(3, 1)[2]).tanh()
+        return ((hidden - new) * updates.sigmoid() + new,)
 
 
 def unpack_layer(layer: nn.Module) -> nn.Module:
