@@ -64,16 +64,18 @@ def test_one_host_sums_over_all_members_at_once(store):
     assert in_processes(2, work) == [None, None]
 
 
-def test_a_member_that_dies_within_a_sum_fails_it_for_all_others(store):
+@pytest.mark.parametrize("chunk", [by_host.CHUNK, 50_000], ids=["one part", "20 parts"])
+def test_a_member_that_dies_within_a_sum_fails_it_for_all_others(store, monkeypatch, chunk):
+    monkeypatch.setattr(by_host, "CHUNK", chunk)
+
     def work(rank):
         group = _form(store, rank, HOSTS)
         group.wait_bucket(group.sum_bucket(torch.ones(1000)))
         if rank == 1:
             group.cut()  # shuts its connections, as its end would
             return "gone"
-        pending = group.sum_bucket(torch.ones(1_000_000))
         try:
-            group.wait_bucket(pending)
+            group.wait_bucket(group.sum_bucket(torch.ones(1_000_000)))
         except RuntimeError as error:
             with pytest.raises(RuntimeError) as later:  # that of the next bucket, which is computed meanwhile
                 group.wait_bucket(group.sum_bucket(torch.ones(1000)))

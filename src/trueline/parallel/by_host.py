@@ -13,7 +13,9 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +25,12 @@ import torch
 from trueline.parallel.peer_memory import PeerMemory
 
 ONE_HOST = "127.0.0.1"
-CHUNK = 1 << 20
+CHUNK = 2 << 20
 """Numbers of a bucket that are summed as one; several are under way at once, so that the link is busy."""
 SMALL = 8 << 10
 """Fewer numbers are not worth a shard for each member."""
-LANES = 3
+LINKS = 3
+"""Parts that are between the hosts at once."""
 _PIECE = 32 << 10
 """Numbers that are read and added at once: they stay in the cache."""
 _ROW = 255
@@ -57,7 +60,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class HostSum:
     """A pending sum, with the two methods of torch's Work that a `GlooGroup` uses."""
 
-    def __init__(self, parts: list["concurrent.futures.Future[None]"]) -> None:
+    def __init__(self, parts: list[Future[None]]) -> None:
         self._parts = parts
 
     def is_completed(self) -> bool:
@@ -65,12 +68,14 @@ class HostSum:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Raises RuntimeError when the sum failed, or is not over in time."""
-        if concurrent.futures.wait(self._parts, None if timeout is None else timeout.total_seconds()).not_done:
-            raise RuntimeError("gloo: the sum is not over")
+        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
         for part in self._parts:
-            if part.cancelled():
-                raise RuntimeError("gloo: the group was left")
-            part.result()
+            try:
+                part.result(None if until is None else max(0.0, until - time.monotonic()))
+            except TimeoutError as error:
+                raise RuntimeError("gloo: the sum is not over") from error
+            except concurrent.futures.CancelledError as error:
+                raise RuntimeError("gloo: the group was left") from error
 
 
 class HostSums:
@@ -84,7 +89,11 @@ class HostSums:
         self._others = [other for other in self._own if other != rank]
         self._shards = min(map(len, hosts))
         self._numbers = itertools.count()
-        self._lanes = concurrent.futures.ThreadPoolExecutor(LANES, "by-host")
+        adding, linking, filling = (
+            concurrent.futures.ThreadPoolExecutor(threads, f"by-host-{stage}")
+            for stage, threads in (("add", 1), ("link", LINKS), ("fill", 1))
+        )
+        self._adding, self._linking, self._filling = adding, linking, filling
         self._closing = threading.Lock()
 
     def sum(self, value: torch.Tensor) -> HostSum:
@@ -95,7 +104,7 @@ class HostSums:
         flat = value.view(-1)
         parts = [(flat[at : at + CHUNK], next(self._numbers)) for at in range(0, max(1, len(flat)), CHUNK)]
         try:
-            return HostSum([self._lanes.submit(self._run, part, number) for part, number in parts])
+            return HostSum([self._begin(part, 4 * number % _TAGS) for part, number in parts])
         except RuntimeError as error:
             raise RuntimeError(f"gloo: the group was left: {error}") from error
 
@@ -104,33 +113,56 @@ class HostSums:
         with self._closing:
             if bytes(_MARK.numpy()) == self._places[self._rank].mark:
                 _MARK.zero_()
-        self._lanes.shutdown(wait=False, cancel_futures=True)
+        for stage in (self._adding, self._linking, self._filling):
+            stage.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, flat: torch.Tensor, number: int) -> None:
-        try:
-            self._sum(flat, 4 * number % _TAGS)
-        except BaseException:
-            self.close()  # before anyone may change `flat`
-            raise
-
-    def _sum(self, flat: torch.Tensor, tag: int) -> None:
+    def _begin(self, flat: torch.Tensor, tag: int) -> Future[None]:
+        """One part of a sum in its three stages. Each stage takes the parts in one order in all members: two that begin
+        with different parts would wait for each other."""
         shards = self._shards if len(flat) >= SMALL else 1
         bounds = [len(flat) * shard // shards for shard in range(shards + 1)]
+        added = self._adding.submit(self._run, self._add_here, flat, bounds, tag)
+        linked = self._linking.submit(self._run, self._sum_after, added, flat, bounds, tag + 1)
+        return self._filling.submit(self._run, self._fill_after, added, linked, flat, bounds, tag + 2)
+
+    def _run(self, stage: Callable[..., Any], *of: Any) -> Any:
+        try:
+            return stage(*of)
+        except BaseException as error:
+            self.close()  # before anyone may change the bucket
+            if isinstance(error, concurrent.futures.CancelledError):
+                raise RuntimeError("gloo: the group was left") from error
+            raise
+
+    def _add_here(self, flat: torch.Tensor, bounds: list[int], tag: int) -> dict[int, int]:
+        """Adds what the members of this host have for the own shard. Returns where their parts lie."""
         at = self._tell(self._others, self._others, tag, flat.data_ptr())
-        owners = self._own[:shards]
-        if self._mine < shards:
+        if self._mine < len(bounds) - 1:
             own = flat[bounds[self._mine] : bounds[self._mine + 1]]
             first = bounds[self._mine] * flat.element_size()
             self._add(own, {other: at[other] + first for other in self._others})
-            self._sum_between(own, [host[self._mine] for host in self._hosts], tag + 1)
-        others = [other for other in owners if other != self._rank]
-        self._tell(self._others if self._mine < shards else [], others, tag + 2)
-        for shard, owner in enumerate(owners):
-            if owner != self._rank:
-                from_owner = at[owner] + bounds[shard] * flat.element_size()
-                self._fill(flat[bounds[shard] : bounds[shard + 1]], owner, from_owner)
-                self._check(owner)
-        self._tell(others, self._others if self._mine < shards else [], tag + 3)
+        return at
+
+    def _sum_after(self, added: Future[dict[int, int]], flat: torch.Tensor, bounds: list[int], tag: int) -> None:
+        added.result()
+        if self._mine < len(bounds) - 1:
+            own = flat[bounds[self._mine] : bounds[self._mine + 1]]
+            self._sum_between(own, [host[self._mine] for host in self._hosts], tag)
+
+    def _fill_after(
+        self, added: Future[dict[int, int]], linked: Future[None], flat: torch.Tensor, bounds: list[int], tag: int
+    ) -> None:
+        """Reads the other shards from their owners, and waits until all have read the own one."""
+        at, _ = added.result(), linked.result()
+        is_owner = self._mine < len(bounds) - 1
+        shards = [(owner, shard) for shard, owner in enumerate(self._own[: len(bounds) - 1]) if owner != self._rank]
+        owners = [owner for owner, _ in shards]
+        self._tell(self._others if is_owner else [], owners, tag)
+        for owner, shard in shards:
+            from_owner = at[owner] + bounds[shard] * flat.element_size()
+            self._fill(flat[bounds[shard] : bounds[shard + 1]], owner, from_owner)
+            self._check(owner)
+        self._tell(owners, self._others if is_owner else [], tag + 1)
 
     def _add(self, own: torch.Tensor, at: dict[int, int]) -> None:
         """Adds what lies at these addresses of the members on this host: piece by piece, so that a piece of `own` is
