@@ -74,6 +74,10 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
         *(one(x.half(), 1, dtype=torch.float32) for one in (torch.softmax, torch.log_softmax, torch.sum, torch.mean)),
         *(one((x.abs() + 1).tanh().mul(6e4).half(), 1, dtype=torch.float32) for one in (torch.sum, torch.mean)),
     ),
+    "other names of arithmetic, of floats and whole numbers": lambda x, y: (
+        *(torch.divide(x, places(x, y) + 1), torch.true_divide(places(x, y), places(x, y) + 1)),
+        *(torch.multiply(places(x, y), x), torch.subtract(x, places(x, y)), torch.masked.var(x, 1)),
+    ),
     "signbit": lambda x, y: (torch.signbit(x), torch.signbit(y.round().long())),
     "copysign": torch.copysign,
     "atan2": torch.atan2,

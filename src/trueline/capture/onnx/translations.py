@@ -194,6 +194,21 @@ def _cast_first(translate: Callable[..., Any]) -> Callable[..., Any]:
     return translate_softmax
 
 
+def _promote(translate: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a float and a whole number, as torch does for all names of an operator: the exporter does so for `div`, and
+    writes `divide` of both as they are."""
+
+    def translate_alias(self: Any, other: Any, *rest: Any) -> Any:
+        kinds = [getattr(one, "dtype", None) for one in (self, other)]
+        floats = [kind for kind in kinds if kind is not None and kind.is_floating_point()]
+        if None not in kinds and len(floats) < 2 and (floats or translate is core.aten_div):
+            kind = floats[0] if floats else ir.DataType.FLOAT
+            self, other = (one if one.dtype == kind else op.Cast(one, to=kind.value) for one in (self, other))
+        return translate(self, other, *rest)
+
+    return translate_alias
+
+
 def _sum(self: Any, *, dtype: int | None = None) -> Any:
     if dtype in (None, -1, self.dtype) or not len(self.shape):
         return core.aten_sum(self, -1 if dtype is None else dtype)
@@ -221,6 +236,10 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **numerics.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
     _ATEN.add.Tensor: _add,
+    _ATEN.divide.Tensor: _promote(core.aten_div),
+    _ATEN.true_divide.Tensor: _promote(core.aten_div),
+    _ATEN.multiply.Tensor: _promote(core.aten_mul),
+    _ATEN.subtract.Tensor: _promote(core.aten_sub),
     _ATEN.where.self: _where,
     _ATEN.softmax.int: _cast_first(core.aten_softmax),
     _ATEN.log_softmax.int: _cast_first(special.aten_special_log_softmax),
