@@ -78,6 +78,9 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
         *(torch.divide(x, places(x, y) + 1), torch.true_divide(places(x, y), places(x, y) + 1)),
         *(torch.multiply(places(x, y), x), torch.subtract(x, places(x, y)), torch.masked.var(x, 1)),
     ),
+    "running product": lambda x, y: torch.cumprod(
+        (x.tanh() + 2) * torch.tensor([1e30, 1e30, 1e-30, 1e-30, 1.0, 2.0]), 1
+    ),
     "signbit": lambda x, y: (torch.signbit(x), torch.signbit(y.round().long())),
     "copysign": torch.copysign,
     "atan2": torch.atan2,

@@ -101,10 +101,12 @@ def _repeat_interleave(self: Any, repeats: Any, dim: int | None = None, *, outpu
 
 
 def _prod(inp: Any, dims: Sequence[int], *, output_dtype: int | None = None) -> Any:
-    """A cumulative product decomposes into it."""
-    if output_dtype is not None and output_dtype != inp.dtype:
-        inp = op.Cast(inp, to=output_dtype)
-    return op.ReduceProd(inp, op.Constant(value_ints=list(dims)), keepdims=0)
+    """A cumulative product decomposes into it. In double, as torch's own: what is out of range may come back."""
+    kind, axes = (inp.dtype if output_dtype is None else output_dtype), op.Constant(value_ints=list(dims))
+    if kind == ir.DataType.FLOAT:
+        wide = op.ReduceProd(op.Cast(inp, to=ir.DataType.DOUBLE), axes, keepdims=0)
+        return op.Cast(wide, to=ir.DataType.FLOAT)
+    return op.ReduceProd(inp if kind == inp.dtype else op.Cast(inp, to=kind), axes, keepdims=0)
 
 
 def _cdist(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
