@@ -127,7 +127,7 @@ def expect_apart(whole: Batch, ids: Ints, read: Callable[[Ints], Batch]) -> None
         away = off.max(axis=2, initial=0.0).min(axis=1)
         if not (away > APART).any():
             continue
-        if not np.array_equal(every, _table(read(ids), len(ids))):
+        if (again := _table(read(ids), len(ids))) is None or not np.array_equal(every, again):
             return  # from a generator, or a counter, that no seed reaches
         raise UsageError(
             f"reading mixes records: what it makes of record {int(part[int(away.argmax())])} depends on the others in "
