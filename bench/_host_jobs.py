@@ -178,7 +178,8 @@ def measure_strikes(count: int, seed: int, minutes: float, lease: str) -> dict[s
                 break
             job.strike(kind, dice)
             done += 1
-            print(f"strike {number + 1} of {count}: {kind}", file=sys.stderr, flush=True)
+            gap = f", {job.kill_ms[-1]:.0f} ms to the next step" if kind == "worker" else ""
+            print(f"strike {number + 1} of {count}: {kind}{gap}", file=sys.stderr, flush=True)
         began = time.monotonic()
         machines.halt()
         halt_s = time.monotonic() - began

@@ -1,5 +1,6 @@
 """A job on machine A, and machines B and C that join it."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -106,7 +107,7 @@ class Machines:
     def events(self):
         """All events so far. A long job has hundreds of thousands: only what is new is parsed."""
         if not self.job.events.exists():
-            return []
+            return self._events
         with self.job.events.open("rb") as file:
             status = os.fstat(file.fileno())
             kind = (str(self.job.events), status.st_ino)
@@ -116,16 +117,21 @@ class Machines:
             whole = file.read().rpartition(b"\n")[0]
         self._events_end += len(whole) + 1 if whole else 0
         self._events += parse_events(whole.splitlines())
-        return list(self._events)
+        return self._events
 
     def wait(self, *names: str, after: float = 0.0, **fields):
-        """The first event of these names after a time."""
-        found = []
+        """The first event of these names after a time. What has been looked at is not looked at again: to poll a long
+        job's log whole takes a core from the job."""
+        found, looked = [], (None, 0)
 
         def there() -> bool:
+            nonlocal looked
             assert all(process.poll() is None for process in self.processes[:1]), self.logs()
+            events = self.events()
+            first = looked[1] if events is looked[0] else 0
+            looked = events, len(events)
             found[:] = [
-                (event, at) for event_name, event, at in self.events()
+                (event, at) for event_name, event, at in itertools.islice(events, first, None)
                 if event_name in names and at > after and all(event.get(key) == value for key, value in fields.items())
             ]  # fmt: skip
             return bool(found)

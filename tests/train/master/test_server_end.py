@@ -303,6 +303,33 @@ def test_a_master_that_comes_back_adopts_who_runs_and_takes_no_dead_process_for_
     assert ("worker.lost", {"worker": B, "why": "died while the master was away"}) in said(after)
 
 
+def test_a_job_that_is_launched_again_tells_its_new_number_of_workers_before_the_engine_answers(tmp_path):
+    """Hosts are submitted for that number: one too many would start and import beside the job."""
+
+    async def scenario():
+        before = master_of(tmp_path)
+        at_work(before, steps=1)
+        before.journal.append(("SCALE", {"workers": 2, "again": False}))
+        before.journal.close()
+        await asyncio.gather(*before._tasks)
+        told = []
+
+        class Asked(Running):
+            async def list(self):
+                told.append(master.progress.describe(master.job, master.state, now=0.0, uptime_s=0.0)["workers"])
+                return await super().list()
+
+        for launch in (False, True):
+            one = dataclasses.replace(JOB, workers=1, min_workers=1)
+            master = master_of(tmp_path, one, engine=Asked())
+            await master.adopt(launch=launch)
+            master.journal.close()
+            await asyncio.gather(*master._tasks)
+        return told
+
+    assert asyncio.run(scenario()) == [2, 1]
+
+
 def test_a_view_tells_its_members_all_that_they_have_to_agree_on(tmp_path):
     async def scenario():
         master = master_of(tmp_path)

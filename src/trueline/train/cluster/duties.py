@@ -6,7 +6,6 @@ continues, and the thread tells so once.
 """
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -14,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trueline import events
 from trueline.engine.cluster import decide as plans
 from trueline.engine.cluster.contract import (
     Scheduler,
@@ -302,10 +300,3 @@ def leading(
         raise
     finally:
         duties.end(error)
-
-
-def note_start(store: JobStore, name: str, /, **fields: events.Field) -> None:
-    """Writes an event from before the job has a folder."""
-    events.emit(name, **fields)
-    line = {"at": time.time(), "seq": 0, "name": name, "fields": fields}
-    store.append("logs/events.log", json.dumps(line).encode() + b"\n")

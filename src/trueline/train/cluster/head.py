@@ -1,12 +1,14 @@
-"""The head of a submitted job: fetches settings, code and journal from the store, and launches the job.
+"""The head of a submitted job: fetches its code from the store, begins an agent, and leads the job.
 
-The agent of its workers begins to import torch first, since this process has to import it as well.
+The agent of the workers imports torch, which takes most of the time until the first step. It begins before this process
+imports what a launcher needs.
 
 `python -m trueline.train.cluster.head STORE/JOB LAUNCH`, started by a scheduler. A launch that has ended is not begun
 again: a client may have halted it while the head was queued.
 """
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -14,59 +16,21 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from trueline import files
-from trueline.engine.cluster.open import open_scheduler
-from trueline.engine.cluster.settings import LocalSettings, PodmanSettings
+from trueline import events, files
 from trueline.engine.hosts import folder as travel
-from trueline.engine.hosts import route
 from trueline.errors import JobStopped, StorageError, TruelineError, UsageError
-from trueline.train import settings as job_settings
-from trueline.train.cluster.address import find_address
-from trueline.train.cluster.commands import HEAD
-from trueline.train.cluster.duties import leading, note_start
-from trueline.train.cluster.kept import restore_files
-from trueline.train.cluster.store import JobLaunch, JobStore, LaunchEnd, SubmittedJob
-from trueline.train.launch.launcher import LocalJob
+from trueline.train.cluster.store import JobStore, LaunchEnd, SubmittedJob
 from trueline.train.launch.preload import EarlyAgent
-from trueline.train.launch.shutdown import describe_end
 from trueline.train.reasons import LEFT_OUT_EXIT
 
 
-def prepare_folder(store: JobStore, job: SubmittedJob, launch: JobLaunch, folder: Path) -> Path:
-    """The job's folder with its code, ready to be launched. Raises what `train` raises before a job begins."""
-    from trueline.train import api  # torch, which the agent is to begin with first
-
-    where = _find_place(store, job, launch)
-    code, *arguments = job.script or (job.recipe,)
-    users = code if ":" in code else str(folder / code)
-    if ":" in code:
-        sys.path.insert(0, str(folder / travel.CODE))
-    if restore_files(store, folder):
-        earlier = job_settings.load(folder)  # the head before had another folder
-        moved = {"script": (users, *arguments)} if job.script else {"recipe": users}
-        job_settings.save(replace(earlier, **moved), folder)
-        return api.prepare_resume(folder, workers=launch.workers or None, **where)
-    workers, settings = launch.workers or job.workers, job.settings | where
-    if job.script:
-        return api.prepare_script(users, arguments, workers=workers, job_dir=folder, **settings)
-    return api.prepare(users, workers=workers, job_dir=folder, **settings)
-
-
-def _find_place(store: JobStore, job: SubmittedJob, launch: JobLaunch) -> dict[str, Any]:
-    """Where the job listens for its hosts, and where its checkpoints are."""
-    if job.servers:
-        return {"checkpoints": store.checkpoints}
-    engine = launch.engine
-    interface = engine.interface or ("127.0.0.1" if isinstance(engine, LocalSettings | PodmanSettings) else "")
-    address = find_address(interface)
-    return {
-        "listen": route.join_address(address, 0), "interface": interface or address, "cores": engine.slots,
-        "ports": engine.ports, "checkpoints": store.checkpoints,
-    }  # fmt: skip
+def note_start(store: JobStore, **fields: events.Field) -> None:
+    """Writes an event from before the job has a folder."""
+    events.emit("head.started", **fields)
+    line = {"at": time.time(), "seq": 0, "name": "head.started", "fields": fields}
+    store.append("logs/events.log", json.dumps(line).encode() + b"\n")
 
 
 def fetch_code(store: JobStore, job: SubmittedJob, folder: Path) -> None:
@@ -91,16 +55,16 @@ def run(store: JobStore, number: int) -> int:
     folder = scratch / job.name
     folder.mkdir(mode=0o700)
     try:
-        note_start(store, "head.started", host=socket.gethostname(), engine=launch.on)
+        note_start(store, host=socket.gethostname(), engine=launch.on)
         fetch_code(store, job, folder)
         with EarlyAgent(job.settings.get("strategy", "allreduce"), folder / (job.script or (job.recipe,))[0]) as early:
-            prepare_folder(store, job, launch, folder)
-            with LocalJob(folder, early) as running:
-                scheduler = open_scheduler(launch.engine)
-                with leading(store, job, launch, scheduler, role=HEAD, leader=running):
-                    summary = running.run()
+            from trueline.train.cluster import lead  # which imports half a second
+
+            summary = lead.run(store, job, launch, folder, early)
         return LEFT_OUT_EXIT if summary.get("set_aside") else 0
     except BaseException as error:
+        from trueline.train.launch.shutdown import describe_end  # gRPC
+
         outcome, why = describe_end(error)
         store.end_launch(number, LaunchEnd(outcome=outcome, why=why, ended=time.time()))
         raise

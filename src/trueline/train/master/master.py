@@ -339,13 +339,13 @@ class Master:
 
     async def adopt(self, *, launch: bool = True) -> None:
         """Adopts the running workers. `launch`: the launcher starts or resumes the job, not only its master."""
+        if launch:  # told before the engine answers: hosts are submitted for that number of workers meanwhile
+            self.saving, self.state.workers = SaveRequests(), self.policy.workers
         running = [seen.ref for seen in await self.engine.list() if seen.alive]
         alive = {ref for ref in running if parse_ref(ref)[0] == h.WORKER}
         if alive and self.state.phase == "running":
             for ref in self.state.members.keys() - alive:
                 self.emit("worker.lost", worker=ref, why="died while the master was away")
-        if launch:
-            self.saving = SaveRequests()
         self.handle(h.Begin(frozenset(alive), launch))
         self.end_halt()
 
