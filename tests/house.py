@@ -41,6 +41,7 @@ MAX_LINES += 320  # resumed jobs without torch, hosts of other versions, stores 
 MAX_LINES += 300  # own loops after a step, borders of NaN, hot rows and table files, merged
 MAX_LINES += 620  # half precision, losses of later steps, a halt with too few workers, lines on a full disk (0021)
 MAX_LINES += 920  # layers after quantize_dynamic, functions, bits and tables of a size, operators that crash
+MAX_LINES += 150  # matches of shapes as ifs, sums in the dtype of their answer (0020)
 MAX_LINES += 340  # parameter servers of jobs on many machines; changes of a model in words (0024)
 MAX_LINES += 500  # what code keeps in plain Python and optimizers in attributes, gates, reading that mixes (0021)
 MAX_LINES += 600  # servers without room on the disk or memory, sights of ids (0024)

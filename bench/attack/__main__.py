@@ -2,6 +2,7 @@
 
     make attack MINUTES=5 SEED=1
     python -m bench.attack --file runs/attack/NAME.py     judges one written model again
+    make attack BENCH=--operators                         torch's own operators, each as a model
 
 Models are composed from a grammar of idioms (`idioms/*.txt`), captured as a user would, and judged without the
 project's own comparison. A wrong one is shrunk to a few statements and written to `--out`. Prints a table of them, then
@@ -22,6 +23,7 @@ from typing import Any
 
 from bench._table import report
 from bench.attack.grammar import Sketch, sketches, source
+from bench.attack.operator_sweep import sweep
 from bench.attack.sealed import GRAPHS, Record
 from bench.attack.shrink import Small, kinds, shrink
 from bench.attack.workers import Worker, warm
@@ -62,6 +64,15 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=0, help="end after this many, 0: when the time is over")
     parser.add_argument("--log", type=Path, help="a JSONL file with the record of every model")
     parser.add_argument("--file", type=Path, help="judge this written model alone")
+    parser.add_argument("--operators", action="store_true", help="torch's own operators instead of generated models")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="operators whose names begin so; * and ? as in a shell"
+    )
+    parser.add_argument("--samples", type=int, default=1, help="cases of each operator")
+    parser.add_argument("--cases", type=Path, help="a file that keeps torch's list, which takes minutes to read")
+    parser.add_argument(
+        "--together", type=int, default=4, help="operators in one model, where their examples are equal"
+    )
     args = parser.parse_args()
     warm()
     worker = Worker(args.limit_s)
@@ -69,7 +80,7 @@ def main() -> None:
         if args.file is not None:
             print(json.dumps(worker.attempt(args.file.read_text()), indent=1))
             return
-        attack(args, worker)
+        (sweep if args.operators else attack)(args, worker)
     finally:
         worker.close()
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from bench.attack.edges import edges
 from bench.attack.subject import FAMILIES, Answer, Array, Model, Subject, draw, shake
 
 OWN, FLOOR, HALF_FLOOR = 16, 64, 8
@@ -63,9 +64,12 @@ class Verdict:
         return {what.partition(":")[0] for what in self.wrong}
 
 
-def judge(subject: Subject, program: Program, *, seed: int = 0, calls: int = CALLS, words: str = "") -> Verdict:
-    """Puts all questions; stops at the first wrong answer of each kind. `words` is what capture said."""
-    return _Judge(subject, program, np.random.default_rng(seed), Verdict(), words).all(calls)
+def judge(
+    subject: Subject, program: Program, *, seed: int = 0, calls: int = CALLS, words: str = "", extremes: bool = False
+) -> Verdict:
+    """Puts all questions; stops at the first wrong answer of each kind. `words` is what capture said; with `extremes`
+    numbers at the ends of what floats and integers are, too."""
+    return _Judge(subject, program, np.random.default_rng(seed), Verdict(), words).all(calls, extremes=extremes)
 
 
 @dataclass
@@ -76,13 +80,15 @@ class _Judge:
     found: Verdict
     words: str
 
-    def all(self, calls: int) -> Verdict:
+    def all(self, calls: int, *, extremes: bool = False) -> Verdict:
         self.examples = self.subject.examples()
         self.symbols = self._symbols(self.examples[0])
         self.narrow()
         self.base = next((dict(e) for e in self.examples if self.program.claims(e)), None)
         for part in (self.sizes, lambda: self.calls(calls), self.indices, self.nonfinite):
             part()
+        for what, arrays in edges(self.base, self.random) if extremes and self.base else ():
+            self.put(arrays, what)
         return self.found
 
     def _symbols(self, arrays: Mapping[str, Array]) -> dict[str, int]:
@@ -381,7 +387,7 @@ def _shapes(arrays: Mapping[str, Array]) -> str:
 def _places(array: Array) -> list[tuple[Any, ...]]:
     """One number, the last number, a record, a column, everything."""
     zero = (0,) * array.ndim
-    return [zero, tuple(size - 1 for size in array.shape), (0,), (..., 1), (...,)]
+    return [zero, tuple(size - 1 for size in array.shape), (0,), (..., min(1, array.shape[-1] - 1)), (...,)]
 
 
 def _place(place: tuple[Any, ...]) -> str:

@@ -10,10 +10,11 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.attack.judge import judge
+from bench.attack.judge import CALLS, Judge, judge
 from bench.attack.subject import Answer, Array, Subject
 
 from trueline import events
@@ -60,8 +61,9 @@ class Sealed:
             return f"{type(error).__name__}: {error}"[:300]
 
 
-def attempt(text: str, *, seed: int = 0, rewrite: bool = False) -> Record:
-    """Captures and judges the recipe file `text`; with `rewrite` as `trueline doctor` leaves it."""
+def attempt(text: str, *, seed: int = 0, rewrite: bool = False, edges: bool = False, calls: int = CALLS) -> Record:
+    """Captures and judges the recipe file `text`; with `rewrite` as `trueline doctor` leaves it, with `edges` also at
+    the ends of what numbers are."""
     subject = Subject(text)
     why = _eager(subject)
     if why:
@@ -82,8 +84,11 @@ def attempt(text: str, *, seed: int = 0, rewrite: bool = False) -> Record:
                 load_recipe(recipe), None, work / "bundle", formats=GRAPHS if rewrite else None, one_is_enough=rewrite
             )
             words += [attempt.summary for attempt in done.programs]
+            refused = {one.format: one.reason[:300] for one in done.programs if one.verdict == "refused"}
+            record |= {"refused": refused} if refused else {}
         record["capture_cpu_s"] = round(time.process_time() - started, 3)
-        _judge(subject, work / "bundle", record, "\n".join(words), seed)
+        judging = partial(judge, seed=seed, words="\n".join(words), extremes=edges, calls=calls)
+        _judge(subject, work / "bundle", record, "\n".join(words), judging)
     except TruelineError as error:
         record["refusal"] = f"{type(error).__name__}: {error}"[:600]
     except Exception as error:  # noqa: BLE001 - a bug of capture, which is a finding too
@@ -93,12 +98,12 @@ def attempt(text: str, *, seed: int = 0, rewrite: bool = False) -> Record:
     return record
 
 
-def _judge(subject: Subject, path: Path, record: Record, words: str, seed: int) -> None:
+def _judge(subject: Subject, path: Path, record: Record, words: str, judging: Judge) -> None:
     bundle, started = open_bundle(path), time.process_time()
     served = bundle.manifest.serve
     for entry in bundle.manifest.programs:
         program = Sealed(open_program(bundle, entry.format, threads=1))
-        verdict = judge(subject, program, seed=seed, words=words)
+        verdict = judging(subject, program)
         record["formats"].append(entry.format)
         record["wrong"] += [f"{what} ({entry.format})" for what in verdict.wrong]
         record["wrong_nonfinite"] += [f"{what} ({entry.format})" for what in verdict.wrong_nonfinite]

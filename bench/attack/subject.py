@@ -227,6 +227,10 @@ def draw(field: str, shape: Sequence[int], sizes: Mapping[str, int], random: np.
     kind, _, below = field.split()[0].partition(":")
     if kind == "mask":
         return _mask(shape, random, how)
+    if kind == "int":
+        wide = {"large": 2**40, "small": 2}.get(how, 20)
+        values = random.integers(-wide, wide, tuple(shape), dtype=np.int64)
+        return np.zeros_like(values) if how == "zero" else np.abs(values) if how == "positive" else values
     if kind != "real":
         least = 1 if kind == "lengths" else 0
         top = (sizes[below] if kind == "lengths" else int(below) - 1) + 1

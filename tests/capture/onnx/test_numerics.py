@@ -68,6 +68,16 @@ ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
 NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "running sum of exponentials": lambda x, y: (torch.logcumsumexp(x, 1), torch.logcumsumexp(100 * y, 0)),
     "small constants": lambda x, y: (torch.log(x.relu() + 1e-12), x / (y.relu() + 1e-9), (x * 1.000004) ** 9 - x**9),
+    "shares and sums in another dtype": lambda x, y: (
+        *((x * 300).softmax(1, torch.float64), (y * 300).log_softmax(0, torch.float64)),
+        *(x.sum(1, dtype=torch.float64), y.sum(dtype=torch.float64), x.mean(1, dtype=torch.float64)),
+        *(one(x.half(), 1, dtype=torch.float32) for one in (torch.softmax, torch.log_softmax, torch.sum, torch.mean)),
+        *(one((x.abs() + 1).tanh().mul(6e4).half(), 1, dtype=torch.float32) for one in (torch.sum, torch.mean)),
+    ),
+    "other names of arithmetic, of floats and whole numbers": lambda x, y: (
+        *(torch.divide(x, places(x, y) + 1), torch.true_divide(places(x, y), places(x, y) + 1)),
+        *(torch.multiply(places(x, y), x), torch.subtract(x, places(x, y)), torch.masked.var(x, 1)),
+    ),
     "signbit": lambda x, y: (torch.signbit(x), torch.signbit(y.round().long())),
     "copysign": torch.copysign,
     "atan2": torch.atan2,

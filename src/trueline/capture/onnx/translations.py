@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from onnxscript import INT64, ir
-from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import core, special
 from onnxscript.function_libs.torch_lib.ops import nn as resize
 from onnxscript.onnx_opset import opset18
 from torch.onnx._internal.exporter._torchlib.ops import hop
@@ -183,12 +183,69 @@ def _round_size(size: Any, digits: None = None) -> Any:
     return op.Cast(op.Round(size), to=ir.DataType.INT64)
 
 
+def _cast_first(translate: Callable[..., Any]) -> Callable[..., Any]:
+    """In the dtype of the answer before anything is added: the exporter casts a sum or a share that it has rounded."""
+
+    def translate_softmax(self: Any, dim: int, dtype: int | None = None) -> Any:
+        if dtype in (None, -1, self.dtype) or not len(self.shape):
+            return translate(self, dim, -1 if dtype is None else dtype)
+        return (op.Softmax if translate is core.aten_softmax else op.LogSoftmax)(op.Cast(self, to=dtype), axis=dim)
+
+    return translate_softmax
+
+
+def _promote(translate: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a float and a whole number, as torch does for all names of an operator: the exporter does so for `div`, and
+    writes `divide` of both as they are."""
+
+    def translate_alias(self: Any, other: Any, *rest: Any) -> Any:
+        kinds = [getattr(one, "dtype", None) for one in (self, other)]
+        floats = [kind for kind in kinds if kind is not None and kind.is_floating_point()]
+        if None not in kinds and len(floats) < 2 and (floats or translate is core.aten_div):
+            kind = floats[0] if floats else ir.DataType.FLOAT
+            self, other = (one if one.dtype == kind else op.Cast(one, to=kind.value) for one in (self, other))
+        return translate(self, other, *rest)
+
+    return translate_alias
+
+
+def _sum(self: Any, *, dtype: int | None = None) -> Any:
+    if dtype in (None, -1, self.dtype) or not len(self.shape):
+        return core.aten_sum(self, -1 if dtype is None else dtype)
+    return op.ReduceSum(op.Cast(self, to=dtype), keepdims=0)
+
+
+def _sum_along(self: Any, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: int | None = None) -> Any:
+    if dtype in (None, -1, self.dtype) or not len(self.shape):
+        return core.aten_sum_dim_IntList(self, dim, keepdim, -1 if dtype is None else dtype)
+    return op.ReduceSum(op.Cast(self, to=dtype), _axes(self, dim), keepdims=int(keepdim))
+
+
+def _mean_along(self: Any, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: int | None = None) -> Any:
+    if dtype in (None, -1, self.dtype) or not len(self.shape):
+        return core.aten_mean_dim(self, _axes(self, dim), keepdim, -1 if dtype is None else dtype)
+    return op.ReduceMean(op.Cast(self, to=dtype), _axes(self, dim), keepdims=int(keepdim))
+
+
+def _axes(self: Any, dim: Sequence[int] | None) -> Any:
+    return op.Constant(value_ints=list(dim or range(len(self.shape))))
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **indices.TRANSLATIONS,
     **numerics.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
     _ATEN.add.Tensor: _add,
+    _ATEN.divide.Tensor: _promote(core.aten_div),
+    _ATEN.true_divide.Tensor: _promote(core.aten_div),
+    _ATEN.multiply.Tensor: _promote(core.aten_mul),
+    _ATEN.subtract.Tensor: _promote(core.aten_sub),
     _ATEN.where.self: _where,
+    _ATEN.softmax.int: _cast_first(core.aten_softmax),
+    _ATEN.log_softmax.int: _cast_first(special.aten_special_log_softmax),
+    _ATEN.sum.default: _sum,
+    _ATEN.sum.dim_IntList: _sum_along,
+    _ATEN.mean.dim: _mean_along,
     _ATEN.instance_norm.default: _instance_norm,
     _ATEN.rnn_tanh.input: _rnn("Tanh"),
     _ATEN.rnn_relu.input: _rnn("Relu"),

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from trueline.doctor.rewrites.appends import appended_by
 from trueline.doctor.rewrites.comprehensions import NamedRows
+from trueline.doctor.rewrites.control.matches import as_ifs
 from trueline.doctor.rewrites.control.while_loops import mask_steps
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -47,7 +48,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     if isinstance(statement, ast.While):
         made = [_counted_for(scope, spot, statement), _unroll_while(scope, spot, statement)]
     elif isinstance(statement, ast.Match):
-        made = [_as_ifs(scope, statement)]
+        made = [as_ifs(scope, statement)]
     elif isinstance(statement, ast.For):
         made = [_over_mask(scope, statement), _over_places(scope, statement), _all_layers(scope, spot, statement)]
         made += [_unroll_for(scope, spot, statement), _append_and_reverse(statement)]
@@ -169,34 +170,6 @@ def _mask_from(
 
 
 # ---- match, keys
-
-
-def _as_ifs(scope: Scope, statement: ast.Match) -> list[ast.stmt] | None:
-    subject = ast.unparse(statement.subject)
-    name = subject if isinstance(statement.subject, ast.Name) else scope.fresh("chosen")
-    rest: list[ast.stmt] = []
-    for case in reversed(statement.cases):
-        test = _test_of(case.pattern, name)
-        if test is None or case.guard is not None:
-            return None
-        body = [copy.deepcopy(one) for one in case.body]
-        rest = body if test == "" else [ast.If(test=expression(test), body=body, orelse=rest)]
-    return [*([] if name == subject else statements(f"{name} = {subject}")), *rest]
-
-
-def _test_of(pattern: ast.pattern, name: str) -> str | None:
-    """The condition of a `case`; empty for `_`."""
-    match pattern:
-        case ast.MatchValue(value=value):
-            return f"{name} == {ast.unparse(value)}"
-        case ast.MatchSingleton(value=bool(value)):
-            return name if value else f"not {name}"
-        case ast.MatchOr(patterns=patterns):
-            tests = [_test_of(one, name) for one in patterns]
-            return None if None in tests or "" in tests else " or ".join(f"({test})" for test in tests)
-        case ast.MatchAs(pattern=None, name=None):
-            return ""
-    return None
 
 
 def _by_key(scope: Scope, spot: Spot) -> Candidate | None:
