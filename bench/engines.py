@@ -235,6 +235,7 @@ def main() -> None:
     engines = [name for name in args.only or ENGINES if not lacks[name]]
     for name in set(args.only or ENGINES) - {*engines}:
         print(f"skipped {name}: {lacks[name]}", file=sys.stderr)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the schedulers, too
     found: dict[str, dict[str, Any]] = {}
     queue: dict[str, Any] = {}
     with open_client(engines) as client, suppress(KeyboardInterrupt):  # what is done is reported
