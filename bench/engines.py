@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -235,15 +235,20 @@ def main() -> None:
     engines = [name for name in args.only or ENGINES if not lacks[name]]
     for name in set(args.only or ENGINES) - {*engines}:
         print(f"skipped {name}: {lacks[name]}", file=sys.stderr)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the schedulers, too
     found: dict[str, dict[str, Any]] = {}
-    with open_client(engines) as client:
+    queue: dict[str, Any] = {}
+    with open_client(engines) as client, suppress(KeyboardInterrupt):  # what is done is reported
         for number, engine in enumerate(engines):
             dice = random.Random(args.seed)
-            found[engine] = measure_strikes(client, engine, args.kills, dice, heads=args.strikes_only)
+            figures = measure_strikes(client, engine, args.kills, dice, heads=args.strikes_only)
             if not args.strikes_only:
-                found[engine] |= measure_move(client, engine, engines[(number + 1) % len(engines)])
+                figures |= measure_move(client, engine, engines[(number + 1) % len(engines)])
+            found[engine] = figures
+            print(f"{engine}: {figures['lost']} records lost, {figures['repeated']} repeated", file=sys.stderr)
             until(lambda: not client.processes(), "the end of all processes")
         queue = measure_queue(client) if "local" in engines and not args.strikes_only else {}
+    engines = [*found]
     rows = [
         (f"{engine}: {name}", f"{figures[name]:.2f} s", f"<= {goal} s", "")
         for engine, figures in found.items() for name, goal in GOALS.items() if name in figures

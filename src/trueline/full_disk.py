@@ -11,23 +11,36 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
-from trueline import files
+from trueline import events, files
 from trueline.errors import DiskFull
 
+Written = TypeVar("Written")
 ROOM_S, PATIENCE_S, MOST_KEPT = 0.2, 60.0, 16 << 20
 """How often a full disk is looked at, how long for a file that has to be there, and the most bytes kept meanwhile."""
 
 
 def write_when_room(path: Path, data: bytes, *, replace: bool = True) -> bool:
     """As `write_atomic`; while the disk is full it waits, for PATIENCE_S at most."""
-    until = time.monotonic() + PATIENCE_S
+    return repeat_until_room(lambda: files.write_atomic(path, data, replace=replace), PATIENCE_S)
+
+
+def repeat_until_room(write: Callable[[], Written], patience_s: float = math.inf) -> Written:
+    """The result of `write`, which is repeated while the disk is full, for `patience_s` at most.
+
+    Raises StorageError.
+    """
+    until, told = time.monotonic() + patience_s, False
     while True:
         try:
-            return files.write_atomic(path, data, replace=replace)
-        except DiskFull:
+            return write()
+        except DiskFull as error:
             if time.monotonic() > until:
                 raise
+            if not told:
+                events.emit("disk.waited", why=error.message)
+            told = True
             time.sleep(ROOM_S)  # no system tells of room
 
 

@@ -57,6 +57,7 @@ def main():
         "table": [table.name, table.dim], "dims": list(after.dims), "variable": unpack("f", values.content),
         "before": unpack("f", before.content), "after": unpack("f", after.content),
         "stranger": refuse(stub.describe_model, pb.DescribeModelRequest(), timeout=60),
+        "wrong secret": refuse(stub.push_gradient, push(), metadata=(("authorization", "Bearer another"),), timeout=60),
         "no source": refuse(stub.push_gradient, push(source=""), **own),
         "no table": refuse(stub.pull_embedding_vector, pb.PullEmbeddingVectorRequest(table="none"), **own),
         "torn": refuse(stub.push_gradient, push("a", [torn]), **own),

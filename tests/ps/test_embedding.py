@@ -160,6 +160,23 @@ def test_modules_of_one_name_share_their_rows_and_their_gradients_are_summed():
     assert model[0].rows[0].tolist() == [4, 5, 6, 7]
 
 
+def test_a_module_in_two_places_of_the_model_is_one_table():
+    model = nn.Module()
+    model.items = model.alias = Embedding(4)
+    tables = Tables(model)
+    assert list(tables.modules) == ["items"]
+    state = tables.state("items", np.array([3]), np.ones((1, 4), np.float32), lambda ids: np.zeros((len(ids), 4)))
+    assert sorted(state) == sorted(model.state_dict())
+    model.load_state_dict(state)
+
+
+def test_a_table_by_its_place_and_one_by_its_name_are_not_shared_by_accident():
+    model = nn.Module()
+    model.items, model.others = Embedding(4), Embedding(4, name="items")
+    with pytest.raises(UsageError, match="two tables are named 'items': one by its place in the model"):
+        Tables(model)
+
+
 def test_modules_of_one_name_with_other_settings_are_refused():
     with pytest.raises(UsageError, match="two tables are named 'words', with dim 4 and 8"):
         Tables(nn.ModuleList([Embedding(4, name="words"), Embedding(8, name="words")]))

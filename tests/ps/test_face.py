@@ -58,7 +58,7 @@ def test_a_client_made_from_the_proto_pulls_and_pushes_once_and_needs_the_secret
         assert found["table"] == ["items", 4]
         assert found["before"] == [0.0] * 12
         assert (found["dims"], found["after"], found["variable"]) == ([3, 4], [-0.5] * 12, [-0.5] * 3)
-        assert found["stranger"][0] == "UNAUTHENTICATED"
+        assert found["stranger"][0] == found["wrong secret"][0] == "UNAUTHENTICATED"
         for what, why in {
             "no source": "would be applied once", "no table": "there is no table 'none'", "torn": "3 bytes",
             "no lr": "0 learning rates, expected 1",
@@ -72,7 +72,7 @@ def test_a_client_made_from_the_proto_pulls_and_pushes_once_and_needs_the_secret
 
 @pytest.mark.jobs
 def test_other_clients_push_beside_a_job_whose_records_are_counted_as_before(tmp_path, stubs):
-    """The face is killed in the middle, and called when it is back."""
+    """The face and a server are killed in the middle, and the face is called before they are back."""
     job, answers = tmp_path / "job", []
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -80,7 +80,7 @@ def test_other_clients_push_beside_a_job_whose_records_are_counted_as_before(tmp
     def call_face():
         answers.append(asyncio.run(call(stubs, f"127.0.0.1:{port}", JobDir(job).read_secret())))
 
-    with StepGate(job, (30, "face-0"), (31, call_face)):
+    with StepGate(job, (30, "face-0"), (31, "server-1"), (31, call_face)):
         found = train(COUNTING, job_dir=job, strategy="ps", workers=2, servers=2, grpc_port=port)
     assert answers[0]["table"] == ["items", 4]
     assert answers[0]["after"] != answers[0]["before"]

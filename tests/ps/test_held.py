@@ -374,6 +374,16 @@ def test_a_push_evicts_no_row_that_it_changes_itself():
     assert values.tolist() == [-10.0, 0.0, -3.0]
 
 
+def test_a_table_with_more_rows_than_its_bound_after_a_move_gets_no_others():
+    wide = Servers(1, spec_of(optimizer=SGD, init="zeros")).held[0]
+    wide.push(push_of(0, [1, 2, 3, 4, 5], [1.0] * 5))
+    bound = Servers(1, spec_of(max_rows=3, optimizer=SGD, init="zeros")).held[0]
+    header, arrays = wide.export(range(1024))
+    bound.take(header, [one.copy() for one in arrays])
+    bound.push(push_of(1, [7, 8, 9], [1.0] * 3))
+    assert (bound.stats[0].rows, bound.stats[0].refused) == (5, 3)
+
+
 def test_what_was_used_last_is_known_after_a_move():
     spec = spec_of(max_rows=2, evict="lru", optimizer=SGD, init="zeros")
     held, other = Servers(1, spec).held[0], Servers(1, spec).held[0]

@@ -1,6 +1,7 @@
 """The tables of a model in a worker of a hybrid job."""
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from trueline.errors import RecipeError, UsageError
 from trueline.parallel.gloo import GlooGroup
 from trueline.ps.hybrid.exchange import TableExchange
+from trueline.ps.hybrid.kept import choose_old
 from trueline.ps.hybrid.rows import HybridTables
 from trueline.ps.model.embedding import Embedding
 from trueline.ps.tables.initial import initial_rows
@@ -112,3 +114,12 @@ def test_what_the_trial_of_a_record_looked_up_does_not_count_in_the_step():
     ids, rows = tables.take_gradients()["items"]
     assert ids.tolist() == [1, 2]
     np.testing.assert_allclose(rows, np.ones((2, 1)) * weight, rtol=1e-6)
+
+
+def test_the_tables_of_the_newest_checkpoint_stay_whatever_the_clock_says(tmp_path):
+    folders = {step: tmp_path / f"step-{step}" for step in (8, 16, 24, 32, 40)}
+    for step, folder in folders.items():
+        folder.mkdir()
+        os.utime(folder, (0, 1e9 - step))  # the clock went back between all of them
+    assert choose_old(list(folders.values()), 40, 3) == [folders[16], folders[8]]
+    assert choose_old(list(folders.values()), 24, 2) == [folders[8], folders[40], folders[32]]

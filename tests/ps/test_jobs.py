@@ -91,6 +91,18 @@ def test_servers_are_taken_and_come_back_while_training_goes_on_whoever_dies_mea
     assert count_uneven(checkpoint.latest(job / "checkpoints")) == 0
 
 
+def test_a_table_that_admits_and_evicts_keeps_its_bound_while_servers_come_and_go(tmp_path):
+    """Its 80 ids are used all the time, and half of them have a row; a server rounds its share of the bound up."""
+    job = tmp_path / "job"
+    scaler = Scaler(job, [3, 2], "server-0")
+    with events.listening(scaler), pytest.raises(JobStopped):
+        train(COUNTING.with_name("bounded.py"), job_dir=job, strategy="ps", workers=2, servers=2, epochs=ENDLESS,
+              checkpoint_every=500)  # fmt: skip
+    saved = checkpoint.latest(job / "checkpoints")
+    assert (scaler.reached, len(scaler.killed), count_uneven(saved)) == (2, 2, 0)
+    assert 30 < len(saved.state["model"]["items.ids"]) <= 42
+
+
 def test_copies_of_hot_rows_lose_and_repeat_no_record_whatever_dies(tmp_path):
     strikes = [(10, "worker-0"), (20, "server-1"), (35, "master")]
     found = run(tmp_path / "job", *strikes, workers=2, servers=2, staleness=3, hot_rows=50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import resource
 import socket
 import subprocess
@@ -130,6 +131,38 @@ def test_a_full_disk_holds_pushes_back_and_loses_nothing(servers: World) -> None
     client.drain(30)
     assert servers.stats("server-0").lacking == ""
     assert values(client) == {-4.0}
+    client.close()
+
+
+def test_a_server_without_memory_holds_new_rows_back_and_hands_them_over_in_a_cut(
+    servers: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRUELINE_PS_MEMORY", "1")
+    client = servers.client(servers.begin(1), outstanding=4)
+    client.push(gradients(0))
+    while not servers.stats("server-0").queued:
+        continue
+    assert "no memory for new rows" in servers.stats("server-0").lacking
+    assert values(client) == {0.0}
+
+    async def cut(link: ServerLink) -> None:
+        await link.begin_cut(1, {0: ((0, 1),)})
+        await link.end_cut(1)
+
+    servers.ask("server-0", cut)  # what is under way has to be applied, or no row could leave
+    assert values(client) == {-1.0}
+    client.push(gradients(1))
+    client.drain(30)
+    assert values(client) == {-2.0}
+    new = gradients(2)
+    client.push(dataclasses.replace(new, tables={TABLE: (IDS + 1000, new.tables[TABLE][1])}))
+    while not servers.stats("server-0").queued:
+        continue
+    monkeypatch.delenv("TRUELINE_PS_MEMORY")
+    servers.kill("server-0")
+    servers.start("server-0")
+    client.drain(30)
+    assert servers.stats("server-0").tables[0].rows == 2 * len(IDS)
     client.close()
 
 

@@ -101,6 +101,8 @@ _WORDS = {
     "host.clock": "  the clock of {host} is {off}, compared with the master's: it labels logs and files alone",
     "servers.scaling": "  from {before} to {servers} parameter servers: rows move",
     "servers.scaled": "  {servers} parameter servers from now on",
+    "server.waits": "  {server} waits: {why}",
+    "server.continues": "  {server} continues",
     "job.waiting": "  the job waits: {why}, and there is room for {room}",
     "join.prepared": "  the files of job {job} are here: {files}, {fetched} of them fetched",
     "join.joined": "  lends {cores} cores to job {job}; workers listen at {address}",

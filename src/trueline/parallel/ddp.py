@@ -109,7 +109,7 @@ class DdpExchange:
             same = loss.shape == weight.shape and loss.dtype == weight.dtype and loss.device == weight.device
             roots = [(loss, weight.fill_(piece.weight) if same else torch.full_like(loss, piece.weight))]
             if not self._forwarded:  # the model ran in evaluation mode, or not as model(...): DDP has seen no forward
-                zeros = self._zeros(self._parameters)
+                zeros = self._zeros(list_used(loss, self._parameters) if self._find_unused else self._parameters)
                 roots.append((zeros, torch.ones_like(zeros)))
         if self._host_view is not None:
             self._host_view[: len(words)] = words
@@ -201,3 +201,21 @@ class DdpExchange:
             if summed is not gradients:
                 gradients.copy_(summed)
             promise.set_result(gradients)
+
+
+def list_used(loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Those of `parameters` that led to `loss`; all, if a part of it computes its gradients out of sight."""
+    nodes, seen = [loss.grad_fn], {loss.grad_fn}
+    used = set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return list(parameters)
+        if (variable := getattr(node, "variable", None)) is not None:
+            used.add(id(variable))
+        parents = {parent for parent, _ in node.next_functions} - seen
+        seen |= parents
+        nodes += parents
+    return [value for value in parameters if id(value) in used]

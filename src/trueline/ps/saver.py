@@ -18,8 +18,8 @@ import numpy as np
 
 from trueline import files
 from trueline.checkpoint import checkpoint, model_files
-from trueline.errors import StorageError, TruelineError
-from trueline.ps.master.checkpoints import FACTS, RESULT
+from trueline.errors import DiskFull, StorageError, TruelineError
+from trueline.ps.master.checkpoints import FACTS, FULL_EXIT, RESULT
 from trueline.ps.messages import ModelSpec
 from trueline.ps.server import snapshot
 from trueline.ps.server.holding import expect_all_parts
@@ -42,6 +42,9 @@ def main() -> int:
     try:
         save(Path(os.environ["TRUELINE_JOB"]), folder, step)
         return 0
+    except DiskFull as error:
+        sys.stderr.write(f"{error.message}\n")
+        return FULL_EXIT
     except TruelineError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1

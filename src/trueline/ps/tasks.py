@@ -12,13 +12,15 @@ import grpc
 import msgspec
 from msgspec import Struct
 
-from trueline.errors import TrainError
+from trueline.errors import DiskFull, TrainError
 from trueline.ps.dial import ServerAddress, read_address
 from trueline.ps.messages import ModelSpec, Routing
 from trueline.train.link.grpc_client import FENCED_EXIT, RECONNECTING, open_channel
 
 SERVICE = "trueline.ps.v1.Tasks"
 BEAT_S, LOCATE_S = 0.5, 1.0
+FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
+"""Of a call that needs room on a full disk."""
 _T = TypeVar("_T")
 
 
@@ -141,6 +143,8 @@ class TasksLink:
                     sys.stderr.write(f"{self.ref} ends: {error.details()}\n")
                     sys.stderr.flush()
                     os._exit(FENCED_EXIT)
+                if code is FULL:
+                    raise DiskFull(str(error.details())) from error
                 if code is not grpc.StatusCode.UNAVAILABLE:
                     raise TrainError(f"the master refused {name}: {error.details()}") from error
 

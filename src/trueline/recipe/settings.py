@@ -105,6 +105,10 @@ class TrainingSettings(StepSettings, LoopSettings):
         0, "Rows of each table that a worker keeps from one minibatch to the next, and pulls again after --staleness "
         "steps; 0: none.", section=_SERVERS, metavar="ROWS", low=0, recipe=True,
     )  # fmt: skip
+    server_memory_mb: int = setting(
+        0, "Memory that each server may have: new rows wait beyond it, until there are more servers; 0: what the "
+        "system leaves.", section=_SERVERS, metavar="MB", low=0, recipe=True,
+    )  # fmt: skip
     half_rows: bool = setting(False, "Rows and their gradients travel as float16.", section=_SERVERS, recipe=True)
     grpc_port: int = setting(
         0, "Port on which the servers are one gRPC service for other clients (parameter_server.proto); 0: none.",

@@ -32,7 +32,7 @@ WORKERS: Mapping[Strategy, str] = {
     "ps": "trueline.ps.worker",
     "hybrid": "trueline.ps.hybrid.worker",
 }
-OF_SERVERS = ("servers", "staleness", "tables_above", "hot_rows", "half_rows", "grpc_port")
+OF_SERVERS = ("servers", "staleness", "tables_above", "hot_rows", "server_memory_mb", "half_rows", "grpc_port")
 NOT_OF_HYBRID = ("staleness", "hot_rows", "grpc_port", "bitwise", "compile")
 NOT_OF_SERVERS = (
     "micro_batch", "bitwise", "precision", "ema", "find_unused_parameters", "compile", "readers", "backend",
@@ -278,6 +278,7 @@ class Overrides(TypedDict, total=False):
     staleness: int | None
     tables_above: int | None
     hot_rows: int | None
+    server_memory_mb: int | None
     half_rows: bool | None
     grpc_port: int | None
     publish_every: float | None

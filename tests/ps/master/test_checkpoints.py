@@ -4,12 +4,17 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
-from trueline.ps.master.checkpoints import Checkpoints
+import pytest
+
+from trueline.engine.contract import make_ref, parse_ref
+from trueline.errors import TrainError
+from trueline.ps.master.checkpoints import FULL_EXIT, TRIES, Checkpoints
+from trueline.train.master.room import DiskRoom
 
 
 def test_a_halt_while_a_checkpoint_is_written_ends_the_job_after_one_of_its_own():
     stopped, steps = [], iter((200, 203))
-    master = SimpleNamespace(job_dir=Path("/job"), halting="", wanted=0, checkpoint_step=-1)
+    master = SimpleNamespace(job_dir=Path("/job"), halting="", wanted=0, checkpoint_step=-1, disk_room=DiskRoom(print))
 
     async def stop(why, grace_s):
         stopped.append(why)
@@ -31,7 +36,7 @@ def test_a_halt_while_a_checkpoint_is_written_ends_the_job_after_one_of_its_own(
 
 def test_a_checkpoint_that_is_asked_for_while_one_is_written_is_not_the_older_one():
     steps, due = iter((200, 203)), []
-    master = SimpleNamespace(job_dir=Path("/job"), halting="", wanted=0, checkpoint_step=-1)
+    master = SimpleNamespace(job_dir=Path("/job"), halting="", wanted=0, checkpoint_step=-1, disk_room=DiskRoom(print))
     master.job, master.ledger = SimpleNamespace(checkpoint_every=1000), SimpleNamespace(finished=False, steps=203)
 
     class Written(Checkpoints):
@@ -47,3 +52,60 @@ def test_a_checkpoint_that_is_asked_for_while_one_is_written_is_not_the_older_on
         asyncio.run(checkpoints._write())
         due.append((master.checkpoint_step, master.wanted, checkpoints._due))
     assert due == [(200, 203, True), (203, 0, False)]
+
+
+def test_a_full_disk_under_a_checkpoint_is_told_once_and_is_no_failure(tmp_path):
+    told, failures = [], []
+    folder = tmp_path / "ps" / "cuts" / "step-7"
+    folder.mkdir(parents=True)
+
+    class Engine:
+        async def add(self, specs):
+            checkpoints.note_exit(checkpoints._ref, FULL_EXIT, "exit code 73")
+
+    class Saved(Checkpoints):
+        async def _save_parts(self):
+            return 7, []
+
+    master = SimpleNamespace(
+        job_dir=tmp_path, halting="", wanted=0, checkpoint_step=-1, engine=Engine(), now=lambda: 1.0,
+        disk_room=DiskRoom(lambda name, **fields: told.append(name)), make_spec=lambda ref, **env: ref,
+        folder=SimpleNamespace(log=lambda ref: tmp_path / "log"), fail=lambda *words: failures.append(words),
+        emit=lambda name, **fields: told.append(name),
+    )  # fmt: skip
+    checkpoints = Saved(master, settle=None, stop=None, conclude=None)
+    for _ in range(TRIES + 2):
+        asyncio.run(checkpoints._write())
+    assert (told, failures, checkpoints._failures) == (["disk.full"], [], 0)
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_the_process_that_writes_a_checkpoint_is_known_by_the_name_that_the_engine_gives_it(tmp_path, step):
+    """Of step 0 too, when a job is halted before its first step."""
+    refs = []
+    master = SimpleNamespace(
+        job_dir=tmp_path, make_spec=lambda ref, **env: ref, folder=SimpleNamespace(log=lambda ref: tmp_path / "log"),
+    )  # fmt: skip
+    checkpoints = Checkpoints(master, settle=None, stop=None, conclude=None)
+    (checkpoints.folder / f"step-{step}").mkdir(parents=True)
+
+    class Engine:
+        async def add(self, specs):
+            refs.extend(specs)
+            checkpoints.note_exit(make_ref(*parse_ref(specs[0])), 1, "exit code 1")
+
+    master.engine = Engine()
+    for _ in range(2):
+        with pytest.raises(TrainError, match="exit code 1"):
+            asyncio.run(asyncio.wait_for(checkpoints._assemble(step, []), 30))
+    assert len(set(refs)) == 2
+
+
+def test_a_job_that_has_just_begun_owes_no_checkpoint():
+    master = SimpleNamespace(job_dir=Path("/job"), halting="", wanted=0, checkpoint_step=-1)
+    master.job, master.ledger = SimpleNamespace(checkpoint_every=9), SimpleNamespace(finished=False, steps=0)
+    checkpoints = Checkpoints(master, settle=None, stop=None, conclude=None)
+    due = []
+    for master.ledger.steps, master.wanted in ((0, 0), (8, 0), (0, 1), (1, 1), (9, 0)):
+        due.append(checkpoints._due)
+    assert due == [False, False, False, True, True]

@@ -38,7 +38,7 @@ def join(request):
     master = SimpleNamespace(
         spec=spec(), num_records=100, fail=lambda code, why, hint: failures.append((code, why)),
     )  # fmt: skip
-    PsMaster._accept_model(master, request)
+    PsMaster._check_model(master, request)
     return failures
 
 

@@ -22,7 +22,7 @@ LATER = replace(
 
 
 def show(*reports):
-    meter = ServerMeter()
+    meter = ServerMeter(lambda name, **fields: None)
     for at, report in reports:
         meter.add("server-0", report, at)
     (shown,) = meter.describe()
@@ -47,6 +47,14 @@ def test_a_second_report_at_the_same_moment_changes_no_rate():
     assert show((10.0, FIRST), (12.0, LATER), (12.01, LATER))["pulls_per_s"] == 100.0
 
 
+def test_a_server_that_waits_is_told_once_and_once_that_it_goes_on():
+    told = []
+    meter = ServerMeter(lambda name, **fields: told.append((name, *fields.values())))
+    for at, lacking in enumerate(("", "no room left", "no room left (8 KB free)", "", "")):
+        meter.add("server-0", replace(FIRST, lacking=lacking), float(at))
+    assert told == [("server.waits", "server-0", "no room left"), ("server.continues", "server-0")]
+
+
 def test_status_shows_them():
     live = {
         "servers": [show((10.0, FIRST), (12.0, LATER))], "epoch": 0, "records_per_s": 1.0, "members": [], "workers": 1,
@@ -59,13 +67,15 @@ def test_status_shows_them():
     (line,) = [line for line in format_status(facts, 5.0).splitlines() if "server-0.1" in line]
     for word in ("100.0", "50.0", "0.28, 83% are 0", "users, 25.0% of a core", "8.0 MB"):
         assert word in line
+    live["servers"] = [show((10.0, replace(FIRST, lacking="no room left", queued=3)))]
+    assert "server-0.1 waits, with 3 pushes: no room left" in format_status(facts, 5.0).splitlines()
 
 
 def test_a_server_that_is_killed_again_and_again_says_what_its_rows_cost():
-    meter = ServerMeter()
+    meter = ServerMeter(lambda name, **fields: None)
     meter.add("server-0", FIRST, 10.0)
     found = describe_kill("killed by SIGKILL", meter.find_report("server-0.7"))
     assert "0.05 GB in memory: items has 10 rows of 400000 bytes; users has" in found
-    assert "add servers, or bound the tables" in found
+    assert "resume it on a larger one; or bound the tables of a new job" in found
     assert describe_kill("exit code 1", meter.find_report("server-0.7")) == ""
     assert describe_kill("killed by SIGKILL", meter.find_report("server-1.0")) == ""

@@ -97,6 +97,21 @@ def test_a_parameter_without_a_gradient_is_left_alone_though_a_worker_has_no_rec
     expect_the_same(loop(Spare, optimizer=decaying, find_unused_parameters=True))
 
 
+def test_a_parameter_without_a_gradient_is_left_alone_where_the_loop_calls_parts_of_its_model():
+    """Weight decay, or Adam's momentum, would move it with a gradient of zeros."""
+
+    def decaying(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    run = loop(Spare, lambda model, inputs: model.used(inputs), optimizer=decaying, find_unused_parameters=True)
+    trained = run()
+    torch.manual_seed(0)
+    torch.randn(RECORDS, 4), torch.randn(RECORDS, 1)
+    untrained = [value.tolist() for value in Spare().parameters()]
+    assert trained[2:] == untrained[2:]
+    assert trained[:2] != untrained[:2]
+
+
 def test_a_worker_without_records_in_its_first_step_trains_in_half_precision():
     expect_the_same(loop(line, batch=1, precision="fp16"))
 

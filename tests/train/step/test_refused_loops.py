@@ -104,11 +104,11 @@ def test_parameters_that_the_loop_clamps_after_a_step_end_the_job_before_the_nex
     def clamp(model: nn.Module) -> None:
         with torch.no_grad():
             for value in model.parameters():
-                if world.applied == 4:  # which the trial does not reach
+                if world.applied == 14:  # which the trial does not reach
                     value.clamp_(-0.3, 0.3)
 
-    world = World()
-    with pytest.raises(UsageError, match="the loop changes parameters itself before step 4"):
+    world = World(TensorDataset(*(value.repeat(4, 1) for value in records().tensors)))
+    with pytest.raises(UsageError, match="the loop changes parameters itself before step 14"):
         world.train(after=clamp)
 
 
@@ -284,6 +284,97 @@ def test_a_model_whose_parameters_have_no_shape_yet_is_refused():
     world.advance = torch.optim.SGD(world.model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="have no shape yet"):
         world.train()
+
+
+class Gated(nn.Module):
+    """A part that compares records stands behind a gate or a head that begins at nothing."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.usual, self.other = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
+        self.gate = nn.Parameter(torch.full((1,), gate, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        other = self.other(inputs)
+        compared: Tensor = self.usual(inputs) + self.gate * other / other.norm(dim=0)
+        return compared
+
+
+def spread(model: nn.Module, batch: Any) -> Tensor:
+    """A penalty for outputs that are alike, whose gradient is zero where they are all equal."""
+    outputs = model(batch.inputs)
+    spread = (outputs.var(dim=0, unbiased=False) + 1e-4).sqrt()
+    return (outputs.mean() - 1) ** 2 + mean(outputs, batch.labels) + (1 - spread).relu().mean()
+
+
+@pytest.mark.parametrize("kind", ["gate", "small gate", "head"])
+def test_what_compares_records_is_found_behind_parameters_that_begin_as_constants(kind):
+    world = World()
+    if kind == "head":
+        nn.init.zeros_(world.model[2].weight)
+        nn.init.zeros_(world.model[2].bias)
+    else:
+        world.model = Gated(0.0 if kind == "gate" else 1e-9)
+        world.advance = torch.optim.SGD(world.model.parameters(), lr=0.05)
+    before = [value.tolist() for value in world.model.parameters()]
+    name = r"2\.weight" if kind == "head" else "gate"
+    with pytest.raises(UsageError, match=rf"is not made of its parts|begin as constants \(.*{name}.*have other values"):
+        world.train(*([spread] if kind == "head" else []))
+    assert world.applied == 0
+    assert [value.tolist() for value in world.model.parameters()] == before
+
+
+def test_gates_that_begin_at_zero_train_where_nothing_compares_records_and_keep_their_values():
+    world = World()
+    nn.init.zeros_(world.model[2].weight)
+    seen = list[float]()
+
+    def note(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(float(model[2].weight.detach().abs().max()))
+        return mean(model(batch.inputs), batch.labels)
+
+    world.train(note)
+    assert world.applied == 5
+    assert seen[0] == 0.0
+
+
+class Read(Dataset[Any]):
+    """Records that `change` makes of a batch."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.inputs, self.labels = records().tensors
+        self.change = change
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        return list(zip(self.change(self.inputs[ids]), self.labels[ids], strict=True))
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.labels[index]
+
+
+def test_reading_that_fills_a_gap_by_the_mean_of_its_batch_is_refused_though_few_records_have_one():
+    def fill(inputs: Tensor) -> Tensor:
+        return torch.where(inputs[:, :1] > 2.1, inputs.mean(dim=0), inputs)
+
+    assert 0 < int((records().tensors[0][:, 0] > 2.1).sum()) < 5
+    with pytest.raises(UsageError, match="reading mixes records: what it makes of record"):
+        World(Read(fill)).train()
+    world = World(Read(lambda inputs: inputs.clamp(-2, 2)))
+    world.train()
+    assert world.applied == 5
+
+
+def test_a_collate_function_that_sorts_and_pads_its_batch_trains():
+    def sort(items: list[Any]) -> Any:
+        items = sorted(items, key=lambda item: float(item[0][0]))
+        return default_collate(items)
+
+    world = World(DataLoader(records(), collate_fn=sort))
+    world.train()
+    assert world.applied == 5
 
 
 class Pair(NamedTuple):

@@ -69,6 +69,9 @@ def format_status(facts: dict[str, Any], now: float) -> str:
     if len(hosts := live.get("hosts", ())) > 1:
         lines.append(format_table([HOST_HEAD, *map(_host, hosts)]))
     if servers := live.get("servers"):
+        lines += [
+            f"{one['ref']} waits, with {one['queued']} pushes: {one['lacking']}" for one in servers if one["lacking"]
+        ]
         lines.append(format_table([SERVER_HEAD, *map(_server, servers)]))
     if live.get("pending"):
         lines.append(f"starting: {', '.join(live['pending'])}")
@@ -78,14 +81,13 @@ def format_status(facts: dict[str, Any], now: float) -> str:
 
 
 def _server(one: dict[str, Any]) -> tuple[str, ...]:
-    waits = f", waits: {one['lacking']}" if one["lacking"] else ""
     busy = f", {one['busy']:.1%} of a core" if one["busy"] else ""
     total = sum(one["stale"])
     zero = f", {one['stale'][0] / total:.0%} are 0" if total else ""
     return (
         one["ref"], f"{one['rows']:,}", f"{one['bytes'] / 1e6:,.1f} MB", f"{one['memory'] / 1e6:,.0f} MB",
         f"{one['pulls_per_s']:,.1f}", f"{one['pushes_per_s']:,.1f}", str(one["duplicates"]),
-        f"{one['staleness']:.2f}{zero}", f"{one['slowest'] or '-'}{busy}{waits}",
+        f"{one['staleness']:.2f}{zero}", f"{one['slowest'] or '-'}{busy}",
     )  # fmt: skip
 
 

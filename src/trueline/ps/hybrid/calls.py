@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from trueline.full_disk import repeat_until_room
 from trueline.ps.messages import ModelSpec, Routing
 from trueline.ps.tasks import TasksLink
 
@@ -34,19 +35,23 @@ class HybridAnswer(Struct, frozen=True, array_like=True):
 
 
 class HybridLink(TasksLink):
-    """Calls wait for a master that is away. They raise TrainError with what the master refuses."""
+    """Calls wait for a master that is away, and `open` and `align` for room on a full disk; `save` and `wait_saved`
+    raise DiskFull. All raise TrainError with what the master refuses."""
 
     service = SERVICE
 
     def open(self, spec: ModelSpec) -> Routing:
         """Returns when all servers hold the tables of `spec`."""
-        routing = self._call("Open", OpenTables(self.ref, spec), HybridAnswer).routing
+        routing = self._call_patiently("Open", OpenTables(self.ref, spec)).routing
         assert routing is not None
         return routing
 
     def align(self, step: int) -> None:
         """Returns when every server has applied `step` steps, or one more, which the group will repeat."""
-        self._call("Align", AlignTables(self.ref, step), HybridAnswer)
+        self._call_patiently("Align", AlignTables(self.ref, step))
+
+    def _call_patiently(self, name: str, request: object) -> HybridAnswer:
+        return repeat_until_room(lambda: self._call(name, request, HybridAnswer))
 
     def save(self, step: int) -> str:
         """Has the servers, which have applied `step` steps, begin to write what they hold; returns at once."""

@@ -12,7 +12,7 @@ import torch
 from trueline import events
 from trueline.checkpoint import checkpoint, model_files, tree
 from trueline.checkpoint.snapshot import Snapshot
-from trueline.errors import TruelineError
+from trueline.errors import DiskFull, TruelineError
 from trueline.ps.hybrid.calls import HybridLink
 from trueline.ps.hybrid.rows import HybridTables
 from trueline.ps.saver import join_parts
@@ -27,7 +27,13 @@ class TableCheckpointer(Checkpointer):
 
     def _begin(self, replica: Replica, link: ProgressReporter) -> None:
         step = replica.ledger.steps
-        self._folders = {**getattr(self, "_folders", {}), step: self.link.save(step)}
+        try:
+            self._folders = {**getattr(self, "_folders", {}), step: self.link.save(step)}
+        except DiskFull as error:  # as where the state is written: it is tried again after the next step
+            self._failure = error
+            self._tell(step, error, link)
+            self._wait_for_room(0)
+            return
         super()._begin(replica, link)
 
     def _write(self, snapshot: Snapshot | dict[str, Any], ledger: dict[str, Any], link: ProgressReporter) -> None:
@@ -41,7 +47,7 @@ class TableCheckpointer(Checkpointer):
                 state[kind].update(self.tables.state(rows))
         super()._write(state, ledger, link)
 
-    def _write_model(self, replica: Replica) -> None:
+    def _write_model(self, replica: Replica) -> TruelineError | None:
         try:
             newest = checkpoint.latest(self.folder)
             assert newest is not None
@@ -50,7 +56,8 @@ class TableCheckpointer(Checkpointer):
             )
             events.emit("model.written", path=str(path))
         except TruelineError as error:
-            events.emit("model.not_written", why=error.message)
+            return error
+        return None
 
 
 def _read(snapshot: Snapshot) -> Any:

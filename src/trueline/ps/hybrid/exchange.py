@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from trueline.errors import TrainError
+from trueline.errors import TrainError, TruelineError
 from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares
 from trueline.ps.client import PsClient
 from trueline.ps.gradients import Gradients
@@ -143,7 +143,10 @@ class TableExchange:
             pulled=dict.fromkeys(self._client.routing.servers, step), part=group.size if scale else group.rank,
             parts=group.size + bool(self._clip_norm), attempt=group.generation + 1, scale=scale,
         ))  # fmt: skip
-        self._client.drain()
+        try:
+            self._client.drain()
+        except TruelineError as error:  # a gradient that is NaN
+            raise type(error)(error.message, hint=f"in step {step}; {error.hint}") from error
         self._client.take_acknowledged()
 
     def _clip(self, factor: float) -> None:

@@ -8,8 +8,6 @@ training goes back to a checkpoint), so the server takes the tables of that chec
 import asyncio
 import contextlib
 import json
-import secrets
-import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,12 @@ import msgspec
 
 from trueline import files
 from trueline.engine.contract import ProcessSpec, parse_ref
-from trueline.errors import StorageError, TrainError, TruelineError
+from trueline.errors import DiskFull, StorageError, TrainError, TruelineError
 from trueline.ps.dial import read_address
 from trueline.ps.hybrid.calls import SERVICE, AlignTables, HybridAnswer, OpenTables, SaveTables
 from trueline.ps.hybrid.kept import KeptTables, choose_cuts, list_parts
 from trueline.ps.hybrid.mover import BucketMover
+from trueline.ps.hybrid.table_files import TableFiles
 from trueline.ps.link import ServerLink
 from trueline.ps.master import cuts
 from trueline.ps.master.servers import ServerMeter
@@ -32,15 +31,13 @@ from trueline.ps.master.slots import Slots
 from trueline.ps.messages import ModelSpec, Routing, describe_change
 from trueline.ps.partition import make_routing, move_buckets
 from trueline.ps.server.memory import describe_kill
-from trueline.ps.tasks import LocatedServer, LocateServer, locate_server
+from trueline.ps.tasks import FULL, LocatedServer, LocateServer, locate_server
 from trueline.train.master.master import TICK_S, Master
 
 SERVER = "server"
 ENTRY = "trueline.ps.server.process:main"
 STATS_S, SILENT_S = 1.0, 10.0
 RETRY_S = 0.05
-SAVING_S = 60.0
-"""How long a server that is taken away may write its part of a checkpoint."""
 Context = Any
 
 
@@ -49,18 +46,15 @@ class ServerKeeper:
 
     def __init__(self, master: Master) -> None:
         self._master, self._folder = master, master.job_dir / "ps"
-        self._cuts = choose_cuts(master.job, self._folder)
+        self._files = TableFiles(choose_cuts(master.job, self._folder), max(2, master.job.keep), self._repeat)
         self._servers = Slots(SERVER, master.job.servers, master.job.max_failures + 2)
         self._links: dict[str, ServerLink] = {}
-        self._meter = ServerMeter()
+        self._meter = ServerMeter(master.emit)
         self._changing = asyncio.Lock()
         """One at a time opens the tables or brings them to a step."""
         self._kept = self._read()
         self._aligned = False
         self._mover = BucketMover(self._link, lambda routing: self._note(routing=routing))
-        self._unsaved, self._all_saved = set[str](), asyncio.Event()
-        """Folders of files that servers write; whether there are none."""
-        self._all_saved.set()
         self._pace = (0.0, 0, 0.0)  # when a step was first seen, that step, and about how long a step takes
 
     @property
@@ -152,7 +146,7 @@ class ServerKeeper:
         role, slot, incarnation = parse_ref(ref)
         env = {
             "TRUELINE_JOB": str(master.job_dir), "TRUELINE_MASTER": master.address, "TRUELINE_SECRET": master.secret,
-            "TRUELINE_REF": ref, "OMP_NUM_THREADS": "1",
+            "TRUELINE_REF": ref, "OMP_NUM_THREADS": "1", "TRUELINE_PS_MEMORY": str(master.job.server_memory_mb << 20),
         }  # fmt: skip
         return master.localize(ProcessSpec(role=role, slot=slot, incarnation=incarnation, entry=ENTRY, env=env,
                                            log=str(master.folder.log(ref))))  # fmt: skip
@@ -203,7 +197,8 @@ class ServerKeeper:
             try:
                 return msgspec.msgpack.encode(await act(request))
             except TruelineError as error:
-                await context.abort(grpc.StatusCode.ABORTED, error.message)
+                full = isinstance(error, DiskFull)
+                await context.abort(FULL if full else grpc.StatusCode.ABORTED, error.message)
             raise AssertionError("abort raises")
 
         return call
@@ -260,44 +255,12 @@ class ServerKeeper:
     async def save(self, step: int) -> HybridAnswer:
         assert self._kept is not None
         async with self._pausing():
-            servers = self._kept.routing.servers
-            folder = f"{step}.{len(servers)}.{secrets.token_hex(4)}"
-            for name in servers:
-                await self._repeat(name, lambda link: link.save(str(self._cuts / folder / f"{link.ref}.part")))
-            self._unsaved.add(folder)
-            self._all_saved.clear()
-        return HybridAnswer(folder=folder)
+            return HybridAnswer(folder=await self._files.begin(step, self._kept.routing.servers))
 
     async def wait_saved(self, step: int, folder: str) -> HybridAnswer:
         """Raises StorageError when a server that died while it wrote has gone on since."""
-        assert self._kept is not None
-        written, final = self._cuts / folder, self._cuts / f"step-{step}"
         servers = [f"{SERVER}-{slot}" for slot in range(int(folder.split(".")[1]))]
-        try:
-            for name in servers if written.exists() or not final.exists() else ():
-                await self._repeat(name, lambda link: self._finish(link, step, written))
-        finally:
-            self._unsaved.discard(folder)
-            if not self._unsaved:
-                self._all_saved.set()
-        if written.exists():
-            shutil.rmtree(final, ignore_errors=True)
-            written.rename(final)
-        newest = sorted(self._cuts.glob("step-*"), key=lambda one: one.stat().st_mtime, reverse=True)
-        torn = [one for one in self._cuts.iterdir() if one.name.partition(".")[0].isdecimal() and one != written]
-        for old in (*newest[max(2, self._master.job.keep) :], *torn):
-            shutil.rmtree(old, ignore_errors=True)
-        return HybridAnswer(folder=str(final))
-
-    async def _finish(self, link: ServerLink, step: int, folder: Path) -> None:
-        path = folder / f"{link.ref}.part"
-        try:
-            await link.wait_saved(str(path))
-        except StorageError:
-            if path.exists() or (await link.stats()).steps != step:
-                raise
-            await link.save(str(path))  # it has begun again, and nothing was applied since
-            await link.wait_saved(str(path))
+        return HybridAnswer(folder=str(await self._files.wait(step, folder, servers)))
 
     # their number
 
@@ -306,7 +269,10 @@ class ServerKeeper:
             return f"the number of servers is {servers}, expected 1 or more"
         if self._kept is None or not self._kept.held:
             return "the servers do not hold the tables yet; try again"
-        self._note(wanted=servers)
+        try:
+            self._note(wanted=servers)
+        except DiskFull as error:
+            return error.message
         return ""
 
     async def _follow_wanted(self) -> None:
@@ -334,8 +300,7 @@ class ServerKeeper:
             await self._move(stage)
             if self._kept.wanted != count:
                 return
-        with contextlib.suppress(TimeoutError):  # one that leaves may be writing
-            await asyncio.wait_for(self._all_saved.wait(), SAVING_S)
+        await self._files.wait_all()  # one that leaves may be writing
         self._servers.count = count
         self._master.emit("servers.scaled", servers=count)
 

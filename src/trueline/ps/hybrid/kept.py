@@ -1,5 +1,6 @@
 """What a hybrid job keeps of its servers: what they were made for, and the files of tables beside its checkpoints."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,13 @@ def choose_cuts(job: JobSettings, own: Path) -> Path:
     shared = Path(job.checkpoints or ".") / "tables"
     travels = bool(job.checkpoints) and "://" not in job.checkpoints and (job.listen or job.hosts)
     return shared.absolute() if travels else own / "cuts"
+
+
+def choose_old(folders: Sequence[Path], step: int, keep: int) -> list[Path]:
+    """Which of the folders `step-N` go once that of `step` is written: all but the newest `keep` of those up to it.
+    Later steps are of a time that is lost. Clocks jump, so that the names count, and not when they were written."""
+    numbers = {path: int(path.name.removeprefix("step-")) for path in folders}
+    return sorted(folders, key=lambda path: (numbers[path] > step, -numbers[path]))[keep:]
 
 
 def list_parts(job: JobSettings, own: Path, step: int) -> tuple[str, ...]:

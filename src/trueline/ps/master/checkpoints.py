@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline import files
+from trueline.engine.contract import make_ref
 from trueline.errors import DiskFull, TrainError, TruelineError
 from trueline.ps.link import ServerLink
 from trueline.ps.master import cuts
@@ -18,10 +19,12 @@ from trueline.ps.master.shell import SAVER, JobShell
 from trueline.ps.messages import ServerReport
 
 TRIES = 3
-LONGEST_S = 10.0
-"""Between two tries while cuts break."""
+LONGEST_S, FULL_S = 10.0, 1.0
+"""Between two tries while cuts break, and while the disk is full."""
 RESULT, FACTS = "checkpoint.json", "facts.json"
 """What the saver leaves in the folder of the parts, and what it finds there."""
+FULL_EXIT = 73
+"""Exit code of a saver for which the disk has no room: EX_CANTCREAT of sysexits.h."""
 
 
 class Checkpoints:
@@ -39,7 +42,7 @@ class Checkpoints:
         self.folder = master.job_dir / "ps" / "cuts"
         self._incarnation = 0
         self._writing: asyncio.Task[None] | None = None
-        self._exit: asyncio.Future[tuple[bool, str]] | None = None
+        self._exit: asyncio.Future[tuple[int | None, str]] | None = None
         self._ref = ""
         self._failures = 0
         self._broken, self._retry_at = 0, 0.0
@@ -81,7 +84,7 @@ class Checkpoints:
         if ledger.finished or self._master.halting:
             return self.step < ledger.steps or bool(self._master.halting)
         every = job.checkpoint_every or ledger.grid.steps
-        if self._master.wanted > self.step < ledger.steps:
+        if self.step < self._master.wanted <= ledger.steps and self._master.wanted:
             return True
         return ledger.steps // every > max(self.step, 0) // every
 
@@ -107,6 +110,7 @@ class Checkpoints:
             if step > self.step:
                 await self._assemble(step, certificates)
             self._broken = 0
+            master.disk_room.gain("checkpoint")
             if step >= master.wanted:  # else the request came while this one, of an older state, was written
                 master.wanted = 0
             if halting:
@@ -117,9 +121,10 @@ class Checkpoints:
             self._retry_at = master.now() + min(LONGEST_S, 0.25 * 2.0 ** (self._broken - 1))
             await self._settle()
         except DiskFull as error:
-            master.emit("disk.full", what="checkpoint", path=str(self.folder), free="", why=error.message,
-                        effect="training continues, and the checkpoint is written once there is room")  # fmt: skip
-            await asyncio.sleep(1.0)
+            effect = "training continues, and the checkpoint is written once there is room"
+            master.disk_room.lack("checkpoint", str(self.folder), error.message, effect)
+            self._remove_others(self.folder / f"step-{self.step}")
+            self._retry_at = master.now() + FULL_S
         except TruelineError as error:
             self._failures += 1
             master.emit("checkpoint.failed", step=master.ledger.steps if master.ledger else 0, why=error.message)
@@ -147,27 +152,32 @@ class Checkpoints:
         facts = {"certificates": certificates, "evaluations": []}
         files.write_atomic(folder / FACTS, json.dumps(facts).encode())
         self._exit = asyncio.get_running_loop().create_future()
-        self._ref = f"{SAVER}-0.{step}{self._incarnation:03d}"
+        self._ref = make_ref(SAVER, 0, 1000 * step + self._incarnation)
         self._incarnation += 1
         spec = master.make_spec(self._ref, TRUELINE_PS_PARTS=str(folder), TRUELINE_PS_STEP=str(step))
         await master.engine.add([spec])
-        clean, why = await self._exit
-        if not clean:
+        code, why = await self._exit
+        if code != 0:
             log = master.folder.log(self._ref)
             tail = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+            if code == FULL_EXIT:
+                raise DiskFull(" ".join(tail) or f"no room is left to write the checkpoint of step {step}")
             raise TrainError(f"the process that writes it ended: {why} {' '.join(tail)}", hint=f"see {log}")
         found = json.loads((folder / RESULT).read_bytes())
-        master.log("CKPT", step=step, path=found["path"], digest=found["digest"])
+        master.log(("CKPT", {"step": step, "path": found["path"], "digest": found["digest"]}))
         master.checkpoint_path, master.checkpoint_step, self._failures = found["path"], step, 0
         master.emit("checkpoint.saved", step=step, path=found["path"], digest=found["digest"])
+        self._remove_others(folder)
+
+    def _remove_others(self, folder: Path) -> None:
         for old in self.folder.glob("step-*"):
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def note_exit(self, ref: str, clean: bool, why: str) -> None:
+    def note_exit(self, ref: str, code: int | None, why: str) -> None:
         """The process that makes the checkpoint has ended."""
         if ref == self._ref and self._exit is not None and not self._exit.done():
-            self._exit.set_result((clean, why))
+            self._exit.set_result((code, why))
 
     async def close(self) -> None:
         if self._writing is not None:

@@ -19,12 +19,12 @@ import msgspec
 
 from trueline import files
 from trueline.engine.contract import Engine, parse_ref
-from trueline.errors import TruelineError
+from trueline.errors import DiskFull, TruelineError
 from trueline.ps.master import cuts
 from trueline.ps.master.checkpoints import Checkpoints
 from trueline.ps.master.ledger import MinibatchLedger
 from trueline.ps.master.report import describe, summarize
-from trueline.ps.master.shell import SAVER, SERVER, TICK_S, WORKER, JobShell, read_last_words
+from trueline.ps.master.shell import SAVER, SERVER, TICK_S, WORKER, JobShell, describe_routing, read_last_words
 from trueline.ps.messages import Routing, ServerReport, describe_change
 from trueline.ps.partition import make_routing, move_buckets
 from trueline.ps.server.memory import describe_kill
@@ -70,7 +70,7 @@ class PsMaster(JobShell):
             return
         due = [ref for roster in self.rosters.values() for ref in roster.start_due(self.now())]
         for ref in due:
-            self.log("START", ref=ref)
+            self.log_later("START", ref=ref)
             self.heard[ref] = self.now() + START_S  # it imports first
             self.emit("worker.started", worker=ref)
         if due:
@@ -85,13 +85,13 @@ class PsMaster(JobShell):
                         where = {"host": seen.host} if seen.host else {}
                         self.emit("worker.running", worker=seen.ref, pid=seen.pid, **where)
                     else:
-                        await self.note_death(seen.ref, seen.reason, clean=seen.code == 0)
+                        await self.note_death(seen.ref, seen.reason, seen.code)
             await asyncio.sleep(TICK_S)
 
-    async def note_death(self, ref: str, why: str, *, clean: bool = False) -> None:
+    async def note_death(self, ref: str, why: str, code: int | None = None) -> None:
         role = parse_ref(ref)[0]
         if role == SAVER:
-            self.checkpoints.note_exit(ref, clean, why)
+            self.checkpoints.note_exit(ref, code, why)
             return
         roster = self.rosters[role]
         if not roster.note_death(ref, self.now()):
@@ -119,23 +119,33 @@ class PsMaster(JobShell):
 
     async def join(self, request: Join) -> Routing:
         """A worker is ready: the first one tells what the model is. Returns when the servers hold it."""
-        self._accept_model(request)
+        while self.spec is None:  # on a full disk it is tried again
+            with self.waiting_for_room("model", self.journal.path, "training begins once there is room"):
+                self._begin_model(request)
+                break
+            await asyncio.sleep(TICK_S)
+        self._check_model(request)
         self.heard[request.ref] = self.now()
         self.emit("worker.joined", worker=request.ref, total_steps=self.total_steps)
         await self.ready.wait()
         assert self.routing is not None
         return self.routing
 
-    def _accept_model(self, request: Join) -> None:
-        if self.spec is None:
-            self.spec, self.num_records, self.blocks = request.spec, request.num_records, request.blocks
-            spec = base64.b64encode(msgspec.msgpack.encode(request.spec)).decode()
-            self.log("PS_MODEL", spec=spec, num_records=request.num_records, blocks=list(request.blocks),
-                     parts=self.parts)  # fmt: skip
-            self.set_routing(make_routing([f"{SERVER}-{n}" for n in range(self.servers.count)], request.spec.dense))
-            self.log("FACTS", num_records=self.num_records, total_steps=self.total_steps, shard_records=0)
-            self.spawn(self.settle())
-        elif request.spec != self.spec:
+    def _begin_model(self, request: Join) -> None:
+        """Raises DiskFull, with nothing done."""
+        routing = make_routing([f"{SERVER}-{n}" for n in range(self.servers.count)], request.spec.dense)
+        facts = {
+            "spec": base64.b64encode(msgspec.msgpack.encode(request.spec)).decode(),
+            "num_records": request.num_records, "blocks": list(request.blocks), "parts": self.parts,
+        }  # fmt: skip
+        self.log(("PS_MODEL", facts), describe_routing(routing))
+        self.spec, self.num_records, self.blocks = request.spec, request.num_records, request.blocks
+        self.routing = routing
+        self.log_later("FACTS", num_records=self.num_records, total_steps=self.total_steps, shard_records=0)
+        self.spawn(self.settle())
+
+    def _check_model(self, request: Join) -> None:
+        if request.spec != self.spec:
             changed = describe_change(self.spec, request.spec)
             why = "every worker builds the model that the job began with: restore it, or start a new job"
             self.fail("spec", f"{request.ref} builds another model than the job began with: {changed}", why)
@@ -175,9 +185,12 @@ class PsMaster(JobShell):
             found = await asyncio.gather(*asked, return_exceptions=True)  # all have ended
             errors = [one for one in found if isinstance(one, BaseException)]
             if not errors:
+                self.disk_room.gain("servers")
                 return [one for one in found if isinstance(one, ServerReport)]
             for error in errors:
-                if isinstance(error, TruelineError):
+                if isinstance(error, DiskFull):
+                    self.disk_room.lack("servers", str(self.job_dir / "ps"), error.message, "workers wait for it")
+                elif isinstance(error, TruelineError):
                     self.fail(error.code, error.message, error.hint)
                 elif not isinstance(error, OSError):
                     raise error
@@ -245,13 +258,15 @@ class PsMaster(JobShell):
         if step > self._step_logged and self.now() >= self._journal_at:
             self._step_logged, self._journal_at = step, self.now() + JOURNAL_S
             loss = self.loss if math.isfinite(self.loss) else None
-            self.log("COMMIT", step=step, generation=1, records=0, digest=0, loss=loss, workers=0, gap_ms=0.0, at_ns=0)
+            self.log_later("COMMIT", step=step, generation=1, records=0, digest=0, loss=loss, workers=0, gap_ms=0.0,
+                           at_ns=0)  # fmt: skip
 
     async def run_clock(self) -> None:
         asked = 0.0
         while not self.stopped.is_set():
             await asyncio.sleep(TICK_S)
             self.publisher.flush()
+            self.write_rows()
             now = self.now()
             limit = max(self.job.lease_s, 3.0)
             for ref in self.workers.alive:
@@ -337,9 +352,12 @@ class PsMaster(JobShell):
         if any(one.routing < self.routing.version for one in reports):
             return  # it has begun again, and holds nothing until it is configured; this is called at the next tick too
         summary = summarize(self, reports)
-        files.write_atomic(self.folder.summary, json.dumps(summary, indent=1).encode())
-        self.log("END", summary=summary)
-        self.phase = "finished"
+        with self.waiting_for_room("summary", self.folder.summary, "the job ends once there is room"):
+            files.write_atomic(self.folder.summary, json.dumps(summary, indent=1).encode())
+            self.log(("END", {"summary": summary}))
+            self.phase = "finished"
+        if self.phase != "finished":
+            return
         self.emit("job.finished", steps=self.ledger.steps, summary=json.dumps(summary))
         self.wake()
 

@@ -65,4 +65,5 @@ def describe(master: JobShell, now: float) -> dict[str, Any]:
         "evaluations": {"last": None, "best": None}, "uptime_s": round(master.now() - master.born, 1),
         "under_way": sum(count(runs) for runs in ledger.outstanding().values()) if ledger is not None else 0,
         "servers": master.meter.describe(), "hosts": list(master.hosts()), "at": now,
+        "waiting": list(master.disk_room.waiting.values()),
     }  # fmt: skip

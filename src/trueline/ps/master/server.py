@@ -44,7 +44,7 @@ from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.hosts import open_hosts
 from trueline.train.master.journal import Journal
-from trueline.train.master.server import OPTIONS, SecretInterceptor
+from trueline.train.master.server import OPTIONS, SecretInterceptor, write_when_room
 from trueline.train.monitor import server as page
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -163,7 +163,7 @@ class OperatorService(pb_grpc.MasterServicer):
         if request.workers:
             before = master.wanted_workers
             master.set_workers(request.workers)
-            master.log("SCALE", workers=request.workers, again=False)
+            master.log_later("SCALE", workers=request.workers, again=False)
             master.emit("job.scaled", before=before, workers=request.workers, why=request.why or "asked for")
             await master.start_due()
         if request.servers:
@@ -198,7 +198,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     """Serves the job in `job_dir` until it is stopped; returns the exit code."""
     job, folder = settings.load(job_dir), JobDir(job_dir)
     lock, secret = folder.hold_master(), folder.read_secret()
-    journal = Journal(folder.journal)
+    journal = await write_when_room(lambda: Journal(folder.journal))
     hosts = open_hosts(job, folder, engine, secret)
     travelling = None if hosts is None else TravellingWorkers(hosts, engine)
     own = engine if travelling is None else travelling.engine
@@ -217,14 +217,15 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     if travelling is not None:
         await travelling.attach(master, server)
     await server.start()
-    folder.write_master(MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url))
+    where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
+    await write_when_room(lambda: folder.write_master(where))
     await master.adopt()
     beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling(), hosts.run_watching_store()]
     background = [master.spawn(one) for one in (master.run_engine(), master.run_clock(), *beside)]
     if master.routing is not None:
         background.append(master.spawn(rescale(master)))
-    shown = MasterRecord(address=master.address, pid=os.getpid(), page=await live.open(page_port, master.emit))
-    folder.write_master(shown)
+    shown = msgspec.structs.replace(where, page=await live.open(page_port, master.emit))
+    await write_when_room(lambda: folder.write_master(shown))
     await master.stopped.wait()
     for task in background:
         task.cancel()

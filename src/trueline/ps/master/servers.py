@@ -1,17 +1,21 @@
 """The servers in numbers, for `trueline status`, the live page and the summary. Pure: `now` is an argument."""
 
+from collections.abc import Callable
 from typing import Any
 
 from trueline.ps.messages import ServerReport
 
+Emit = Callable[..., None]
 _LEAST_S = 0.2
 """Between the two reports that make a rate."""
 
 
 class ServerMeter:
-    """The newest report of each server, by its ref without incarnation, and rates since the one before."""
+    """The newest report of each server, by its ref without incarnation, and rates since the one before. `emit` tells
+    when a server begins to wait, and when it continues."""
 
-    def __init__(self) -> None:
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
         self._last: dict[str, tuple[float, ServerReport]] = {}
         self._shown: dict[str, dict[str, Any]] = {}
 
@@ -19,9 +23,17 @@ class ServerMeter:
         before = self._last.get(name)
         if before is not None and before[1].ref == report.ref and now - before[0] < _LEAST_S:
             return
+        self._tell(name, before[1].lacking if before is not None else "", report.lacking)
         self._last[name] = now, report
         same = before is not None and before[1].ref == report.ref and before[1].pulls <= report.pulls
         self._shown[name] = describe_server(report, *((before[1], now - before[0]) if same and before else ()))
+
+    def _tell(self, name: str, before: str, lacking: str) -> None:
+        """Tells once what a server waits for, and once that it continues. Its words may change meanwhile."""
+        if lacking and not before:
+            self._emit("server.waits", server=name, why=lacking)
+        elif before and not lacking:
+            self._emit("server.continues", server=name)
 
     def find_report(self, ref: str) -> ServerReport | None:
         """The newest one of this server, of whichever incarnation."""

@@ -6,14 +6,14 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from trueline.engine.contract import Engine, ProcessSpec, parse_ref
-from trueline.errors import StorageError
+from trueline.errors import DiskFull, StorageError
 from trueline.ps.dial import read_address
 from trueline.ps.link import ServerLink
 from trueline.ps.master.ledger import MinibatchGrid, MinibatchLedger
@@ -21,8 +21,9 @@ from trueline.ps.master.servers import ServerMeter
 from trueline.ps.master.slots import Slots
 from trueline.ps.messages import ModelSpec, Routing, ServerReport
 from trueline.train.job_dir import JobDir
-from trueline.train.master.journal import Journal
+from trueline.train.master.journal import Journal, Row
 from trueline.train.master.publisher import EventPublisher
+from trueline.train.master.room import DiskRoom
 from trueline.train.settings import JobSettings
 
 TICK_S = 0.25
@@ -43,6 +44,11 @@ def read_last_words(log: Path) -> str:
     return ""
 
 
+def describe_routing(routing: Routing) -> Row:
+    """The journal's row for it."""
+    return "PS_ROUTING", {"routing": base64.b64encode(msgspec.msgpack.encode(routing)).decode()}
+
+
 class JobShell:
     """One job. All of it is used in one asyncio thread."""
 
@@ -55,6 +61,8 @@ class JobShell:
         self.folder = JobDir(job_dir)
         self.born = now()
         self.publisher = EventPublisher(self.folder.events)
+        self.disk_room, self._unwritten = DiskRoom(self.emit), list[Row]()
+        """What of the job waits for room on a full disk, and rows of the journal that do."""
         self.workers = Slots(WORKER, job.workers, job.max_failures + 2)
         self.wanted_workers, self.room = job.workers, -1  # how many there shall be, and room for how many; -1: for any
         self.localize: Callable[[ProcessSpec], ProcessSpec] = lambda spec: spec
@@ -73,16 +81,14 @@ class JobShell:
         self.ledger: MinibatchLedger | None = None
         self.links: dict[str, ServerLink] = {}
         self.stats: dict[str, ServerReport] = {}
-        self.meter = ServerMeter()
+        self.meter = ServerMeter(self.emit)
         self.heard: dict[str, float] = {}  # of workers and servers, when something last came from them
         self.memory, self.computed = dict[str, int](), dict[str, int]()  # by worker: bytes, minibatches
         self.recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # time and records of committed minibatches
         self.loss = math.nan
         self.deaths: list[dict[str, Any]] = []
         self.address = ""
-        self.phase = "gathering"
-        self.failed = False
-        self.halting = ""
+        self.phase, self.failed, self.halting = "gathering", False, ""
         self.ready = asyncio.Event()
         """All servers hold the model, and the ledger is theirs."""
         self.changed = asyncio.Event()
@@ -122,9 +128,32 @@ class JobShell:
     def emit(self, name: str, **fields: Any) -> None:
         self.publisher.publish([(name, fields)])
 
-    def log(self, kind: str, **body: Any) -> None:
-        """Raises StorageError."""
-        self.journal.append((kind, body))
+    def log(self, *rows: Row) -> None:
+        """Writes rows to the journal, all or none of them. Raises StorageError; DiskFull: it may be repeated."""
+        self.journal.append(*self._unwritten, *rows)
+        self._unwritten.clear()
+        self.disk_room.gain("journal")
+
+    def log_later(self, kind: str, **body: Any) -> None:
+        """As `log`; while the disk is full the row waits in memory. Raises StorageError for other reasons."""
+        self._unwritten.append((kind, body))
+        self.write_rows()
+
+    def write_rows(self) -> None:
+        """Writes what waits for room in the journal, if there is some now."""
+        if self._unwritten:
+            with self.waiting_for_room("journal", self.journal.path, "training continues without it"):
+                self.log()
+
+    @contextlib.contextmanager
+    def waiting_for_room(self, what: str, path: Path, effect: str) -> Iterator[None]:
+        """Notes that what the block writes to `path` waits for room, or that it has it; the caller repeats it."""
+        try:
+            yield
+        except DiskFull as error:
+            self.disk_room.lack(what, str(path), error.message, effect)
+        else:
+            self.disk_room.gain(what)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` as a task; an exception in it ends the job."""
@@ -147,7 +176,7 @@ class JobShell:
             return
         self.failed, self.phase = True, "failed"
         with contextlib.suppress(StorageError):  # the reason may be a full disk
-            self.log("FAIL", code=code, why=why)
+            self.log(("FAIL", {"code": code, "why": why}))
         self.emit("job.failed", code=code, why=why, hint=hint)
 
     def fail_unexpectedly(self, error: Exception) -> None:
@@ -169,7 +198,8 @@ class JobShell:
         role, slot, incarnation = parse_ref(ref)
         env = {
             "TRUELINE_JOB": str(self.job_dir), "TRUELINE_MASTER": self.address, "TRUELINE_SECRET": self.secret,
-            "TRUELINE_REF": ref, "OMP_NUM_THREADS": str(self.job.threads), **more,
+            "TRUELINE_REF": ref, "OMP_NUM_THREADS": str(self.job.threads),
+            "TRUELINE_PS_MEMORY": str(self.job.server_memory_mb << 20), **more,
         }  # fmt: skip
         return self.localize(ProcessSpec(
             role=role, slot=slot, incarnation=incarnation, entry=ENTRIES[role], log=str(self.folder.log(ref)), env=env
@@ -191,7 +221,7 @@ class JobShell:
     def halt(self, why: str) -> None:
         """Ends the job after a checkpoint, also when this master dies meanwhile. Raises StorageError."""
         if not self.halting:
-            self.log("HALT", why=why)
+            self.log_later("HALT", why=why)
             self.halting = why
             self.emit("job.halting", why=why)
 
@@ -210,12 +240,12 @@ class JobShell:
     def set_servers(self, count: int) -> None:
         """Notes how many servers the job shall have, for a successor too. Raises StorageError."""
         if count != self.wanted_servers:
-            self.log("PS_SCALE", servers=count)
+            self.log_later("PS_SCALE", servers=count)
             self.wanted_servers = count
 
     def set_routing(self, routing: Routing) -> None:
         """Raises StorageError: what is not in the journal does not happen."""
-        self.log("PS_ROUTING", routing=base64.b64encode(msgspec.msgpack.encode(routing)).decode())
+        self.log(describe_routing(routing))
         self.routing = routing
 
     @property

@@ -72,13 +72,19 @@ class Tables:
         """For each table where its ids and rows stand in the model's state_dict: `prefix + "ids"`."""
         self._columns: dict[Call, InputColumns] = {}
         self._failures: dict[Call, int] = {}
+        names = dict[TableModule, str]()
         for path, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, TableModule):
-                self._add(module.settings.name or path or "table", path, module)
+                self._add(names.setdefault(module, module.settings.name or path or "table"), path, module)
 
     def _add(self, name: str, path: str, module: TableModule) -> None:
         others = self.modules.setdefault(name, [])
         for other in others:
+            if bool(other.settings.name) != bool(module.settings.name):
+                raise UsageError(
+                    f"two tables are named '{name}': one by its place in the model, and one by name='{name}'",
+                    hint="give both that name, to share the table, or one of them another",
+                )
             for what in (one for one in TableSettings.__struct_fields__ if one != "name"):
                 mine, theirs = getattr(module.settings, what), getattr(other.settings, what)
                 if mine != theirs:

@@ -23,15 +23,17 @@ from trueline.clock import Clock, monotonic_s
 from trueline.engine.contract import parse_ref
 from trueline.engine.hosts.route import list_ports
 from trueline.errors import StorageError, TruelineError
+from trueline.full_disk import repeat_until_room
 from trueline.ps import dial
 from trueline.ps.messages import Routing, ServerReport, TableStats
 from trueline.ps.server import snapshot
 from trueline.ps.server.cut import Cut
 from trueline.ps.server.holding import Holding
 from trueline.ps.server.listen import CallerLine, CallerLines
-from trueline.ps.server.memory import describe_need, keep_freed, resident_bytes
+from trueline.ps.server.memory import MemoryBudget, describe_need, keep_freed, resident_bytes
 from trueline.ps.server.push_log import PushLog
 from trueline.ps.server.saves import Saves
+from trueline.ps.tables.held import Push
 from trueline.ps.wire import (
     BeginCut,
     Call,
@@ -55,20 +57,22 @@ STALEST = 32
 
 
 class ParameterServer:
-    """`ref`: `server-SLOT.INCARNATION`; the folder and the number in the routing belong to the slot."""
+    """`ref`: `server-SLOT.INCARNATION`; the folder and the number in the routing belong to the slot. `memory`: bytes
+    that it may have; 0: what the system leaves it."""
 
-    def __init__(self, job: Path, ref: str, secret: bytes, clock: Clock = monotonic_s) -> None:
+    def __init__(self, job: Path, ref: str, secret: bytes, clock: Clock = monotonic_s, *, memory: int = 0) -> None:
         role, slot, _ = parse_ref(ref)
         self.ref, self.name = ref, f"{role}-{slot}"
         self._folder = dial.folder_of(job, self.name)
         self._holding, self._log, self._clock = Holding(self.name), PushLog(self._folder), clock
         self._lines = CallerLines(secret, self._answer, self._forget, clock)
         self._saves = Saves(self._lines, self._refuse)
+        self._memory = MemoryBudget(memory)
         self._cut: Cut | None = None
         self._cut_line: CallerLine | None = None
         self._cut_number = 0
         self._waiting: deque[tuple[CallerLine, ReceivedFrame]] = deque()
-        self._lacking, self._retry_at = "", 0.0
+        self._lacking, self._retry_at, self._told = "", 0.0, ""
         self._pulls = self._pushes = self._duplicates = 0
         self._staleness = [0] * STALEST
         self._stopping = False
@@ -81,12 +85,14 @@ class ParameterServer:
         }  # fmt: skip
 
     def start(self) -> None:
-        """Recovers what former incarnations acknowledged, then listens. Raises StorageError."""
+        """Recovers what former incarnations acknowledged, then listens, once the disk has room for its address. Raises
+        StorageError."""
         self._log.recover(self._holding.load, self._holding.apply)
         host, ports = os.environ.get("TRUELINE_HOST", "127.0.0.1"), list_ports(os.environ.get("TRUELINE_PORTS", ""))
         unix, tcp = self._lines.open(self._folder, host, ports)
         address = dial.ServerAddress(ref=self.ref, unix=unix, tcp=tcp, pid=os.getpid())
-        files.write_atomic(self._folder / dial.ADDRESS, msgspec.json.encode(address), mode=0o600)
+        data = msgspec.json.encode(address)
+        repeat_until_room(lambda: files.write_atomic(self._folder / dial.ADDRESS, data, mode=0o600))
 
     def run(self) -> None:
         """Serves until STOP or `leave`."""
@@ -192,12 +198,8 @@ class ParameterServer:
         push = holding.read_push(request, frame.arrays)
         held.check(push)
         waits = bool(self._lacking) or (holding.is_moving if self._cut is None else not self._cut.admits(key))
-        if not waits:
-            try:
-                self._log.append(frame.data)
-            except StorageError as error:
-                self._lack(error)
-                waits = True
+        if not waits and (self._has_no_memory(push) or self._has_no_room(frame)):
+            waits = True
         if waits:
             if not owned:
                 line.inbox.detach()
@@ -218,11 +220,28 @@ class ParameterServer:
         if self._log.is_long(self._state_bytes):
             self._begin_snapshot()
 
-    def _lack(self, error: StorageError) -> None:
-        """Holds pushes back until the disk has room."""
-        if not self._lacking:
-            events.emit("server.lacking", why=error.message)
-        self._lacking, self._retry_at = error.message, self._clock() + RETRY_S
+    def _has_no_memory(self, push: Push) -> bool:
+        """In a cut, which may hand rows to other servers, what is under way is applied."""
+        why = self._memory.take(self._holding.held, push) if self._cut is None else ""
+        if why:
+            self._lack(why)
+        return bool(why)
+
+    def _has_no_room(self, frame: ReceivedFrame) -> bool:
+        """Writes the frame to the log, if there is room for it."""
+        try:
+            self._log.append(frame.data)
+        except StorageError as error:
+            self._lack(error.message)
+            return True
+        return False
+
+    def _lack(self, why: str) -> None:
+        """Holds pushes back until the disk has room, or the system memory."""
+        if why != self._told:
+            events.emit("server.lacking", why=why)
+        self._lacking = self._told = why
+        self._retry_at = self._clock() + RETRY_S
 
     def _try_again(self) -> None:
         waiting, self._waiting = self._waiting, deque()
@@ -300,7 +319,7 @@ class ParameterServer:
     def _begin_cut(self, line: CallerLine, frame: ReceivedFrame) -> None:
         body, held = frame.read(BeginCut), self._holding.held
         self._cut = Cut.begin(body.id, body.keys, held.has, held.list_applied())
-        self._cut_line, self._cut_number = line, frame.number
+        self._cut_line, self._cut_number, self._lacking = line, frame.number, ""
         self._try_again()  # a cut in the place of another may admit what waited
         if self._cut is not None and not self._cut.lacking:
             self._tell_cut()
@@ -341,18 +360,19 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     keep_freed()
     gc.freeze()
-    server = ParameterServer(
-        Path(os.environ["TRUELINE_JOB"]), os.environ["TRUELINE_REF"], os.environ["TRUELINE_SECRET"].encode()
-    )
-    server.leave_on_sigterm()
+    job, ref = Path(os.environ["TRUELINE_JOB"]), os.environ["TRUELINE_REF"]
+    secret, bound = os.environ["TRUELINE_SECRET"].encode(), int(os.environ.get("TRUELINE_PS_MEMORY", "0"))
+    server: ParameterServer | None = None
     try:
+        server = repeat_until_room(lambda: ParameterServer(job, ref, secret, memory=bound))
+        server.leave_on_sigterm()
         server.start()
         server.run()
     except TruelineError as error:
         sys.stderr.write(f"{error.message}\n{error.hint}\n")
         return 1
     except MemoryError:
-        sys.stderr.write(f"{describe_need(server.describe_tables())}\n")
+        sys.stderr.write(f"{describe_need(server.describe_tables() if server is not None else ())}\n")
         return 1
     return 0
 

@@ -31,9 +31,13 @@ class PushLog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        files.sweep(folder)
-        self.number = max((*self._numbers("log"), *self._numbers("snapshot")), default=0)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            files.sweep(folder)
+            self.number = max((*self._numbers("log"), *self._numbers("snapshot")), default=0)
+            (folder / f"log-{self.number}").touch(mode=0o600)  # later there may be no room for it
+        except OSError as error:
+            raise files.storage_error(error, folder) from error
         self._handle = -1
         self.size = 0
         """Bytes since the last snapshot."""

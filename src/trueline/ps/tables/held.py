@@ -143,6 +143,10 @@ class Held:
                 self._refuse_rows(name, ids, rows)
         self._dense.check(push.dense)
 
+    def count_growth(self, push: Push, *, exact: bool = False) -> int:
+        """Bytes that its new rows take, at most; `exact`: of the ids that have no row yet."""
+        return sum(self._tables[name].count_growth(ids, exact=exact) for name, ids, _ in push.tables)
+
     def _refuse_rows(self, name: str, ids: Ids, rows: Rows) -> None:
         bad = ids[~np.isfinite(rows).all(axis=1)]
         if len(bad):

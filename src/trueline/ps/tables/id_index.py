@@ -61,6 +61,19 @@ class IdIndex:
     def nbytes(self) -> int:
         return self._slots.nbytes
 
+    def count_growth(self, more: int) -> int:
+        """Bytes that it takes for this number of further ids, beyond those that it has."""
+        if self._used + more <= _FULL * len(self._slots):
+            return 0
+        return max(0, self._count_slots(self.count + more) * self._slots[:1].nbytes - self.nbytes)
+
+    @staticmethod
+    def _count_slots(ids: int) -> int:
+        slots = _LEAST
+        while ids > _FULL * slots * 0.8:
+            slots *= 2
+        return slots
+
     def _home(self, ids: Ids) -> Places:
         mixed = mix(ids.astype(np.uint64))
         mixed &= np.uint64(self._mask)
@@ -104,10 +117,7 @@ class IdIndex:
 
     def _grow(self, more: int) -> None:
         kept = self._slots[self._slots[:, 1] >= 0]
-        slots = _LEAST
-        while len(kept) + more > _FULL * slots * 0.8:
-            slots *= 2
-        self._reset(slots)
+        self._reset(self._count_slots(len(kept) + more))
         self._insert(kept[:, 0].copy(), kept[:, 1].copy())
 
     def _insert(self, ids: Ids, places: Places) -> None:

@@ -17,6 +17,7 @@ from trueline.ps.tables.averages import RowAverages, advance
 from trueline.ps.tables.id_index import IdIndex, Places
 from trueline.ps.tables.initial import initial_rows
 from trueline.ps.tables.optimizers import WIDE, Rows, slots_of, update
+from trueline.ps.tables.sights import SightCounter
 from trueline.ps.tables.slab import MOST_ROWS, put_rows, reserve, take_rows
 
 Array = npt.NDArray[Any]
@@ -39,8 +40,9 @@ class ServerTable:
         self._averages = RowAverages(ema, spec.dim) if ema else None
         self._used_at: Array | None = reserve(1, np.int64)[:, 0] if spec.evict else None
         """Of each row: when it was last used (lru), or how often (lfu)."""
-        self._seen: dict[int, int] = {}
+        self._seen = SightCounter() if spec.admit_after else None
         """Pushes of ids that are not admitted yet."""
+        self.row_bytes = self._count_row_bytes()
         self._end = 0  # places that were ever used
         self._free: Places = np.empty(0, np.int64)  # of them, those without a row
         self._clock = 0
@@ -51,20 +53,24 @@ class ServerTable:
     def rows(self) -> int:
         return self._index.count
 
-    @property
-    def row_bytes(self) -> int:
+    def _count_row_bytes(self) -> int:
         wide = 1 + sum(width == WIDE for _, width, _ in self._slots)
         narrow = len(self._slots) + 1 - wide
-        return 4 * (wide * self.spec.dim + narrow) + 8 * (1 + (self._used_at is not None)) + self._average_bytes
+        averages = 0 if self._averages is None else 4 * self.spec.dim + 8
+        return 4 * (wide * self.spec.dim + narrow) + 8 * (1 + (self._used_at is not None)) + averages
 
-    @property
-    def _average_bytes(self) -> int:
-        return 0 if self._averages is None else 4 * self.spec.dim + 8
+    def count_growth(self, ids: Ids, *, exact: bool = False) -> int:
+        """Bytes that a push of these ids takes, at most; `exact`: of those that have no row yet."""
+        new = int((self._index.find(ids) < 0).sum()) if exact else len(ids)
+        if self.most:  # beyond these a row makes room, or there is none
+            new = min(new, max(0, self.most - self.rows))
+        return max(0, new - len(self._free)) * self.row_bytes + self._index.count_growth(new)
 
     @property
     def stats(self) -> TableStats:
         return TableStats(
-            name=self.spec.name, rows=self.rows, bytes=self.rows * self.row_bytes + self._index.nbytes,
+            name=self.spec.name, rows=self.rows,
+            bytes=self.rows * self.row_bytes + self._index.nbytes + (0 if self._seen is None else self._seen.nbytes),
             lookups=self.lookups, evicted=self.evicted, refused=self.refused, busy_s=self.busy_s,
         )  # fmt: skip
 
@@ -121,19 +127,15 @@ class ServerTable:
 
     def _admit(self, ids: Ids, busy: Places) -> npt.NDArray[np.bool_]:
         """Which of these ids without a row get one now. `busy`: places of rows that this push changes, which stay."""
-        admitted = np.ones(len(ids), bool)
-        if self.spec.admit_after:
-            for at, one in enumerate(ids.tolist()):
-                seen = self._seen.pop(one, 0)
-                if seen < self.spec.admit_after:
-                    self._seen[one], admitted[at] = seen + 1, False
+        seen = self._seen
+        admitted = np.ones(len(ids), bool) if seen is None else seen.note(ids, self.spec.admit_after)
         if self.most:
             wanted = np.flatnonzero(admitted)
             lacking = self.rows + len(wanted) - self.most
             if lacking > 0 and self.spec.evict:
                 lacking -= self._evict(lacking, busy)
-            if lacking > 0:
-                admitted[wanted[len(wanted) - lacking :]] = False
+            if lacking > 0:  # more than are wanted where a move brought rows
+                admitted[wanted[max(0, len(wanted) - lacking) :]] = False
         return admitted
 
     def _evict(self, count: int, busy: Places) -> int:
@@ -203,18 +205,23 @@ class ServerTable:
 
     def list_seen(self, buckets: Sequence[int]) -> list[tuple[int, int]]:
         """The ids in these buckets that are not admitted yet, and how often each was seen."""
-        ids = np.fromiter(self._seen, np.int64, len(self._seen))
-        return [(one, self._seen[one]) for one in ids[self._lie_in(buckets, ids)].tolist()]
+        if self._seen is None:
+            return []
+        ids, counts = self._seen.list()
+        lying = self._lie_in(buckets, ids)
+        return list(zip(ids[lying].tolist(), counts[lying].tolist(), strict=True))
 
     def take_seen(self, seen: Sequence[tuple[int, int]], buckets: Sequence[int] | None) -> None:
         """Takes from `list_seen` what is in these buckets; None: all."""
-        ids = np.array([one for one, _ in seen], np.int64)
+        if self._seen is None or not seen:
+            return
+        ids, counts = np.array([one for one, _ in seen], np.int64), np.array([count for _, count in seen], np.int32)
         kept = np.ones(len(ids), bool) if buckets is None else self._lie_in(buckets, ids)
-        self._seen.update((int(seen[at][0]), int(seen[at][1])) for at in np.flatnonzero(kept).tolist())
+        self._seen.take(ids[kept], counts[kept])
 
     def forget_seen(self, buckets: Sequence[int]) -> None:
-        for one, _ in self.list_seen(buckets):
-            del self._seen[one]
+        if self._seen is not None:
+            self._seen.drop(np.array([one for one, _ in self.list_seen(buckets)], np.int64))
 
     @property
     def columns(self) -> int:
@@ -260,13 +267,14 @@ class ServerTable:
 
     def describe(self) -> dict[str, Any]:
         """What the arrays do not say, for a dump."""
-        seen = list(self._seen.items())
+        seen = [] if self._seen is None else list(zip(*(one.tolist() for one in self._seen.list()), strict=True))
         counts = {"lookups": self.lookups, "evicted": self.evicted, "refused": self.refused}
         return {**counts, "clock": self._clock, "seen": seen}
 
     def restore(self, facts: dict[str, Any]) -> None:
         self.lookups, self.evicted, self.refused = facts["lookups"], facts["evicted"], facts["refused"]
-        self._clock, self._seen = facts["clock"], {int(one): int(count) for one, count in facts["seen"]}
+        self._clock = facts["clock"]
+        self.take_seen(facts["seen"], None)
 
 
 def read_averages(spec: ModelSpec, name: str, columns: Sequence[Array], steps: int) -> Rows:

@@ -291,7 +291,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     """Serves the job in `job_dir` until it is stopped; returns the exit code."""
     job, folder = settings.load(job_dir), JobDir(job_dir)
     lock, secret = folder.hold_master(), folder.read_secret()
-    journal = await _when_there_is_room(lambda: Journal(folder.journal, STEPS_AND_LAUNCH))
+    journal = await write_when_room(lambda: Journal(folder.journal, STEPS_AND_LAUNCH))
     hosts = open_hosts(job, folder, engine, secret)
     master = Master(job, job_dir, journal, engine if hosts is None else hosts.fleet, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
@@ -308,7 +308,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
         attendant.attach(server)
     await server.start()
     where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
-    await _when_there_is_room(lambda: folder.write_master(where))
+    await write_when_room(lambda: folder.write_master(where))
     await master.adopt(launch=launch)
     beside = [] if hosts is None else [hosts.fleet.run(), hosts.run_telling(), hosts.run_watching_store()]
     beside += [] if attendant is None else [attendant.run()]
@@ -317,7 +317,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
 
     async def show() -> None:
         shown = msgspec.structs.replace(where, page=await live.open(page_port, master.emit))
-        await _when_there_is_room(lambda: folder.write_master(shown))
+        await write_when_room(lambda: folder.write_master(shown))
 
     async def show_later() -> None:
         await asyncio.sleep(PAGE_S)
@@ -339,7 +339,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     return master.exit_code
 
 
-async def _when_there_is_room(write: Callable[[], Written]) -> Written:
+async def write_when_room(write: Callable[[], Written]) -> Written:
     """The result of `write`, which is repeated while the disk is full. Raises StorageError for other reasons."""
     while True:
         try:

@@ -53,6 +53,8 @@ _WORDS = {
     "host.clock": "the clock of {host} is {off}, compared with the master's",
     "servers.scaling": "from {before} to {servers} parameter servers: rows move",
     "servers.scaled": "{servers} parameter servers from now on",
+    "server.waits": "{server} waits: {why}",
+    "server.continues": "{server} continues",
     "cut.broken": "a checkpoint or a move of rows is tried again: {why}",
     "master.lost": "the master died and was started again",
     "agent.lost": "the engine's agent died and was started again",

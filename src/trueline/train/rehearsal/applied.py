@@ -2,7 +2,8 @@
 
 A worker that joins receives model, optimizer and scheduler, and nothing else that a loop keeps: averages of weights, a
 second model, counters. So after a batch parameters have to be as they were, as have other models and lists of weights.
-The third batch is the first one again, and has to have the same loss and the same settings. Between a loss and the end
+The third batch is the first one again, and has to have the same loss and the same settings; so have more batches, in
+which counters and lists that the loop changes have other values (`kept.py`). Between a loss and the end
 of the loop's body parameters have odd values (`WILD`), so that a clamp, a norm or an average shows.
 
 This happens in a fork that ends afterwards: files that the loop's code opens for writing are /dev/null there.
@@ -27,6 +28,7 @@ import torch
 
 from trueline.data.loading import seeding
 from trueline.errors import UsageError
+from trueline.train.rehearsal import kept
 from trueline.train.step import model_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -59,6 +61,8 @@ class AppliedTrial:
         self._before: list[torch.Tensor] = []
         self._wild: list[torch.Tensor] = []
         self._others: list[list[torch.Tensor]] = []
+        self._memory = kept.KeptNames(self._model, kept.list_caller_spaces)
+        self._place: kept.KeptPlace | None = None
 
     def batches(self) -> Generator[StepBatch, None, None]:
         trial = self._inputs
@@ -66,27 +70,37 @@ class AppliedTrial:
         first, other = np.arange(count, dtype=np.int64), np.arange(trial.num_records - count, trial.num_records)
         step = int(trial.num_records > trial.global_batch)  # at step 0 a loop may evaluate, which takes its time
         for ids in (first, other, first):
-            batch = trial.reader.read(ids, epoch=0)
-            with model_traits.restore_buffers(self._model):
-                seeding.seed_all(trial.seed, 0, 0)
-                self._wild = []
-                yield StepBatch(
-                    inputs=batch.inputs, labels=batch.labels, records=ids, step=step, weight=1.0, trial=True
-                )
-                self._compare()
+            yield from self._one(ids, step)
+            if ids is first:
+                self._memory.look()
+        for place in self._memory.list_changed() if self.fault is None else ():
+            with kept.change(place):
+                self._place = place
+                yield from self._one(first, step)
+
+    def _one(self, ids: Any, step: int) -> Generator[StepBatch, None, None]:
+        trial = self._inputs
+        batch = trial.reader.read(ids, epoch=0)
+        with model_traits.restore_buffers(self._model):
+            seeding.seed_all(trial.seed, 0, 0)
+            self._wild = []
+            yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=step, weight=1.0, trial=True)
+            self._compare()
 
     def take(self, loss: torch.Tensor) -> None:
         """Takes the loss of the last batch, and gives the parameters other values."""
         self._taken.append((float(loss.detach().double().mean()), self._settings.values()))
         if len(self._taken) == 3 and self.fault is None:
             self.fault = self._find_memory(*self._taken[0], *self._taken[2])
+        elif self._place is not None and self.fault is None and not kept.is_same(self._taken[2][0], self._taken[-1][0]):
+            self.fault = kept.refuse(self._place, self._taken[2][0], self._taken[-1][0])
         self._before = [_glance(value) for value in self._parameters()]
         for value in self._parameters():
             flat = value.detach().view(-1)[:SEEN]
             signs = torch.arange(len(flat), device=flat.device) % 3 - 1
             flat.copy_(signs * WILD + torch.linspace(0.5, 1.0, len(flat), device=flat.device))
         self._wild = [_glance(value) for value in self._parameters()]
-        self._others = [[_glance(value) for value in kept.values()] for kept in self._kept]
+        self._others = [[_glance(value) for value in other.values()] for other in self._kept]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (p for p in self._model.parameters() if p.is_floating_point() and p.is_contiguous())
@@ -106,11 +120,11 @@ class AppliedTrial:
                 "the loop changes parameters itself after a step that was applied",
                 hint=f"{_JOINS}: do it in the step() of an optimizer of your own",
             )
-        for kept, before in zip(self._kept, self._others, strict=True):
-            now = list(kept.values())
+        for other, before in zip(self._kept, self._others, strict=True):
+            now = list(other.values())
             if not _equal(before, now) and not _equal(self._wild, now):  # a copy of the weights is no memory
                 return UsageError(
-                    f"after a step that was applied the loop changes {kept.what}, which only this worker has",
+                    f"after a step that was applied the loop changes {other.what}, which only this worker has",
                     hint=f"{_JOINS}. {_AVERAGE}; make a second model that is trained a part of the model, with its "
                     "optimizer in trueline.JointOptimizer",
                 )

@@ -32,7 +32,7 @@ import torch
 from trueline import events
 from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_with_parent, receive, send
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
-from trueline.train.rehearsal import applied
+from trueline.train.rehearsal import applied, joined
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -58,6 +58,8 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     if trial.traits is not shown:
         return
     applied.check_schedulers(optimizer_step.optimizer, optimizer_step.scheduler)
+    if joined.needs_trial(optimizer_step.model, optimizer_step.optimizer, optimizer_step.scheduler):
+        joined.expect_same_after_join(lambda: joined.copy_step(optimizer_step))
     found = (yield from _in_fork(trial, optimizer_step.settings)) if _can_fork(trial.inputs.model) else None
     if isinstance(found, TruelineError):
         raise found

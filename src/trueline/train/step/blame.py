@@ -19,6 +19,7 @@ from trueline.data.sources.mixture import describe_record
 from trueline.errors import MissingValues, RecipeError, TrainError
 from trueline.train import devices
 from trueline.train.link.contract import Link
+from trueline.train.step.model_traits import explain_single
 from trueline.train.step.plan import Ints, JobPlan
 from trueline.train.step.replica import Replica
 
@@ -82,7 +83,7 @@ class Trials:
             ) from error
         blamed = self.find_blamed(step, ids)
         if not blamed:
-            raise error
+            raise explain_single(error, len(ids)) or error
         for suspect in blamed:
             self._link.suspect(step, suspect.record, suspect.why, suspect.where)
         return sorted(suspect.record for suspect in blamed)

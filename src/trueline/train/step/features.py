@@ -9,11 +9,14 @@ import numpy.typing as npt
 import torch
 
 from trueline.data.source import Batch
+from trueline.errors import UsageError
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.plan import Ints
 
 MOST_WATCHED, MOST_VALUES = 4096, 64
 """Elements of a record's tensor, and values of its label, up to which they are watched in each step."""
+APART = 1e-4
+"""Difference of a number from itself in another batch, relative to the largest of its kind, that is no rounding."""
 Column = tuple[int, str, list[float]]
 """The tensor of a batch, what is watched in it, and what that was in all records that were looked at."""
 _KINDS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
@@ -110,3 +113,33 @@ def find_strange(rows: Sequence[tuple[int, list[float]]]) -> Ints:
     ]
     found: Ints = places[[int(away[:, column].argmax()) for column in columns]].astype(np.int64)
     return found
+
+
+def expect_apart(whole: Batch, ids: Ints, read: Callable[[Ints], Batch]) -> None:
+    """Raises UsageError if reading mixes records: one that was read with others is no record of the batch `whole`. The
+    order in a batch, and how far its records are padded, may be any."""
+    every = _table(whole, len(ids))
+    for part in (ids[::2], ids[1::2]):
+        rows = None if every is None else _table(read(part), len(part))
+        if every is None or rows is None or rows.shape[1] != every.shape[1]:
+            return
+        off = np.abs(every[None] - rows[:, None]) / (np.abs(every).max(axis=0) + np.finfo(np.float64).tiny)
+        away = off.max(axis=2, initial=0.0).min(axis=1)
+        if not (away > APART).any():
+            continue
+        if (again := _table(read(ids), len(ids))) is None or not np.array_equal(every, again):
+            return  # from a generator, or a counter, that no seed reaches
+        raise UsageError(
+            f"reading mixes records: what it makes of record {int(part[int(away.argmax())])} depends on the others in "
+            "its batch, so training would depend on how a step is shared",
+            hint="use numbers of all records (a mean that is measured once, the recipe's columns, missing = "
+            '"mean"); or set reduction = "mean" and micro_batch = N, and shards of N records are read together',
+        )
+
+
+def _table(batch: Batch, count: int) -> npt.NDArray[np.float64] | None:
+    """[records, elements] All numbers of a batch that is small and has no others."""
+    rows = [part for _, part in _rows(batch, count)]
+    if not rows or sum(part.shape[1] for part in rows) > MOST_WATCHED:
+        return None
+    return np.nan_to_num(np.concatenate(rows, axis=1).astype(np.float64), posinf=0.0, neginf=0.0)

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from trueline import events
 from trueline.data.loading import seeding
-from trueline.errors import join_names
+from trueline.errors import UsageError, join_names
 
 TRY_S, TRIES = 0.1, 5
 """Limits of the timing of forwards before the first step; one that takes longer runs once."""
@@ -87,6 +87,27 @@ def _rate(forward: Callable[[], object], records: int) -> float:
             forward()
             took_s.append(max(time.perf_counter() - began, 1e-9))
     return records / min(took_s)
+
+
+def explain_single(error: Exception, records: int) -> UsageError | None:
+    """Why a normalization layer refuses a batch of one record; None for other errors."""
+    if not isinstance(error, ValueError) or "Expected more than 1 value per channel" not in str(error):
+        return None
+    return UsageError(
+        f"a batch normalization layer has {records} record in a batch of its own, and so no variance: {error}",
+        hint="choose global_batch so that the last step of an epoch has more records (or micro_batch: a shard has its "
+        "own statistics), or use a layer that normalizes each record, such as GroupNorm",
+    )
+
+
+def count_fewest(num_records: int, global_batch: int, shard_records: int) -> int:
+    """The fewest records of a shard of any step.
+
+    >>> count_fewest(61, 12, 4), count_fewest(60, 12, 5)
+    (1, 4)
+    """
+    steps = {min(global_batch, num_records), num_records % global_batch or min(global_batch, num_records)}
+    return min(count // -(-count // shard_records) for count in steps)
 
 
 def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -3,8 +3,11 @@
 A loop of a user's own may set them by itself, and a member without records does not run that line. So every member with
 records sends what it has, bit by bit, and all members apply that, also those that apply the step later. If members
 differ, none applies the step.
+
+An optimizer of a user's own may keep more than its `state_dict()` has: these attributes are a part of the job's state.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -141,3 +144,36 @@ def _slots(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, int]]:
                 yield number, name, -1
             elif isinstance(value, tuple) and all(isinstance(item, int | float) for item in value):
                 yield from ((number, name, index) for index in range(len(value)))
+
+
+def read_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps in attributes and not in its `state_dict()`: numbers, text and tensors, also in lists and
+    dicts. Empty for torch's own, and for one that writes its `state_dict()` itself."""
+    if type(optimizer).__module__.startswith("torch.") or type(optimizer).state_dict is not _USUAL:
+        return {}
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
+    return {
+        name: list(value) if isinstance(value, deque) else value
+        for name, value in own.items()
+        if not name.startswith("_optimizer_") and _is_plain(value)
+    }
+
+
+def set_attributes(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+    """Sets what `read_attributes` has read of another one."""
+    for name, value in values.items():
+        held = vars(optimizer).get(name)
+        setattr(optimizer, name, deque(value, held.maxlen) if isinstance(held, deque) else value)
+
+
+_USUAL = torch.optim.Optimizer.state_dict
+_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "parts"}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | deque):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(type(key) in (str, int) and _is_plain(item) for key, item in value.items())
+    tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+    return tensor or value is None or isinstance(value, bool | int | float | str)

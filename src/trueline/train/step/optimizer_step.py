@@ -20,7 +20,7 @@ from trueline.data.loading.seeding import seed_all
 from trueline.errors import TrainError, UsageError, join_names
 from trueline.train.devices import is_lost
 from trueline.train.step.joint import check_closure
-from trueline.train.step.optimizer_settings import OptimizerSettings
+from trueline.train.step.optimizer_settings import OptimizerSettings, read_attributes, set_attributes
 from trueline.train.step.options import Options
 
 MEASURE_S = 1.0
@@ -112,7 +112,7 @@ class OptimizerStep:
             self.optimizer.step()
             return True
         except (RuntimeError, ValueError, AssertionError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or is_lost(error) or not _is_of_torch(self.optimizer):
+            if isinstance(error, torch.OutOfMemoryError) or is_lost(error) or not is_of_torch(self.optimizer):
                 raise
             raise explain(self.optimizer, self.model, error, steps) from error
 
@@ -209,9 +209,14 @@ class OptimizerStep:
             for _ in range(2 if "betas" in group else bool(group.get("momentum")))
         ]  # fmt: skip
 
+    def _parts(self) -> tuple[torch.optim.Optimizer, ...]:
+        return getattr(self.optimizer, "parts", (self.optimizer,))
+
     def state(self) -> dict[str, Any]:
         """Optimizer, scheduler, scaler and averages; the tensors are the live ones."""
+        attributes = [read_attributes(part) for part in self._parts()]
         return {
+            **({"attributes": attributes} if any(attributes) else {}),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler.is_enabled() else None,
@@ -220,6 +225,8 @@ class OptimizerStep:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
+        for part, values in zip(self._parts(), state.get("attributes", ()), strict=False):
+            set_attributes(part, values)
         self.settings.keep()
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -230,7 +237,7 @@ class OptimizerStep:
                 self._averages[name].copy_(value)
 
 
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     parts = getattr(optimizer, "parts", (optimizer,))
     return all(type(part).__module__.startswith("torch.") for part in parts)
 

@@ -11,6 +11,7 @@ not known: it is refused, unless the job is given a `reduction`, with which it i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -226,6 +227,19 @@ def difference(one: LossSample, other: LossSample) -> float:
     return found
 
 
+def drifts(tried: Sequence[LossSample]) -> bool:
+    """Whether losses or gradients of the same records move in one direction, as with a slow counter; what rounding
+    does to them does not."""
+    moves = [
+        torch.cat([one.gradient - tried[0].gradient, torch.tensor([one.loss - tried[0].loss], dtype=torch.float64)])
+        for one in tried
+    ]
+    steps = [later - earlier for earlier, later in itertools.pairwise(moves)]
+    sizes = [float(step.norm()) for step in steps]
+    ends = float(moves[-1].norm())
+    return min(sizes) > 0 and ends > 0.8 * sum(sizes) and max(sizes) < 4 * min(sizes)
+
+
 def combine(parts: Sequence[LossSample], reduction: str) -> LossSample:
     """The loss of a batch with these `parts` if it reduces in this way."""
     records = sum(part.records for part in parts)
@@ -265,6 +279,20 @@ def decide(
     if len(fitting) == 1:
         return fitting[0], True
     raise _refusal(whole, cuts[0], far, tied=bool(fitting), draws=draws)
+
+
+def confirm(tried: Sequence[LossSample], how: str, named: str, tolerance: float, names: str) -> bool:
+    """Whether a loss reduces as `how` says with other values for the parameters `names`, too. Raises UsageError if it
+    does not, and nothing is named."""
+    if not tried or not all(math.isfinite(one.loss) for one in tried):
+        return True
+    whole, cuts = tried[0], (tried[1:3], tried[3:])
+    off = max(difference(whole, combine(parts, how)) for parts in cuts)
+    if off <= tolerance or named != "auto":
+        return off <= tolerance
+    error = _refusal(whole, cuts[0], {how: off}, tied=False, draws=False)
+    raise UsageError(f"once parameters that begin as constants ({names}) have other values, {error.message}",
+                     hint=error.hint)  # fmt: skip
 
 
 def _has_constant(whole: LossSample, cuts: Sequence[Sequence[LossSample]]) -> bool:

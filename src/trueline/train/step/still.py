@@ -13,8 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trueline.errors import join_names
+
 CONSTANT = 0.5
 """What an operator draws while nothing may be drawn."""
+SETTLED = 0.05
+"""A parameter of this size or smaller holds back what it is multiplied with."""
+MOST_UNSETTLED = 1 << 20
+"""Elements of a parameter that get other values for a while."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -101,3 +107,29 @@ def without_draws(model: torch.nn.Module) -> Iterator[WatchedOperators]:
             del layer.forward
         for module, name, value in changed:
             setattr(module, name, value)
+
+
+@contextmanager
+def unsettle(model: torch.nn.Module) -> Iterator[str]:
+    """Gives parameters that are constant (gates at zero, scales of one) other values in this block; yields their names.
+
+    What such a parameter holds back in the first step, such as a head that compares records, shows then.
+    """
+    made, changed = torch.Generator().manual_seed(0), list[tuple[str, torch.Tensor, torch.Tensor]]()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            first = value.detach().reshape(-1)[:1]
+            if not value.is_floating_point() or not value.is_contiguous() or not value.numel():
+                continue
+            flat = value.detach().view(-1)
+            if bool((flat[:MOST_UNSETTLED] == first).all()) and (flat.numel() == 1 or bool((flat == first).all())):
+                part = flat[:MOST_UNSETTLED]
+                noise = torch.rand(part.shape, generator=made).to(part.device, part.dtype)
+                changed.append((name, part, first.clone()))
+                part.copy_(first * (0.7 + 0.6 * noise) if abs(float(first)) > SETTLED else noise - 0.5)
+    try:
+        yield join_names([name for name, _, _ in changed])
+    finally:
+        with torch.no_grad():
+            for _, part, content in changed:
+                part.copy_(content.expand_as(part))

@@ -1,8 +1,10 @@
 """Tries a loss before the first step: what it draws, whether it is a function of records and seeds, how it reduces.
 
     twice as it is       random numbers move the generators: the job then needs shards, each with a seed of its own;
-                         other values the second time come from a generator, or a memory, that no seed reaches
-    whole and in parts   without draws and statistics of the batch (`still.py`): `reduction.py` decides by these
+                         other values the second time come from a generator, or a memory, that no seed reaches; where
+                         they differ in the last bits alone, more times, which shows a slow counter
+    whole and in parts   without draws and statistics of the batch (`still.py`): `reduction.py` decides by these; and
+                         again with other values for parameters that begin as constants, such as gates at zero
 
 A recipe's loss is called; a loop of the user's own gets the same records as batches (`rehearsal.py`). The parts
 are of uneven length, and the records differ in their labels as far as a short look into the data set shows.
@@ -39,11 +41,12 @@ from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints
 from trueline.train.step.reduction import LossSample
-from trueline.train.step.still import WatchedOperators, without_draws
+from trueline.train.step.still import WatchedOperators, unsettle, without_draws
 
 COUNTS = 13, 11, 7, 5, 3, 2, 1  # primes: no part of the records has the same share of them and of something else
 FEW, QUICK_S = 5, 0.2  # records that are tried where a few of them take longer than this
 POOL, LOOK_S = 512, 0.25  # most records that are looked at, and for how long, to find some that differ
+AGAIN = 4  # times more that records are tried whose loss differs a little the second time
 ATTEMPTS = 3  # choices of records: some may be damaged
 PARAMETERS, ELEMENTS = 8, 1 << 20  # the last parameters whose gradients are compared, and the most elements of one
 KEPT = 1 << 16  # elements of a gradient that are kept: seven whole ones would be the most memory that a worker ever has
@@ -212,6 +215,8 @@ class LossTrial:
                 keys[start : start + count] = features.sum_labels(batch, len(ids))
                 rows += zip(range(start, start + len(ids)), features.measure(batch, len(ids)), strict=True)
                 looks.add(batch, len(ids))
+                if trial.options.reduction == "auto" and len(ids) > 3:
+                    features.expect_apart(batch, ids, lambda part: trial.reader.read(part, epoch=0))
             except UsageError:
                 raise
             except Exception:  # noqa: BLE001  a damaged record may raise anything; its step finds it
@@ -275,30 +280,46 @@ class LossTrial:
             with WatchedOperators(still=False) as watched:
                 yield from self._one(ids, watched)
         first, again = self._tried
-        if math.isfinite(first.loss) and reduction.difference(first, again) > max(self.tolerance / 10, IN_DOUBLE):
+        large = reduction.difference(first, again) > max(self.tolerance / 10, IN_DOUBLE)
+        if not large and first.loss != again.loss and not self._half:
+            for _ in range(AGAIN):
+                with WatchedOperators(still=False) as watched:
+                    yield from self._one(ids, watched)
+            large, again = reduction.drifts(self._tried), self._tried[-1]
+        if math.isfinite(first.loss) and large:
             raise UsageError(
-                f"the loss of the same {len(ids)} records was {first.loss:.7g} and then {again.loss:.7g}, with equal "
+                f"the loss of the same {len(ids)} records was {first.loss:.9g} and then {again.loss:.9g}, with equal "
                 "seeds and parameters: it depends on what was trained before, so on how a step is shared",
                 hint="draw from the global generators of torch, numpy or random, which each batch seeds; count with "
                 "batch.step, and keep nothing that the loss uses from one batch to the next",
             )
 
     def _in_parts(self, ids: Ints) -> Batches:
-        trial, cut = self.inputs, max(1, len(ids) // 3)
-        draws, other = self._draws, np.random.default_rng(1).permutation(ids)
-        self._tried.clear()
+        trial, draws = self.inputs, self._draws
         self._changes.clear()
         self.divisors.clear()
-        if len(ids) > 1:
-            with without_draws(trial.model) as watched:
-                for part in (ids, ids[:cut], ids[cut:], other[:cut], other[cut:]):
-                    yield from self._one(part, watched)
-        self._draws = draws
+        yield from self._each_part(ids)
         whole, parts = next(iter(self._tried), None), self._tried[1:]
         named = trial.options.reduction
         how, confirmed = reduction.decide(whole, [parts[:2], parts[2:]], named, self.tolerance, draws=draws)
         shares = [] if whole is None else [(part.records / whole.records) for part in parts]
-        self.traits = self._traits(how, whole=not (confirmed and self._confirm_buffers(shares)))
+        confirmed = confirmed and self._confirm_buffers(shares)
+        if confirmed and whole is not None and trial.chosen is None:
+            seen = len(self.divisors)
+            with unsettle(trial.model) as names:
+                yield from self._each_part(ids if names else ids[:0])
+            del self.divisors[seen:]
+            confirmed = reduction.confirm(self._tried, how, named, self.tolerance, names)
+        self._draws = draws
+        self.traits = self._traits(how, whole=not confirmed)
+
+    def _each_part(self, ids: Ints) -> Batches:
+        cut, other = max(1, len(ids) // 3), np.random.default_rng(1).permutation(ids)
+        self._tried.clear()
+        if len(ids) > 1:
+            with without_draws(self.inputs.model) as watched:
+                for part in (ids, ids[:cut], ids[cut:], other[:cut], other[cut:]):
+                    yield from self._one(part, watched)
 
     def _confirm_buffers(self, shares: Sequence[float]) -> bool:
         """Whether the changes of buffers by the whole are the means of those by its parts, which are these `shares` of

@@ -5,6 +5,7 @@ worker. On SIGTERM a worker leaves between two steps. An exception ends the job,
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -28,6 +29,7 @@ import torch
 from trueline import events, files
 from trueline.checkpoint import model_files
 from trueline.columns.fitted import decode as decode_columns
+from trueline.data.loading import seeding
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.source import Batch, Source
 from trueline.errors import CheckpointError, RecipeError, UsageError
@@ -40,10 +42,12 @@ from trueline.train.elastic import Elastic
 from trueline.train.job_dir import JobDir
 from trueline.train.link.grpc_client import ask_status, connect, is_replacement
 from trueline.train.rehearsal import fork as rehearsal
+from trueline.train.rehearsal import joined, kept
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits, trial
 from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.contribution import StepBatch
+from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
 from trueline.train.step.reduction import as_weight
 from trueline.train.step.validation import Rule, Surround, Validation, keep_exchange
@@ -141,6 +145,8 @@ def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
         model.train()
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
+    if not is_replacement() and joined.needs_trial(model, optimizer, scheduler):
+        joined.expect_same_after_join(lambda: _make_step(recipe, model, options))
     source = recipe.source("training")
     facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": source.fingerprint()}
     if settings.weights:
@@ -155,6 +161,14 @@ def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
         checkpointer=parts.checkpointer(settings, job_dir, facts), faults=settings.faults,
         traits=_try_model(recipe, model, source, settings), owned=True, exchange=parts.exchange,
     )  # fmt: skip
+
+
+def _make_step(recipe: Recipe, model: torch.nn.Module, options: Options) -> OptimizerStep:
+    """The optimizer's side of a step as in a worker that joins, with a copy of `model`."""
+    model = copy.deepcopy(model)
+    optimizer = recipe.optimizer(model.parameters())
+    scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
+    return OptimizerStep(model, optimizer, scheduler, options, owned=True)
 
 
 def _try_model(
@@ -176,26 +190,53 @@ def _try_model(
     except Exception as error:  # noqa: BLE001  the step of a bad record finds and reports it
         events.emit("model.untried", why=f"{type(error).__name__}: {error}")
         traits = model_traits.read_traits(model)
+    options = Options.of(settings)
+    shard = options.shard_records(settings.global_batch, needed=True)
+    if traits.neighbours and model_traits.count_fewest(source.num_records, settings.global_batch, shard) == 1:
+        _try_single(model, lambda: loss_of(place(source.read(first[:1]))))
     settled = trial.load_traits(traits)
     for number in range(trial.ATTEMPTS):
         if settled is not None:
             return settled
         tried = trial.LossTrial(trial.TrialInputs(
             model=model, reader=reader, num_records=source.num_records, seed=settings.seed,
-            global_batch=settings.global_batch, options=Options.of(settings), attempt=number,
+            global_batch=settings.global_batch, options=options, attempt=number,
         ))  # fmt: skip
-        if _try_loss(tried, loss_of, recipe.weight):
+        memory = kept.KeptNames(model, lambda: _list_spaces(recipe, source))
+        if _try_loss(tried, loss_of, recipe.weight, memory):
             drawn = tried.traits.draws or traits.draws
             settled = trial.settle_traits(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
     return settled or trial.settle_traits(dataclasses.replace(traits, whole=True))
 
 
+def _try_single(model: torch.nn.Module, forward: Callable[[], object]) -> None:
+    """Raises UsageError if a layer refuses a batch of one record, which some step has."""
+    with model_traits.restore_buffers(model), seeding.preserve_generators(), torch.no_grad():
+        try:
+            forward()
+        except Exception as error:  # the step of a bad record finds and reports it
+            refused = model_traits.explain_single(error, 1)
+            if refused is not None:
+                raise refused from error
+
+
+def _list_spaces(recipe: Recipe, source: Source) -> list[tuple[str, Any]]:
+    """Where the recipe's code keeps what it keeps."""
+    functions = [getattr(value, "__func__", value) for value in (recipe.loss, recipe.model, recipe.feed)]
+    spaces = {id(found): found for one in functions if (found := getattr(one, "__globals__", None)) is not None}
+    return [*(("the recipe's ", space) for space in spaces.values()), ("the data set's ", source)]
+
+
 def _try_loss(
-    tried: trial.LossTrial, loss_of: Callable[[StepBatch], torch.Tensor], weight: Callable[[Any], Any] | None
+    tried: trial.LossTrial,
+    loss_of: Callable[[StepBatch], torch.Tensor],
+    weight: Callable[[Any], Any] | None,
+    memory: kept.KeptNames,
 ) -> bool:
     """Whether the recipe's functions take the batches of the trial. Raises what the trial finds."""
+    ids = np.empty(0, np.int64)
     with contextlib.closing(tried.batches()) as batches:
-        for batch in batches:
+        for number, batch in enumerate(batches):
             try:
                 loss = loss_of(batch)
                 divisor = None if weight is None else as_weight(weight(batch.labels), len(batch.records))
@@ -205,7 +246,21 @@ def _try_loss(
                 events.emit("loss.untried", why=f"{type(error).__name__}: {error}")
                 return False
             tried.take(loss, divisor, len(batch.records))
+            if number < 2:  # of the same records
+                ids = batch.records
+                memory.look()
+    with seeding.preserve_generators():
+        memory.expect_unused(lambda: _compute_loss(tried, loss_of, ids))
     return True
+
+
+def _compute_loss(tried: trial.LossTrial, loss_of: Callable[[StepBatch], torch.Tensor], ids: Any) -> float:
+    given = tried.inputs
+    with model_traits.restore_buffers(given.model):
+        seeding.seed_all(given.seed, 0, 0)
+        batch = given.reader.read(ids, epoch=0)
+        given_out = StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=0, weight=1.0, trial=True)
+        return float(loss_of(given_out).detach().double().mean())
 
 
 def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings) -> Validation | None:

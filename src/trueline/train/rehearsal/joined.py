@@ -1,0 +1,97 @@
+"""Tries whether an optimizer that joins continues as the others do: two steps, their state to another one, two more.
+
+What an optimizer of a user's own, its hooks or a scheduler's function keep outside of `state_dict()` would not be
+there, and the workers' weights would part without a word. Optimizers and schedulers of torch's own are not tried.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trueline import events
+from trueline.data.loading import seeding
+from trueline.errors import UsageError
+from trueline.train.step.optimizer_step import OptimizerStep, is_of_torch
+
+MOST_BYTES = 256 << 20
+"""Of a model whose optimizer is tried: the trial takes two copies of it."""
+STEPS = 2
+
+
+def needs_trial(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> bool:
+    """Whether the optimizer's step or the schedule has code of a user's own."""
+    parts = getattr(optimizer, "parts", (optimizer,))
+    hooked = any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts)
+    planned = scheduler is not None and _has_functions(scheduler)
+    small = sum(value.nbytes for value in model.parameters()) <= MOST_BYTES
+    return small and (hooked or planned or not is_of_torch(optimizer))
+
+
+def _has_functions(scheduler: Any) -> bool:
+    parts = getattr(scheduler, "_schedulers", ())
+    own = not type(scheduler).__module__.startswith("torch.") or hasattr(scheduler, "lr_lambdas")
+    return own or any(map(_has_functions, parts))
+
+
+def expect_same_after_join(make: Callable[[], OptimizerStep]) -> None:
+    """Raises UsageError unless a step that `make` returns continues as another one whose state it has taken."""
+    try:
+        with seeding.preserve_generators():
+            off = _try(make)
+    except Exception as error:  # noqa: BLE001  a user's code may raise anything; the first step shows it
+        events.emit("optimizer.untried", why=f"{type(error).__name__}: {error}")
+        return
+    if off:
+        raise UsageError(
+            f"the optimizer or its schedule keeps something that is not in its state_dict(): parameters that took the "
+            f"state of others after {STEPS} steps differ from them by {off:.3g} after two more",
+            hint="a worker that joins receives state_dict(): keep it in optimizer.state[parameter] or in numbers of "
+            "param_groups, or write state_dict() and load_state_dict(); several optimizers: trueline.JointOptimizer",
+        )
+
+
+def _try(make: Callable[[], OptimizerStep]) -> float:
+    ahead, joining = make(), make()
+    for step in range(STEPS):
+        _step(ahead, step)
+    with torch.no_grad():
+        for mine, its in zip(joining.model.parameters(), ahead.model.parameters(), strict=True):
+            mine.copy_(its)
+    joining.restore(copy.deepcopy(ahead.state()))
+    for step in (STEPS, STEPS + 1):  # a schedule acts on the step after its own
+        _step(ahead, step)
+        _step(joining, step)
+    pairs = zip(joining.model.parameters(), ahead.model.parameters(), strict=True)
+    return max((float((mine - its).detach().abs().max()) for mine, its in pairs if mine.numel()), default=0.0)
+
+
+def _step(one: OptimizerStep, step: int) -> None:
+    made = torch.Generator().manual_seed(step)
+    for value in one.model.parameters():
+        if value.requires_grad:
+            noise = torch.randn(value.shape, generator=made, dtype=torch.float32)
+            value.grad = (0.01 * noise).to(value.device, value.dtype)
+    one.apply(steps=step)
+
+
+def copy_step(step: OptimizerStep) -> OptimizerStep:
+    """A step with copies of model, optimizer and scheduler. An optimizer's own `__getstate__` leaves things out."""
+    memo: dict[int, Any] = {}
+    model = copy.deepcopy(step.model, memo)
+    optimizer = _copy_optimizer(step.optimizer, memo)
+    scheduler = copy.deepcopy(step.scheduler, memo)
+    return OptimizerStep(model, optimizer, scheduler, step.options, owned=step.owned)
+
+
+def _copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    for part in getattr(optimizer, "parts", ()):
+        _copy_optimizer(part, memo)
+    clone: torch.optim.Optimizer = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = clone
+    clone.__dict__.update(copy.deepcopy(optimizer.__dict__, memo))
+    clone.__dict__.pop("step", None)  # a scheduler's wrapper, which steps the original
+    return clone

@@ -1,0 +1,135 @@
+"""An optimizer that joins continues as the others do: what it keeps travels with the state, or is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from trueline import events
+from trueline.errors import UsageError
+from trueline.train.rehearsal import joined
+from trueline.train.step.joint import JointOptimizer
+from trueline.train.step.optimizer_step import OptimizerStep
+from trueline.train.step.options import Options
+
+
+class Lookahead(SGD):
+    """Keeps slow weights and a counter in attributes."""
+
+    def __init__(self, params: Any, by_parameter: bool = False) -> None:
+        super().__init__(params, lr=0.1, momentum=0.5)
+        values = [value for group in self.param_groups for value in group["params"]]
+        self.slow: Any = [value.detach().clone() for value in values]
+        self.taken = 0
+        if by_parameter:
+            self.slow = dict(zip(values, self.slow, strict=True))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.taken += 1
+        slow = self.slow.values() if isinstance(self.slow, dict) else self.slow
+        for mine, its in zip(slow, self.param_groups[0]["params"], strict=True):
+            mine.lerp_(its, 0.5)
+            if self.taken % 3 == 0:
+                its.copy_(mine)
+
+
+class Wraps(Optimizer):
+    """Another optimizer does the work, and keeps its state to itself."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+        super().__init__(base.param_groups, base.defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class Tells(Wraps):
+    """The same, with that state in its own."""
+
+    def state_dict(self) -> Any:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+def count_in_hook(params: Any) -> Optimizer:
+    optimizer, number = SGD(params, lr=0.1), itertools.count()
+
+    def slow_down(given: Any, *_: Any) -> None:
+        given.param_groups[0]["lr"] = 0.1 / (1 + next(number))
+
+    optimizer.register_step_pre_hook(slow_down)
+    return optimizer
+
+
+def counted(optimizer: Optimizer) -> LambdaLR:
+    number = itertools.count()
+    return LambdaLR(optimizer, lambda _: 0.5 ** next(number))
+
+
+def make(optimizer: Callable[[Any], Optimizer], scheduler: Any = None) -> Callable[[], OptimizerStep]:
+    def new() -> OptimizerStep:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        advance = optimizer(model.parameters())
+        return OptimizerStep(model, advance, scheduler and scheduler(advance), Options(ema=0.9))
+
+    return new
+
+
+KEPT = "keeps something that is not in its state_dict"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "fault"),
+    [
+        pytest.param(Lookahead, None, "", id="plain attributes"),
+        pytest.param(lambda p: JointOptimizer(Lookahead(p)), None, "", id="plain attributes of a part"),
+        pytest.param(lambda p: Tells(Adam(p)), None, "", id="a state_dict of its own"),
+        pytest.param(SGD, lambda o: LambdaLR(o, lambda step: 0.5**step), "", id="a function of the step"),
+        pytest.param(lambda p: Lookahead(p, by_parameter=True), None, KEPT, id="by parameter"),
+        pytest.param(lambda p: Wraps(Adam(p)), None, KEPT, id="another optimizer"),
+        pytest.param(count_in_hook, None, KEPT, id="a hook that counts"),
+        pytest.param(SGD, counted, KEPT, id="a schedule that counts"),
+    ],
+)
+def test_an_optimizer_continues_in_a_worker_that_joins_or_is_refused_before_the_first_step(
+    optimizer: Any, scheduler: Any, fault: str
+) -> None:
+    new = make(optimizer, scheduler)
+    first = new()
+    assert joined.needs_trial(first.model, first.optimizer, first.scheduler)
+    heard: list[str] = []
+    with events.listening(lambda name, _: heard.append(name)):
+        if fault:
+            with pytest.raises(UsageError, match=fault):
+                joined.expect_same_after_join(new)
+        else:
+            joined.expect_same_after_join(new)
+    assert "optimizer.untried" not in heard
+
+
+def test_a_copy_of_a_step_has_its_own_optimizer_and_schedule_and_torchs_own_are_not_tried() -> None:
+    def new() -> OptimizerStep:
+        return joined.copy_step(original)
+
+    original = make(Lookahead, lambda one: LambdaLR(one, lambda step: 0.5**step))()
+    before = [value.tolist() for value in original.model.parameters()]
+    joined.expect_same_after_join(new)
+    assert [value.tolist() for value in original.model.parameters()] == before
+    assert original.optimizer.param_groups[0]["lr"] == 0.1
+    assert original.optimizer.taken == 0  # type: ignore[attr-defined]
+    plain = make(Adam)()
+    assert not joined.needs_trial(plain.model, plain.optimizer, plain.scheduler)

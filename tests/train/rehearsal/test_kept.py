@@ -1,0 +1,153 @@
+"""What Python code keeps from one batch to the next is found where the loss uses it, and else left alone."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trueline.errors import UsageError
+from trueline.train.elastic import Elastic
+from trueline.train.rehearsal import kept
+from trueline.train.step.options import Options
+
+INPUTS = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 3)
+
+
+class Counts(Plain):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        outputs: Tensor = self.net(x)
+        return outputs if self.calls < 40 else 0.5 * outputs
+
+
+class Numbers(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.net(x)
+        return outputs if next(self.numbers) < 40 else 0.5 * outputs
+
+
+class Queues(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: deque[Tensor] = deque(maxlen=500)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.net(x)
+        others = torch.stack(list(self.queue)).mean(dim=0) if len(self.queue) > 150 else torch.zeros(3)
+        self.queue.extend(outputs.detach())
+        return outputs - others
+
+
+class Teaches(Plain):
+    """Its teacher begins as the student, so that the first averages change no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teachers = [copy.deepcopy(self.net)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            taught = self.teachers[0](x)
+            for mine, its in zip(self.teachers[0].parameters(), self.net.parameters(), strict=True):
+                mine.mul_(0.9).add_(its, alpha=0.1)
+        outputs: Tensor = self.net(x)
+        return outputs + (outputs - taught) ** 2
+
+
+class Harmless(Plain):
+    """A counter and a history that nothing reads, the last outputs, and a cache that the first forward fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.history, self.last, self.cache = 0, list[float](), torch.zeros(0), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scale = self.cache.setdefault(len(x), torch.ones(len(x), 1))
+        outputs: Tensor = self.net(x) * scale
+        self.last = outputs.detach()
+        self.history.append(float(self.last.mean()))
+        return outputs
+
+
+def look(model: nn.Module) -> kept.KeptNames:
+    memory = kept.KeptNames(model, list)
+    for _ in range(2):
+        model(INPUTS)
+        memory.look()
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("make", "place"), [(Counts, "calls"), (Numbers, "numbers"), (Queues, "queue"), (Teaches, "teachers/0.weight")]
+)
+def test_what_a_forward_keeps_and_uses_is_named_and_has_its_value_again(make: Any, place: str) -> None:
+    model = make()
+    memory = look(model)
+    with pytest.raises(UsageError, match=f"uses the model's {place}, which each batch changes") as caught:
+        memory.expect_unused(lambda: float(model(INPUTS).detach().sum()))
+    assert "a buffer of the model" in caught.value.hint
+    assert model.calls < 9 if make is Counts else len(getattr(model, "queue", ())) < 50
+
+
+def test_what_a_forward_keeps_and_does_not_use_is_left_alone() -> None:
+    model = Harmless()
+    memory = look(model)
+    assert {place.name for place in memory.list_changed()} == {"the model's calls", "the model's history"}
+    memory.expect_unused(lambda: float(model(INPUTS).detach().sum()))
+    assert 2 < model.calls < 9
+    assert len(model.history) < 9
+
+
+def train(body: Any, **options: Any) -> int:
+    """Steps of a loop whose names are those of a function."""
+    torch.manual_seed(0)
+    inputs = torch.randn(240, 4, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    advance = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
+    applied = calls = 0
+    for batch in (job := Elastic(model, advance, data, global_batch=24, options=Options(**options))):
+        calls += 1  # noqa: SIM113  a counter is what this is about
+        applied += job.step(body(model(batch.inputs), batch.labels, calls))
+    return applied
+
+
+@pytest.mark.slow
+def test_a_loss_that_changes_with_a_counter_of_the_loop_is_refused_though_the_trial_does_not_reach_it() -> None:
+    def later(outputs: Tensor, labels: Tensor, calls: int) -> Tensor:
+        squares = (outputs - labels) ** 2
+        return squares.mean() if calls < 100 else squares.sqrt().mean()
+
+    with pytest.raises(UsageError, match="uses the loop's calls, which each batch changes"):
+        train(later)
+
+
+@pytest.mark.slow
+def test_a_loss_that_changes_slowly_with_a_counter_is_refused_and_one_that_is_counted_trains() -> None:
+    def slowly(outputs: Tensor, labels: Tensor, calls: int) -> Tensor:
+        return ((outputs - labels) ** 2).mean() + 1e-9 * calls * outputs.square().mean()
+
+    with pytest.raises(UsageError, match="it depends on what was trained before"):
+        train(slowly)
+    assert train(lambda outputs, labels, calls: ((outputs - labels) ** 2).mean()) == 10
