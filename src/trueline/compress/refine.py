@@ -8,7 +8,8 @@ part is all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -63,9 +64,7 @@ class Refiner:
         half = self.clock() + (self.ends - self.clock()) / 2  # the other half is for trying what is found
         errors = rank_operators(self.reference, self.open_program(best.base), method, half, self.clock)
         ranked = list(errors)
-        blamed = ", ".join(f"{name} ({errors[name]:.2g})" for name in ranked[:BLAMED])
-        why = f"{best.why}; quantized alone, these operators change the answers most: {blamed}"
-        self.rows[best.name] = msgspec.structs.replace(best, why=why)
+        self.rows[best.name] = msgspec.structs.replace(best, why=f"{best.why}; {describe_blame(errors)}")
         for count in (1, 2, 4, 8, 16, 32):
             if count >= len(ranked):
                 break
@@ -122,6 +121,25 @@ class Refiner:
         if row.loss_high is None:
             return _FAILED
         return 2.0 + min(row.loss_high / self.reference.budget.amount, _MOST_OVER)
+
+
+def describe_blame(errors: Mapping[str, float]) -> str:
+    """Which operators change the answers most; `errors`: of each, the largest first, NaN where no time was left.
+
+    >>> describe_blame({"conv3": 0.5, "conv1": 0.01, "conv2": float("nan")})
+    'quantized alone, these operators change the answers most: conv3 (0.5), conv1 (0.01); there was time for 2 of 3'
+    >>> describe_blame({"conv1": float("nan")})
+    'there was no time to quantize operators alone, which would say which ones are to blame: give it more --minutes'
+    """
+    measured = [name for name, error in errors.items() if not math.isnan(error)]
+    if not measured:
+        return (
+            "there was no time to quantize operators alone, which would say which ones are to blame: give it more "
+            "--minutes"
+        )
+    blamed = ", ".join(f"{name} ({errors[name]:.2g})" for name in measured[:BLAMED])
+    partly = f"; there was time for {len(measured)} of {len(errors)}" if len(measured) < len(errors) else ""
+    return f"quantized alone, these operators change the answers most: {blamed}{partly}"
 
 
 def _or_infinite(value: float | None) -> float:

@@ -21,8 +21,8 @@ from trueline.errors import TruelineError
 def rank_operators(
     reference: Reference, program: ParentProgram, method: CompressMethod, ends: float, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """The relative error of the answers for each heavy operator, the largest first; 0 where no time was left. What was
-    measured before a kill is kept in `program.work`. The outermost operators, which lose most in usual models, are
+    """The relative error of the answers for each heavy operator, the largest first; NaN, last, where no time was left.
+    What was measured before a kill is kept in `program.work`. The outermost operators, which lose most in usual models, are
     measured first."""
     operators = list_heavy(fold(program))
     inputs = program.calibration()[0]
@@ -46,7 +46,8 @@ def rank_operators(
             errors[operator] = np.inf
         files.write_atomic(kept, json.dumps(errors).encode())
         events.emit("sensitivity.advanced", done=number + 1, total=len(operators))
-    return dict(sorted(((name, errors.get(name, 0.0)) for name in operators), key=lambda pair: -pair[1]))
+    found = sorted((name for name in operators if name in errors), key=lambda name: -errors[name])
+    return {name: errors.get(name, np.nan) for name in (*found, *(name for name in operators if name not in errors))}
 
 
 def _from_outside(names: Sequence[str]) -> list[str]:
