@@ -22,8 +22,8 @@ def rank_operators(
     reference: Reference, program: ParentProgram, method: CompressMethod, ends: float, clock: Callable[[], float]
 ) -> dict[str, float]:
     """The relative error of the answers for each heavy operator, the largest first; NaN, last, where no time was left.
-    What was measured before a kill is kept in `program.work`. The outermost operators, which lose most in usual models, are
-    measured first."""
+    What was measured before a kill is kept in `program.work`. The outermost operators, which lose most in usual models,
+    are measured first."""
     operators = list_heavy(fold(program))
     inputs = program.calibration()[0]
     expected = reference.open(program.path, "onnx").run(inputs)
