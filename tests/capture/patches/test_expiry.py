@@ -356,6 +356,8 @@ NAN, INF = math.nan, math.inf
 A = torch.tensor([[0.0, -0.0, 1.0, -1.0, NAN, 2.0], [3.0, 1.0, 1.0, -INF, INF, 0.5]])
 B = A.flip(1).contiguous()
 R = 3 * torch.sin(torch.arange(12.0)).reshape(2, 6)
+SIX = torch.arange(1, 7)
+SURE, GONE = torch.tensor([[20.0, 0.0]]), torch.tensor([[1e8, 1.0, -1e8]])
 SEVENTHS = torch.arange(1.0, 51.0) * 0.7
 SHOWN = torch.tensor([[True, False], [False, False]])
 CUBE = torch.sin(torch.arange(24.0)).reshape(2, 3, 4)
@@ -479,6 +481,12 @@ CASES: dict[Any, Case] = {
     _ATEN.multinomial.default: of(lambda x: torch.multinomial(x, 6).sort(1)[0], torch.ones(2, 6)),
     torch.ops.higher_order.map_impl: of(lambda x: torch._higher_order_ops.map(lambda row: row * 2, x), R),
     _ATEN.add.Tensor: of(lambda x: (x > 0) + (x > 1), R),
+    _ATEN.divide.Tensor: of(torch.divide, R, SIX),
+    _ATEN.multiply.Tensor: of(torch.multiply, R, SIX),
+    _ATEN.subtract.Tensor: of(torch.subtract, R, SIX),
+    _ATEN.softmax.int: of(lambda x: 1 - x.softmax(1, dtype=torch.float64), SURE, atol=0.0),
+    _ATEN.log_softmax.int: of(lambda x: x.log_softmax(1, dtype=torch.float64), SURE, atol=0.0),
+    _ATEN.mean.dim: of(lambda x: x.mean(1, dtype=torch.float64), GONE),
 }
 """Operator of `onnx.translations.TRANSLATIONS` -> a call that needs the translation."""
 

@@ -211,18 +211,6 @@ def _promote(translate: Callable[..., Any]) -> Callable[..., Any]:
     return translate_alias
 
 
-def _sum(self: Any, *, dtype: int | None = None) -> Any:
-    if dtype in (None, -1, self.dtype) or not len(self.shape):
-        return core.aten_sum(self, -1 if dtype is None else dtype)
-    return op.ReduceSum(op.Cast(self, to=dtype), keepdims=0)
-
-
-def _sum_along(self: Any, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: int | None = None) -> Any:
-    if dtype in (None, -1, self.dtype) or not len(self.shape):
-        return core.aten_sum_dim_IntList(self, dim, keepdim, -1 if dtype is None else dtype)
-    return op.ReduceSum(op.Cast(self, to=dtype), _axes(self, dim), keepdims=int(keepdim))
-
-
 def _mean_along(self: Any, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: int | None = None) -> Any:
     if dtype in (None, -1, self.dtype) or not len(self.shape):
         return core.aten_mean_dim(self, _axes(self, dim), keepdim, -1 if dtype is None else dtype)
@@ -239,14 +227,11 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **order_statistics.TRANSLATIONS,
     _ATEN.add.Tensor: _add,
     _ATEN.divide.Tensor: _promote(core.aten_div),
-    _ATEN.true_divide.Tensor: _promote(core.aten_div),
     _ATEN.multiply.Tensor: _promote(core.aten_mul),
     _ATEN.subtract.Tensor: _promote(core.aten_sub),
     _ATEN.where.self: _where,
     _ATEN.softmax.int: _cast_first(core.aten_softmax),
     _ATEN.log_softmax.int: _cast_first(special.aten_special_log_softmax),
-    _ATEN.sum.default: _sum,
-    _ATEN.sum.dim_IntList: _sum_along,
     _ATEN.mean.dim: _mean_along,
     _ATEN.instance_norm.default: _instance_norm,
     _ATEN.rnn_tanh.input: _rnn("Tanh"),
