@@ -46,8 +46,9 @@ def rank_operators(
             errors[operator] = np.inf
         files.write_atomic(kept, json.dumps(errors).encode())
         events.emit("sensitivity.advanced", done=number + 1, total=len(operators))
-    found = sorted((name for name in operators if name in errors), key=lambda name: -errors[name])
-    return {name: errors.get(name, np.nan) for name in (*found, *(name for name in operators if name not in errors))}
+    measured = sorted((name for name in operators if name in errors), key=lambda name: -errors[name])
+    left = [name for name in operators if name not in errors]
+    return {name: errors.get(name, np.nan) for name in (*measured, *left)}
 
 
 def _from_outside(names: Sequence[str]) -> list[str]:

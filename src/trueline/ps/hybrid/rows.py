@@ -49,8 +49,11 @@ class HybridTables:
             return self._take_model(recipe.model(*columns))
 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            self.optimizer = recipe.optimizer(parameters)
-            return self.optimizer
+            given = list(parameters)
+            made = recipe.optimizer(given)
+            if {id(one) for one in given} & {id(one) for one in self._model.parameters()}:
+                self.optimizer = made  # else it is tried with a copy of the model
+            return made
 
         return replace(recipe, model=model, optimizer=optimizer)
 
