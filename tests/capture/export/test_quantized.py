@@ -97,7 +97,7 @@ def test_an_unpacked_recurrent_layer_answers_as_the_packed_one(
     torch.testing.assert_close(again, packed(x, ends)[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_recurrent_model_is_proven_for_torchs_kernels_alone(tmp_path: Path) -> None:
     """What it carries is rounded to steps: a last digit beside torch's makes another step."""
     recipe = untrained(

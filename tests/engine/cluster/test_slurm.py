@@ -88,6 +88,7 @@ def test_a_cancel_behind_our_back_is_listed(scheduled, slurm):
     assert b"left" in scheduled.scheduler.read_log(name)
 
 
+@pytest.mark.long
 def test_a_controller_that_is_away_is_no_refusal_and_what_runs_continues(scheduled, slurm):
     name = scheduled.submit("head", POLITE)
     scheduled.wait_ready(name)

@@ -153,7 +153,7 @@ def train_all(size: int, runs: list[Any]) -> list[list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.jobs), 5])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(5, marks=pytest.mark.jobs)])
 def test_one_two_and_five_workers_train_as_plain_torch_does_with_the_whole_batch(size):
     found = train_all(size, [loop(*known[:3]) for known in KNOWN.values()])
     for (model, kind, loss, how), members in zip(KNOWN.values(), found, strict=True):
@@ -177,7 +177,7 @@ DRAWING: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.jobs), 5])
+@pytest.mark.parametrize("size", [2, pytest.param(5, marks=pytest.mark.jobs)])
 def test_draws_and_whole_shards_do_not_depend_on_the_workers(size):
     named = {"numpy": {"reduction": "mean"}, "in the batch": {"reduction": "mean", "micro_batch": 4}}
     runs = [loop(*given, **named.get(name, {})) for name, given in DRAWING.items()]
