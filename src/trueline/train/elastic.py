@@ -42,7 +42,7 @@ from trueline.train.step.contribution import Contribution, StepBatch, StepReader
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.load_balance import StepTimer
-from trueline.train.step.optimizer_step import OptimizerStep, check_optimizer
+from trueline.train.step.optimizer_step import OptimizerStep, check_length, check_optimizer
 from trueline.train.step.options import Options
 from trueline.train.step.plan import ForwardPiece, Ints, JobPlan
 from trueline.train.step.reduction import Share, as_weight, count_loss
@@ -87,6 +87,7 @@ class Elastic(LoopView):
             micro_batch=options.shard_records(global_batch, needed=self._traits.needs_shards),
             blocks=options.blocks(source), drawn=record_lookup(source),
         )  # fmt: skip
+        check_length(scheduler, plan.total_steps)
         place = functools.partial(devices.place_batch, device=device)
         self._reader = make_reader(source, seed, place, readers=options.readers)
         self._tried = TrialInputs(model, self._reader, source.num_records, global_batch, seed, options)

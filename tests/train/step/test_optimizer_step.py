@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trueline.errors import TrainError, UsageError
-from trueline.train.step.optimizer_step import OptimizerStep, check_optimizer
+from trueline.train.step.optimizer_step import OptimizerStep, check_length, check_optimizer
 from trueline.train.step.options import Options
 
 
@@ -184,6 +184,22 @@ def test_an_optimizer_has_parameters_of_the_model_only():
     check_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(UsageError, match=r"has 1 parameters that are not of the model \(the first of shape \[3\]\)"):
         check_optimizer(model, torch.optim.SGD([*model.parameters(), other], lr=1.0))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_schedule_that_ends_before_the_job_is_refused_before_the_first_step(chained):
+    advance = advance_of()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(advance.optimizer, max_lr=1.0, total_steps=10, cycle_momentum=False)
+    if chained:
+        schedule = torch.optim.lr_scheduler.ChainedScheduler([schedule])
+    check_length(schedule, 10)
+    for _ in range(10):
+        advance.optimizer.step()
+        schedule.step()
+    with pytest.raises(ValueError, match="Tried to step 11 times"):
+        schedule.step()
+    with pytest.raises(UsageError, match="the OneCycleLR is for 10 steps, and this job has 11"):
+        check_length(schedule, 11)
 
 
 def test_what_reads_the_state_is_told_before_it_changes():

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trueline.data.loading.seeding import seed_all
@@ -295,3 +295,14 @@ def check_optimizer(
             f"the model's parameters {join_names(lazy)} have no shape yet",
             hint="run the model once on a batch before it goes to its optimizer and to Elastic",
         )
+
+
+def check_length(scheduler: torch.optim.lr_scheduler.LRScheduler | None, steps: int) -> None:
+    """Raises UsageError for a schedule that ends before the `steps` of the job: torch's own would end it there."""
+    parts = scheduler._schedulers if isinstance(scheduler, ChainedScheduler) else (scheduler,)
+    for one in parts:
+        if isinstance(one, OneCycleLR) and one.total_steps < steps:
+            raise UsageError(
+                f"the OneCycleLR is for {one.total_steps} steps, and this job has {steps}",
+                hint=f"total_steps={steps}, which is epochs times the steps of an epoch",
+            )
