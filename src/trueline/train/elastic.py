@@ -80,8 +80,7 @@ class Elastic(LoopView):
         source, options, device = open_training(dataset), options or Options(), devices.of_model(model)
         check_optimizer(model, optimizer, scheduler, evaluates=extras.get("validation") is not None)
         model_traits.replace_sync_batchnorm(model)
-        known, owned = extras.get("traits"), extras.get("owned", False)
-        self._traits, self._options = known or model_traits.read_traits(model), options
+        self._traits, self._options = extras.get("traits") or model_traits.read_traits(model), options
         plan = self._plan = JobPlan(
             num_records=source.num_records, global_batch=global_batch, epochs=epochs, seed=seed,
             micro_batch=options.shard_records(global_batch, needed=self._traits.needs_shards),
@@ -91,11 +90,11 @@ class Elastic(LoopView):
         place = functools.partial(devices.place_batch, device=device)
         self._reader = make_reader(source, seed, place, readers=options.readers)
         self._tried = TrialInputs(model, self._reader, source.num_records, global_batch, seed, options)
-        self._trial = None if known else LossTrial(self._tried)
-        optimizer_step = OptimizerStep(model, optimizer, scheduler, options, owned=owned, seed=seed)
+        self._trial = None if extras.get("traits") else LossTrial(self._tried)
+        advance = OptimizerStep(model, optimizer, scheduler, options, owned=extras.get("owned", False), seed=seed)
         process_group = GlooGroup(connector("gloo" if options.bitwise else options.backend, device))
-        replica = self._replica = Replica(model, optimizer_step, process_group, source.num_records, options)
-        self._settings, timer = optimizer_step.settings, StepTimer()
+        replica = self._replica = Replica(model, advance, process_group, source.num_records, options)
+        self._settings, timer = advance.settings, StepTimer()
         replica.exchange.on_computed, replica.exchange.on_sent = timer.end_computing, self._read_ahead
         link = self._link = connect(process_group.cut_until_left)
         checkpointer, faults = extras.get("checkpointer"), extras.get("faults", ())
