@@ -33,16 +33,21 @@ class Poisoned(tiny.Generated):
 
 
 class Careless(tiny.Counting):
+    def has_trained(self):
+        """Trials of model and loss are before the first step; they give counts of zero other values, no whole ones."""
+        return self.seen.max() > 0 and bool((self.seen - self.seen.round()).abs().max() < 1e-4)
+
     def forward(self, inputs, ids):
         if HOW == "forward" and (ids == BAD).any():
             raise ValueError("a label of -1")
         if HOW == "crash" and self.training and (ids == BAD).any():
             os.kill(os.getpid(), signal.SIGSEGV)
-        if HOW == "frail" and os.environ.get("TRUELINE_REF", "").startswith("worker-2") and self.seen.max() > 0:
+        if HOW == "frail" and os.environ.get("TRUELINE_REF", "").startswith("worker-2") and self.has_trained():
             self.steps = getattr(self, "steps", 0) + 1
-            if self.steps == 3:  # trials of model and loss are before the first step
+            if self.steps == 3:
                 os._exit(3)
-        while HOW == "spin" and os.environ.get("TRUELINE_REF") == "worker-1.0" and self.seen.max() > 1.5:
+        spins = HOW == "spin" and os.environ.get("TRUELINE_REF") == "worker-1.0"
+        while spins and self.seen.max() > 1.5 and self.has_trained():
             continue
         logits, seen = super().forward(inputs, ids)
         if HOW in ("nan", "loss"):
