@@ -186,7 +186,7 @@ def _round_size(size: Any, digits: None = None) -> Any:
 
 
 def _cast_first(translate: Callable[..., Any]) -> Callable[..., Any]:
-    """In the dtype of the answer before anything is added: the exporter casts a sum or a share that it has rounded."""
+    """In the dtype of the answer before anything is added: the exporter casts a share that it has rounded."""
 
     def translate_softmax(self: Any, dim: int, dtype: int | None = None) -> Any:
         if dtype in (None, -1, self.dtype) or not len(self.shape):
