@@ -12,6 +12,7 @@ import pytest
 import trueline
 from trueline.bundle import open_bundle
 from trueline.cli import app
+from trueline.compress import refine
 from trueline.compress import search as searching
 from trueline.compress.candidate import CompressedCandidate
 from trueline.errors import BudgetMissed, BundleError, NotProven, RecipeError, RequestError, UsageError
@@ -30,6 +31,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are measured for a moment only."""
     monkeypatch.setattr(searching, "QUICK_S", 0.02)
     monkeypatch.setattr(searching, "FULL_S", 0.05)
+    monkeypatch.setattr(refine, "TRIALS", 2)
 
 
 def files_of(folder: Path) -> dict[str, str]:
