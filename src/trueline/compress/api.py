@@ -307,11 +307,14 @@ def _write_report(search: Search, facts: dict[str, Any]) -> Path:
 def _make_missed(search: Search, facts: dict[str, Any], report: Path) -> BudgetMissed:
     from trueline.compress.report import as_table
 
-    table = as_table(search.rows.values())
-    return BudgetMissed(
-        f"no candidate keeps {facts['budget']} and is better for {facts['target']}; nothing is sealed\n{table}",
-        hint=f"{report} has the plots; a larger budget or more evaluation records may let one pass",
-    )
+    table, verdicts = as_table(search.rows.values()), {row.verdict for row in search.rows.values()}
+    what = f"keeps {facts['budget']} and is better for {facts['target']}"
+    if facts["budget_amount"] is None:
+        what = "that was named could be made"
+    more = "a larger budget or more evaluation records may let one pass"
+    if "over budget" not in verdicts:
+        more = "the last lines of the table say what each one lacks"
+    return BudgetMissed(f"no candidate {what}; nothing is sealed\n{table}", hint=f"{report} has the plots; {more}")
 
 
 def _clear(search: Search, best: CompressedCandidate, place: Path, sealed: Bundle) -> None:

@@ -58,7 +58,11 @@ class StaticQuantizer:
             raise CaptureError(f"ONNX Runtime does not quantize it: {first_line(error)}") from error
 
     def find_fault(self, kernels: Kernels) -> str:
-        return "" if kernels.quantized else "not quantized: the runtime computes every heavy operator in float32"
+        if kernels.quantized:
+            return ""
+        if not kernels.floating:
+            return "not quantized: it has no convolution and no multiplication by constant weights"
+        return "not quantized: the runtime computes every heavy operator in float32"
 
 
 def _widen_answers(path: Path, chosen: set[str]) -> None:
