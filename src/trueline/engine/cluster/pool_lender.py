@@ -41,7 +41,7 @@ class _Lent:
     output: BinaryIO
     sent: int = 0
     polite: bool = False
-    """Whether it was told to end."""
+    """Whether it got SIGTERM."""
 
 
 class PoolLender:
@@ -76,7 +76,7 @@ class PoolLender:
         return "what ran here was killed" if self._signals > 1 else "its cores were taken back"
 
     def _is_busy(self) -> bool:
-        """Whether something runs here, or has ended and the store has yet to be told."""
+        """Whether something runs here, or has ended and the store does not show it yet."""
         alive = any(one.process.poll() is None for one in self.running.values())
         return alive or bool(self.running and not self._away)
 

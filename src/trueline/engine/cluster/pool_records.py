@@ -127,7 +127,7 @@ class PoolView:
         return any(now - host.at > STALE_S and not self.is_silent(host.id) for host in unsure)
 
     def list_running(self) -> list[str]:
-        """What a host has started and nobody has ended."""
+        """What a host has started, without an end yet."""
         return [turn.name for turn in self._placed.values() if turn.host and turn.name not in self.ends]
 
     def take_turn(self, turn: PoolTurn) -> bool:
