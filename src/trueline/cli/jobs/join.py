@@ -43,10 +43,15 @@ def command(
     --store STORE` asks for: jobs wait by priority, and each starts when the hosts have room for all that it needs to
     begin. Who can write the store runs code here.
     """
-    if "/" in address:
+    if "/" in address or Path(address).is_dir():
         return lend_to_store(address, cores=cores, name=name, given={
             "--token-file": token_file, "--ca": ca, "--interface": interface, "--ports": ports,
         })  # fmt: skip
+    if ":" not in address:
+        raise UsageError(
+            f"'{address}' is neither HOST:PORT nor a store",
+            hint="the job's join line has the address; a store is a folder that all hosts see, or s3://...",
+        )
     if token_file is None:
         raise UsageError(f"the job at {address} asks for a token", hint="copy its JOB/hosts/token: --token-file FILE")
     return lend_to_job(address, token_file, ca=ca, cores=cores, name=name, interface=interface, ports=ports)
@@ -55,6 +60,7 @@ def command(
 def lend_to_store(store: str, *, cores: int | None, name: str, given: dict[str, str | None]) -> Output:
     from trueline.engine.cluster.pool_lender import PoolLender
     from trueline.environment import available_bytes
+    from trueline.storage.location import is_remote, local_path
 
     for option, value in given.items():
         if value:
@@ -62,6 +68,8 @@ def lend_to_store(store: str, *, cores: int | None, name: str, given: dict[str, 
                 f"{option} is for a job that listens, and {store} is a store",
                 hint="[engine.hosts] in trueline.toml has interface and ports, where the jobs are submitted",
             )
+    if not is_remote(store) and not local_path(store).absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {local_path(store).absolute().parent}", hint="is the store mounted here?")
     lender = PoolLender(
         store, name=name or socket.gethostname(), cores=cores or len(os.sched_getaffinity(0)),
         memory_mb=available_bytes() // 1_000_000,

@@ -23,6 +23,7 @@ from trueline.engine.cluster.contract import (
     make_name,
     role_of,
 )
+from trueline.engine.cluster.settings import HostsSettings
 from trueline.engine.hosts.token import read_token
 from trueline.errors import TruelineError, UsageError, first_line
 from trueline.storage.location import is_remote
@@ -115,7 +116,8 @@ class LeaderDuties:
             keep_files(self._store, self._folder, journal=True)
             self._copy_logs()
             record = jobs.read_job(self._folder.path)
-            if self._gives_way and outcome == "stopped":
+            taken_back = isinstance(self._launch.engine, HostsSettings) and not self._halting
+            if outcome == "stopped" and (self._gives_way or taken_back):
                 queue_again(self._store, self._submitted, self._launch, self._scheduler)
             self._store.end_launch(self._launch.number, LaunchEnd(
                 outcome=outcome, why=why, step=record.step, total=record.total, checkpoint=record.checkpoint,
