@@ -129,8 +129,9 @@ test-long: $(STAMP)  ## attacks and long variants, beside neighbours in the suit
 
 S3 := bench/.venvs/s3
 
-test-s3: $(S3)/.installed  ## records and bundles in real S3 servers (moto, rclone, OpenStack Swift), in a separate environment
-	PYTHONPATH=src $(S3)/bin/python -m pytest tests/storage/test_s3.py tests/storage/test_s3_bundles.py tests/storage/test_s3_containers.py
+test-s3: $(S3)/.installed  ## records, bundles and lent hosts with real S3 servers (moto, rclone, OpenStack Swift), in a separate environment
+	PYTHONPATH=src $(S3)/bin/python -m pytest tests/storage/test_s3.py tests/storage/test_s3_bundles.py tests/storage/test_s3_containers.py \
+	  tests/engine/cluster/test_pool_s3.py
 
 $(S3)/.installed: constraints.txt Makefile | $(STAMP)
 	test -x $(S3)/bin/python || $(BIN)/uv venv -q --python $(BIN)/python $(S3)
