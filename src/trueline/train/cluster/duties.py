@@ -99,7 +99,13 @@ class LeaderDuties:
             with self._noting("the scheduler"):
                 plans.adopt(self._plan, self._list(), self._role, time.monotonic())
         keep_files(self._store, self._folder, journal=False)
+        self._leader.on_event = self._hear
         self._thread.start()
+
+    def _hear(self, event: str) -> None:
+        """Replaces a lost host at once, before the next regular look at the scheduler."""
+        if event in ("host.lost", "host.left"):
+            self._due["hosts"] = 0.0
 
     def end(self, error: BaseException | None) -> None:
         """Writes what is left to write: logs, files for the next launch, how this one ended."""
