@@ -130,8 +130,22 @@ def test_a_client_alone_finds_out_that_all_hosts_are_dead(pool):
     name = pool.submit("a-1", "head")
     pool.step()
     assert pool.report(name).state is RUNNING
-    pool.clock.s += 2 * LEASE_S
+    for _ in range(6):
+        pool.clock.s += 1
+        assert pool.report(name).state is RUNNING or pool.clock.s > 100 + LEASE_S
     assert pool.report(name).reason == "its host one has been silent for 5 s"
+
+
+def test_a_host_that_was_stopped_itself_does_not_give_up_the_others_for_that(pool):
+    pool.lend("one", 1)
+    pool.lend("two", 1)
+    name = pool.submit("a-1", "head")
+    pool.step("one", "two")
+    pool.clock.s += 10 * LEASE_S  # the machine slept, and the other one comes back a moment later
+    pool.step("two")
+    assert pool.report(name).state is RUNNING
+    pool.step("one", "two")
+    assert pool.report(name).state is RUNNING
 
 
 def test_a_host_whose_clock_is_an_hour_off_is_watched_for_a_lease_before_it_is_given_up(pool, monkeypatch):

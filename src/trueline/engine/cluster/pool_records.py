@@ -84,6 +84,7 @@ class PoolView:
         self.cancels: set[str] = set()
         self._heard: dict[str, tuple[int, float]] = {}
         """The last beat of each host, and when it was seen first."""
+        self._looked_at = now()
         self._beating = set[str]()
         """Hosts of which more than one beat was seen."""
         self._placed: dict[str, PoolTurn] = {}
@@ -98,10 +99,16 @@ class PoolView:
         hosts = dict[str, PoolHost]()
         self._read("hosts", hosts, PoolHost)
         self.hosts = hosts
-        for host in hosts.values():
+        self._hear(self._now())
+
+    def _hear(self, now: float) -> None:
+        late, self._looked_at = now - self._looked_at, now
+        if late > LEASE_S / 2:  # this process was stopped, or the store was away: others may have been silent for it
+            self._heard = {host: (beat, at + late) for host, (beat, at) in self._heard.items()}
+        for host in self.hosts.values():
             before = self._heard.get(host.id)
             if before is None or before[0] != host.beat:
-                self._heard[host.id] = (host.beat, self._now())
+                self._heard[host.id] = (host.beat, now)
                 self._beating |= {host.id} if before is not None else set()
 
     def _read(self, folder: str, into: dict[str, _Record], kind: type[_Record]) -> None:
