@@ -200,9 +200,10 @@ class LeaderDuties:
             return
         self._listed = self._list()
         here = {host["host"]: host for host in live["hosts"] if host["cores"]} if live else None
+        arriving = [host["host"] for host in live["hosts"] if not host["cores"]] if live else []
         target = self._live.get("workers", self._leader.settings.workers)
         count = plans.count_hosts(target, self._launch.engine.slots)
-        for action in plans.decide(self._plan, count, self._listed, here, time.monotonic()):
+        for action in plans.decide(self._plan, count, self._listed, here, time.monotonic(), arriving=arriving):
             self._carry_out(action)
         if self._may_give_way:
             self._consider_giving_way()
