@@ -72,6 +72,7 @@ class Search:
         return ParentProgram(
             bundle.program_path("onnx"), work, self.reference.calibration, signature=bundle.signature_of("onnx"),
             exported=bundle.program_path("torch_export") if exported else None,
+            rounded=base.rpartition("> ")[2] == "qat",
         )  # fmt: skip
 
     def bundle_of(self, base: str) -> Bundle:

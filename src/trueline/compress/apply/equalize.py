@@ -53,6 +53,8 @@ class ChannelSpan:
 
 def equalize(program: ParentProgram) -> Path:
     """The folded program with channels of one size, made once for `program.work`. Raises CaptureError."""
+    if program.rounded:
+        return fold(program)
     out = program.work / "equal" / "model.onnx"
     if not out.is_file():
         spans = find_spans(onnx.load(fold(program), load_external_data=False))  # protobuf takes no more than 2 GiB
