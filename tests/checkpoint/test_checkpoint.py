@@ -326,7 +326,7 @@ def test_a_checkpoint_without_a_recipes_name_is_of_another_recipe(tmp_path, fact
 
 def test_a_state_that_cannot_be_kept_is_known_without_writing_it() -> None:
     checkpoint.expect_holdable({"model": {"w": torch.zeros(2)}, "optimizer": {"state": {0: [torch.zeros(1)]}}})
-    with pytest.raises(CheckpointError, match=r"state.model.w.* complex128"):
+    with pytest.raises(CheckpointError, match=r"tensor model.w of the state is torch.complex128"):
         checkpoint.expect_holdable({"model": {"w": torch.zeros(2, dtype=torch.complex128)}})
     with pytest.raises(CheckpointError, match="deque"):
         checkpoint.expect_holdable({"optimizer": {"h": deque([1])}})

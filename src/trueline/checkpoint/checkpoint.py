@@ -137,7 +137,7 @@ def tensor_pieces(
 def expect_holdable(state: Any, where: str = "state") -> None:
     """Raises CheckpointError for a state that no checkpoint could hold: before a job trains it."""
     if isinstance(state, torch.Tensor):
-        _name(state, f"{where}:")
+        _name(state, where.removeprefix("state."))
     elif isinstance(state, dict):
         for key, value in state.items():
             expect_holdable(value, f"{where}.{key}")
