@@ -117,7 +117,7 @@ $(RAY)/.installed: constraints.txt | $(STAMP)
 
 # Slurm: apt-get install slurmctld slurmd slurm-client munge; podman: apt-get install podman runc catatonit. Both as root.
 # Ray comes into an environment of its own; where that fails, its tests are skipped.
-test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, podman, Ray, Slurm, Kubernetes; skips have their reasons
+test-engines: $(STAMP)  ## submitted jobs on real engines: local processes, lent hosts, podman, Ray, Slurm, Kubernetes; skips have their reasons
 	-$(MAKE) --no-print-directory $(RAY)/.installed
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-engines -m 'jobs or not jobs' -rs tests/engine/cluster tests/train/cluster tests/train/test_cluster_jobs.py tests/train/test_submitted_kinds.py tests/train/test_learner_jobs.py tests/train/test_kubernetes_jobs.py
 
@@ -129,8 +129,9 @@ test-long: $(STAMP)  ## attacks and long variants, beside neighbours in the suit
 
 S3 := bench/.venvs/s3
 
-test-s3: $(S3)/.installed  ## records and bundles in real S3 servers (moto, rclone, OpenStack Swift), in a separate environment
-	PYTHONPATH=src $(S3)/bin/python -m pytest tests/storage/test_s3.py tests/storage/test_s3_bundles.py tests/storage/test_s3_containers.py
+test-s3: $(S3)/.installed  ## records, bundles and lent hosts with real S3 servers (moto, rclone, OpenStack Swift), in a separate environment
+	PYTHONPATH=src $(S3)/bin/python -m pytest tests/storage/test_s3.py tests/storage/test_s3_bundles.py tests/storage/test_s3_containers.py \
+	  tests/engine/cluster/test_pool_s3.py
 
 $(S3)/.installed: constraints.txt Makefile | $(STAMP)
 	test -x $(S3)/bin/python || $(BIN)/uv venv -q --python $(BIN)/python $(S3)
@@ -198,12 +199,12 @@ bench-large: $(STAMP)  ## kills, checkpoints and memory at 2, 60 and 300 million
 bench-hosts: $(STAMP)  ## sums between two hosts, strikes at jobs on them, the master's host, halt and resume; as root
 	$(BIN)/python bench/hosts.py $(BENCH)
 
-bench-engines: $(STAMP)  ## submitted jobs on local processes, podman, Ray and Slurm: first step, strikes, halt, resume elsewhere; as root
+bench-engines: $(STAMP)  ## submitted jobs on local processes, lent hosts, podman, Ray, Slurm and Kubernetes: first step, strikes, halt, resume elsewhere; as root
 	-$(MAKE) --no-print-directory $(RAY)/.installed
 	$(BIN)/python bench/engines.py $(BENCH)
 
 comma := ,
-ENGINES ?= local,podman,ray,slurm,kubernetes
+ENGINES ?= local,hosts,podman,ray,slurm,kubernetes
 
 chaos-engines: $(STAMP)  ## KILLS=100 strikes at workers, hosts and heads of a job on each of ENGINES=local,podman,...; as root
 	-$(MAKE) --no-print-directory $(RAY)/.installed

@@ -37,7 +37,7 @@ from worlds.jobs import TINY, plain_loop
 from worlds.kubernetes import cluster as kubernetes
 from worlds.waiting import until
 
-ENGINES = ("local", "podman", "ray", "slurm", "kubernetes")
+ENGINES = ("local", "hosts", "podman", "ray", "slurm", "kubernetes")
 STILL_S = 1.0
 """Between the end of a recovery and the next strike."""
 STEPS = 48
@@ -68,6 +68,8 @@ def open_client(engines: list[str]) -> Iterator[Client]:
         for cluster in clusters.values():
             cluster.start()
             client.env |= cluster.env
+        for name in "ab" if "hosts" in engines else "":
+            client.lend(name, cores=2)
         yield client
     finally:
         client.close()
@@ -230,7 +232,7 @@ def main() -> None:
     parser.add_argument("--strikes-only", action="store_true", help="and each tenth strike at a head")
     parser.add_argument("--only", choices=ENGINES, action="append", help="one engine; repeatable")
     args = parser.parse_args()
-    lacks = {"local": "", "podman": podman.find_lack(), "ray": ray.find_lack(), "slurm": slurm.find_lack(),
+    lacks = {"local": "", "hosts": "", "podman": podman.find_lack(), "ray": ray.find_lack(), "slurm": slurm.find_lack(),
              "kubernetes": kubernetes.find_lack()}  # fmt: skip
     engines = [name for name in args.only or ENGINES if not lacks[name]]
     for name in set(args.only or ENGINES) - {*engines}:

@@ -13,10 +13,11 @@ from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.open import open_records
 from trueline.data.records import FileRecords
 from trueline.data.tools import inspect
-from trueline.data.tools.writer import RangeWriter, StoreFolder, WritePlan
+from trueline.data.tools.writer import RangeWriter, WritePlan
 from trueline.errors import DataError
 from trueline.storage import listing, object_store
 from trueline.storage.cache import BlockCache
+from trueline.storage.folder import StoreFolder
 from worlds.records import WORLDS, flat, rows_of
 from worlds.s3 import CHECKING, KEY, REFUSING, SECRET, SERVERS
 

@@ -54,6 +54,23 @@ def test_a_job_is_submitted_followed_scaled_halted_and_resumed_by_clients_that_c
     assert "worker-0.0" in " ".join(os.listdir(client.store / job / "logs"))
 
 
+def test_a_job_continues_on_another_host_when_the_host_of_its_head_takes_its_cores_back(client):
+    client.lend("a", cores=1)
+    job = client.submit("hosts", "--workers", "1:2")
+    client.wait_workers(1)
+    client.lend("b", cores=1)
+    client.wait_workers(2)
+    at = time.time()
+    client.lenders["a"].send_signal(signal.SIGINT)
+    assert client.lenders["a"].wait(200) == 0
+    client.wait_workers(1, after=client.wait("job.restored", after=at))
+    assert (client.read()["launch"], client.read()["state"]) == (2, "running")
+    assert "stopped (trueline halt)" in client.run("halt", job)
+    assert client.count()[1:] == (0, 0)
+    assert client.where.last_launch().number == 2, "a job that a user halts does not queue again"
+    until(lambda: not client.processes(), "the end of all processes")
+
+
 def test_what_dies_is_replaced_and_no_record_is_lost_or_repeated(engine, client):
     job = client.submit(engine, "--workers", "1:2")
     client.wait_workers(2)

@@ -7,6 +7,7 @@ from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
+from trueline.train.step.ledger import Ledger
 from worlds import TESTS
 from worlds.jobs import TINY, JobGate
 
@@ -119,7 +120,7 @@ def test_evaluations_find_the_best_stop_early_and_are_the_same_for_any_number_of
     options = {"evaluate_every": 2, "monitor": "-accuracy", "patience": 2, "epochs": 20, "bitwise": True}
     one = final(tmp_path, workers=1, **options)
     two = final(tmp_path, workers=3, faults=[Fault(step=4, slot=1, phase="evaluating")], **options)
-    ours, theirs = one["ledger"]["evaluations"], two["ledger"]["evaluations"]
+    ours, theirs = (Ledger.from_tree(left["ledger"]).evaluations for left in (one, two))
     assert ours == theirs
     assert ours[-1]["stop"]
     assert one["ledger"]["steps"] < 100

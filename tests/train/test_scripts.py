@@ -13,6 +13,7 @@ from trueline.train import api
 from trueline.train import settings as job_settings
 from trueline.train.launch import jobs, shutdown
 from trueline.train.settings import Fault
+from trueline.train.step.ledger import Ledger
 from worlds.jobs import TINY, seen_counts
 
 pytestmark = pytest.mark.jobs
@@ -119,7 +120,7 @@ def test_a_loop_of_ones_own_is_evaluated_averaged_and_stopped_early_though_worke
 
     calm, left = run("calm", 1)
     stormy, arrived = run("stormy", 3, faults=[Fault(step=5, slot=2), Fault(step=12, slot=1, phase="applied")])
-    evaluations = left.state["ledger"]["evaluations"]
+    evaluations = Ledger.from_tree(left.state["ledger"]).evaluations
     assert [one["step"] for one in evaluations] == list(range(10, 10 * len(evaluations) + 1, 10))
     assert evaluations[-1]["stop"]
     assert calm.summary.facts["stopped_early"]

@@ -34,6 +34,10 @@ ENGINES = """
 interface = "127.0.0.1"
 [engine.slurm.large]
 slots = 2
+[engine.hosts]
+interface = "127.0.0.1"
+[engine.hosts.large]
+slots = 2
 [engine.ray]
 interface = "127.0.0.1"
 env = ["PYTHONPATH", "OMP_NUM_THREADS", "TINY_GATE", "XDG_CACHE_HOME"]
@@ -73,6 +77,7 @@ class Client:
         engines = ENGINES.format(image=HOST, python=sys.executable, mounts=json.dumps(list_mounts(folder)))
         (folder / "trueline.toml").write_text(engines)
         self.job = ""
+        self.lenders: dict[str, subprocess.Popen[bytes]] = {}
         self._events: dict[str, tuple[list[tuple[str, dict[str, Any], float]], int]] = {}
 
     def run(self, *command: str, code: int = 0) -> str:
@@ -81,6 +86,12 @@ class Client:
         )
         assert done.returncode == code, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
         return done.stdout + done.stderr
+
+    def lend(self, name: str, *, cores: int) -> None:
+        """Starts a host that lends its cores to the jobs of the store."""
+        command = [TRUELINE, "join", str(self.store), "--cores", str(cores), "--name", name]
+        with (self.folder / f"lender-{name}.log").open("ab") as log:
+            self.lenders[name] = subprocess.Popen(command, env=self.env, stdout=log, stderr=log, cwd=self.folder)
 
     def submit(self, on: str, *options: str, epochs: int = 1_000_000) -> str:
         text = self.run(
@@ -192,6 +203,9 @@ class Client:
         return steps, lost, repeated
 
     def close(self) -> None:
+        for lender in self.lenders.values():
+            lender.kill()
+            lender.wait()
         for process in self.processes():
             for one in (*process.children(recursive=True), process):
                 try:

@@ -13,8 +13,8 @@ from worlds.clusters import Client
 from worlds.kubernetes import cluster as kubernetes_clusters
 from worlds.waiting import until
 
-__all__ = ["client", "engine", "kubernetes", "kubernetes_client", "on_each_engine", "podman_client", "ray",
-           "ray_client", "slurm", "slurm_client"]  # fmt: skip
+__all__ = ["client", "engine", "hosts_client", "kubernetes", "kubernetes_client", "on_each_engine", "podman_client",
+           "ray", "ray_client", "slurm", "slurm_client"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,14 @@ def kubernetes_client(client, kubernetes):
 
 
 @pytest.fixture
+def hosts_client(client):
+    """Two hosts of two cores lend them to the client's store."""
+    client.lend("a", cores=2)
+    client.lend("b", cores=2)
+    return client
+
+
+@pytest.fixture
 def ray_client(client, ray):
     client.env |= ray.env
     return client
@@ -94,12 +102,14 @@ def ray_client(client, ray):
 
 def on_each_engine(*often: str) -> pytest.MarkDecorator:
     """For tests of `engine`: `often` in `make test-jobs`, all of them in `make test-engines`."""
-    names = ("local", "podman", "ray", "slurm", "kubernetes")
+    names = ("local", "hosts", "podman", "ray", "slurm", "kubernetes")
     marked = [name if name in often else pytest.param(name, marks=pytest.mark.engines) for name in names]
     return pytest.mark.parametrize("engine", marked, indirect=True)
 
 
-@pytest.fixture(params=["local", "podman", "ray", "slurm", pytest.param("kubernetes", marks=pytest.mark.engines)])
+@pytest.fixture(
+    params=["local", "hosts", "podman", "ray", "slurm", pytest.param("kubernetes", marks=pytest.mark.engines)]
+)
 def engine(request, client):
     """The name of an engine, on which `client` submits."""
     if request.param != "local":

@@ -99,7 +99,7 @@ class HostWorld:
 
     def close(self) -> None:
         async def stop():
-            self.fleet.dismiss("the job is over")
+            await self.fleet.dismiss("the job is over", 0.0)
             await self.server.stop(1.0)
             self.running.cancel()
 

@@ -25,8 +25,10 @@ total = torch.tensor(float(dist.get_rank()))
 dist.all_reduce(total)
 print(f"rank {dist.get_rank()} of {dist.get_world_size()}, sum {total.item():g}", flush=True)
 gate = os.environ["RESULT_BUCKET_DIR"] + "/gate"
-while not os.path.exists(gate):
-    dist.all_reduce(torch.zeros(1))
+opened = torch.zeros(1)
+while not opened:
+    opened.fill_(os.path.exists(gate))
+    dist.all_reduce(opened)
     time.sleep(0.05)
 dist.barrier()
 if number > 1:

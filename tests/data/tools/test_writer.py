@@ -17,8 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trueline import events, files
 from trueline.data.open import open_records
 from trueline.data.tools import inspect
-from trueline.data.tools.writer import RangeWriter, StoreFolder, WritePlan, read_commit
+from trueline.data.tools.writer import RangeWriter, WritePlan, read_commit
 from trueline.errors import DataError
+from trueline.storage.folder import StoreFolder
 from trueline.storage.listing import COMMIT, PLAN
 from worlds.records import WORLDS, as_table, flat, nested, raw, rich, rows_of
 

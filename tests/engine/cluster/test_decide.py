@@ -7,6 +7,7 @@ from trueline.engine.cluster.contract import SubmissionReport, SubmissionState
 from trueline.engine.cluster.decide import (
     JOIN_S,
     LAST_S,
+    MOST_JOIN_S,
     SETTLE_S,
     YIELD_S,
     CancelHost,
@@ -88,8 +89,22 @@ def test_a_host_that_runs_and_does_not_join_is_given_up():
     decide(plan, 1, listed(host_1=RUNNING), (), 1.0)
     assert decide(plan, 1, listed(host_1=RUNNING), (), JOIN_S) == []
     actions = decide(plan, 1, listed(host_1=RUNNING), (), 2.0 + JOIN_S)
-    assert actions == [CancelHost("host-1", "it did not join within 120 s", grace=False)]
+    assert actions == [CancelHost("host-1", f"it did not join within {1 + JOIN_S:.0f} s", grace=False)]
     assert plan.failures == 1
+
+
+def test_a_host_that_prepares_itself_on_a_busy_machine_is_given_more_time_but_not_for_ever():
+    plan = begin(1)
+    decide(plan, 1, listed(host_1=RUNNING), (), 1.0)
+    for now in range(60, int(MOST_JOIN_S), 60):
+        assert decide(plan, 1, listed(host_1=RUNNING), (), now, arriving=["host-1"]) == []
+    actions = decide(plan, 1, listed(host_1=RUNNING), (), 2.0 + MOST_JOIN_S, arriving=["host-1"])
+    assert roles(actions, CancelHost) == ["host-1"]
+    plan = begin(1)
+    decide(plan, 1, listed(host_1=RUNNING), (), 1.0, arriving=["host-1"])
+    assert decide(plan, 1, listed(host_1=RUNNING), (), JOIN_S) == []
+    actions = decide(plan, 1, listed(host_1=RUNNING), (), 2.0 + JOIN_S)
+    assert roles(actions, CancelHost) == ["host-1"], "it prepares itself no more"
 
 
 def test_a_host_that_the_scheduler_has_forgotten_is_gone_once_it_had_time_to_appear():

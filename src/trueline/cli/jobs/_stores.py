@@ -20,7 +20,7 @@ def on_option(*, required: bool = False) -> Decorator[Any]:
         "--on",
         required=required,
         metavar="ENGINE[:NAME]",
-        help="kubernetes, local, podman, ray or slurm; NAME: a table in trueline.toml.",
+        help="hosts, kubernetes, local, podman, ray or slurm; NAME: a table in trueline.toml.",
     )
 
 

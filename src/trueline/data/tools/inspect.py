@@ -14,8 +14,9 @@ from trueline.data.loading.decoded_cache import TableCache
 from trueline.data.open import as_list, describe_uris, open_records
 from trueline.data.records import FileRecords, Quarantined, Records
 from trueline.data.sources.databases import is_sql
-from trueline.data.tools.writer import RANGE_RECORDS, RangeWriter, WritePlan, open_folder, read_commit
+from trueline.data.tools.writer import RANGE_RECORDS, RangeWriter, WritePlan, read_commit
 from trueline.errors import DataError
+from trueline.storage.folder import open_folder
 from trueline.storage.listing import COMMIT, PLAN, is_visible
 from trueline.storage.location import Uri, Uris, is_remote, local_path
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from trueline.engine.cluster.contract import SubmissionReport, SubmissionState
 
-JOIN_S = 120.0
-"""A host that runs for longer without joining is given up."""
+JOIN_S, MOST_JOIN_S = 120.0, 900.0
+"""A host that runs for longer without joining is given up; one that the master hears prepare itself, after the second.
+On a busy machine the import of torch takes a minute, and a host that is started again begins it again."""
 SETTLE_S = 5.0
 """A scheduler may list a submission this much later than it took it."""
 FIRST_S, LAST_S = 1.0, 60.0
@@ -28,6 +29,8 @@ class HostEntry:
 
     submitted_at: float
     running_at: float = 0.0
+    heard_at: float = 0.0
+    """When it prepared itself to join, as the master heard."""
     joined_at: float = 0.0
     leaving: bool = False
     reason: str = ""
@@ -87,12 +90,19 @@ def adopt(plan: HostPlan, listed: Mapping[str, SubmissionReport], own: str, now:
 
 
 def decide(
-    plan: HostPlan, hosts: int, listed: Mapping[str, SubmissionReport], joined: Collection[str] | None, now: float
+    plan: HostPlan,
+    hosts: int,
+    listed: Mapping[str, SubmissionReport],
+    joined: Collection[str] | None,
+    now: float,
+    *,
+    arriving: Collection[str] = (),
 ) -> list[HostAction]:
     """Brings `plan` to `hosts` hosts. `listed`: what the scheduler says, by role; `joined`: the roles that the master
-    hears, None while it does not answer."""
+    hears, None while it does not answer; `arriving`: those of them that prepare themselves."""
     actions: list[HostAction] = []
     for role, entry in tuple(plan.hosts.items()):
+        entry.heard_at = now if role in arriving else entry.heard_at
         actions += _follow(plan, role, entry, listed.get(role), joined, now)
     staying = {role: entry for role, entry in plan.hosts.items() if not entry.leaving}
     for role in sorted(staying, key=lambda role: _rank(role, staying[role]))[: max(0, len(staying) - hosts)]:
@@ -138,10 +148,11 @@ def _follow(
     if lost and not entry.leaving:
         del plan.hosts[role]
         return [CancelHost(role, "the job has lost it", grace=False)]
-    if entry.running_at and not entry.joined_at and now - entry.running_at > JOIN_S:
+    waited_s, silent_s = now - entry.running_at, now - max(entry.running_at, entry.heard_at)
+    if entry.running_at and not entry.joined_at and (silent_s > JOIN_S or waited_s > MOST_JOIN_S):
         del plan.hosts[role]
         fail(plan, now)
-        return [CancelHost(role, f"it did not join within {JOIN_S:.0f} s", grace=False)]
+        return [CancelHost(role, f"it did not join within {waited_s:.0f} s", grace=False)]
     return []
 
 

@@ -3,6 +3,7 @@
 from trueline.engine.cluster.contract import Scheduler
 from trueline.engine.cluster.settings import (
     AnySettings,
+    HostsSettings,
     KubernetesSettings,
     LocalSettings,
     PodmanSettings,
@@ -17,6 +18,10 @@ def open_scheduler(settings: AnySettings) -> Scheduler:
             from trueline.engine.cluster.local import LocalScheduler
 
             return LocalScheduler(settings)
+        case HostsSettings():
+            from trueline.engine.cluster.pool import PoolScheduler
+
+            return PoolScheduler(settings)
         case PodmanSettings():
             from trueline.engine.cluster.podman import PodmanScheduler
 

@@ -32,6 +32,13 @@ class LocalSettings(EngineSettings, frozen=True, kw_only=True, tag="local"):
     """Slots of this machine for all jobs of the user; 0: its CPUs."""
 
 
+class HostsSettings(EngineSettings, frozen=True, kw_only=True, tag="hosts"):
+    """Hosts that lend their cores: `trueline join STORE` runs on each."""
+
+    pool: str = ""
+    """The store where they lend them; empty: the job's."""
+
+
 class SlurmSettings(EngineSettings, frozen=True, kw_only=True, tag="slurm"):
     partition: str = ""
     account: str = ""
@@ -115,10 +122,10 @@ class RaySettings(EngineSettings, frozen=True, kw_only=True, tag="ray"):
     """Folder that all nodes share, for output before the job runs; empty: in the store, if that is a folder."""
 
 
-AnySettings = LocalSettings | SlurmSettings | PodmanSettings | RaySettings | KubernetesSettings
+AnySettings = LocalSettings | HostsSettings | SlurmSettings | PodmanSettings | RaySettings | KubernetesSettings
 KINDS: Mapping[str, type[AnySettings]] = {
-    "kubernetes": KubernetesSettings, "local": LocalSettings, "podman": PodmanSettings, "ray": RaySettings,
-    "slurm": SlurmSettings,
+    "hosts": HostsSettings, "kubernetes": KubernetesSettings, "local": LocalSettings, "podman": PodmanSettings,
+    "ray": RaySettings, "slurm": SlurmSettings,
 }  # fmt: skip
 
 

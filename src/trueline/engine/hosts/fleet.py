@@ -74,6 +74,7 @@ class FleetEngine:
         self._waiting: dict[str, ProcessSpec] = {}
         """What no host has room for."""
         self._watchers: set[asyncio.Queue[Seen]] = set()
+        self._parted = asyncio.Event()
         self._ticked_at = now()
         self._restore()
         for host in self._all():
@@ -287,6 +288,7 @@ class FleetEngine:
         if host.orders is not orders:
             return
         host.orders = None
+        self._parted.set()
         if not host.cores or (host.leaving and not host.alive):
             self.hosts.pop(host.id, None)
             if host.cores:
@@ -367,10 +369,15 @@ class FleetEngine:
             host.send(Dismissal("it had no workers"))
         self.on_leave(host.alive)
 
-    def dismiss(self, why: str) -> None:
-        """Sends all hosts away: the job is over."""
+    async def dismiss(self, why: str, within_s: float) -> None:
+        """Sends all hosts away: the job is over. Returns when their connections have ended, or after `within_s`."""
         for host in self.hosts.values():
             host.send(Dismissal(why))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while any(host.orders is not None for host in self.hosts.values()):
+                    self._parted.clear()
+                    await self._parted.wait()
 
     def describe(self) -> Sequence[dict[str, Any]]:
         """The hosts, for status and page."""

@@ -44,7 +44,7 @@ from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.hosts import open_hosts
 from trueline.train.master.journal import Journal
-from trueline.train.master.server import OPTIONS, SecretInterceptor, write_when_room
+from trueline.train.master.server import OPTIONS, SecretInterceptor, part, write_when_room
 from trueline.train.monitor import server as page
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -230,7 +230,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     for task in background:
         task.cancel()
     await live.close()
-    await server.stop(0.2 if hosts is None else hosts.dismiss("the job is over"))
+    await part(server, hosts)
     journal.close()
     master.publisher.flush()
     os.close(lock)

@@ -8,8 +8,10 @@ import msgspec
 
 from trueline import files
 from trueline.engine.cluster.contract import Scheduler, Submission, make_name
+from trueline.engine.cluster.pool_records import PYTHON
 from trueline.engine.cluster.settings import (
     AnySettings,
+    HostsSettings,
     KubernetesSettings,
     LocalSettings,
     PodmanSettings,
@@ -50,6 +52,8 @@ def describe_submission(store: JobStore, job: SubmittedJob, launch: JobLaunch, r
 
 
 def _find_python(engine: AnySettings) -> str:
+    if isinstance(engine, HostsSettings):
+        return PYTHON
     in_image = isinstance(engine, KubernetesSettings) or (isinstance(engine, PodmanSettings) and engine.image)
     return "python3" if in_image else sys.executable
 

@@ -23,6 +23,7 @@ from trueline.engine.cluster.contract import (
     make_name,
     role_of,
 )
+from trueline.engine.cluster.settings import HostsSettings
 from trueline.engine.hosts.token import read_token
 from trueline.errors import TruelineError, UsageError, first_line
 from trueline.storage.location import is_remote
@@ -98,7 +99,13 @@ class LeaderDuties:
             with self._noting("the scheduler"):
                 plans.adopt(self._plan, self._list(), self._role, time.monotonic())
         keep_files(self._store, self._folder, journal=False)
+        self._leader.on_event = self._hear
         self._thread.start()
+
+    def _hear(self, event: str) -> None:
+        """Replaces a lost host at once, before the next regular look at the scheduler."""
+        if event in ("host.lost", "host.left"):
+            self._due["hosts"] = 0.0
 
     def end(self, error: BaseException | None) -> None:
         """Writes what is left to write: logs, files for the next launch, how this one ended."""
@@ -115,7 +122,8 @@ class LeaderDuties:
             keep_files(self._store, self._folder, journal=True)
             self._copy_logs()
             record = jobs.read_job(self._folder.path)
-            if self._gives_way and outcome == "stopped":
+            taken_back = isinstance(self._launch.engine, HostsSettings) and not self._halting
+            if outcome == "stopped" and (self._gives_way or taken_back):
                 queue_again(self._store, self._submitted, self._launch, self._scheduler)
             self._store.end_launch(self._launch.number, LaunchEnd(
                 outcome=outcome, why=why, step=record.step, total=record.total, checkpoint=record.checkpoint,
@@ -192,9 +200,10 @@ class LeaderDuties:
             return
         self._listed = self._list()
         here = {host["host"]: host for host in live["hosts"] if host["cores"]} if live else None
+        arriving = [host["host"] for host in live["hosts"] if not host["cores"]] if live else []
         target = self._live.get("workers", self._leader.settings.workers)
         count = plans.count_hosts(target, self._launch.engine.slots)
-        for action in plans.decide(self._plan, count, self._listed, here, time.monotonic()):
+        for action in plans.decide(self._plan, count, self._listed, here, time.monotonic(), arriving=arriving):
             self._carry_out(action)
         if self._may_give_way:
             self._consider_giving_way()

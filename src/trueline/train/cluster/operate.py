@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from trueline import events, files
 from trueline.engine.cluster.contract import (
     Scheduler,
@@ -26,10 +28,10 @@ from trueline.engine.cluster.contract import (
     role_of,
 )
 from trueline.engine.cluster.open import open_scheduler
-from trueline.engine.cluster.settings import AnySettings, LocalSettings, PodmanSettings
+from trueline.engine.cluster.settings import AnySettings, HostsSettings, LocalSettings, PodmanSettings
 from trueline.engine.hosts import folder as travel
 from trueline.errors import EngineAway, TrainError, UsageError, closest, join_names
-from trueline.storage.location import Location, is_remote, join_location, parse_location
+from trueline.storage.location import Location, is_remote, join_location, parse_location, split_location
 from trueline.train.cluster.code import expect_script_settings, locate
 from trueline.train.cluster.commands import HEAD, describe_submission
 from trueline.train.cluster.store import HostStatus, JobLaunch, JobStore, LaunchEnd, LaunchStatus, Order, SubmittedJob
@@ -112,6 +114,7 @@ def submit_code(code: Path, *, base: str, on: str, engine: AnySettings, store: L
     blank: dict[str, Any] = {"name": "", "recipe": "", "files": (), "settings": {}}
     made = SubmittedJob(**(blank | {"id": secrets.token_hex(3), "submitted": time.time()} | job))
     where = _add_job(store, base, made, code)
+    engine = choose_pool(engine, store)
     launch = JobLaunch(number=1, on=on, engine=engine, machine=find_machine(engine), submitted=time.time())
     where.begin_launch(launch)
     remember(store)
@@ -188,6 +191,14 @@ def find_progress(where: JobStore, launches: int) -> LaunchEnd | LaunchStatus | 
 def _sum_core_hours(where: JobStore, launches: int) -> float:
     statuses = (where.read_status(number) for number in range(1, launches + 1))
     return sum(status.core_s for status in statuses if status is not None) / 3600
+
+
+def choose_pool(engine: AnySettings, store: Location) -> AnySettings:
+    """The settings with the pool of `store`, if hosts are to run the job and no other pool is named."""
+    if isinstance(engine, HostsSettings) and not engine.pool:
+        place = parse_location(store)
+        return msgspec.structs.replace(engine, pool=str(place.absolute() if isinstance(place, Path) else place))
+    return engine
 
 
 def find_machine(engine: AnySettings) -> str:
@@ -325,7 +336,7 @@ def resume(where: JobStore, *, on: str = "", engine: AnySettings | None = None, 
         parse_workers(workers)
     if job.state == "dead":
         clear(where, before, why=job.why)
-    engine = engine if engine is not None else before.engine
+    engine = choose_pool(engine if engine is not None else before.engine, split_location(where.where)[0])
     launch = JobLaunch(
         number=before.number + 1, on=on or before.on, engine=engine, workers=workers or before.workers,
         machine=find_machine(engine), submitted=time.time(),

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ class LocalJob:
         self.agent: subprocess.Popen[bytes] | None = None
         self.master: MasterProcess | None = None
         self.restarts = 0
+        self.on_event: Callable[[str], None] = lambda name: None
+        """Gets the name of each event of the job."""
         self._listened = False  # a master of this launch
         self._events: queue.Queue[pb.Events] = queue.Queue()
         self._master_channel: grpc.Channel | None = None  # all masters of a launch have one port
@@ -265,6 +268,7 @@ class LocalJob:
 
     def _handle_event(self, event: pb.Event) -> dict[str, Any] | None:
         """Passes an event on; returns the summary if it is the job's end."""
+        self.on_event(event.name)
         if event.name == "step.applied":
             self.restarts = 0  # a long job may lose its master any number of times, as long as it gets on between
         if event.name == "step.applied" and not events.has_listener():

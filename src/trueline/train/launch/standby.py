@@ -88,7 +88,7 @@ class StandbyMaster:
             if message.begins:
                 self._begin_journal()
             if self._journal is not None:
-                self._journal.append(*((kind, json.loads(body)) for kind, body in message.rows))
+                self._journal.append_texts([(kind, body.decode()) for kind, body in message.rows])
         except StorageError as error:  # others can lead
             self._forget(error.message)
         for kind, body in message.rows:

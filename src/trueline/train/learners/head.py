@@ -20,6 +20,7 @@ from typing import Any
 
 from trueline.engine.cluster.contract import Scheduler, SubmissionReport, make_group, make_name, role_of
 from trueline.engine.cluster.open import open_scheduler
+from trueline.engine.cluster.settings import HostsSettings
 from trueline.engine.local.process import LIFELINE
 from trueline.errors import TruelineError, UsageError
 from trueline.registry import event_file
@@ -68,6 +69,11 @@ class LearnersHead:
             self._group.halting = why
             self._emit("learners.halting", why=why)
 
+    def _take_notice(self) -> None:
+        """At SIGTERM. A lent host takes its cores back: the job queues again, for another one."""
+        self.gives_way = self.gives_way or (isinstance(self._launch.engine, HostsSettings) and not self._group.halting)
+        self.halt("the head got SIGTERM")
+
     async def run(self) -> plans.EndJob:
         """Leads the launch to its end. Raises TruelineError."""
         engine = self._launch.engine
@@ -78,7 +84,7 @@ class LearnersHead:
         server, kit = await self._links.listen(self._job.name, address, engine.ports, self._scratch)
         await asyncio.to_thread(self._store.write_kit, self._launch.number, kit)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, lambda: self.halt("the head got SIGTERM"))
+        loop.add_signal_handler(signal.SIGTERM, self._take_notice)
         publish = self.recorder.publish(self._describe_all)
         loops = [
             asyncio.ensure_future(one)

@@ -18,6 +18,7 @@ import msgspec
 
 from trueline import files
 from trueline.errors import TruelineError
+from trueline.storage.folder import open_folder
 from trueline.storage.location import Location, join_location, parse_location
 
 SUPERSEDED = 75
@@ -56,8 +57,6 @@ class ViewClaims:
         where = join_location(store, f"{_PREFIX}{launch}")
         self._folder: Any = where
         if not isinstance(where, Path):
-            from trueline.data.tools.writer import open_folder  # pyarrow, which a master on one machine never needs
-
             self._folder = open_folder(where)
 
     def claim(self, view: dict[str, Any], leader: Leader) -> Leader:

@@ -177,13 +177,13 @@ class JobHosts:
 
     def replicate(self, rows: Sequence[Row]) -> None:
         """Sends rows of the journal to the hosts that could lead the job."""
-        self.fleet.copy(_encode(rows))
+        self.fleet.copy(JournalCopy(tuple((kind, json.dumps(body).encode()) for kind, body in rows)))
 
     def copy_journal(self, master: Master) -> Iterator[JournalCopy]:
         """The journal for a host that has just offered to lead."""
-        rows = list(master.journal.rows())
+        rows = [(kind, body.encode()) for kind, body in master.journal.texts()]
         for at in range(0, max(1, len(rows)), ROWS):
-            yield _encode(rows[at : at + ROWS], begins=at == 0)
+            yield JournalCopy(tuple(rows[at : at + ROWS]), begins=at == 0)
 
     def copy_history(self) -> Iterator[EventLines]:
         """The job's events for a host that could lead it."""
@@ -208,10 +208,9 @@ class JobHosts:
                 master.spawn(self.fleet.kill(ref))
                 master.note_death(h.Death(ref, "its host takes its cores back", blameless=True))
 
-    def dismiss(self, why: str) -> float:
-        """Sends the hosts away; returns how many seconds their calls may take to end."""
-        self.fleet.dismiss(why)
-        return PART_S if self.fleet.hosts else 0.2
+    async def dismiss(self, why: str) -> None:
+        """Sends the hosts away, and waits until they have gone."""
+        await self.fleet.dismiss(why, PART_S)
 
     def localize(self, spec: ProcessSpec) -> ProcessSpec:
         """The process with the address where it listens if it runs on this host."""
@@ -223,10 +222,6 @@ class JobHosts:
         if not method.startswith(f"/{SERVICE}/") or not given.startswith("Bearer "):
             return REFUSED
         return find_fault(given.removeprefix("Bearer "), self._secret, now=time.time())
-
-
-def _encode(rows: Sequence[Row], *, begins: bool = False) -> JournalCopy:
-    return JournalCopy(tuple((kind, json.dumps(body).encode()) for kind, body in rows), begins)
 
 
 def open_hosts(job: JobSettings, folder: JobDir, local: Engine, secret: str) -> JobHosts | None:

@@ -12,7 +12,7 @@ store, and they send all certificates at the end.
 import contextlib
 import json
 import sqlite3
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,17 @@ class Journal:
 
     def append(self, *rows: Row) -> None:
         """Writes the rows in one transaction; they are on the disk when it returns, unless none of them is awaited."""
+        self.append_texts([(kind, _encode(kind, body)) for kind, body in rows])
+
+    def append_texts(self, rows: Sequence[tuple[str, str]]) -> None:
+        """`append` for rows whose bodies are JSON already."""
         if not rows:
             return
         durable = any(kind not in self._unawaited for kind, _ in rows)
         try:
             self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany(
-                "INSERT INTO log (kind, body) VALUES (?, ?)", [(kind, _encode(kind, body)) for kind, body in rows]
-            )
+            self._db.executemany("INSERT INTO log (kind, body) VALUES (?, ?)", rows)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             with contextlib.suppress(sqlite3.Error):  # the transaction may be over, or the file closed
@@ -85,13 +87,17 @@ class Journal:
 
     def rows(self) -> Iterator[Row]:
         """The rows that a restarted master needs, in order: all but COMMITs before the newest `REMEMBERED` steps."""
+        for kind, body in self.texts():
+            yield kind, json.loads(body)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """`rows` with their bodies as JSON."""
         newest = "SELECT seq FROM log WHERE kind = 'COMMIT' ORDER BY seq DESC LIMIT 1 OFFSET ?"
         (since,) = self._db.execute(newest, (REMEMBERED - 1,)).fetchone() or (0,)
         before = "SELECT kind, body FROM log INDEXED BY others WHERE kind <> 'COMMIT' AND seq < ? ORDER BY seq"
         after = "SELECT kind, body FROM log WHERE seq >= ? ORDER BY seq"
         for query in (before, after):
-            for kind, body in self._db.execute(query, (since,)):
-                yield kind, json.loads(body)
+            yield from self._db.execute(query, (since,))
 
     def close(self) -> None:
         self._db.close()

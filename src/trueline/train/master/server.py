@@ -29,7 +29,7 @@ from trueline.engine.open import open_engine
 from trueline.errors import DiskFull, StorageError
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
-from trueline.train.master.hosts import REFUSED, open_hosts
+from trueline.train.master.hosts import REFUSED, JobHosts, open_hosts
 from trueline.train.master.journal import STEPS_AND_LAUNCH, Journal
 from trueline.train.master.master import TICK_S, Master
 from trueline.train.master.scaling import run_scaling
@@ -332,11 +332,18 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0, acco
     for task in background:
         task.cancel()
     await live.close()
-    await server.stop(0.2 if hosts is None or master.exit_code else hosts.dismiss("the job is over"))
+    await part(server, None if master.exit_code else hosts)
     journal.close()
     master.publisher.flush()
     os.close(lock)
     return master.exit_code
+
+
+async def part(server: grpc.aio.Server, hosts: JobHosts | None) -> None:
+    """Ends the server's calls, after those of the hosts: they hear that the job is over."""
+    if hosts is not None:
+        await hosts.dismiss("the job is over")
+    await server.stop(0.2)
 
 
 async def write_when_room(write: Callable[[], Written]) -> Written:

@@ -34,6 +34,7 @@ from trueline.train.job_dir import JobDir
 from trueline.train.link.contract import ProgressReporter
 from trueline.train.link.grpc_client import agree_on_script
 from trueline.train.settings import Fault, JobSettings
+from trueline.train.step.ledger import read_list
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.version import __version__
@@ -190,8 +191,8 @@ class Checkpointer:
         events.emit("checkpoint.failed", step=step, why=error.message)
 
     def _write(self, snapshot: Snapshot | dict[str, Any], ledger: dict[str, Any], link: ProgressReporter) -> None:
-        step, evaluations = ledger["steps"], ledger.get("evaluations") or []
-        facts = {**self.facts, "certificates": ledger["certificates"], "evaluations": evaluations}
+        step, evaluations = ledger["steps"], read_list(ledger, "evaluations")
+        facts = {**self.facts, "certificates": read_list(ledger, "certificates"), "evaluations": evaluations}
         if ledger.get("loss"):
             facts["loss"] = ledger["loss"]
 
@@ -243,7 +244,7 @@ class Checkpointer:
 
 def _identify(ledger: dict[str, Any]) -> tuple[int, int]:
     """Tells states of a job apart: a state may be evaluated after it was written."""
-    return ledger["steps"], len(ledger.get("evaluations") or [])
+    return ledger["steps"], len(read_list(ledger, "evaluations"))
 
 
 def _free(folder: Path) -> int:

@@ -7,11 +7,13 @@ counts prove what the gradients held, not what was planned. Torch-free: the mast
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -199,12 +201,13 @@ class Ledger:
         return certificate
 
     def as_tree(self) -> dict[str, Any]:
-        """A copy of all fields, for `from_tree`."""
+        """A copy of all fields, for `from_tree`. What grows with the epochs is JSON text: as nodes of a tree, thousands
+        of certificates would take longer to send than the parameters, and a death is healed by sending the state."""
         tree = {name.name: getattr(self, name.name) for name in fields(self)}
         tree["tally"] = None if self.tally is None else self.tally.copy()
         tree["epoch_left_out"], tree["epoch_left_out_of"] = list(self.epoch_left_out), list(self.epoch_left_out_of)
-        tree["certificates"] = [dict(certificate) for certificate in self.certificates]
-        tree["evaluations"] = [dict(evaluation) for evaluation in self.evaluations]
+        tree["certificates"] = msgspec.json.encode(self.certificates, enc_hook=int).decode()
+        tree["evaluations"] = json.dumps(self.evaluations)  # with NaN as it is
         return tree
 
     @classmethod
@@ -212,4 +215,14 @@ class Ledger:
         tree = {"epoch_left_out_of": list(tree["epoch_left_out"]), **tree}
         if tree["tally"] is not None:
             tree["tally"] = np.array(tree["tally"], dtype=np.int32)
-        return cls(**tree)
+        return cls(**tree | {name: read_list(tree, name) for name in ("certificates", "evaluations")})
+
+
+def read_list(tree: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The certificates or evaluations of `Ledger.as_tree`; checkpoints of earlier releases have lists.
+
+    >>> read_list(Ledger(num_records=4, certificates=[{"epoch": 0}]).as_tree(), "certificates")
+    [{'epoch': 0}]
+    """
+    found = tree.get(name) or []
+    return list(json.loads(found)) if isinstance(found, str) else found
