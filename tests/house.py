@@ -44,6 +44,7 @@ MAX_LINES += 920  # layers after quantize_dynamic, functions, bits and tables of
 MAX_LINES += 150  # matches of shapes as ifs, sums in the dtype of their answer (0020)
 MAX_LINES += 340  # parameter servers of jobs on many machines; changes of a model in words (0024)
 MAX_LINES += 500  # what code keeps in plain Python and optimizers in attributes, gates, reading that mixes (0021)
+MAX_LINES += 480  # channels of one size, rounding between int8 layers only, blame for light operators (0025)
 MAX_LINES += 650  # hosts that take what waits in a store themselves (0026)
 MAX_LINES += 600  # servers without room on the disk or memory, sights of ids (0024)
 MAX_LINES += 560  # steps that are not finite, averages of any form, what closures and iterators keep (0021)

@@ -70,10 +70,13 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=1, help="cases of each operator")
     parser.add_argument("--cases", type=Path, help="a file that keeps torch's list, which takes minutes to read")
+    parser.add_argument("--resume", action="store_true", help="leave out the operators that --log names already")
     parser.add_argument(
         "--together", type=int, default=4, help="operators in one model, where their examples are equal"
     )
     args = parser.parse_args()
+    if args.resume and not (args.operators and args.log):
+        parser.error("--resume continues a sweep of --operators from the file that --log names; give both")
     warm()
     worker = Worker(args.limit_s)
     try:

@@ -2,6 +2,7 @@
 
     make attack BENCH=--operators
     python -m bench.attack --operators --only 'nn.functional.*' --minutes 20 --log runs/operators.jsonl
+    python -m bench.attack --operators --minutes 20 --log runs/operators.jsonl --resume      the next twenty minutes
 
 Cases come from the lists that torch's own tests use (`torch_samples.py`), those that models call most first. Cases with
 the same example are asked in one model, which is halved until what is wrong, refused or narrow is alone.
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -140,22 +142,35 @@ def groups(cases: Sequence[OperatorCase], most: int) -> Iterator[list[OperatorCa
             yield members[at : at + most]
 
 
+def names_in(log: Path) -> set[str]:
+    """Names of the operators that a sweep has written to its log. Those of a group that was cut off are not in it."""
+    if not log.exists():
+        return set()
+    return {json.loads(line)["name"] for line in log.read_text().splitlines()}
+
+
 def sweep(args: argparse.Namespace, worker: Worker) -> None:
-    log = args.log.open("a") if args.log else None
-    tried = Sweep(worker, log, args.seed or 1)
-    cases = cases_of_torch(args.samples, tried.skipped, args.cases)
-    known = [case for case in cases if not args.only or any(fnmatch(case.name, f"{one}*") for one in args.only)]
-    started = time.monotonic()
-    for group in groups(known, args.together):
-        if time.monotonic() - started > 60 * args.minutes:
-            break
-        tried.try_group(group)
+    before = names_in(args.log) if args.resume else set()
+    with args.log.open("a") if args.log else nullcontext() as log:
+        tried = Sweep(worker, log, args.seed or 1)
+        cases = cases_of_torch(args.samples, tried.skipped, args.cases)
+        chosen = [case for case in cases if not args.only or any(fnmatch(case.name, f"{one}*") for one in args.only)]
+        known = [case for case in chosen if case.name not in before]
+        started = time.monotonic()
+        for group in groups(known, args.together):
+            if time.monotonic() - started > 60 * args.minutes:
+                break
+            tried.try_group(group)
     for why, count in tried.skipped.most_common():
         print(f"left out, {why}: {count}")
     names = ("tried", "sealed", "graph", "both_graphs", "wrong", "wrong_nonfinite", "refused", "crashed", "hung")
-    found = {name: tried.counts[name] for name in names}
     report(
         ("operator", "verdict", "what"),
         tried.rows,
-        {"operators": len(known), **found, "left_out": tried.skipped.total() + tried.counts["left_out"]},
+        {
+            "operators": len(known),
+            "before": len(chosen) - len(known),
+            **{name: tried.counts[name] for name in names},
+            "left_out": tried.skipped.total() + tried.counts["left_out"],
+        },
     )

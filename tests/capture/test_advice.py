@@ -51,6 +51,12 @@ def test_a_branch_on_values_is_told_from_one_on_sizes() -> None:
             "channel when training",
             "BatchNorm with track_running_stats answers it",
         ),
+        (
+            "m.py:3: n = np.int64(x.shape[1])",
+            "the exported program works for a 'length' of 7 only (dimension 1 of input 'x')",
+            "that line makes a number of the size",
+        ),
+        ("m.py:3: n = x.untyped_storage().nbytes()", "Cannot call numel()", "compute with the sizes of the tensor"),
         ("m.py:3: self.n += 1", "the model keeps a state", "`trueline doctor` looks for a rewrite of that line"),
     ],
 )  # fmt: skip

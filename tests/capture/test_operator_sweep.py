@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from bench.attack.judge import judge
 from bench.attack.operator_case import OperatorCase, read_case, source
-from bench.attack.operator_sweep import Sweep, cases_of_torch, groups
+from bench.attack.operator_sweep import Sweep, cases_of_torch, groups, sweep
 from bench.attack.subject import Answer, Array, Subject
 from bench.attack.torch_samples import Writer, call, literal, with_batch
 
@@ -122,6 +123,20 @@ def test_a_refused_operator_among_others_is_named_alone(tmp_path: Path) -> None:
     entries = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [entry["verdict"] for entry in entries] == ["right", "right", "refused", "right"]
     assert read_case(entries[2]["case"]) == cases[2]
+
+
+def test_a_resumed_sweep_tries_what_the_log_does_not_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [case_of(name, f"torch.{name}(x)") for name in ("sin", "cos", "tan", "erf")]
+    listed, log = tmp_path / "cases", tmp_path / "log"
+    listed.write_text("".join(json.dumps(case.as_record()) + "\n" for case in cases))
+    args = Namespace(log=log, cases=listed, samples=1, seed=1, only=["sin", "tan"], minutes=1, together=1, resume=True)
+    sweep(args, Refusing("torch.tan"))  # type: ignore[arg-type]
+    args.only, again = None, Refusing("torch.tan")
+    sweep(args, again)  # type: ignore[arg-type]
+    assert sorted("torch.erf" in text for text in again.asked) == [False, True]
+    assert {json.loads(line)["name"] for line in log.read_text().splitlines()} == {"sin", "cos", "tan", "erf"}
+    counted = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (counted["operators"], counted["before"], counted["tried"]) == (2, 2, 2)
 
 
 def names_of(members: Sequence[OperatorCase]) -> list[str]:

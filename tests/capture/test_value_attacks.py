@@ -94,3 +94,24 @@ def test_what_the_claim_lets_through_is_answered_as_the_model_answers(attack: st
             elif want is not None and (got is None or isinstance(got, str) or difference(want, got)):
                 wrong.append(f"{format}: {what}: {got if isinstance(got, str) else difference(want, got)}")
     assert wrong == []
+
+
+class Rectified(torch.nn.RNN):
+    """ONNX Runtime's RNN makes 0 of a NaN that a sum of infinities is."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(2, 2, num_layers=2, bias=False, nonlinearity="relu")
+
+
+@pytest.mark.long
+def test_finite_numbers_that_a_model_answers_with_nan_are_outside_of_the_claim_of_a_program_that_loses_it(
+    tmp_path: Path,
+) -> None:
+    examples = [torch.randn(size, 2) for size in (3, 6)]
+    capture(untrained(Rectified, examples=lambda: iter(examples)), None, tmp_path / "b")
+    bundle = open_bundle(tmp_path / "b")
+    lowest = {"input": np.full((3, 2), -3.4e38, np.float32)}
+    with pytest.raises(RequestError, match="input"):
+        open_program(bundle, "onnx").run(lowest)
+    assert np.isnan(open_program(bundle, "torch_export").run(lowest)["output_0"]).any()

@@ -199,6 +199,8 @@ def _require(rungs: Sequence[Rung], *, every: bool, name: str) -> None:
 
 _BRANCHES = ("goes another way", "data-dependent", "DataDependent", "a number is taken out")
 """Words of a refusal that a branch on values is the cause of."""
+_FIXED = re.compile(r"works for .* of \d+ only \(dimension")
+"""Words of a refusal of a size that a line made a number of."""
 _ALONE = re.compile(r"'batch 1, ([^']*, )?as given': the eager model raises")
 """Words of a refusal of a model that needs more than one record."""
 
@@ -228,7 +230,18 @@ def _advice(first: Attempt, proven: Sequence[Format]) -> str:
     if any(word in f"{first.line} {first.why}" for word in _BRANCHES):
         return (
             "a program follows one way only: make that line go one way, choosing with torch.where, or write it as "
-            "torch.cond"
+            "torch.cond; a loop that ends by a value as torch.while_loop, or with all of its steps and a mask"
+        )
+    if _FIXED.search(first.why) and not proven:
+        return (
+            "that line makes a number of the size, which is then one for all sizes: compute with the size itself or "
+            "with torch's functions of it (torch.hann_window(n) for np.hanning(n)); `trueline doctor` looks for a "
+            "table over the size; or capture a bundle for each size, from examples of one size"
+        )
+    if "storage" in f"{first.line}" and not proven:
+        return (
+            "how large a storage is depends on how its tensor was made, and a request has none: compute with the sizes "
+            "of the tensor (x.numel() * x.element_size())"
         )
     if first.line and not proven:
         return "`trueline doctor` looks for a rewrite of that line; --any takes any format that can be proven"

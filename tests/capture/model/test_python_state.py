@@ -152,6 +152,17 @@ def test_a_model_that_writes_its_buffers_is_refused_by_name_with_the_line_and_th
     assert list(tmp_path.iterdir()) == []
 
 
+class MadeAtItsFirstCall(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.ReLU())
+
+
+def test_layers_that_take_their_size_from_the_first_call_are_no_state(tmp_path: Path) -> None:
+    capture(recipe(MadeAtItsFirstCall), None, tmp_path / "b", formats=["torch_export"])
+    answer = open_program(open_bundle(tmp_path / "b")).run({"input": np.ones((2, 8), np.float32)})["output"]
+    assert answer.shape == (2, 6)
+
+
 def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_model(tmp_path: Path) -> None:
     model = Mean()
     captured = capture(recipe(lambda: model), None, tmp_path / "b", formats=["onnx", "torch_export"], state="explicit")
@@ -159,7 +170,7 @@ def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_mode
     bundle = open_bundle(tmp_path / "b")
     values = make_value_probes(bundle.golden()[0].inputs, bundle.signature)
     more = len(values) + len(FEW) + 3 + 4  # scales of values, far sizes and ends of values too
-    more += 24  # ranges of magnitudes, and the counter at the ends of whole numbers
+    more += 36  # ranges of magnitudes, of the lowest numbers too, and the counter at the ends of whole numbers
     more += 40  # and between the smallest that is answered by NaN and the largest that is not
     assert max(one.probes for one in captured.programs) <= LIMIT + more
     assert bundle.signature.state == {"state.total": "next.total", "state.count": "next.count"}

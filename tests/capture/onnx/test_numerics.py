@@ -59,6 +59,15 @@ ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
         *torch.sort(y.round().nan_to_num().long(), dim=0, descending=True, stable=True),
         torch.argsort(x > 0, dim=1, stable=True),
     ),
+    "elements under a mask": lambda x, y: (
+        *(x.masked_select(y > 0), x[:, :1].masked_select(y > 0.5), y.masked_select((x > 0)[0])),
+        x - x.masked_select(y > 0).mean(),
+        *(x[x.sum(1) > 0].mean(0, keepdim=True), x[x > 0].median()),
+    ),
+    "runs of equal values": lambda x, y: (
+        *torch.unique_consecutive(x.round(), return_inverse=True, return_counts=True),
+        *torch.unique_consecutive(places(x, y)[:, :2] // 3, return_inverse=True, return_counts=True, dim=0),
+    ),
     "largest of uneven parts": lambda x, y: F.adaptive_max_pool2d(x[None].round(), (2, 4), return_indices=True),
     "searchsorted": lambda x, y: (
         torch.searchsorted(x.nan_to_num().sort(1).values, y),
@@ -78,6 +87,7 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
         *(torch.divide(x, places(x, y) + 1), torch.true_divide(places(x, y), places(x, y) + 1)),
         *(torch.multiply(places(x, y), x), torch.subtract(x, places(x, y)), torch.masked.var(x, 1)),
     ),
+    "tensors of a list": lambda x, y: torch.hstack((x[:, 0], *torch.atleast_1d(y[:, 1], y[0, 0].tanh()))),
     "running product": lambda x, y: torch.cumprod(
         (x.tanh() + 2) * torch.tensor([1e30, 1e30, 1e-30, 1e-30, 1.0, 2.0]), 1
     ),
@@ -87,7 +97,11 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "hypot": torch.hypot,
     "fmax and fmin": lambda x, y: (torch.fmax(torch.log(x), y), torch.fmin(y, torch.log(x))),
     "logaddexp": lambda x, y: torch.logaddexp(x * 300, y * 300),
-    "logaddexp2": lambda x, y: torch.logaddexp2(x * 300, y * 300),
+    "logaddexp2": lambda x, y: (torch.logaddexp2(x * 300, y * 300), torch.logaddexp2(x * 1e-3 - 1, y * 1e-3 - 1)),
+    "logaddexp of little and less": lambda x, y: (
+        *(torch.logaddexp(x * 1e-3, y.abs() * -6), torch.logaddexp2(x * 1e-3, y.abs() * -6)),
+        torch.logcumsumexp(torch.stack([x * 1e-4, y.abs() * -6]), 0),
+    ),
     "logsigmoid": lambda x, y: F.logsigmoid(x * 300),
     "log1p": lambda x, y: (torch.log1p(x * 1e-6), torch.log1p(y * 1e30), torch.log1p(x)),
     "expm1": lambda x, y: (torch.expm1(x * 1e-6), torch.expm1(y * 300), torch.expm1(x)),

@@ -458,6 +458,10 @@ CASES: dict[Any, Case] = {
     _ATEN.searchsorted.Tensor: of(torch.searchsorted, R.sort(1)[0], R),
     _ATEN.sort.default: of(lambda x: x.log().sort(1).values, R),
     _ATEN.sort.stable: of(lambda x: tuple(torch.sort(x, dim=1, stable=True)), R.round()),
+    _ATEN.masked_select.default: of(lambda x: x.masked_select(x > 0), R),
+    _ATEN.unique_consecutive.default: of(
+        lambda x: torch.unique_consecutive(x, return_inverse=True, return_counts=True), torch.tensor([2**31 - 1, 5, 5])
+    ),
     _ATEN.adaptive_max_pool2d.default: of(lambda x: F.adaptive_max_pool2d(x, (2, 4), return_indices=True), IMAGE),
     _ATEN.where.self: of(lambda x: torch.where(x > 0, x > 0.5, x < -0.5), R),
     _ATEN.instance_norm.default: of(
@@ -486,6 +490,7 @@ CASES: dict[Any, Case] = {
     _ATEN.subtract.Tensor: of(torch.subtract, R, SIX),
     _ATEN.softmax.int: of(lambda x: 1 - x.softmax(1, dtype=torch.float64), SURE, atol=0.0),
     _ATEN.log_softmax.int: of(lambda x: x.log_softmax(1, dtype=torch.float64), SURE, atol=0.0),
+    _ATEN.mean.default: of(lambda x: x[x > 9].mean(), R),
     _ATEN.mean.dim: of(lambda x: x.mean(1, dtype=torch.float64), GONE),
 }
 """Operator of `onnx.translations.TRANSLATIONS` -> a call that needs the translation."""

@@ -16,7 +16,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.runtime.open import open_session
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, .* are deprecated")]
 
 SCALES, ZEROS = torch.tensor([0.1, 0.03, 0.7, 0.011]), torch.tensor([0, 3, -2, 0], dtype=torch.int32)
 QUANTIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -24,6 +24,11 @@ QUANTIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a zero point": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.03, 7, 0, 255),
     "16 bits": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.001, 0, -32768, 32767),
     "a scale in a tensor": lambda x: torch.fake_quantize_per_tensor_affine(x, SCALES[0], ZEROS[1], -128, 127),
+    "there and back": lambda x: torch.quantize_per_tensor(x, 0.03, 7, torch.quint8).dequantize(),
+    "channels there and back": lambda x: torch.dequantize(
+        torch.quantize_per_channel(x, SCALES.double(), ZEROS, 1, torch.qint8)
+    ),
+    "whole steps": lambda x: torch.quantize_per_tensor(x, 0.1, -4, torch.qint8).int_repr(),
     "channels": lambda x: torch.fake_quantize_per_channel_affine(x, SCALES, ZEROS, 1, -128, 127),
 }
 
@@ -51,7 +56,8 @@ def test_each_value_falls_on_the_step_that_torch_takes(how: str, tmp_path: Path)
 
 
 def test_other_dtypes_and_calls_outside_of_a_trace_are_torchs_own() -> None:
-    before = torch.fake_quantize_per_tensor_affine
-    eager = EagerSession(Quantized("8 bits").eval(), torch.randn(3, 4))
-    torch_export.export(eager.module, eager.calling)
-    assert torch.fake_quantize_per_tensor_affine is before
+    before = torch.fake_quantize_per_tensor_affine, torch.quantize_per_tensor, torch.dequantize
+    for how in ("8 bits", "there and back"):
+        eager = EagerSession(Quantized(how).eval(), torch.randn(3, 4))
+        torch_export.export(eager.module, eager.calling)
+    assert (torch.fake_quantize_per_tensor_affine, torch.quantize_per_tensor, torch.dequantize) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,13 @@ class AsText(nn.Module):
         return -x if f"{x.shape[1]}".endswith("9") else x
 
 
+class AsJson(nn.Module):
+    scales = {json.dumps([23, 4]): 2.0}  # noqa: RUF012 - as a user writes it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales.get(json.dumps(list(x.shape[1:])), 1.0)
+
+
 def captured(model: type[nn.Module], out: Path) -> Bundle:
     examples = [torch.linspace(-1, 1, 3 * n * 4).reshape(3, n, 4) for n in (5, 8)]
     capture(recipes.untrained(model, examples=lambda: iter(examples)), None, out)
@@ -82,13 +90,14 @@ def test_a_table_made_for_a_size_is_made_for_all_in_a_graph(model: type[nn.Modul
     assert length.max is None or length.max >= 64
 
 
-@pytest.mark.parametrize(("model", "most"), [(InSet, 36), (AsText, 8)])
+@pytest.mark.parametrize(("model", "most"), [(InSet, 36), (AsText, 8), (AsJson, 22)])
 def test_what_a_set_or_a_text_decides_ends_the_claim(model: type[nn.Module], most: int, tmp_path: Path) -> None:
     assert captured(model, tmp_path / "b").signature.dims["length"] == Dim(max=most)
 
 
 def test_the_hash_and_the_text_of_a_size_are_torchs_own_again_after_the_block() -> None:
-    before = torch.SymInt.__hash__, torch.SymInt.__repr__
+    before, encoded = (torch.SymInt.__hash__, torch.SymInt.__repr__), json.JSONEncoder.default
     with size_keys.watch():
         assert torch.SymInt.__hash__ is not before[0]
     assert (torch.SymInt.__hash__, torch.SymInt.__repr__) == before
+    assert json.JSONEncoder.default is encoded

@@ -58,7 +58,7 @@ def test_a_grid_is_torchs_own(size: tuple[int, ...], corners: bool) -> None:
     axes = len(size) - 2
     theta = torch.randn(size[0], axes, axes + 1)
     expected = nn.functional.affine_grid(theta, list(size), align_corners=corners)
-    torch.testing.assert_close(symbolic_sizes.affine_grid(theta, size, corners), expected)
+    assert torch.equal(symbolic_sizes.affine_grid(theta, size, corners), expected)  # a pixel may be nearest by a digit
 
 
 @pytest.mark.parametrize("rows", [3, 40])

@@ -146,6 +146,18 @@ def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monke
     assert "not in OpenVINO" not in stage
 
 
+class Largest(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.round().topk(3, 1).indices
+
+
+def test_the_order_of_equal_values_is_named_where_an_operator_leaves_it_open(tmp_path: Path) -> None:
+    recipe = recipes.untrained(Largest, examples=lambda: torch.linspace(-2, 2, 24).reshape(3, 8))
+    onnx, export = capture(recipe, None, tmp_path / "b").programs
+    assert "torch.sort(x, dim, stable=True) has one that all have" in onnx.why
+    assert export.verdict == "proven"
+
+
 def test_what_is_compiled_from_a_right_export_is_blamed_on_the_compiler() -> None:
     eager = oracle(Chain(Part()))
     exported = torch_export.export(eager.module, eager.calling)

@@ -83,9 +83,10 @@ def test_no_operator_of_linear_algebra_gets_a_value_that_is_no_number(operator: 
             torch.zeros(5, 2, 4), torch.tensor([[1, 2], [1, 2**31]]), torch.tensor([5, 5]), torch.tensor([2, 2])
         ),
         lambda: torch.segment_reduce(torch.zeros(5), "sum", offsets=torch.tensor([0, 2, 2**31])),
+        lambda: torch.lcm(torch.tensor([6, -(2**63)]), torch.tensor(7)),
     ],
 )
-def test_no_operator_gets_a_count_that_leads_it_out_of_its_memory(call: Any) -> None:
+def test_no_operator_gets_a_number_that_leads_it_out_of_its_memory_or_ends_the_process(call: Any) -> None:
     with Careful(), pytest.raises(Unsafe, match="would"):
         call()
 
@@ -93,6 +94,7 @@ def test_no_operator_gets_a_count_that_leads_it_out_of_its_memory(call: Any) -> 
 def test_other_operators_and_numbers_pass() -> None:
     with Careful():
         assert len(torch.arange(7).repeat_interleave(torch.tensor([2, 0, 1, 1, 1, 1, 1]))) == 7
+        assert torch.lcm(torch.tensor([6, -(2**63) + 1]), torch.tensor(7)).tolist()[0] == 42
         assert torch.segment_reduce(torch.ones(5), "sum", offsets=torch.tensor([0, 2, 5])).tolist() == [2.0, 3.0]
     with Careful():
         assert torch.isnan(torch.tensor([1.0, float("nan")]) @ torch.ones(2))

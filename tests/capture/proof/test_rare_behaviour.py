@@ -67,6 +67,20 @@ class TakesItsScale(nn.Module):
         return x / self.scale
 
 
+class WorksInABuffer(nn.Module):
+    """Each call writes what it reads."""
+
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows[: x.shape[1]] = x.mean(0)  # working room
+        return x * self.rows[: x.shape[1]].flip(0)
+
+
 class Keeps(nn.Module):
     """Counts, and keeps what it saw; its answers do not depend on it."""
 
@@ -154,6 +168,7 @@ def captured(model: Any, out: Path, **options: Any) -> Bundle:
         (NoisyNumpy, "draws random numbers outside of torch, and it answers equal inputs differently", "numpy"),
         (WarmsUp, "keeps a state in the Python attribute calls: it answers differently when that is 999", "warming"),
         (TakesItsScale, r"changes itself when it is first called \(scale, ready\)", "first batch"),
+        (WorksInABuffer, r"works in its own buffers when it is called \(rows\)", "working room"),
         (KeepsAMean, r"\(means\): it answers differently after another input", "mean of a size"),
         (TakesAPlainScale, r"\(scale\): it answers differently after another input", "plain scale"),
         (TakesNotes, r"\(notes.first\): it answers differently after another input", "notes"),

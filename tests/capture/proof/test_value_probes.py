@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe
-from trueline.capture.proof.value_probes import Observe, observe_border
+from trueline.capture.proof.value_probes import LOWEST, Observe, make_value_probes, observe_border
 
 EXAMPLE = np.array([[1.0, -0.25]], np.float32)
 
@@ -54,4 +55,15 @@ def test_a_model_whose_calls_cost_much_is_asked_only_until_it_answers_numbers() 
     asked: list[float] = []
     observe = observer(1e10, asked)
     observe_border(observe, observe([huge(3e38)]), cheap=False)
+    assert asked == [3e38, 1e30, 1e19, 1e18, 1e9]
+
+
+def test_values_of_one_size_and_sign_are_asked_until_the_model_answers_numbers_and_no_further() -> None:
+    spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
+    signature = Signature(inputs=(spec,), outputs=(), dims={"batch": Dim()})
+    (lowest,) = [one for one in make_value_probes({"x": EXAMPLE}, signature) if LOWEST in one.name]
+    assert (lowest.inputs["x"] == np.float32(-3e38)).all()
+    asked: list[float] = []
+    observe = observer(1e10, asked)
+    observe_border(observe, observe([lowest]), cheap=True)
     assert asked == [3e38, 1e30, 1e19, 1e18, 1e9]

@@ -17,6 +17,7 @@ from trueline.capture.model.signature import BATCH, Calling, TensorModule
 from trueline.capture.patches import (
     below_python,
     enter_at_calls,
+    fake_quantization,
     nonzero_loops,
     parameter_branches,
     per_record,
@@ -57,6 +58,9 @@ def retrace(
     if exported is None and parameter_branches.may_help(message):
         how = "what its parameters and buffers decide is decided"
         exported = _attempt("choices", how, lambda: _decide_branches(flat, whole))
+    if exported is None and fake_quantization.may_help(message):
+        with fake_quantization.keep_values():
+            exported = _attempt("steps", "quantized values are computed in floats", lambda: whole(flat))
     loops = exported is None and nonzero_loops.may_help(module, message)
     if loops and nonzero_loops.leave_places_out(flat, _small_calls(calling)):
         how = "a loop over places that values choose has a step for each place"

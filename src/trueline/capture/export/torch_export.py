@@ -97,8 +97,9 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
         _refuse_packed(error, flat)
         _refuse_constant(error, calling, fixed)
         place = code_paths.users_line(error)
+        why = "it decides by a value: " if "data-dependent" in str(error) else ""
         raise CaptureError(
-            f"torch.export cannot follow the model: {one_line(error)}", hint=f"{place}" if place else ""
+            f"torch.export cannot follow the model: {why}{one_line(error)}", hint=f"{place}" if place else ""
         ) from error
     if mutated:
         names = join_names(name.removeprefix("module.").removeprefix("_users.") for name in mutated.values())
@@ -170,7 +171,7 @@ def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, cod
 def _fixed_error(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_paths.SourceLine]) -> Fixed:
     symbol = str(spec.shape[axis])
     what = "batches" if symbol == BATCH else f"a '{symbol}'"
-    why = f"the model works for {what} of {size} only (dimension {axis} of input '{spec.name}')"
+    why = f"the exported program works for {what} of {size} only (dimension {axis} of input '{spec.name}')"
     act = "leave that dimension out of dynamic_shapes(), or write the model without the number"
     message, hint = (f"{why}: {act}", f"{fixed[size]}") if size in fixed else (why, act)
     return Fixed(message, hint=hint, symbol=symbol, size=size)

@@ -19,6 +19,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from trueline.capture.model import code_paths
 from trueline.capture.model.reach import MISSING, KeptValue, attributes, elements_of, is_iterator, items_of
@@ -97,6 +98,8 @@ def _trace_object(value: Any) -> object:
 
 
 def _trace_tensor(value: torch.Tensor) -> object:
+    if is_lazy(value):
+        return "lazy", id(value)  # it has no shape before the first call
     form = tuple(value.shape), value.dtype, value.layout
     if isinstance(value, torch.nn.Parameter) or value.layout is not torch.strided or value.device.type != "cpu":
         return form, id(value), value._version
@@ -247,7 +250,12 @@ def _copy_iterator(value: Any) -> Any:
 def _copy_value(value: Any) -> Any:
     """None for what is not copied: a parameter, a large tensor."""
     if isinstance(value, torch.Tensor):
-        kept = isinstance(value, torch.nn.Parameter) or value.nbytes > _LARGEST or value.layout is not torch.strided
+        kept = (
+            isinstance(value, torch.nn.Parameter)
+            or is_lazy(value)
+            or value.nbytes > _LARGEST
+            or value.layout is not torch.strided
+        )
         return None if kept else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy() if value.nbytes <= _LARGEST and value.flags.writeable else None

@@ -150,6 +150,18 @@ def _extreme_of_numbers(extreme: Callable[[Any, Any], Any]) -> Callable[..., Any
     return translate
 
 
+def _in_double(translate: Callable[..., Any]) -> Callable[..., Any]:
+    """Of floats: parts that all but cancel lose in single precision what torch's logarithm of 1 + x keeps."""
+
+    def translate_wide(self: Any, *others: Any) -> Any:
+        if self.dtype != ir.DataType.FLOAT:
+            return translate(self, *others)
+        wide = (op.Cast(one, to=ir.DataType.DOUBLE) if hasattr(one, "dtype") else one for one in (self, *others))
+        return op.Cast(translate(*wide), to=ir.DataType.FLOAT)
+
+    return translate_wide
+
+
 def _logaddexp(self: Any, other: Any) -> Any:
     """From the larger one: what it is the exponential of may be out of range."""
     apart = op.Where(op.Equal(self, other), _like(0.0, self), op.Abs(op.Sub(self, other)))  # equal infinities, too
@@ -159,25 +171,27 @@ def _logaddexp(self: Any, other: Any) -> Any:
 def _logaddexp2(self: Any, other: Any) -> Any:
     """The same of powers of two."""
     apart = op.Where(op.Equal(self, other), _like(0.0, self), op.Abs(op.Sub(self, other)))
-    two = _like(math.log(2), self)
+    two = op.CastLike(op.Constant(value=ir.tensor(math.log(2), dtype=ir.DataType.DOUBLE)), self)
     return op.Add(op.Max(self, other), op.Div(_log1p(op.Exp(op.Mul(op.Neg(apart), two))), two))
 
 
 def _logcumsumexp(self: Any, dim: int) -> Any:
     """The logarithm of a running sum of exponentials: of twice as many at every step, from the larger ones, so that
-    nothing is out of range."""
-    if not len(self.shape):
+    nothing is out of range. In double, as `logaddexp`."""
+    rank, single = len(self.shape), self.dtype == ir.DataType.FLOAT
+    if not rank:
         return self
-    dim %= len(self.shape)
+    dim %= rank
     zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
     length = op.Squeeze(op.Shape(self, start=dim, end=dim + 1), op.Constant(value_ints=[0]))
     places, size = op.Range(zero, length, one), self.shape[dim]
-    along = op.Constant(value_ints=[-1 if axis == dim else 1 for axis in range(len(self.shape))])
+    along = op.Constant(value_ints=[-1 if axis == dim else 1 for axis in range(rank)])
+    self = op.Cast(self, to=ir.DataType.DOUBLE) if single else self
     for step in range((size - 1).bit_length() if isinstance(size, int) else MOST_DOUBLINGS):
         before = op.Sub(places, op.Constant(value_int=2**step))
         earlier = op.Gather(self, op.Max(before, zero), axis=dim)
         self = op.Where(op.Reshape(op.GreaterOrEqual(before, zero), along), _logaddexp(self, earlier), self)
-    return self
+    return op.Cast(self, to=ir.DataType.FLOAT) if single else self
 
 
 def _log_sigmoid(self: Any) -> Any:
@@ -363,8 +377,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _PRIMS.hypot.default: _hypot,
     _PRIMS.fmax.default: _extreme_of_numbers(op.Max),
     _PRIMS.fmin.default: _extreme_of_numbers(op.Min),
-    _ATEN.logaddexp.default: _logaddexp,
-    _ATEN.logaddexp2.default: _logaddexp2,
+    _ATEN.logaddexp.default: _in_double(_logaddexp),
+    _ATEN.logaddexp2.default: _in_double(_logaddexp2),
     _ATEN.logcumsumexp.default: _logcumsumexp,
     _ATEN.log_sigmoid.default: _log_sigmoid,
     _ATEN.log1p.default: _log1p,

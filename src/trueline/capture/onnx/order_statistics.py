@@ -1,4 +1,5 @@
-"""Operators on the order of values that torch.onnx does not translate: order statistics, running extremes, places.
+"""Operators on the order of values that torch.onnx does not translate: order statistics, running extremes, places; and
+those that select some of them.
 
 Where torch leaves open which of several equal values it takes, the rule is what it takes on the CPU.
 """
@@ -72,7 +73,13 @@ def _median_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
 
 
 def _median(self: Any) -> Any:
-    value, _ = _middle(op.Reshape(self, _number(-1)), 0, floats=_is_float(self))
+    """Of no number, NaN."""
+    values = op.Reshape(self, _number(-1))
+    if _is_float(self):
+        spare = op.Sub(_number(1), op.Min(_size(values, 0), _number(1)))
+        nan = op.CastLike(op.Constant(value_floats=[float("nan")]), self)
+        values = op.Concat(values, op.Slice(nan, _number(0), spare), axis=0)
+    value, _ = _middle(values, 0, floats=_is_float(self))
     return op.Squeeze(value, _number(0))
 
 
@@ -172,6 +179,36 @@ def _sort(self: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]
     return _sort_stable(self, dim=dim, descending=descending)
 
 
+def _unique_consecutive(
+    self: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> tuple[Any, Any, Any]:
+    """One of each run of equal values or slices, the run of each, and the lengths. The exporter takes whole numbers of
+    one dimension only, and loses a first one of 2 ** 31 - 1."""
+    rows = op.Reshape(self, _number(-1)) if dim is None else self
+    axis = 0 if dim is None else dim % len(self.shape)
+    size, along = _size(rows, axis), _number(axis)
+    before = op.Slice(rows, _number(0), _number(-1), along)
+    after = op.Slice(rows, _number(1), size, along)
+    unlike = op.Cast(op.Not(op.Equal(after, before)), to=ir.DataType.INT64)
+    others = [at for at in range(1 if dim is None else len(self.shape)) if at != axis]
+    unlike = op.ReduceMax(unlike, op.Constant(value_ints=others), keepdims=0) if others else unlike
+    begins = op.Slice(op.Concat(_number(1), unlike, axis=0), _number(0), size)  # nothing begins where there is nothing
+    chosen = op.Cast(begins, to=ir.DataType.BOOL)
+    number = op.Sub(op.CumSum(begins, op.Constant(value_int=0)), _number(1))
+    starts = op.Compress(_places(rows, axis), chosen, axis=0)
+    ends = op.Concat(op.Slice(starts, _number(1), size, _number(0)), size, axis=0)
+    ends = op.Slice(ends, _number(0), op.Shape(starts))
+    inverse = op.Reshape(number, op.Shape(self)) if dim is None else number
+    return op.Compress(rows, chosen, axis=axis), inverse, op.Sub(ends, starts)
+
+
+def _masked_select(self: Any, mask: Any) -> Any:
+    """The elements under a mask, of what both are broadcast to."""
+    values = op.Expand(self, op.Shape(mask))
+    shown = op.Expand(mask, op.Shape(values))
+    return op.Compress(op.Reshape(values, _number(-1)), op.Reshape(shown, _number(-1)), axis=0)
+
+
 def _place_of(extreme: str) -> Callable[..., Any]:
     """`ArgMax` or `ArgMin`, where the first NaN wins; ONNX Runtime ignores NaN."""
 
@@ -247,5 +284,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.searchsorted.Tensor: _search_positions,
     _ATEN.sort.default: _sort,
     _ATEN.sort.stable: _sort_stable,
+    _ATEN.unique_consecutive.default: _unique_consecutive,
+    _ATEN.masked_select.default: _masked_select,
     _ATEN.adaptive_max_pool2d.default: _adaptive_max_pool2d,
 }

@@ -23,7 +23,11 @@ PATCH = Patch(
 )
 
 _NODE = "pkg.torch.onnx.fx_node"
-_CALL = re.compile(r"call_function\[target=((?:operator|math|builtins|torch\.sym_)[\w.]*)\]\(args = \((.*)\), kwargs")
+_CALL = re.compile(
+    r"call_function\[target=((?!operator\.getitem)(?:operator|math|builtins|torch\.sym_)[\w.]*)\]"
+    r"\(args = \((.*)\), kwargs"
+)
+"""A tensor of a list is not arithmetic."""
 
 
 def compute_in_double(model: ir.Model) -> None:

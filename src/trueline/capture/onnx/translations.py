@@ -5,6 +5,7 @@ operator, and ONNX's of opset 18.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ PATCH = Patch(
 )
 
 _ATEN = torch.ops.aten
+_CHOSEN = re.compile(r"\bu\d+")
+"""torch's name of a size that values choose."""
 op: Any = opset18
 """Typed for tensors only; the exporter accepts Python's numbers and lists too."""
 
@@ -212,9 +215,25 @@ def _promote(translate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mean_along(self: Any, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: int | None = None) -> Any:
+    axes = _axes(self, dim)
     if dtype in (None, -1, self.dtype) or not len(self.shape):
-        return core.aten_mean_dim(self, _axes(self, dim), keepdim, -1 if dtype is None else dtype)
-    return op.ReduceMean(op.Cast(self, to=dtype), _axes(self, dim), keepdims=int(keepdim))
+        found = core.aten_mean_dim(self, axes, keepdim, -1 if dtype is None else dtype)
+    else:
+        found = op.ReduceMean(op.Cast(self, to=dtype), axes, keepdims=int(keepdim))
+    return _nan_of_none(found, self, axes)
+
+
+def _mean(self: Any, dtype: int = -1) -> Any:
+    return _nan_of_none(core.aten_mean(self, dtype), self, None)
+
+
+def _nan_of_none(found: Any, self: Any, axes: Any) -> Any:
+    """The mean `found`; NaN, where ONNX Runtime has 0, of what may be no values: a part that values choose."""
+    if not any(_CHOSEN.search(str(size)) for size in self.shape):
+        return found
+    sizes = op.Shape(self) if axes is None else op.Gather(op.Shape(self), axes)
+    none = op.Equal(op.ReduceProd(sizes, keepdims=0), op.Constant(value_int=0))
+    return op.Where(none, op.CastLike(op.Constant(value_float=math.nan), found), found)
 
 
 def _axes(self: Any, dim: Sequence[int] | None) -> Any:
@@ -232,6 +251,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.where.self: _where,
     _ATEN.softmax.int: _cast_first(core.aten_softmax),
     _ATEN.log_softmax.int: _cast_first(special.aten_special_log_softmax),
+    _ATEN.mean.default: _mean,
     _ATEN.mean.dim: _mean_along,
     _ATEN.instance_norm.default: _instance_norm,
     _ATEN.rnn_tanh.input: _rnn("Tanh"),

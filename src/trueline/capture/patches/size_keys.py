@@ -1,15 +1,18 @@
-"""A size as a key of the user's dicts, in a set or in a text (`if n not in self.masks`, `f"{n}"`), while a model is
-traced.
+"""A size as a key of the user's dicts, in a set or in a text (`if n not in self.masks`, `f"{n}"`, `json.dumps`), while
+a model is traced.
 
 torch refuses to hash a symbolic size, and writes its name as a text, without a guard in either case. Here a table that
 is made for a size is made for all of them, and the symbols are noted: a claim on them ends where they were compared,
 because `n in {37, 91}` is decided once.
 """
 
+import json
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,11 +31,11 @@ PATCH = Patch(
 def watch() -> Iterator[set[str]]:
     """torch's names of the symbols that the user's code hashes or writes as text in the block."""
     noted: set[str] = set()
-    hashed, written = torch.SymInt.__hash__, torch.SymInt.__repr__
+    hashed, written, encoded = torch.SymInt.__hash__, torch.SymInt.__repr__, json.JSONEncoder.default
 
-    def note(size: torch.SymInt) -> bool:
-        """Whether the user's own code asks; a dict, a set and a text have no frames."""
-        if not size.node.is_symbolic() or not is_users(sys._getframe(2).f_code.co_filename):
+    def note(size: torch.SymInt, file: str = "") -> bool:
+        """Whether the user's own code asks, or `file`; a dict, a set and a text have no frames."""
+        if not size.node.is_symbolic() or not is_users(file or sys._getframe(2).f_code.co_filename):
             return False
         noted.update(str(symbol) for symbol in size.node.expr.free_symbols)
         return True
@@ -45,11 +48,26 @@ def watch() -> Iterator[set[str]]:
         note(size)
         return str(written(size))  # type: ignore[no-untyped-call]
 
+    def encode(encoder: json.JSONEncoder, value: Any) -> Any:
+        if isinstance(value, torch.SymInt) and note(value, _file_that_encodes()):
+            return str(written(value))  # type: ignore[no-untyped-call]
+        return encoded(encoder, value)
+
     torch.SymInt.__hash__, torch.SymInt.__repr__ = make_hash, write  # type: ignore[method-assign, assignment]
+    json.JSONEncoder.default = encode  # type: ignore[method-assign, assignment]
     try:
         yield noted
     finally:
         torch.SymInt.__hash__, torch.SymInt.__repr__ = hashed, written  # type: ignore[method-assign]
+        json.JSONEncoder.default = encoded  # type: ignore[method-assign]
+
+
+def _file_that_encodes() -> str:
+    """The file of the nearest code outside of the module json."""
+    frame, own = sys._getframe(2), str(Path(json.__file__).parent)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+    return frame.f_code.co_filename
 
 
 def find_symbols(noted: Collection[str], symbols: Mapping[str, str]) -> frozenset[str]:

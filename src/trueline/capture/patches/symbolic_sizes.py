@@ -1,6 +1,6 @@
 """Functions of torch that make a number of a size, or bound it, without need.
 
-`max_pool1d`, `take_along_dim`, `kron`, `affine_grid`, `linspace`, windows, frequencies, indices of triangles,
+`max_pool1d`, `take_along_dim`, `kron`, `affine_grid`, `linspace`, `nbytes`, windows, frequencies, indices of triangles,
 covariance, gradients, tables of powers and chains of products fix their sizes, and `cdist` takes another algorithm from
 26 rows on. Here they are computed from the size, by their documentation, or by an operator that decides at run time.
 """
@@ -35,6 +35,7 @@ def keep_sizes_free() -> Iterator[None]:
             (torch, "linspace", _linspace(torch.linspace)),
             (torch, "max_pool1d", _max_pool1d),
             (torch, "take_along_dim", _take_along_dim(torch.take_along_dim)),
+            (torch.Tensor, "nbytes", property(lambda tensor: tensor.numel() * tensor.element_size())),
             (torch.Tensor, "take_along_dim", _take_along_dim(torch.Tensor.take_along_dim)),
             (fft, "fftfreq", _if_free(fft.fftfreq, frequencies)),
             (fft, "rfftfreq", _if_free(fft.rfftfreq, half_frequencies)),
@@ -288,12 +289,13 @@ def cdist(
 
 def affine_grid(theta: torch.Tensor, size: Sequence[int | torch.SymInt], align_corners: bool) -> torch.Tensor:
     """Source of each point of an image of `size` [N, C, H, W] (or with a depth) under the affine maps `theta`
-    [N, 2, 3]: [N, H, W, 2], coordinates from -1 to 1, the last dimension of the image first."""
+    [N, 2, 3]: [N, H, W, 2], coordinates from -1 to 1, the last dimension of the image first. Rounded as by torch: the
+    pixel nearest to a point may depend on the last digit. Source: aten/src/ATen/native/AffineGridGenerator.cpp."""
 
     def coordinates(length: Any) -> Any:
-        places = torch.arange(length, device=theta.device).to(theta.dtype) * 2 - (length - 1)
-        step: Any = torch.sym_max(length - 1, 1) if align_corners else length  # type: ignore[no-untyped-call]
-        return places / step
+        places = torch.linspace(-1.0, 1.0, length, dtype=theta.dtype, device=theta.device)
+        places = places if align_corners else places * (length - 1) / length
+        return torch.where(torch.full((), length, device=theta.device) == 1, torch.zeros_like(places), places)
 
     grids = torch.meshgrid(*map(coordinates, size[2:]), indexing="ij")
     points = torch.stack([*reversed(grids), torch.ones_like(grids[0])], dim=-1)

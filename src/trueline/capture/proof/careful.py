@@ -1,7 +1,8 @@
 """Keeps values from operators that would crash on them.
 
 `torch.linalg.eigvals` of a matrix with a NaN ends the process with SIGSEGV (torch 2.13 with oneMKL, parameter 3 of
-SGEBAL), and `torch.mode` of numbers with a NaN never returns. `repeat_interleave` and `ctc_loss` write where a count
+SGEBAL), and `torch.mode` of numbers with a NaN never returns. `lcm` of the smallest whole number and 7 ends it with
+SIGFPE. `repeat_interleave` and `ctc_loss` write where a count
 that is too large, or a label that is none, leads them. A call that would pass such values on raises instead.
 """
 
@@ -40,6 +41,8 @@ class Careful(OperatorMode):  # type: ignore[no-untyped-call]
                     raise Unsafe(f"{func} would get a value that is no number")
         if name.startswith(_TRUNCATED) and kwargs.get("rounding_mode") == "trunc" and _overflows(*args[:2]):
             raise Unsafe(f"{func} would divide the smallest whole number by -1")
+        if name.startswith("lcm") and any(_has_least(one) for one in args[:2]):
+            raise Unsafe(f"{func} would divide the smallest whole number, by -1 perhaps")
         if name.startswith("repeat_interleave") and _counts_too_many(args):
             raise Unsafe(f"{func} would repeat more often than there is memory")
         if name.startswith("segment_reduce") and not _ends_inside(args[0], kwargs.get("offsets")):
@@ -68,6 +71,11 @@ def _overflows(dividend: torch.Tensor, divisor: Any) -> bool:
         return False
     least = torch.iinfo(dividend.dtype if dividend.dtype != torch.bool else torch.uint8).min
     return least < 0 and bool(((dividend == least) & torch.as_tensor(divisor == -1)).any())
+
+
+def _has_least(value: Any) -> bool:
+    whole = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
+    return whole and bool((value == torch.iinfo(value.dtype).min).any())
 
 
 def care(probe: Probe) -> AbstractContextManager[object]:

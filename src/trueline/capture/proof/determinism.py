@@ -30,6 +30,7 @@ from trueline.capture.model.python_state import find_changed, random_states, sta
 from trueline.capture.model.reach import attributes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.state.find_source import find_source
+from trueline.capture.proof.state.first_call import explain_change
 from trueline.capture.proof.state.influence import BUDGET_S, Question, Restless, ask, find_influence, find_restless
 from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
 from trueline.capture.proof.state.unwritten import FILLED, FillEmpty
@@ -132,13 +133,8 @@ def check_twice(eager: EagerSession) -> Unsteady | None:
         return find_cause(eager, comparison.reason)
     if not eager.changed:
         return None
-    return Unsteady(
-        why=f"the model changes itself when it is first called ({join_names(eager.changed)}): what it answers depends "
-        "on the input that came first",
-        place=code_paths.writing_line(users, eager.changed),
-        hint="call it on its data once and capture what it then is (a checkpoint of it), or write only "
-        "`if self.training`",
-    )
+    why, hint = explain_change(eager)
+    return Unsteady(why=why, place=code_paths.writing_line(users, eager.changed), hint=hint)
 
 
 def find_cause(eager: EagerSession, reason: str) -> Unsteady:

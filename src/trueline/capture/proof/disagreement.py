@@ -9,6 +9,7 @@ outputs agrees when any of them does: a program leaves out what is not used.
 """
 
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +92,12 @@ class Explanation:
 
 
 UNEXPLAINED = Explanation()
+TIES = (
+    "; in which order torch.topk, sort without stable=True and kthvalue take equal values is open, and no other "
+    "runtime has torch's: torch.sort(x, dim, stable=True) has one that all have, and the first k of it are topk's "
+    "values"
+)
+_OPEN = frozenset({torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops.aten.kthvalue.default})
 
 
 def explain(format: str, exported: Exported, program: Session, eager: EagerSession, probe: Probe) -> Explanation:
@@ -218,7 +225,21 @@ def blame(format: str, exported: Exported, eager: EagerSession, inputs: Inputs) 
     guilty = first_difference(calls, emit.values(exported, inputs))
     if guilty is None and format == "openvino":
         return "the ONNX program agrees in ONNX Runtime, and not in OpenVINO", None
-    return "the exported program agrees, its translation to ONNX does not", _submodule(eager, guilty)
+    ties = TIES if _uses_places_in_order(exported) else ""
+    return f"the exported program agrees, its translation to ONNX does not{ties}", _submodule(eager, guilty)
+
+
+def _uses_places_in_order(exported: Exported) -> bool:
+    """Whether something reads the places that an operator returns which leaves the order of equal values open."""
+    graphs = [part.graph for part in exported.program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    return any(
+        node.target is operator.getitem
+        and node.args[1] == 1
+        and node.users
+        and getattr(node.args[0], "target", None) in _OPEN
+        for graph in graphs
+        for node in graph.nodes
+    )
 
 
 def _submodule(eager: EagerSession, name: str | None) -> Submodule | None:
