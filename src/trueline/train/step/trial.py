@@ -197,7 +197,7 @@ class LossTrial:
         of = list(self._parameters)
         if bends:
             of += [value for value in model.parameters() if value.requires_grad and value._backward_hooks]
-            found = torch.autograd.grad(loss, of, allow_unused=True, retain_graph=True)
+            found: Sequence[Any] = torch.autograd.grad(loss, of, allow_unused=True, retain_graph=True)
         else:
             found = compute_gradients(loss, of, model)
         if first:
