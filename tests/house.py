@@ -46,6 +46,7 @@ MAX_LINES += 340  # parameter servers of jobs on many machines; changes of a mod
 MAX_LINES += 500  # what code keeps in plain Python and optimizers in attributes, gates, reading that mixes (0021)
 MAX_LINES += 650  # hosts that take what waits in a store themselves (0026)
 MAX_LINES += 600  # servers without room on the disk or memory, sights of ids (0024)
+MAX_LINES += 200  # what masks and runs choose, quantized values, the lowest numbers, words of refusals (0020)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
