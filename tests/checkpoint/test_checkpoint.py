@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import deque
 
 import numpy as np
 import pytest
@@ -321,3 +322,11 @@ def test_a_checkpoint_without_a_recipes_name_is_of_another_recipe(tmp_path, fact
     with pytest.raises(CheckpointError, match="is of recipe 'another recipe' and does not fit") as refused:
         checkpoint.load_model(small(), path)
     assert refused.value.hint == "pass the recipe that the checkpoint was trained with"
+
+
+def test_a_state_that_cannot_be_kept_is_known_without_writing_it() -> None:
+    checkpoint.expect_holdable({"model": {"w": torch.zeros(2)}, "optimizer": {"state": {0: [torch.zeros(1)]}}})
+    with pytest.raises(CheckpointError, match=r"tensor model.w of the state is torch.complex128"):
+        checkpoint.expect_holdable({"model": {"w": torch.zeros(2, dtype=torch.complex128)}})
+    with pytest.raises(CheckpointError, match="deque"):
+        checkpoint.expect_holdable({"optimizer": {"h": deque([1])}})

@@ -9,11 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from trueline.compress import refine
 from trueline.compress.candidate import CompressedCandidate
 from trueline.compress.method import Budget, CompressMethod
+from trueline.compress.search import Search
+from trueline.compress.sensitivity import Blame
 
 OPERATORS = [f"layer{number}" for number in range(10)]
 BAD = frozenset({"layer3", "layer6"})
@@ -60,7 +63,7 @@ class Rig:
 def harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sensitivity alone points at other operators than those to blame."""
     errors = {name: 0.1 - 0.01 * at for at, name in enumerate(OPERATORS)}
-    monkeypatch.setattr(refine, "rank_operators", lambda *_: dict(errors))
+    monkeypatch.setattr(refine, "rank_operators", lambda *_: Blame(dict(errors)))
 
 
 FIRST = CompressMethod("static", ("u8s8", "minmax"))
@@ -129,3 +132,34 @@ def test_without_optuna_sensitivity_alone_chooses(tmp_path: Path, monkeypatch: p
     rig.run(FIRST)
     assert not any(row.trial for row in rig.rows.values())
     assert best_of(rig).exclude == tuple(OPERATORS[:8])
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_part_of_the_time_is_kept_for_leaving_operators_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loses: bool
+) -> None:
+    from trueline.compress import search as searching
+
+    now, rig = [0.0], Rig(tmp_path)
+    bundle = SimpleNamespace(program_path=lambda format: tmp_path)
+    reference: Any = SimpleNamespace(budget=Budget("accuracy", 0.01), bundle=bundle)
+    search = Search(reference, tmp_path, "size", math.inf, lambda: now[0], rows=rig.rows)
+
+    def measure(_: Search, method: CompressMethod) -> None:
+        now[0] += 10
+        rig.measure(method)
+        if not loses:
+            rig.rows[method.name] = msgspec.structs.replace(rig.rows[method.name], verdict="offered")
+
+    monkeypatch.setattr(Search, "_try", measure)
+    monkeypatch.setattr(Search, "program", lambda self, base="": None)
+    monkeypatch.setattr(searching, "size_of", lambda path: 1)
+    usual = [FIRST, *(CompressMethod("weights", (str(number),)) for number in range(20))]
+    search.run_until(90.0, usual)
+    names = [method.name for method in usual]
+    assert len(rig.tried) == 9
+    if loses:  # two thirds of the time, and then the best guesses
+        assert rig.tried[:6] == names[:6]
+        assert rig.tried[6:] == [f"static:u8s8,minmax without {count}" for count in (1, 2, 4)]
+    else:
+        assert rig.tried == names[:9]

@@ -32,6 +32,7 @@ BAD = 17
         ("loss", 3),
         ("nan", 1),
         ("nan", 3),
+        ("gradient", 3),
         ("crash", 3),
     ],  # alone a crash takes the state
 )

@@ -134,7 +134,21 @@ def tensor_pieces(
         yield from _views(tensors[i]) if pieces is None else pieces(i)
 
 
-def _name(tensor: torch.Tensor, i: int) -> str:
+def expect_holdable(state: Any, where: str = "state") -> None:
+    """Raises CheckpointError for a state that no checkpoint could hold: before a job trains it."""
+    if isinstance(state, torch.Tensor):
+        _name(state, where.removeprefix("state."))
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            expect_holdable(value, f"{where}.{key}")
+    elif isinstance(state, list | tuple):
+        for at, value in enumerate(state):
+            expect_holdable(value, f"{where}[{at}]")
+    if where == "state":
+        tree.encode(state)
+
+
+def _name(tensor: torch.Tensor, i: int | str) -> str:
     if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"tensor {i} of the state is {tensor.dtype} {tensor.layout}, which safetensors cannot hold",

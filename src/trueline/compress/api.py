@@ -87,6 +87,7 @@ def compress(
     distill: str | Path | None = None,
     drop: str | None = None,
     match: Sequence[str] = (),
+    distill_loss: str | None = None,
     qat: bool = False,
     checkpoint: Location | None = None,
     minutes: float = MINUTES,
@@ -96,22 +97,22 @@ def compress(
 
     Candidates are judged on the recipe's evaluation records; `recipe` is looked for by its digest when left out.
     `budget` says how much of a metric may be lost (`accuracy=1%`: 0.01, with 95 % confidence), 1 % of accuracy by
-    default. `target` is what to make small. `quantize` names ways by hand (`static`, `static:s8s8,entropy`).
-    `distill` is the recipe of a student, which learns from the bundle's answers; `drop` (`0.5`, `encoder.layers=0.5`)
-    makes one of the model's own layers; `match` (`STUDENT=TEACHER`) lets submodules learn from outputs of others.
-    `prune` (`conv=0.2,linear=0.4`: masks; `channels=0.3,heads=0.25,experts=0.5`: a smaller model; several compete)
-    starts from the student or from `checkpoint`, looked for by its digest, and trains a third of the recipe's epochs
-    at a tenth of its learning rate, in `rounds`. `qat` trains as long with weights and inputs rounded to int8. These
-    follow one another. Each is captured and proven like a new model, then quantized: the last by `quantize`, or, with
-    a budget, all in every way. Without a budget the best of what was named is sealed whatever it loses. After `minutes`
-    no further candidate is tried. A call that was killed continues in OUT.search, with the best so far.
+    default. `target` is what to make small. `quantize` names ways by hand (`static`, `static:s8s8,entropy`). `distill`
+    is the recipe of a student, which learns from the bundle's answers; `drop` (`0.5`, `encoder.layers=0.5`) makes one
+    of the model's own layers; `match` (`STUDENT=TEACHER`) lets submodules learn from outputs of others; `distill_loss`
+    names the distance, a function of the student's recipe. `prune` (`conv=0.2,linear=0.4`: masks;
+    `channels=0.3,heads=0.25,experts=0.5`: a smaller model; several compete) starts from the student or from
+    `checkpoint`, looked for by its digest, and trains a third of the recipe's epochs at a tenth of its learning rate,
+    in `rounds`. `qat` trains as long with weights and inputs rounded to int8. These follow one another. Each is
+    captured and proven like a new model, then quantized: the last by `quantize`, or, with a budget, all in every way.
+    Without a budget the best of what was named is sealed whatever it loses. After `minutes` no further candidate is
+    tried. A call that was killed continues in OUT.search, with the best so far.
 
     Raises BudgetMissed with the table of all candidates when none keeps the budget, UsageError, RecipeError, DataError,
     BundleError, StorageError, and what training and capture raise; then nothing is at `out`. The parent never changes.
     """
-    wishes = DeriveWishes.of(
-        prune=prune, rounds=rounds, distill=distill, drop=drop, match=match, qat=qat, checkpoint=checkpoint
-    )
+    wishes = DeriveWishes.of(prune=prune, rounds=rounds, distill=distill, drop=drop, match=match, distance=distill_loss,
+                             qat=qat, checkpoint=checkpoint)  # fmt: skip
     methods = _check(quantize, target, minutes)
     wanted = _read_budget(budget, by_hand=bool(quantize or wishes))
     parent = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
@@ -121,8 +122,7 @@ def compress(
     chains = make_plans(reference, wishes)
     search = _open_search(reference, place, target, [*name_plans(chains), *(one.name for one in methods)])
     derive_bundles(search, chains)
-    search.ends = time.monotonic() + 60 * minutes
-    search.run(_choose_methods(search, methods, budgeted=budget is not None))
+    search.run_until(time.monotonic() + 60 * minutes, _choose_methods(search, methods, budgeted=budget is not None))
     return _finish(search, place)
 
 
@@ -307,11 +307,14 @@ def _write_report(search: Search, facts: dict[str, Any]) -> Path:
 def _make_missed(search: Search, facts: dict[str, Any], report: Path) -> BudgetMissed:
     from trueline.compress.report import as_table
 
-    table = as_table(search.rows.values())
-    return BudgetMissed(
-        f"no candidate keeps {facts['budget']} and is better for {facts['target']}; nothing is sealed\n{table}",
-        hint=f"{report} has the plots; a larger budget or more evaluation records may let one pass",
-    )
+    table, verdicts = as_table(search.rows.values()), {row.verdict for row in search.rows.values()}
+    what = f"keeps {facts['budget']} and is better for {facts['target']}"
+    if facts["budget_amount"] is None:
+        what = "that was named could be made"
+    more = "a larger budget or more evaluation records may let one pass"
+    if "over budget" not in verdicts:
+        more = "the last lines of the table say what each one lacks"
+    return BudgetMissed(f"no candidate {what}; nothing is sealed\n{table}", hint=f"{report} has the plots; {more}")
 
 
 def _clear(search: Search, best: CompressedCandidate, place: Path, sealed: Bundle) -> None:

@@ -85,13 +85,17 @@ def _join(plans: Sequence[DerivePlan], begins: DerivePlan) -> list[DerivePlan]:
 def _plan_student(reference: Reference, wishes: DeriveWishes, where: str, start: str) -> DerivePlan:
     from trueline.checkpoint.checkpoint import load_model
     from trueline.compress.derive.layers import choose_kept
+    from trueline.compress.derive.taught import find_distance
     from trueline.recipe.load import load_recipe, locate_recipe
     from trueline.storage.location import parse_location
 
     plan = DerivePlan(
         kind="taught", recipe=where, checkpoint=start, temperature=TEMPERATURE, matches=dict(wishes.matches),
+        distance=wishes.distance,
         epochs=reference.recipe.defaults.epochs,
     )  # fmt: skip
+    if wishes.distance:
+        find_distance(reference.recipe if wishes.student is None else load_recipe(wishes.student), wishes.distance)
     if wishes.student is None:
         model = load_model(reference.recipe, parse_location(start))
         return msgspec.structs.replace(plan, layers=choose_kept(model, wishes.drop))

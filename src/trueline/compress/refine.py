@@ -1,9 +1,9 @@
 """Which operators stay in float32, where a method for the whole program loses too much.
 
-First by sensitivity: the 1, 2, 4, ... operators that alone change the answers most are left out. Then a Bayesian search
-(Optuna's tree of Parzen estimators, by ask and tell) chooses for each of the most sensitive operators. What it has
-learnt is in the rows that were tried, so a search that was killed continues with all of it. Without Optuna the first
-part is all.
+First by sensitivity: the 1, 2, 4, ... operators, of all kinds, that alone change the answers most are left out. Then a
+Bayesian search (Optuna's tree of Parzen estimators, by ask and tell) chooses for each of the most sensitive operators.
+What it has learnt is in the rows that were tried, so a search that was killed continues with all of it. Without Optuna
+the first part is all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.candidate import CompressedCandidate
 from trueline.compress.measure.reference import Reference
 from trueline.compress.method import CompressMethod
-from trueline.compress.sensitivity import rank_operators
+from trueline.compress.sensitivity import Blame, rank_operators
 
 Rows = dict[str, CompressedCandidate]
 REFINED = ("static", "openvino")
@@ -51,20 +51,28 @@ class Refiner:
 
     def propose(self, tried: Sequence[CompressMethod]) -> Iterator[CompressMethod]:
         """Methods with operators left out, for each kind and base of `tried` of which no row keeps the budget."""
+        for best in self._list_losing(tried):
+            yield from self._refine(best)
+
+    def is_needed(self, tried: Sequence[CompressMethod]) -> bool:
+        """Whether `propose` has anything to mend, as far as they were tried."""
+        return bool(self._list_losing(tried))
+
+    def _list_losing(self, tried: Sequence[CompressMethod]) -> list[CompressedCandidate]:
+        """The row that loses least, of each kind and base of which none keeps the budget."""
         groups: dict[tuple[str, str], list[CompressedCandidate]] = {}
         for row in filter(None, (self.rows.get(method.name) for method in tried)):
             if row.kind in REFINED and row.loss is not None:
                 groups.setdefault((row.base, row.kind), []).append(row)
-        for rows in groups.values():
-            if all(row.verdict == "over budget" for row in rows):
-                yield from self._refine(min(rows, key=lambda row: _or_infinite(row.loss_high)))
+        losing = [rows for rows in groups.values() if all(row.verdict == "over budget" for row in rows)]
+        return [min(rows, key=lambda row: _or_infinite(row.loss_high)) for rows in losing]
 
     def _refine(self, best: CompressedCandidate) -> Iterator[CompressMethod]:
         method = CompressMethod(best.kind, best.words, base=best.base)
         half = self.clock() + (self.ends - self.clock()) / 2  # the other half is for trying what is found
-        errors = rank_operators(self.reference, self.open_program(best.base), method, half, self.clock)
-        ranked = list(errors)
-        self.rows[best.name] = msgspec.structs.replace(best, why=f"{best.why}; {describe_blame(errors)}")
+        blame = rank_operators(self.reference, self.open_program(best.base), method, half, self.clock)
+        ranked = list(blame.operators)
+        self.rows[best.name] = msgspec.structs.replace(best, why=f"{best.why}; {describe_blame(blame)}")
         for count in (1, 2, 4, 8, 16, 32):
             if count >= len(ranked):
                 break
@@ -123,23 +131,30 @@ class Refiner:
         return 2.0 + min(row.loss_high / self.reference.budget.amount, _MOST_OVER)
 
 
-def describe_blame(errors: Mapping[str, float]) -> str:
-    """Which operators change the answers most; `errors`: of each, the largest first, NaN where no time was left.
+def describe_blame(blame: Blame) -> str:
+    """Which operators change the answers most.
 
-    >>> describe_blame({"conv3": 0.5, "conv1": 0.01, "conv2": float("nan")})
-    'quantized alone, these operators change the answers most: conv3 (0.5), conv1 (0.01); there was time for 2 of 3'
-    >>> describe_blame({"conv1": float("nan")})
+    >>> describe_blame(Blame({"conv3": 0.5, "conv1": 0.01, "conv2": float("nan")}, {"Conv": 0.6, "Sigmoid": 0.2}))
+    'quantized alone, these operators change the answers most: conv3 (0.5), conv1 (0.01); there was time for 2 of 3; \
+all of a kind: Conv (0.6), Sigmoid (0.2)'
+    >>> describe_blame(Blame({"conv1": float("nan")}))
     'there was no time to quantize operators alone, which would say which ones are to blame: give it more --minutes'
     """
+    errors = blame.operators
     measured = [name for name, error in errors.items() if not math.isnan(error)]
+    kinds = "; all of a kind: " * bool(blame.kinds) + _list_errors(blame.kinds, list(blame.kinds))
     if not measured:
         return (
             "there was no time to quantize operators alone, which would say which ones are to blame: give it more "
-            "--minutes"
+            f"--minutes{kinds}"
         )
-    blamed = ", ".join(f"{name} ({errors[name]:.2g})" for name in measured[:BLAMED])
     partly = f"; there was time for {len(measured)} of {len(errors)}" if len(measured) < len(errors) else ""
-    return f"quantized alone, these operators change the answers most: {blamed}{partly}"
+    blamed = _list_errors(errors, measured)
+    return f"quantized alone, these operators change the answers most: {blamed}{partly}{kinds}"
+
+
+def _list_errors(errors: Mapping[str, float], names: Sequence[str]) -> str:
+    return ", ".join(f"{name} ({errors[name]:.2g})" for name in names[:BLAMED])
 
 
 def _or_infinite(value: float | None) -> float:

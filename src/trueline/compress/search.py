@@ -41,6 +41,9 @@ QUICK_S, FULL_S = 1.0, 6.0
 GAIN = 1.02
 """Times the parent's speed that a candidate has to have for sure, if latency is the target."""
 
+RESERVED = 1 / 3
+"""Of the time, for leaving out operators where all that was tried loses too much."""
+
 
 @dataclass(slots=True)
 class Search:
@@ -89,9 +92,13 @@ class Search:
         shutil.rmtree(self.folder, ignore_errors=True)
         files.write_atomic(spec, text)
 
-    def run(self, methods: Sequence[CompressMethod]) -> None:
-        """Tries `methods`, and better ones for those that lose too much, until the time is over."""
-        for method in chain(methods, self._refiner().propose(methods)):  # the second begins when the first is done
+    def run_until(self, ends: float, methods: Sequence[CompressMethod]) -> None:
+        """Tries `methods`, and better ones for those that lose too much, until the time is over; the last part of it is
+        for these."""
+        self.ends = ends
+        refiner, reserved = self._refiner(), self.ends - RESERVED * (self.ends - self.clock())
+        usual = (one for one in methods if self.clock() < reserved or not refiner.is_needed(methods))
+        for method in chain(usual, refiner.propose(methods), methods):  # each begins when the one before is done
             if method.name in self.rows:
                 continue
             if self.clock() >= self.ends:

@@ -91,6 +91,10 @@ class DdpExchange:
         )
         self._ddp.register_comm_hook(None, lambda _, bucket: self._send(bucket))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model, or what is pickled of it, has no group: its forward is the model's own."""
+        return {"original": self.original, "broken": None, "syncing": False, "_inside": False, "_ddp": None}
+
     def add(self, piece: BackwardPiece) -> None:
         (piece.scaled * piece.weight).backward()  # type: ignore[no-untyped-call]
         self.on_computed()

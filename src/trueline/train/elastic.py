@@ -22,7 +22,7 @@ from trueline.data.loading.worker_pool import make_reader
 from trueline.data.open import open_training
 from trueline.data.source import Batch
 from trueline.data.sources.mixture import record_lookup
-from trueline.errors import TrainError, UsageError
+from trueline.errors import UsageError
 from trueline.parallel.backend import connector
 from trueline.parallel.exchange import Overtaken, Shares, is_collective
 from trueline.parallel.gloo import GlooGroup
@@ -34,6 +34,7 @@ from trueline.train.loop_view import LoopView
 from trueline.train.profiler import StepProfiler
 from trueline.train.regroup.recovery import Recovery
 from trueline.train.rehearsal.doubts import Doubts
+from trueline.train.rehearsal.infinite import InfiniteSteps
 from trueline.train.step import model_traits
 from trueline.train.step.blame import Trials
 from trueline.train.step.checkpointer import Checkpointer
@@ -111,10 +112,10 @@ class Elastic(LoopView):
                               reporter=self._reporter, checkpointer=checkpointer, faults=self._faults)  # fmt: skip
         self._trials = Trials(link, plan, source, self._reader, replica)
         self._profiler, self._host_waits = StepProfiler.of_job(), device.type == "cpu"
-        self._failed, self._contribution, self._wishes = False, Contribution(), 0
+        self._failed, self._contribution, self._wishes, self._infinite = False, Contribution(), 0, InfiniteSteps()
 
     def __iter__(self) -> Iterator[StepBatch]:
-        if self._trial is not None:
+        if isinstance(self._trial, LossTrial):
             yield from self._try_loop(self._trial)
         self._replica.take_traits(self._traits)
         self._doubts = Doubts(self._traits)
@@ -225,6 +226,8 @@ class Elastic(LoopView):
             yield from self._hand_out(self._batch, read)
             if self._batch is not None:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
+            if self._infinite.error is not None:
+                yield from self._find_infinite(step)
             if self._failed:
                 return
             self._replica.expect_own_changes()
@@ -292,13 +295,9 @@ class Elastic(LoopView):
             self._observe(account)
             return False
         self._commit.check(account)
-        if not math.isfinite(account.loss):  # no member applies it; one whose own part is not finite blames records
-            if self._contribution.finite:
-                return self._abandon("the loss of the step is not finite")
-            hint = "the training diverged: lower the learning rate, or clip"
-            self.blame(TrainError(f"the loss of step {step} is not finite", hint=hint), self._contribution.records)
-            return False
-        return self._commit.commit(account)
+        if math.isfinite(account.loss) and self._replica.is_finite():
+            return self._commit.commit(account)
+        return self._refuse(step, "gradients" if math.isfinite(account.loss) else "loss")
 
     def _observe(self, account: StepAccount) -> None:
         """Keeps the sums of a step in which this worker had no state, and applies them once it has arrived."""
@@ -377,8 +376,9 @@ class Elastic(LoopView):
         self._regroup()
         return False
 
-    def blame(self, error: Exception, records: Ints | None = None) -> None:
-        """Reports the records that made this worker's share raise `error`. Raises `error` again if none is to blame."""
+    def blame(self, error: Exception, records: Ints | None = None, *, sure: bool = True) -> None:
+        """Reports the records that made this worker's share raise `error`. Raises `error` again if none is to blame
+        and it is `sure` that it is this worker's."""
         if isinstance(error, Overtaken):
             self._batch = None
             self._abandon(str(error))
@@ -392,5 +392,5 @@ class Elastic(LoopView):
             records = self._batch.records if self._batch is not None else np.empty(0, np.int64)
         self._batch = None
         self._replica.exchange.detach()  # its hooks wait for the backward of the forward that failed
-        accused = self._trials.accuse(error, self._at, records)
-        self._abandon(f"records {accused} failed")
+        accused = self._trials.accuse(error, self._at, records, sure=sure)
+        self._abandon(f"records {accused} failed" if accused else str(error))

@@ -1,15 +1,21 @@
 """What a loop may ask its job, and what it may log."""
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from trueline import events
 from trueline.train.job_dir import JobDir, current_job
+from trueline.train.link.contract import Link
 from trueline.train.rehearsal import fork
 from trueline.train.rehearsal.doubts import Doubts
-from trueline.train.step.contribution import StepBatch
+from trueline.train.rehearsal.infinite import InfiniteSteps, RecordTrial, find_records
+from trueline.train.step.blame import Trials
+from trueline.train.step.contribution import Contribution, StepBatch
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -29,18 +35,55 @@ class LoopView:
     _traits: ModelTraits
     _settings: OptimizerSettings
     _tried: TrialInputs
-    _trial: LossTrial | None
+    _trial: LossTrial | RecordTrial | None
+    _infinite: InfiniteSteps
+    _contribution: Contribution
+    _link: Link
+    _trials: Trials
+    _abandon: Callable[[str], bool]
+    blame: Callable[..., None]
     _batch: StepBatch | None
     _doubts: Doubts
 
     def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
         self._settings.mark()
+        trial.inputs = replace(trial.inputs, total_steps=self._plan.total_steps)
         for batch in fork.try_loop(trial, self._traits, self._replica.optimizer_step):
             self._batch = batch
             yield batch
         self._settings.rewind()
         self._traits, self._trial = trial.traits, None
         self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))
+
+    def _refuse(self, step: int, what: str) -> bool:
+        """No member applies the step; one whose own part is not finite, or may be not, blames records."""
+        error, ids = self._infinite.note(step, what), self._contribution.records
+        if not len(ids) or (what == "loss" and self._contribution.finite):
+            return self._abandon(f"the {what} of the step {'is' if what == 'loss' else 'are'} not finite")
+        if self._replica.owned:
+            self.blame(error, ids, sure=what == "loss")
+        else:
+            self._infinite.error = error  # the loop's body is at work: its next batches try the records
+        return False
+
+    def _find_infinite(self, step: int) -> Iterator[StepBatch]:
+        """Hands out parts of this worker's records of a step that is not finite, to find and report those that make it
+        so. Raises its error if none does, and it is this worker's."""
+        error, ids = self._infinite.error, self._contribution.records
+        assert error is not None
+        self._replica.exchange.detach()
+        later = self._plan.records(step + 1 if step + 1 < self._plan.total_steps else max(step - 1, 0))
+        tried = replace(self._tried, on_read=functools.partial(self._link.report_phase, "reading"))
+        trial = RecordTrial(tried, ids, np.setdiff1d(later, ids), step=step, epoch=self._plan.epoch_of(step))
+        self._trial = trial
+        for batch in find_records(trial, self._settings):
+            self._batch = batch
+            yield batch
+        self._trial = self._infinite.error = None
+        accused = self._trials.report(step, ids, trial.found)
+        if not accused and (trial.infinite or not self._contribution.finite):
+            raise error
+        self._abandon(f"records {accused} failed" if accused else str(error))
 
     def _hand_out(self, batch: StepBatch, read: Callable[[], StepBatch | None]) -> Iterator[StepBatch]:
         """Yields `batch`. If it is unlike those that were tried, it is tried first; if its loss is, it is tried then,
@@ -52,7 +95,8 @@ class LoopView:
                 yield batch
                 continue
             self._replica.exchange.syncing, waits = False, True
-            for trial, tried in self._doubts.try_again(self._tried, batch, self._settings):
+            inputs = replace(self._tried, on_read=functools.partial(self._link.report_phase, "reading"))
+            for trial, tried in self._doubts.try_again(inputs, batch, self._settings):
                 self._trial, self._batch = trial, tried
                 yield tried
             self._trial = None

@@ -57,6 +57,27 @@ def test_numbers_are_taught_by_squares() -> None:
     assert loss(outputs, (labels, answers)).item() == pytest.approx(0.5 * 4 + 0.5 * 1)
 
 
+def test_a_function_of_the_students_recipe_takes_the_place_of_the_distance(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.py"
+    file.write_text(
+        compressible.RECIPE + "\n\ndef furthest(outputs, answers):\n    return (outputs - answers).abs().amax(1)\n"
+    )
+    recipe = load_recipe(file)
+    loss = taught.make_loss(recipe.loss, 2.0, 1.0, distance=taught.find_distance(recipe, "furthest"))
+    outputs, answers, labels = torch.zeros(2, 3), torch.tensor([[1.0, 2, 3], [0, 0, 5]]), torch.tensor([0, 1])
+    assert loss(outputs, (labels, answers)).item() == pytest.approx(4.0)
+    with pytest.raises(UsageError, match="has no function 'farthest'") as missing:
+        taught.find_distance(recipe, "farthest")
+    assert missing.value.hint == "did you mean 'furthest'?"
+
+
+@pytest.mark.parametrize("found", [torch.zeros(2, 3), 0.5])
+def test_a_distance_that_is_no_number_for_each_record_is_refused(found: object) -> None:
+    loss = taught.make_loss(functional.cross_entropy, 2.0, 1.0, distance=lambda outputs, answers: found)  # type: ignore[arg-type,return-value]
+    with pytest.raises(RecipeError, match="one for each of 2 records"):
+        loss(torch.zeros(2, 3), (torch.tensor([0, 1]), torch.zeros(2, 3)))
+
+
 class Two(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

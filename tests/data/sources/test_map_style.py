@@ -201,3 +201,11 @@ def test_a_stream_is_refused_with_the_way_out_though_it_tells_a_length():
         with pytest.raises(RecipeError, match="can be iterated but not indexed") as caught:
             as_source(stream, mode="training", feed=None, recipe="r")
         assert "write a stream to a file of records once" in caught.value.hint
+
+
+def test_tensors_of_types_that_numpy_does_not_have_count_in_the_fingerprint_as_others_do():
+    inputs = torch.arange(8).bfloat16()
+    one, same = (TensorDataset(value, torch.ones(8)) for value in (inputs, inputs.clone()))
+    other = TensorDataset(inputs + 1, torch.ones(8))
+    found = [DatasetSource(data, mode="training").fingerprint() for data in (one, same, other)]
+    assert found[0] == found[1] != found[2]

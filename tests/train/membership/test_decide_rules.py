@@ -294,6 +294,15 @@ def test_the_same_workers_second_vote_counts_only_where_it_is_alone():
     assert list(alone.state.set_aside) == [17]
 
 
+def test_a_vote_that_comes_late_moves_the_records_on_though_the_others_have_formed_a_view_meanwhile():
+    """A worker that tries its records for longer than the others wait for it; the view that they get leaves the record
+    with that worker, whose second vote would not count."""
+    world = running().happen(h.GroupBroken(B, 1, "the gradients are not finite"))
+    assert (world.state.generation, world.state.rotation) == (2, 0)
+    world.happen(h.Suspect(A, (17,), "odd"))
+    assert (world.state.generation, world.state.rotation, world.state.view) == (3, 1, (A, B, C))
+
+
 def test_votes_that_arrive_while_a_view_forms_already_are_kept_and_force_no_other():
     world = running().happen(h.Suspect(A, (17,), "odd"), h.Suspect(B, (18,), "odd"))
     assert (world.state.generation, sorted(world.state.suspects)) == (2, [17, 18])

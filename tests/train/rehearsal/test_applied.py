@@ -95,6 +95,110 @@ def test_what_a_worker_that_joins_would_not_have_is_refused_before_the_first_ste
     assert (world.applied, act in refused.value.hint) == (0, True)
 
 
+def average_flat(world: World) -> None:
+    flat = nn.utils.parameters_to_vector(world.model.parameters()).detach()
+    world.kept = flat if world.kept is None else 0.9 * world.kept + 0.1 * flat
+
+
+def average_arrays(world: World) -> None:
+    now = {name: value.detach().numpy().copy() for name, value in world.model.named_parameters()}
+    world.kept = now if world.kept is None else {name: 0.9 * world.kept[name] + 0.1 * now[name] for name in now}
+
+
+def make_average(world: World) -> None:
+    world.kept = world.kept or AveragedModel(world.model)
+    world.kept.update_parameters(world.model)
+
+
+def wait(world: World) -> None:
+    """As a callback that lowers the rate after some steps without a better loss."""
+    world.kept = (world.kept or 0) + 1
+    if world.kept > 30:
+        world.advance.param_groups[0]["lr"] = 0.01
+
+
+def step_other(world: World) -> None:
+    assert world.beside.grad is not None
+    with torch.no_grad():
+        world.beside -= 0.1 * world.beside.grad
+    world.beside.grad = None
+
+
+def remember_later(world: World) -> None:
+    world.kept = world.kept or [1.0] * 4
+    if world.step > 3:
+        world.kept[0] += 0.5
+
+
+class Weighs(World):
+    """Its loss has a tensor that the model does not have, and weights that the loop keeps; an average moves in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        self.step, self.average = 0, None
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        self.step = batch.step
+        if self.kept == "moves":
+            now = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+            self.average = now if self.average is None else {
+                name: 0.9 * self.average[name] + 0.1 * now[name] for name in now
+            }  # fmt: skip
+        weight = self.kept[0] if isinstance(self.kept, list) else 1.0
+        return super().loss(weight * outputs * self.beside, batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "keep", "after", "why"),
+    [
+        (World, None, average_flat, "loop changes the loop's self.kept, an average or copy of the weights"),
+        (World, None, average_arrays, "loop changes the loop's self.kept, an average or copy of the weights"),
+        (World, None, make_average, r"another module \(AveragedModel\)"),
+        (World, None, wait, r"sets the optimizer's numbers \(a learning rate\) by the loop's self.kept"),
+        (Weighs, None, step_other, r"changes a tensor of shape \[1\] that the loss trains"),
+        (Weighs, None, remember_later, "the loss of the same records is .* instead of"),
+        (Weighs, "moves", lambda _: None, r"before job.step\(loss\) the loop changes the loop's self.average"),
+    ],
+    ids=["flat", "arrays", "made later", "callback", "beside", "later", "in the body"],
+)  # fmt: skip
+def test_averages_of_any_form_and_what_follows_from_them_are_refused_before_the_first_step(make, keep, after, why):
+    world = make()
+    world.kept = keep
+    with pytest.raises(UsageError, match=why):
+        world.train(after, epochs=3)
+    assert world.applied == 0
+
+
+def test_a_module_without_shapes_somewhere_in_the_process_hides_nothing():
+    lazy, empty = nn.LazyLinear(3), nn.Linear(2, 2, device="meta")
+    world = World()
+    world.kept = AveragedModel(world.model)
+    with pytest.raises(UsageError, match="AveragedModel"):
+        world.train(lambda world: world.kept.update_parameters(world.model))
+    assert lazy.weight is not None
+    assert empty.weight.is_meta
+
+
+def test_a_model_in_a_loop_can_be_copied_and_pickled_and_the_copy_computes_alone(tmp_path):
+    copies = []
+
+    def keep(world: World) -> None:
+        copies.append(copy.deepcopy(world.model))
+        torch.save(world.model, tmp_path / "model.pt")
+
+    world = World()
+    world.train(keep)
+    assert len(copies) == world.applied == 4
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    wanted = world.model.eval()(world.inputs)
+    for one in (copies[-1], loaded):
+        torch.testing.assert_close(one(world.inputs), wanted)
+    with torch.no_grad():
+        copies[-1][0].weight.zero_()
+    torch.testing.assert_close(world.model(world.inputs), wanted)
+
+
 def test_a_scheduler_that_the_job_does_not_have_is_refused_and_given_ones_train_with_their_parts():
     world = World()
     own = lr_scheduler.StepLR(world.advance, 100)

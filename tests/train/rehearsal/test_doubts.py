@@ -16,13 +16,13 @@ from torch.utils.data import TensorDataset
 from trueline import events
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
-from trueline.train.step import trial
+from trueline.train.step import features
 from trueline.train.step.options import Options
 
 pytestmark = pytest.mark.slow
 
 RECORDS = 1200
-LOOKED_AT = np.linspace(0, RECORDS - 1, trial.POOL).astype(int)
+LOOKED_AT = np.linspace(0, RECORDS - 1, features.POOL).astype(int)
 RARE = min(set(range(600, 700)) - set(LOOKED_AT.tolist()))
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -84,7 +84,7 @@ def test_a_loss_that_counts_what_few_records_have_ends_before_the_step_that_has_
     if not looks:  # as where a record shows nothing: what the loss divides by is left
         if loss_of is rare_extra:
             pytest.skip("what it divides by is 1 without and with one such record")
-        monkeypatch.setattr(trial.features.Looks, "columns", lambda _: [])
+        monkeypatch.setattr(features.Looks, "columns", lambda _: [])
     data = records()
     data[1][RARE] = np.nan
     data[0][RARE, 0] = 60.0

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from trueline import events
-from trueline.errors import UsageError
+from trueline.errors import CheckpointError, UsageError
 from trueline.train.rehearsal import joined
 from trueline.train.step.joint import JointOptimizer
 from trueline.train.step.optimizer_step import OptimizerStep
@@ -119,6 +119,50 @@ def test_an_optimizer_continues_in_a_worker_that_joins_or_is_refused_before_the_
         else:
             joined.expect_same_after_join(new)
     assert "optimizer.untried" not in heard
+
+
+class Sharp(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "requires closure"
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_the_first_step() -> None:
+    with pytest.raises(UsageError, match="computes the loss again inside of its step") as caught:
+        joined.expect_same_after_join(make(lambda p: Sharp(p, lr=0.1)))
+    assert "one" in caught.value.hint
+
+
+def test_the_optimizer_of_a_large_model_is_tried_with_small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "MOST_BYTES", 1000)
+    sizes: list[int] = []
+
+    def wide(optimizer: Any) -> OptimizerStep:
+        model = nn.Sequential(nn.Linear(100, 70), nn.BatchNorm1d(70))
+        return OptimizerStep(model, optimizer(model.parameters()), None, Options())
+
+    def copied(step: OptimizerStep) -> OptimizerStep:
+        made = joined.copy_step(step)
+        sizes.extend(value.numel() for value in made.model.parameters())
+        return made
+
+    kept, lost = wide(Lookahead), wide(lambda p: Lookahead(p, by_parameter=True))
+    joined.expect_same_after_join(lambda: copied(kept))
+    assert max(sizes) == joined.MOST_SIDE**2
+    with pytest.raises(UsageError, match=KEPT):
+        joined.expect_same_after_join(lambda: copied(lost))
+    assert joined.copy_model(kept.model)[0].weight.shape == (joined.MOST_SIDE,) * 2  # type: ignore[index, union-attr]
+    assert kept.model[0].weight.shape == (70, 100)  # type: ignore[index, union-attr]
+
+
+def test_a_state_that_no_checkpoint_holds_is_refused_before_the_first_step() -> None:
+    class Odd(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for value in self.param_groups[0]["params"]:
+                self.state[value]["z"] = torch.zeros(1, dtype=torch.complex128)
+
+    with pytest.raises(CheckpointError, match="complex128"):
+        joined.expect_same_after_join(make(lambda p: Odd(p, lr=0.1)))
 
 
 def test_a_copy_of_a_step_has_its_own_optimizer_and_schedule_and_torchs_own_are_not_tried() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch.utils.data import TensorDataset
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.rehearsal import kept
+from trueline.train.step import reduction
 from trueline.train.step.options import Options
 
 INPUTS = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -90,6 +93,160 @@ class Harmless(Plain):
         return outputs
 
 
+class Scaled(torch.autograd.Function):
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        Scaled.backwards += 1
+        return grad if Scaled.backwards < 40 else 0.5 * grad
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def by_closure() -> Any:
+    calls = 0
+
+    def weigh(outputs: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return outputs if calls < 40 else 0.5 * outputs
+
+    return weigh
+
+
+def by_default(outputs: Tensor, state: dict[str, int] = {"calls": 0}) -> Tensor:  # noqa: B006
+    state["calls"] += 1
+    return outputs if state["calls"] < 40 else 0.5 * outputs
+
+
+def by_attribute(outputs: Tensor) -> Tensor:
+    by_attribute.calls = getattr(by_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+    return outputs if by_attribute.calls < 40 else 0.5 * outputs  # type: ignore[attr-defined]
+
+
+def by_generator() -> Any:
+    numbers = (1.0 if at < 40 else 0.5 for at in itertools.count())
+    return lambda outputs: next(numbers) * outputs
+
+
+def by_array() -> Any:
+    seen = np.zeros(2)
+
+    def weigh(outputs: Tensor) -> Tensor:
+        seen[0] += 1
+        return outputs if seen[0] < 40 else 0.5 * outputs
+
+    return weigh
+
+
+def by_tuple() -> Any:
+    calls = (0, 1)
+
+    def weigh(outputs: Tensor) -> Tensor:
+        nonlocal calls
+        calls = (calls[0] + 1, 1)
+        return outputs if calls[0] < 40 else 0.5 * outputs
+
+    return weigh
+
+
+def by_set() -> Any:
+    seen = set[int]()
+
+    def weigh(outputs: Tensor) -> Tensor:
+        seen.add(len(seen))
+        return outputs if len(seen) < 40 else 0.5 * outputs
+
+    return weigh
+
+
+def by_slot() -> Any:
+    kept = Slotted()
+
+    def weigh(outputs: Tensor) -> Tensor:
+        kept.count += 1
+        return outputs if kept.count < 40 else 0.5 * outputs
+
+    return weigh
+
+
+def by_backward() -> Any:
+    return Scaled.apply
+
+
+def try_function(weigh: Any, spaces: dict[str, Any]) -> None:
+    model = Plain()
+
+    def compute() -> list[float]:
+        loss = (weigh(model.net(INPUTS)) ** 2).sum()
+        (grad,) = torch.autograd.grad(loss, [model.net.weight])
+        return [float(loss.detach()), *reduction.measure_gradient(grad)]
+
+    memory = kept.KeptNames(model, lambda: [("the loop's ", spaces)])
+    for _ in range(2):
+        compute()
+        memory.look()
+    memory.expect_unused(compute)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [by_closure(), by_default, by_attribute, by_generator(), by_array(), by_tuple(), by_set(), by_slot(),
+     functools.partial(by_closure())],
+    ids=["closure", "default", "attribute", "generator", "array", "tuple", "set", "slot", "partial"],
+)  # fmt: skip
+def test_what_a_function_keeps_is_found_wherever_it_is(made: Any) -> None:
+    with pytest.raises(UsageError, match=r"the loss uses the loop's weigh"):
+        try_function(made, {"weigh": made})
+
+
+def test_a_set_of_what_was_seen_is_found_though_the_same_records_do_not_make_it_longer() -> None:
+    seen = set[float]()
+
+    def compute(inputs: Tensor = INPUTS) -> list[float]:
+        seen.add(float(inputs.sum()))
+        return [float(inputs.sum()) * (1.0 if len(seen) < 40 else 0.5)]
+
+    memory = kept.KeptNames(Plain(), lambda: [("the loop's ", {"seen": seen})])
+    for _ in range(2):
+        compute()
+        memory.look()
+    compute(2 * INPUTS)
+    with pytest.raises(UsageError, match="the loss uses the loop's seen"):
+        memory.expect_unused(compute)
+
+
+def test_a_counter_that_only_gradients_depend_on_is_found() -> None:
+    with pytest.raises(UsageError, match=r"the loop's Scaled.backwards.* the gradients of the same records have"):
+        try_function(by_backward(), {"Scaled": Scaled})
+
+
+def test_functions_that_keep_what_nothing_reads_are_left_alone() -> None:
+    calls, seen, marks, numbers, pairs = 0, set[int](), np.zeros(2), (at for at in range(99)), (0, 0)
+
+    def weigh(outputs: Tensor) -> Tensor:
+        nonlocal calls, pairs
+        calls, pairs = calls + 1, (calls, 1)
+        seen.add(calls)
+        marks[0] += 1
+        next(numbers)
+        return outputs
+
+    try_function(weigh, {"weigh": weigh})
+    assert 4 < calls < 20
+    assert len(seen) == calls
+
+
 def look(model: nn.Module) -> kept.KeptNames:
     memory = kept.KeptNames(model, list)
     for _ in range(2):
@@ -105,7 +262,7 @@ def test_what_a_forward_keeps_and_uses_is_named_and_has_its_value_again(make: An
     model = make()
     memory = look(model)
     with pytest.raises(UsageError, match=f"uses the model's {place}, which each batch changes") as caught:
-        memory.expect_unused(lambda: float(model(INPUTS).detach().sum()))
+        memory.expect_unused(lambda: [float(model(INPUTS).detach().sum())])
     assert "a buffer of the model" in caught.value.hint
     assert model.calls < 9 if make is Counts else len(getattr(model, "queue", ())) < 50
 
@@ -114,7 +271,7 @@ def test_what_a_forward_keeps_and_does_not_use_is_left_alone() -> None:
     model = Harmless()
     memory = look(model)
     assert {place.name for place in memory.list_changed()} == {"the model's calls", "the model's history"}
-    memory.expect_unused(lambda: float(model(INPUTS).detach().sum()))
+    memory.expect_unused(lambda: [float(model(INPUTS).detach().sum())])
     assert 2 < model.calls < 9
     assert len(model.history) < 9
 

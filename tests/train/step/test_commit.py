@@ -36,6 +36,9 @@ class Replica:
     def begin(self):
         self.done.append("begin")
 
+    def is_finite(self):
+        return True
+
     def recall(self, reduced):
         self.done.append(("recall", reduced.account.loss_sum))
 

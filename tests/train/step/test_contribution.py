@@ -267,6 +267,9 @@ class Trying:
     def begin(self):
         self.done.append("begin")
 
+    def describe_infinite(self):
+        return ""
+
 
 def trials_of(plan, loss_of=None):
     world = Trying()

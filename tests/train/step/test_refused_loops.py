@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
-from trueline.train.step import trial
+from trueline.train.step import features
 from trueline.train.step.options import Options
 
 pytestmark = pytest.mark.slow
@@ -164,7 +164,7 @@ def test_gradient_checkpointing_of_the_whole_model_trains():
 
 def test_a_mask_among_the_inputs_that_few_records_have_is_seen_to_be_what_the_mean_divides_by(monkeypatch):
     """Its labels do not show it: of 120 records 5 have a mask."""
-    monkeypatch.setattr(trial, "LOOK_S", 600.0)
+    monkeypatch.setattr(features, "LOOK_S", 600.0)
 
     def masked(model: nn.Module, batch: Any) -> Tensor:
         weights = batch.inputs["mask"]
@@ -355,7 +355,9 @@ class Read(Dataset[Any]):
         return self.inputs[index], self.labels[index]
 
 
-def test_reading_that_fills_a_gap_by_the_mean_of_its_batch_is_refused_though_few_records_have_one():
+def test_reading_that_fills_a_gap_by_the_mean_of_its_batch_is_refused_though_few_records_have_one(monkeypatch):
+    monkeypatch.setattr(features, "LOOK_S", 600.0)
+
     def fill(inputs: Tensor) -> Tensor:
         return torch.where(inputs[:, :1] > 2.1, inputs.mean(dim=0), inputs)
 

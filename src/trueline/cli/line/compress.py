@@ -67,6 +67,9 @@ trueline compress digits.bundle --quantize static --quantize dynamic -o small.bu
 @click.option(
     "--match", multiple=True, metavar="STUDENT=TEACHER", help="A submodule of the student learns another's outputs."
 )
+@click.option(
+    "--distill-loss", metavar="NAME", help="NAME(outputs, answers) in the student's recipe: the distance it learns by."
+)
 @click.option("--qat", is_flag=True, help="Train further with weights and inputs rounded to int8.")
 @click.option("--checkpoint", metavar="CHECKPOINT", help="Further training starts with it; else found by its digest.")
 @click.option(

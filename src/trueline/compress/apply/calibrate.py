@@ -19,7 +19,8 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, s
 from onnxruntime.quantization.calibrate import HistogramCollector, TensorsData, create_calibrator
 
 from trueline.compress.apply.contract import ParentProgram
-from trueline.compress.apply.graph import fold, is_large, quiet
+from trueline.compress.apply.equalize import equalize
+from trueline.compress.apply.graph import is_large, quiet
 from trueline.errors import CaptureError, DataError, first_line
 
 Floats = npt.NDArray[np.float64]
@@ -53,7 +54,7 @@ def _histograms(program: ParentProgram) -> dict[str, Histogram]:
     try:
         with quiet():
             calibrator = create_calibrator(
-                fold(program), augmented_model_path=str(program.work / "watched.onnx"),
+                equalize(program), augmented_model_path=str(program.work / "watched.onnx"),
                 calibrate_method=CalibrationMethod.Percentile, extra_options={"num_bins": BINS, "symmetric": False},
                 use_external_data_format=is_large(program.path),
             )  # fmt: skip

@@ -143,4 +143,6 @@ def _teach(base: Recipe, plan: DerivePlan, watch: FeatureWatch) -> dict[str, Any
     def dataset(mode: Mode) -> Any:
         return taught.TaughtSource(base.source(mode), plan.answers) if mode == "training" else base.source(mode)
 
-    return {"dataset": dataset, "loss": taught.make_loss(base.loss, plan.temperature, plan.share, watch)}
+    distance = taught.find_distance(base, plan.distance) if plan.distance else None
+    loss = taught.make_loss(base.loss, plan.temperature, plan.share, watch, distance)
+    return {"dataset": dataset, "loss": loss}

@@ -47,6 +47,8 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float = 1.0
     share: float = 0.5
     """Of the loss that is the teacher's."""
+    distance: str = ""
+    """The recipe's own function of outputs and the teacher's answers; empty: divergence or squares."""
     layers: dict[str, list[int]] = {}
     """Of a ready student, which is the teacher's model: the layers that stay, by the name of their stack."""
     matches: dict[str, str] = {}
@@ -61,7 +63,7 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return self.title
         amounts = ",".join(f"{name}={amount:g}" for name, amount in self.amounts.items())
         kept = "".join(f",{len(places)} of {name or 'the layers'}" for name, places in self.layers.items())
-        taught = f"distill:{self.temperature:g}{kept}" + ",features" * bool(self.matches)
+        taught = f"distill:{self.distance or f'{self.temperature:g}'}{kept}" + ",features" * bool(self.matches)
         slowly = f" in {self.rounds} rounds" if self.rounds > 1 else ""
         return {"taught": taught, "qat": "qat"}.get(self.kind, f"prune:{amounts}{slowly}")
 

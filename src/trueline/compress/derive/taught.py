@@ -8,10 +8,11 @@ lie beside them. Source: Hinton et al., arXiv 1503.02531.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -22,16 +23,19 @@ from trueline import events, files
 from trueline.compress.derive.features import FeatureWatch, watch_outputs
 from trueline.compress.measure.records import CHUNK
 from trueline.data.source import Batch, Source, Unit
-from trueline.errors import CaptureError
+from trueline.errors import CaptureError, RecipeError, UsageError, closest
 from trueline.recipe.eager_mode import as_trained
 from trueline.train.worker.measure import call_model
 
 if TYPE_CHECKING:
     from trueline.compress.measure.records import ProgramRecords
     from trueline.data.order.permutation import Indices
+    from trueline.recipe.contract import Recipe
     from trueline.runtime.session import Session
 
 _HEAD, _BODY = "answers.json", "answers.f32"
+Distance = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Of a student's outputs from the teacher's answers to the same records: one number, or one for each record."""
 
 
 class AnswersHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,12 +152,28 @@ class TaughtSource:
         return files.sha256_bytes(f"{self._source.fingerprint()}|{self._digest}".encode())
 
 
+def find_distance(recipe: Recipe, name: str) -> Distance:
+    """The function `name` beside the blanks of `recipe`. Raises UsageError."""
+    modules = {getattr(blank, "__module__", None) for blank in (recipe.loss, recipe.model, recipe.dataset)}
+    known: dict[str, Any] = {}
+    for module in modules & sys.modules.keys():
+        known |= {key: value for key, value in vars(sys.modules[str(module)]).items() if callable(value)}
+    if name in known:
+        return cast(Distance, known[name])
+    near = closest(name, known)
+    raise UsageError(
+        f"the student's recipe '{recipe.name}' has no function '{name}', by which it is to be taught",
+        hint=f"did you mean '{near}'?" if near else f"def {name}(outputs, answers): one distance for each record",
+    )
+
+
 def make_loss(
-    loss: Callable[[Any, Any], Any], temperature: float, share: float, watch: FeatureWatch | None = None
-) -> Callable[[Any, Any], Any]:
+    loss: Callable[[Any, Any], Any], temperature: float, share: float, watch: FeatureWatch | None = None,
+    distance: Distance | None = None,
+) -> Callable[[Any, Any], Any]:  # fmt: skip
     """`loss` of the recipe for plain labels; for those of a TaughtSource, (1 - share) of it and `share` of the distance
-    to the teacher: the divergence of softened classes, or the squared difference where there is one number a record;
-    and the distance of the outputs inside that `watch` has seen."""
+    to the teacher: `distance`, else the divergence of softened classes, or the squared difference where there is one
+    number a record; and the distance of the outputs inside that `watch` has seen."""
     parts = 2 + len(watch.matches if watch is not None else ())
 
     def taught_loss(outputs: Any, labels: Any) -> Any:
@@ -161,7 +181,9 @@ def make_loss(
             return loss(outputs, labels)
         label, answers, *inside = labels
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-        if first.ndim > 1 and first.shape[-1] > 1:
+        if distance is not None:
+            each = _check_distance(distance(outputs, answers.to(first)), len(first))
+        elif first.ndim > 1 and first.shape[-1] > 1:
             told = functional.log_softmax(answers.to(first) / temperature, dim=-1)
             said = functional.log_softmax(first / temperature, dim=-1)
             each = (told.exp() * (told - said)).sum(dim=-1).reshape(len(first), -1).mean(dim=1) * temperature**2
@@ -170,7 +192,17 @@ def make_loss(
         if watch is not None and inside:
             each = each + watch.measure_distance(inside).to(each)
         own = loss(outputs, label)
-        distance = each if own.ndim else each.mean()
-        return (1 - share) * own + share * distance
+        return (1 - share) * own + share * (each if own.ndim else each.mean())
 
     return taught_loss
+
+
+def _check_distance(found: Any, records: int) -> torch.Tensor:
+    if not isinstance(found, torch.Tensor) or found.shape not in ((), (records,)):
+        what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise RecipeError(
+            f"the distance to the teacher's answers is {what}, expected a tensor: one number, or one for each of "
+            f"{records} records",
+            hint="take the mean over all axes but the first",
+        )
+    return found

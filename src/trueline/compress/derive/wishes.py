@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeriveWishes:
     """`prunings`: shares to prune, each a model of its own, reached in `rounds`; `student`: its recipe, or `drop`: how
-    many layers a ready one lacks; `matches`: submodules of the student that learn from submodules of the teacher."""
+    many layers a ready one lacks; `matches`: submodules of the student that learn from submodules of the teacher;
+    `distance`: the name of a function of the student's recipe by which it learns from the teacher's answers."""
 
     prunings: Sequence[Mapping[str, float]]
     rounds: int
     student: str | Path | None
     drop: str
     matches: Mapping[str, str]
+    distance: str
     qat: bool
     checkpoint: Location | None
 
     @classmethod
     def of(
         cls, *, prune: str | Sequence[str] | None, rounds: int, distill: str | Path | None, drop: str | None,
-        match: Sequence[str], qat: bool, checkpoint: Location | None,
+        match: Sequence[str], distance: str | None, qat: bool, checkpoint: Location | None,
     ) -> DeriveWishes:  # fmt: skip
         """Raises UsageError."""
         if distill is not None and drop:
@@ -41,14 +43,14 @@ class DeriveWishes:
                 f"rounds is {rounds}, expected 1 or more, and something to prune",
                 hint="--prune channels=0.4 --rounds 4 removes 40 % in four parts, and trains after each",
             )
-        if match and distill is None and not drop:
+        if (match or distance) and distill is None and not drop:
             raise UsageError(
-                "--match is about a student, and there is none",
+                f"{'--match' if match else '--distill-loss'} is about a student, and there is none",
                 hint="name its recipe: --distill student/recipe.py, or let it be made: --drop 0.5",
             )
         return cls(
             prunings=[parse_amounts(text) for text in prunings], rounds=rounds, student=distill, drop=drop or "",
-            matches=parse_matches(match), qat=qat, checkpoint=checkpoint,
+            matches=parse_matches(match), distance=distance or "", qat=qat, checkpoint=checkpoint,
         )  # fmt: skip
 
     def __bool__(self) -> bool:

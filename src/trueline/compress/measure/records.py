@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from trueline.capture.model.arguments import as_arguments
 from trueline.data.loading.seeding import seed_generators
 from trueline.data.source import Source
-from trueline.errors import CaptureError, DataError, RecipeError, RequestError, UsageError
+from trueline.errors import CaptureError, DataError, RecipeError, RequestError, TruelineError, UsageError, first_line
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.eager_mode import as_trained
 from trueline.train.worker.measure import call_model
@@ -82,6 +82,11 @@ def open_records(recipe: Recipe, mode: Mode, signature: Signature) -> ProgramRec
         source = recipe.source(mode)
     except (RecipeError, DataError) as error:
         raise RecipeError(f"there are no {mode} records to compress with: {error.message}", hint=_DATA) from error
+    except TruelineError:
+        raise
+    except Exception as error:
+        what = f"dataset('{mode}') raised {type(error).__name__}: {first_line(error)}"
+        raise RecipeError(f"there are no {mode} records to compress with: {what}", hint=_DATA) from error
     return ProgramRecords(source, signature, mode)
 
 

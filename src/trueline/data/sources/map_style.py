@@ -7,6 +7,7 @@ A record that cannot be read is an error that names it. torch is imported when t
 
 import copy
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -188,6 +189,15 @@ def _first_record(batch: Any, count: int) -> list[list[str]]:
     return [list(map(repr, leaf[0].detach().flatten().tolist())) for leaf in leaves]
 
 
+def _raw_bytes(value: Any) -> bytes:
+    """The bytes of an array or a tensor, whose type numpy may not have (bfloat16)."""
+    if not hasattr(value, "detach"):
+        return np.ascontiguousarray(value).tobytes()
+    dense = value.detach().cpu().to_dense() if value.is_sparse else value.detach().cpu()
+    flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(flat.view(sys.modules["torch"].uint8).numpy().tobytes())
+
+
 def _bytes_of(value: Any, *, content: bool = True) -> Iterator[bytes]:
     """Of `value`, for a digest; with `content` false only types, shapes and lengths."""
     if isinstance(value, dict):
@@ -201,7 +211,7 @@ def _bytes_of(value: Any, *, content: bool = True) -> Iterator[bytes]:
     elif hasattr(value, "shape") and hasattr(value, "dtype"):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         if content:
-            yield np.ascontiguousarray(value).tobytes()
+            yield _raw_bytes(value)
     else:
         yield type(value).__name__.encode()
         if content and isinstance(value, int | float | str | bytes | bool):

@@ -20,14 +20,17 @@ that is more."""
 
 
 def suspect(state: State, event: Suspect, policy: MembershipPolicy) -> list[Action]:
-    """Enters a worker's votes and forms a view; one that already forms serves too, unless a record was set aside."""
+    """Enters a worker's votes and forms a view. One that already forms for a vote serves too, unless a record was set
+    aside; one that forms for another reason, such as members that waited too long, leaves the records where they were.
+    """
     before = len(state.set_aside)
     actions = accuse(state, event.records, event.ref, event.why, policy, event.where)
     aside = list(state.set_aside)[before:]
     forming = not state.released and state.cut_below == state.generation
-    if state.phase == "failed" or (forming and not aside):
+    if state.phase == "failed" or (forming and state.turned == state.generation and not aside):
         return actions
     state.rotation += 1
+    state.turned = state.generation + 1
     failed = f"{_describe_records(event.records)} failed at {event.ref}"
     what = f"{_describe_records(aside)} set aside" if aside else failed
     return actions + form(state, what, forced=True)

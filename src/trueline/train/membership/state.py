@@ -129,6 +129,8 @@ class State:
     generation: int = 0
     cut_below: int = 0
     rotation: int = 0
+    turned: int = 0
+    """The newest generation that was formed with another rotation, after a vote."""
     careful: bool = False
     view: tuple[str, ...] = ()
     released: bool = False

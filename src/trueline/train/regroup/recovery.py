@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError
+from trueline.parallel.finite import are_finite
 from trueline.storage.location import split_location
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
@@ -159,12 +160,10 @@ class Recovery:
             self.observed += 1
 
     def _advances(self, reduced: Reduced) -> bool:
-        """Whether the others applied the step: not if its gradients overflowed, or its loss is not finite."""
+        """Whether the others applied the step: not if its loss, or a gradient, is not finite."""
         if not math.isfinite(reduced.account.loss_sum):
             return False
-        if not self._replica.optimizer_step.scaler.is_enabled():
-            return True
-        return all(bool(torch.isfinite(gradient).all()) for gradient in reduced.gradients if gradient is not None)
+        return are_finite([reduced.beside, *(value for value in reduced.gradients if value is not None)])
 
     def keep_evaluation(self, totals: list[float]) -> None:
         self._kept.append(totals)

@@ -17,10 +17,8 @@ import io
 import math
 import os
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,55 +26,53 @@ import torch
 
 from trueline.data.loading import seeding
 from trueline.errors import UsageError
-from trueline.train.rehearsal import kept
+from trueline.train.rehearsal import copies, kept, places
 from trueline.train.step import model_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.trial import FEW, LossTrial
 
-WILD, SEEN = 1e3, 4096
-"""The parameters' values meanwhile, with either sign, and how many elements of a tensor have them or are compared."""
+WILD, NUDGE, SEEN = 1e3, 1.01, copies.SEEN
+"""The parameters' values meanwhile, with either sign, a factor for the second batch, and how many elements of a tensor
+have them or are compared."""
 _JOINS = "a worker that joins receives model, optimizer and scheduler, and repeats no line of the loop"
 _AVERAGE = "Options(ema=0.999) averages the weights, in all workers and in checkpoints"
-_ROOMS = (dict, OrderedDict, list)  # and no subclass, which may compute what it has
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Tensors of a loop beside its model: of another module, or a dict or list with as many shapes as the model has."""
-
-    what: str
-    values: Callable[[], Iterable[torch.Tensor]]
+_SCHEDULE = f"{_JOINS}: give the scheduler to Elastic(scheduler=...), or compute them from batch.step"
 
 
 class AppliedTrial:
     """`batches()` are for the loop, each followed by a call of `take`; `fault` is then what was found, if anything."""
 
     def __init__(self, tried: LossTrial, settings: OptimizerSettings) -> None:
-        self._inputs, self._tolerance, self._settings = tried.inputs, tried.tolerance, settings
+        self._tried, self._inputs, self._tolerance, self._settings = tried, tried.inputs, tried.tolerance, settings
         self.fault: UsageError | None = None
         self._model = tried.inputs.model
-        self._kept = list_kept(self._model)
-        self._taken: list[tuple[float, list[float]]] = []
+        self._taken: list[tuple[kept.Shown, list[float]]] = []
+        self._ended: list[list[float]] = []
+        """The optimizer's numbers at the ends of these batches."""
         self._before: list[torch.Tensor] = []
         self._wild: list[torch.Tensor] = []
-        self._others: list[list[torch.Tensor]] = []
-        self._memory = kept.KeptNames(self._model, kept.list_caller_spaces)
-        self._place: kept.KeptPlace | None = None
+        self._memory = kept.KeptNames(self._model, places.list_caller_spaces)
+        self._copies = copies.Copies(self._model, self._memory)
+        self._strange: list[torch.Tensor] = []
+        """Tensors that the loss trains and the model does not have."""
+        self._place: places.KeptPlace | None = None
 
     def batches(self) -> Generator[StepBatch, None, None]:
-        trial = self._inputs
+        trial, self._tried.after = self._inputs, self.take
         count = min(FEW, trial.num_records, trial.global_batch)
         first, other = np.arange(count, dtype=np.int64), np.arange(trial.num_records - count, trial.num_records)
-        step = int(trial.num_records > trial.global_batch)  # at step 0 a loop may evaluate, which takes its time
-        for ids in (first, other, first):
-            yield from self._one(ids, step)
+        step = choose_late(trial.total_steps)
+        for ids, factor in ((first, 1.0), (other, NUDGE), (first, 1.0)):
+            with self._nudge(factor):
+                yield from self._one(ids, step)
             if ids is first:
                 self._memory.look()
         for place in self._memory.list_changed() if self.fault is None else ():
             with kept.change(place):
                 self._place = place
                 yield from self._one(first, step)
+                self._find_use(place)
 
     def _one(self, ids: Any, step: int) -> Generator[StepBatch, None, None]:
         trial = self._inputs
@@ -89,114 +85,115 @@ class AppliedTrial:
 
     def take(self, loss: torch.Tensor) -> None:
         """Takes the loss of the last batch, and gives the parameters other values."""
-        self._taken.append((float(loss.detach().double().mean()), self._settings.values()))
-        if len(self._taken) == 3 and self.fault is None:
-            self.fault = self._find_memory(*self._taken[0], *self._taken[2])
-        elif self._place is not None and self.fault is None and not kept.is_same(self._taken[2][0], self._taken[-1][0]):
-            self.fault = kept.refuse(self._place, self._taken[2][0], self._taken[-1][0])
-        self._before = [_glance(value) for value in self._parameters()]
+        if self._ended and self._place is None:
+            self._note(self._find_copies("before job.step(loss)"))
+        self._taken.append((self._tried.show(loss), self._settings.values()))
+        if len(self._taken) == 3:
+            self._note(self._find_memory(*self._taken[0], *self._taken[2]))
+        self._before = [copies.glance(value) for value in self._parameters()]
+        wild = WILD * (1 + 0.1 * len(self._taken))  # others each time: the average of one value is that value
         for value in self._parameters():
             flat = value.detach().view(-1)[:SEEN]
             signs = torch.arange(len(flat), device=flat.device) % 3 - 1
-            flat.copy_(signs * WILD + torch.linspace(0.5, 1.0, len(flat), device=flat.device))
-        self._wild = [_glance(value) for value in self._parameters()]
-        self._others = [[_glance(value) for value in other.values()] for other in self._kept]
+            flat.copy_(signs * wild + torch.linspace(0.5, 1.0, len(flat), device=flat.device))
+        self._wild = [copies.glance(value) for value in self._parameters()]
+        self._strange = [value for value in copies.list_strange(loss, self._model) if value.grad is None]
+        for value in self._strange:
+            value.grad = torch.ones_like(value)  # as the backward of a step leaves it
+        if self._place is None:
+            self._copies.look(self._strange)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (p for p in self._model.parameters() if p.is_floating_point() and p.is_contiguous())
 
+    @contextmanager
+    def _nudge(self, factor: float) -> Iterator[None]:
+        """Changes the parameters a little for a batch: an average that begins as what it averages moves then."""
+        held = [(value, copies.glance(value)) for value in self._parameters()] if factor != 1.0 else []
+        with torch.no_grad():
+            for value, part in held:
+                value.view(-1)[:SEEN].copy_(part * factor)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for value, part in held:
+                    value.view(-1)[:SEEN].copy_(part)
+
+    def _note(self, fault: UsageError | None) -> None:
+        self.fault = self.fault or fault
+
     def _compare(self) -> None:
         if not self._wild:
             return
-        if self.fault is None:
-            self.fault = self._find_changes()
+        if not copies.are_equal(self._wild, self._parameters()):
+            self._note(UsageError(
+                "the loop changes parameters itself after a step that was applied",
+                hint=f"{_JOINS}: do it in the step() of an optimizer of your own",
+            ))  # fmt: skip
+        elif self._place is None:
+            self._note(self._find_copies("after a step that was applied"))
+        self._ended.append(self._settings.values())
         with torch.no_grad():
             for value, before in zip(self._parameters(), self._before, strict=True):
                 value.view(-1)[:SEEN].copy_(before)
+        for value in self._strange:
+            value.grad = None
+        if self._place is None:
+            self._copies.look(self._strange)
 
-    def _find_changes(self) -> UsageError | None:
-        if not _equal(self._wild, self._parameters()):
-            return UsageError(
-                "the loop changes parameters itself after a step that was applied",
-                hint=f"{_JOINS}: do it in the step() of an optimizer of your own",
-            )
-        for other, before in zip(self._kept, self._others, strict=True):
-            now = list(other.values())
-            if not _equal(before, now) and not _equal(self._wild, now):  # a copy of the weights is no memory
-                return UsageError(
-                    f"after a step that was applied the loop changes {other.what}, which only this worker has",
-                    hint=f"{_JOINS}. {_AVERAGE}; make a second model that is trained a part of the model, with its "
-                    "optimizer in trueline.JointOptimizer",
-                )
-        return None
+    def _find_copies(self, when: str) -> UsageError | None:
+        """What has changed since the last look, beside the model, and is no copy of its weights."""
+        what = self._copies.find_changed(in_body=when.startswith("before"))
+        if what is None:
+            return None
+        return UsageError(
+            f"{when} the loop changes {what}, which only this worker has",
+            hint=f"{_JOINS}. {_AVERAGE}; make a second model that is trained a part of the model, with its "
+            "optimizer in trueline.JointOptimizer",
+        )
 
     def _find_memory(
-        self, loss: float, settings: list[float], again: float, settings_again: list[float]
+        self, loss: kept.Shown, settings: list[float], again: kept.Shown, settings_again: list[float]
     ) -> UsageError | None:
         if settings != settings_again:
             return UsageError(
                 "the loop sets the optimizer's numbers (a learning rate) by what it counts or keeps itself: after a "
                 f"step that was applied they are {settings_again} instead of {settings} for the same step",
-                hint=f"{_JOINS}: give the scheduler to Elastic(scheduler=...), or compute them from batch.step",
+                hint=_SCHEDULE,
             )
-        if math.isfinite(loss) and abs(loss - again) > max(self._tolerance / 10, 1e-9) * max(abs(loss), abs(again)):
+        apart = abs(loss[0] - again[0]) > max(self._tolerance / 10, 1e-9) * max(abs(loss[0]), abs(again[0]))
+        if math.isfinite(loss[0]) and (apart or not kept.is_same(loss, again)):
             return UsageError(
-                f"after a step that was applied the loss of the same records is {again:.7g} instead of {loss:.7g}, "
-                "with equal seeds and parameters: it uses something that the loop keeps from batch to batch",
+                f"after a step that was applied {kept.compare(loss, again)}, with equal seeds and parameters: it uses "
+                "something that the loop keeps from batch to batch",
                 hint=f"{_JOINS}: count with batch.step or job.steps, and keep nothing else that the loss uses, or keep "
                 "it in a buffer of the model",
             )
         return None
 
-
-def list_kept(model: torch.nn.Module) -> list[Kept]:
-    """What a loop may keep weights in, beside `model`, as far as Python's collector knows it: other modules, and dicts
-    and lists with at least the shapes of the model's trainable parameters."""
-    own, known = {id(module) for module in model.modules()}, gc.get_objects()
-    others = [one for one in known if issubclass(type(one), torch.nn.Module) and "_parameters" in one.__dict__]
-    inner = {id(part) for one in others for part in one._modules.values()}
-    ours = {id(value) for value in (*model.parameters(), *model.buffers())}
-    shapes = sorted(tuple(value.shape) for value in model.parameters() if value.requires_grad)
-    found = [
-        Kept(f"another module ({type(one).__name__})", partial(_own_tensors, one, ours))
-        for one in others
-        if id(one) not in own | inner
-    ]
-    rooms = (one for one in known if type(one) in _ROOMS and len(one) >= len(shapes) > 0)
-    return found + [
-        Kept("a copy of the weights", partial(_values, room)) for room in rooms if _holds(room, shapes, ours)
-    ]
+    def _find_use(self, place: places.KeptPlace) -> None:
+        """Whether the last batch, with another value in `place`, had another loss or left other numbers behind."""
+        usual, found = self._taken[2][0], self._taken[-1][0]
+        if not kept.is_same(usual, found):
+            self._note(kept.refuse(place, usual, found))
+        elif self._ended[2] != self._ended[-1]:
+            self._note(UsageError(
+                f"the loop sets the optimizer's numbers (a learning rate) by {place.name}, which each batch changes: "
+                f"with another value there they are {self._ended[-1]} instead of {self._ended[2]} after the same step",
+                hint=_SCHEDULE,
+            ))  # fmt: skip
 
 
-def _own_tensors(module: torch.nn.Module, ours: set[int]) -> list[torch.Tensor]:
-    return [value for value in (*module.parameters(), *module.buffers()) if id(value) not in ours]
+def choose_late(steps: int) -> int:
+    """A step of the second half of a job, the largest prime there is: at round ones a loop may evaluate, which takes
+    its time, and at the last one it may save.
 
-
-def _values(room: Any) -> list[torch.Tensor]:
-    found = list(room.values()) if isinstance(room, dict) else list(room)
-    return [value for value in found if isinstance(value, torch.Tensor)]
-
-
-def _holds(room: Any, shapes: list[tuple[int, ...]], ours: set[int]) -> bool:
-    """Whether a dict or list has tensors of its own of all `shapes`."""
-    first = next(iter(room.values() if isinstance(room, dict) else room))
-    if not isinstance(first, torch.Tensor) or isinstance(first, torch.nn.Parameter):
-        return False
-    values = _values(room)
-    left = [tuple(value.shape) for value in values if id(value) not in ours]
-    return all(left.count(shape) >= shapes.count(shape) for shape in set(shapes))
-
-
-def _glance(value: torch.Tensor) -> torch.Tensor:
-    """A copy of the first elements."""
-    flat = value.detach()
-    return (flat.view(-1) if flat.is_contiguous() else flat.flatten())[:SEEN].clone()
-
-
-def _equal(before: Iterable[torch.Tensor], now: Iterable[torch.Tensor]) -> bool:
-    glances, others = list(before), [_glance(value) for value in now]
-    same = len(glances) == len(others)
-    return same and all(torch.equal(one, other) for one, other in zip(glances, others, strict=True))
+    >>> choose_late(1000), choose_late(40), choose_late(2), choose_late(1)
+    (997, 37, 1, 0)
+    """
+    wanted = range(steps - 2, max(steps // 2, 1), -1)
+    return next((at for at in wanted if all(at % one for one in range(2, math.isqrt(at) + 1))), min(1, steps - 1))
 
 
 def spare_files() -> None:

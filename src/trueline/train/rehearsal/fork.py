@@ -23,8 +23,8 @@ import socket
 import sys
 import warnings
 from collections.abc import Generator
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -33,11 +33,12 @@ from trueline import events
 from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_with_parent, receive, send
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
 from trueline.train.rehearsal import applied, joined
+from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.optimizer_step import OptimizerStep
-from trueline.train.step.trial import LossTrial, load_traits, settle_traits
+from trueline.train.step.trial import LossTrial, TrialInputs
 
 ANSWER = -1
 """In place of a request's number: the message has the traits."""
@@ -46,6 +47,18 @@ HUNG_S, LOOK_S = 5.0, 0.5
 AFTER_S = 10.0
 """Processor time for what the loop does after a step: it may evaluate."""
 _here = {"forked": False}
+
+
+class ForkedTrial(Protocol):
+    """What a fork tries: batches for the loop, and what they have shown, as JSON has it."""
+
+    inputs: TrialInputs
+
+    def batches(self) -> Generator[StepBatch, None, None]: ...
+
+    def answer(self) -> dict[str, Any]: ...
+
+    def accept(self, answer: dict[str, Any]) -> None: ...
 
 
 def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep) -> Generator[StepBatch, None, None]:
@@ -66,13 +79,13 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     if found is None:
         yield from trial.batches()
     else:
-        trial.traits = found
+        trial.accept(found)
     trial.traits = settle_traits(trial.traits)
 
 
-def try_again(trial: LossTrial, settings: OptimizerSettings) -> Generator[StepBatch, None, None]:
+def try_again(trial: ForkedTrial, settings: OptimizerSettings) -> Generator[StepBatch, None, None]:
     """As `try_loop`, for the records that `trial` names: of a step that differs from those that were tried. A fork that
-    gives no answer leaves `trial.traits` unset: a record may be damaged, which the step finds."""
+    gives no answer leaves `trial` without one: a record may be damaged, which the step finds."""
     if not _can_fork(trial.inputs.model):
         yield from trial.batches()
         return
@@ -80,7 +93,7 @@ def try_again(trial: LossTrial, settings: OptimizerSettings) -> Generator[StepBa
     if isinstance(found, TruelineError):
         raise found
     if found is not None:
-        trial.traits = found
+        trial.accept(found)
 
 
 def end_fork() -> None:
@@ -95,8 +108,8 @@ def _can_fork(model: torch.nn.Module) -> bool:
 
 
 def _in_fork(
-    trial: LossTrial, settings: OptimizerSettings
-) -> Generator[StepBatch, None, ModelTraits | TruelineError | None]:
+    trial: ForkedTrial, settings: OptimizerSettings
+) -> Generator[StepBatch, None, dict[str, Any] | TruelineError | None]:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     with warnings.catch_warnings():
@@ -118,12 +131,13 @@ def _in_fork(
 
 
 def _rehearse(
-    line: socket.socket, trial: LossTrial, settings: OptimizerSettings, parent: int
+    line: socket.socket, trial: ForkedTrial, settings: OptimizerSettings, parent: int
 ) -> Generator[StepBatch, None, None]:
     """In the fork: the batches. Does not return; if the loop drops this generator, the fork ends."""
     _here["forked"] = True
     try:
-        after = applied.AppliedTrial(trial, settings) if trial.inputs.chosen is None else None
+        first = isinstance(trial, LossTrial) and trial.inputs.chosen is None
+        after = applied.AppliedTrial(trial, settings) if isinstance(trial, LossTrial) and first else None
         gc.freeze()  # destructors of the parent's objects may wait for threads, which a fork does not have
         atexit.register(os._exit, 0)
         end_with_parent(parent)
@@ -135,13 +149,12 @@ def _rehearse(
         trial.inputs = replace(trial.inputs, reader=ReaderClient(line))
         try:
             yield from trial.batches()
-            found = asdict(trial.traits)
+            found = trial.answer()
         except (UsageError, RecipeError) as error:
             found = _encode(error)
         send(line, ANSWER, 0, json.dumps(found).encode())
         if "code" not in found and after is not None:
             applied.spare_files()
-            trial.after = after.take
             yield from after.batches()
             send(line, ANSWER, 0, json.dumps({} if after.fault is None else _encode(after.fault)).encode())
     finally:
@@ -152,17 +165,17 @@ def _encode(error: TruelineError) -> dict[str, str]:
     return {"code": error.code, "message": error.message, "hint": error.hint}
 
 
-def _serve(line: socket.socket, pid: int, trial: LossTrial) -> ModelTraits | TruelineError | None:
+def _serve(line: socket.socket, pid: int, trial: ForkedTrial) -> dict[str, Any] | TruelineError | None:
     """Reads for the fork `pid` until it has its answers; None if it ends or hangs without the first one."""
     first = _receive_answer(line, pid, trial)
     if first is None or "code" in first:
         return None if first is None else _make_error(first)
     if trial.inputs.chosen is not None:
-        return ModelTraits(**first)
+        return first
     second = _receive_answer(line, pid, trial, most_s=AFTER_S)
     if second is None:
         events.emit("loop.untried", why="what it does after a step gave no answer")
-    return _make_error(second) if second else ModelTraits(**first)
+    return _make_error(second) if second else first
 
 
 def _make_error(found: dict[str, Any]) -> TruelineError:
@@ -170,7 +183,7 @@ def _make_error(found: dict[str, Any]) -> TruelineError:
 
 
 def _receive_answer(
-    line: socket.socket, pid: int, trial: LossTrial, *, most_s: float = math.inf
+    line: socket.socket, pid: int, trial: ForkedTrial, *, most_s: float = math.inf
 ) -> dict[str, Any] | None:
     """`most_s`: of processor time."""
     line.settimeout(LOOK_S)
@@ -191,6 +204,7 @@ def _receive_answer(
         if head[0] == ANSWER:
             answer: dict[str, Any] = json.loads(memory[:])
             return answer
+        trial.inputs.on_read()
         answer_request(line, head, memory, trial.inputs.reader)
     return None
 

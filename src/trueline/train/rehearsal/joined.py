@@ -7,18 +7,21 @@ there, and the workers' weights would part without a word. Optimizers and schedu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from trueline import events
+from trueline.checkpoint.checkpoint import expect_holdable
 from trueline.data.loading import seeding
-from trueline.errors import UsageError
+from trueline.errors import CheckpointError, UsageError
 from trueline.train.step.optimizer_step import OptimizerStep, is_of_torch
 
-MOST_BYTES = 256 << 20
-"""Of a model whose optimizer is tried: the trial takes two copies of it."""
+MOST_BYTES, MOST_SIDE = 16 << 20, 16
+"""Of a model whose optimizer is tried as it is; of a larger one no dimension of a tensor is longer: the trial takes two
+copies of it, with two states."""
 STEPS = 2
 
 
@@ -27,8 +30,7 @@ def needs_trial(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedu
     parts = getattr(optimizer, "parts", (optimizer,))
     hooked = any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts)
     planned = scheduler is not None and _has_functions(scheduler)
-    small = sum(value.nbytes for value in model.parameters()) <= MOST_BYTES
-    return small and (hooked or planned or not is_of_torch(optimizer))
+    return hooked or planned or not is_of_torch(optimizer)
 
 
 def _has_functions(scheduler: Any) -> bool:
@@ -42,7 +44,16 @@ def expect_same_after_join(make: Callable[[], OptimizerStep]) -> None:
     try:
         with seeding.preserve_generators():
             off = _try(make)
-    except Exception as error:  # noqa: BLE001  a user's code may raise anything; the first step shows it
+    except CheckpointError:
+        raise
+    except Exception as error:  # a user's code may raise anything; the first step shows it
+        if "closure" in str(error) or "'NoneType' object is not callable" in str(error):
+            raise UsageError(
+                f"the optimizer computes the loss again inside of its step, by a closure ({type(error).__name__}: "
+                f"{error}); a step of a job has one forward and one backward",
+                hint="sharpness-aware optimizers (SAM) take two, of which no sum over workers is known here: choose "
+                "an optimizer that takes the gradients of one",
+            ) from error
         events.emit("optimizer.untried", why=f"{type(error).__name__}: {error}")
         return
     if off:
@@ -61,7 +72,8 @@ def _try(make: Callable[[], OptimizerStep]) -> float:
     with torch.no_grad():
         for mine, its in zip(joining.model.parameters(), ahead.model.parameters(), strict=True):
             mine.copy_(its)
-    joining.restore(copy.deepcopy(ahead.state()))
+    expect_holdable(state := ahead.state())
+    joining.restore(copy.deepcopy(state))
     for step in (STEPS, STEPS + 1):  # a schedule acts on the step after its own
         _step(ahead, step)
         _step(joining, step)
@@ -80,11 +92,49 @@ def _step(one: OptimizerStep, step: int) -> None:
 
 def copy_step(step: OptimizerStep) -> OptimizerStep:
     """A step with copies of model, optimizer and scheduler. An optimizer's own `__getstate__` leaves things out."""
-    memo: dict[int, Any] = {}
+    memo = _cut_large(step.model, vars(step.optimizer))
     model = copy.deepcopy(step.model, memo)
     optimizer = _copy_optimizer(step.optimizer, memo)
     scheduler = copy.deepcopy(step.scheduler, memo)
     return OptimizerStep(model, optimizer, scheduler, step.options, owned=step.owned)
+
+
+def copy_model(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy for a trial of an optimizer."""
+    return copy.deepcopy(model, _cut_large(model, ()))
+
+
+def _cut_large(model: torch.nn.Module, beside: Any) -> dict[int, Any]:
+    """By id, for `deepcopy`, parts of the tensors of a large model and of those `beside` it; nothing of a small one."""
+    own = [*model.parameters(), *model.buffers()]
+    if sum(value.nbytes for value in own) <= MOST_BYTES:
+        return {}
+    return {id(value): _cut(value) for value in (*own, *_list_tensors(beside, set()))}
+
+
+def _cut(value: torch.Tensor) -> torch.Tensor:
+    part = value.detach()[tuple(slice(MOST_SIDE) for _ in value.shape)].clone()
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(part, requires_grad=value.requires_grad)
+    return part.requires_grad_(value.requires_grad)
+
+
+def _list_tensors(room: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors in the attributes of an optimizer, its parts, and in what these hold."""
+    if isinstance(room, torch.Tensor):
+        yield room
+        return
+    inner: Any = ()
+    if isinstance(room, Mapping):
+        inner = (*room.keys(), *room.values())
+    elif isinstance(room, list | tuple | set | deque):
+        inner = room
+    elif isinstance(room, torch.optim.Optimizer):
+        inner = (vars(room),)
+    if id(room) not in seen:
+        seen.add(id(room))
+        for one in list(inner):
+            yield from _list_tensors(one, seen)
 
 
 def _copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:

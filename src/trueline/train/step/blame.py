@@ -67,10 +67,11 @@ class Trials:
         self.loss_of: Callable[[Batch], torch.Tensor] | None = None
         """Computes the loss of a batch; without it only reading is tried."""
 
-    def accuse(self, error: Exception, step: int, ids: Ints) -> list[int]:
+    def accuse(self, error: Exception, step: int, ids: Ints, *, sure: bool = True) -> list[int]:
         """Reports the records among this worker's `ids` of `step` that made it raise `error`; returns them.
 
-        Raises `error` again if no record did, TrainError if they are too many for the device.
+        Raises `error` again if no record did and it is `sure` that this worker's share did, TrainError if they are too
+        many for the device.
         """
         if isinstance(error, MissingValues):
             raise error  # of the columns, not of these records
@@ -82,8 +83,17 @@ class Trials:
                 hint="set micro_batch to fewer records, or have more workers with a device of their own",
             ) from error
         blamed = self.find_blamed(step, ids)
-        if not blamed:
+        if not blamed and sure:
             raise explain_single(error, len(ids)) or error
+        return self._report(step, blamed)
+
+    def report(self, step: int, ids: Ints, found: dict[int, str]) -> list[int]:
+        """Reports the records of those of `ids` that were `found` to fail, with what was found; returns them."""
+        failing = [(record, found[id]) for record, id in self._by_record(step, ids).items() if id in found]
+        blamed = [Blamed(record, why, describe_record(self._source, record)) for record, why in failing]
+        return self._report(step, blamed)
+
+    def _report(self, step: int, blamed: Sequence[Blamed]) -> list[int]:
         for suspect in blamed:
             self._link.suspect(step, suspect.record, suspect.why, suspect.where)
         return sorted(suspect.record for suspect in blamed)
@@ -127,5 +137,7 @@ class Trials:
             if not math.isfinite(loss.item()):
                 raise RecipeError(f"its loss is {loss.item()}")
             loss.backward()  # type: ignore[no-untyped-call]
+            if why := self._replica.describe_infinite():
+                raise RecipeError(why)
         finally:
             self._replica.begin()

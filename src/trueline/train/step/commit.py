@@ -142,7 +142,7 @@ class Commit:
             self.replica.begin()
             self.replica.recall(entry)
             self.check(entry.account)
-            if not math.isfinite(entry.account.loss):
+            if not math.isfinite(entry.account.loss) or not self.replica.is_finite():
                 continue  # no member applied it
             if self.apply(entry.account):
                 self.certificate()

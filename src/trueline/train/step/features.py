@@ -1,8 +1,9 @@
 """What tells the records of a batch apart: numbers that show masks, lengths and labels without a name."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,66 @@ def _rows(batch: Batch | StepBatch, count: int) -> Iterator[tuple[int, npt.NDArr
             if 0 < flat.shape[1] <= MOST_WATCHED:
                 flat = flat.float() if flat.dtype == torch.bfloat16 else flat
                 yield number, flat.cpu().numpy()
+
+
+COUNTS = 13, 11, 7, 5, 3, 2, 1
+"""Records of a trial: primes, so that no part of them has the same share of them and of something else."""
+POOL, LOOK_S = 512, 0.25
+"""Most records that are looked at, and for how long, to find some that differ."""
+
+
+class Readable(Protocol):
+    """What reads records by their numbers."""
+
+    def read(self, indices: Ints, *, epoch: int) -> Batch: ...
+
+
+def choose_any(reader: Readable, num_records: int, most: int, chance: np.random.Generator) -> Ints:
+    """Records at random, those with numbers that are not finite last."""
+    count = next(count for count in COUNTS if count <= most)
+    picked: Ints = chance.choice(num_records, min(4 * count, num_records), replace=False).astype(np.int64)
+    try:
+        rows = [np.isfinite(part).all(axis=1) for _, part in _rows(reader.read(picked, epoch=0), len(picked))]
+    except Exception:  # noqa: BLE001  a damaged record may raise anything; its step finds it
+        return picked[:count]
+    finite = np.logical_and.reduce(rows) if rows else np.ones(len(picked), bool)
+    return picked[np.argsort(~finite, kind="stable")][:count]
+
+
+def choose_different(
+    reader: Readable, num_records: int, most: int, chance: np.random.Generator, *, apart: bool
+) -> tuple[Ints, list[Column]]:
+    """Records whose labels differ, the most different first, and what all that were looked at have in common. Those
+    that cannot be read are left to their step. `apart`: raises UsageError if reading mixes records."""
+    count = next(count for count in COUNTS if count <= most)
+    spread = np.linspace(0, num_records - 1, min(POOL, num_records)).astype(np.int64)
+    pool = chance.permutation(spread)
+    keys, rows = np.full(len(pool), np.nan), list[tuple[int, list[float]]]()
+    looks, until = Looks(), time.monotonic() + LOOK_S
+    for start in range(0, len(pool), count):
+        ids = pool[start : start + count]
+        try:
+            batch = reader.read(ids, epoch=0)
+            keys[start : start + count] = sum_labels(batch, len(ids))
+            rows += zip(range(start, start + len(ids)), measure(batch, len(ids)), strict=True)
+            looks.add(batch, len(ids))
+            if apart and len(ids) > 3:
+                expect_apart(batch, ids, lambda part: reader.read(part, epoch=0))
+        except UsageError:
+            raise
+        except Exception:  # noqa: BLE001  a damaged record may raise anything; its step finds it
+            pass
+        if time.monotonic() > until:
+            break
+    readable = np.flatnonzero(~np.isnan(keys))
+    if not len(readable):
+        return pool[:count], looks.columns()
+    _, first = np.unique(keys[readable], return_index=True)
+    few = readable[first[np.unique(np.linspace(0, len(first) - 1, count).astype(int))]]
+    few = np.concatenate([few[-1:], find_strange(rows)[: count // 3], few[:-1]])
+    few = few[np.sort(np.unique(few, return_index=True)[1])]
+    chosen: Ints = pool[np.concatenate([few, np.setdiff1d(readable, few, assume_unique=True)])[:count]]
+    return chosen, looks.columns()
 
 
 class Looks:

@@ -217,6 +217,16 @@ class LossSample:
     """A cross entropy in it divides by something else than its number of targets."""
 
 
+def measure_gradient(gradient: Tensor | None) -> list[float]:
+    """Its norm and its largest element."""
+    if gradient is None or not gradient.numel():
+        return [0.0, 0.0]
+    flat = gradient.coalesce().values() if gradient.is_sparse else gradient
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).flatten()
+    largest = flat[flat.abs().argmax()] if len(flat) else flat.sum()
+    return [float(torch.linalg.vector_norm(flat.float())), float(largest)]
+
+
 def difference(one: LossSample, other: LossSample) -> float:
     """Of loss or gradient, whichever is greater, relative to the larger."""
     parts = [(torch.tensor([a.loss], dtype=torch.float64), a.gradient) for a in (one, other)]

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from trueline.checkpoint.checkpoint import expect_holdable
 from trueline.checkpoint.snapshot import Snapshot
 from trueline.errors import UsageError
 from trueline.parallel.ddp import DdpExchange
 from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares, unused_parameters
+from trueline.parallel.finite import are_finite, describe_infinite
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered import OrderedExchange
+from trueline.train.job_dir import current_job
 from trueline.train.step import model_traits
 from trueline.train.step.ledger import Ledger, LeftOut, StepAccount
 from trueline.train.step.model_traits import BufferSlot, ModelTraits
@@ -84,7 +87,10 @@ class Replica:
 
     def take_traits(self, traits: ModelTraits) -> None:
         """Exchanges what forwards add to buffers, as for running statistics, and sums gradients in half precision shard
-        by shard: a rounded gradient is no sum of those of its parts. Before the first `attach`."""
+        by shard: a rounded gradient is no sum of those of its parts. Before the first `attach`. Raises CheckpointError
+        for a state that a job could not keep."""
+        if current_job() is not None:
+            expect_holdable(self.state())
         if traits.half and type(self.exchange) is DdpExchange:
             self._order_sums(self.exchange)
         if names := traits.buffers:
@@ -138,6 +144,16 @@ class Replica:
         summed, self._summed = self.exchange.reduce(last, account.pack(), shares)
         self._reset_statistics()
         return StepAccount.unpack(summed, settings=self.optimizer_step.settings.width)
+
+    def is_finite(self) -> bool:
+        """Whether the sums of the last `reduce` are finite. In fp16 the scaler looks at the gradients."""
+        scaled = self.optimizer_step.scaler.is_enabled()
+        gradients = [] if scaled else [value.grad for value in self._parameters if value.grad is not None]
+        return are_finite([self._summed, *gradients])
+
+    def describe_infinite(self) -> str:
+        """What of the gradients of this process's last backward is not finite; empty: all are."""
+        return describe_infinite(self.model, [value.grad for value in self._parameters])
 
     def _read_versions(self) -> list[int]:
         return [] if self.owned else [value._version for value in self._parameters]

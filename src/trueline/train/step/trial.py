@@ -12,7 +12,6 @@ are of uneven length, and the records differ in their labels as far as a short l
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -20,7 +19,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,10 +29,8 @@ from trueline.data.loading import seeding
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.loading.worker_pool import ReaderClient, ReaderPool
 from trueline.engine.contract import parse_ref
-from trueline.errors import UsageError
-from trueline.full_disk import write_when_room
-from trueline.train.job_dir import JobDir
-from trueline.train.link.grpc_client import settle_on_master
+from trueline.errors import UsageError, join_names
+from trueline.parallel.finite import find_infinite
 from trueline.train.step import features, model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
@@ -43,9 +39,7 @@ from trueline.train.step.plan import Ints
 from trueline.train.step.reduction import LossSample
 from trueline.train.step.still import WatchedOperators, unsettle, without_draws
 
-COUNTS = 13, 11, 7, 5, 3, 2, 1  # primes: no part of the records has the same share of them and of something else
 FEW, QUICK_S = 5, 0.2  # records that are tried where a few of them take longer than this
-POOL, LOOK_S = 512, 0.25  # most records that are looked at, and for how long, to find some that differ
 AGAIN = 4  # times more that records are tried whose loss differs a little the second time
 ATTEMPTS = 3  # choices of records: some may be damaged
 PARAMETERS, ELEMENTS = 8, 1 << 20  # the last parameters whose gradients are compared, and the most elements of one
@@ -72,6 +66,9 @@ class TrialInputs:
     chosen: Ints | None = None
     """The records of a batch that is unlike those of the trial before the first step; its step is `step`."""
     step: int = 0
+    total_steps: int = 1
+    on_read: Callable[[], object] = lambda: None
+    """Called when records are read for a fork: the worker is not stuck."""
 
     @property
     def most(self) -> int:
@@ -117,15 +114,38 @@ class LossTrial:
             for attempt in range(earlier, earlier + ATTEMPTS):  # a record may have killed the worker before this one
                 ids = self._choose(attempt)
                 yield from self._twice(ids[:FEW])
-                if all(math.isfinite(tried.loss) or tried.weight == 0 for tried in self._tried):
-                    break
-            else:
-                events.emit("loss.untried", why="it is not finite")
-                named = trial.options.reduction
-                self.traits = self._traits("mean" if named == "auto" else named, whole=True)
-                return
-            few = trial.chosen is None and self._took_s >= QUICK_S
-            yield from self._in_parts(ids[:FEW] if few else ids)
+                if not self._is_finite():
+                    continue
+                few = trial.chosen is None and self._took_s >= QUICK_S
+                self._changes.clear()
+                self.divisors.clear()
+                yield from self._each_part(ids[:FEW] if few else ids)
+                if self._is_finite():
+                    yield from self._settle(ids)
+                    return
+            events.emit("loss.untried", why="it is not finite")
+            named = trial.options.reduction
+            self.traits = self._traits("mean" if named == "auto" else named, whole=True)
+
+    def _choose(self, attempt: int) -> Ints:
+        trial = self.inputs
+        if trial.chosen is not None:
+            return trial.chosen
+        mixes = trial.options.reduction == "auto"
+        chance = np.random.default_rng([trial.seed % 2**32, attempt])
+        if attempt:
+            return features.choose_any(trial.reader, trial.num_records, trial.most, chance)
+        chosen, self._looks = features.choose_different(
+            trial.reader, trial.num_records, trial.most, chance, apart=mixes
+        )
+        return chosen
+
+    def _is_finite(self) -> bool:
+        """Whether all losses of the last batches, and their gradients, are finite."""
+        return all(
+            tried.weight == 0 or (math.isfinite(tried.loss) and bool(tried.gradient.isfinite().all()))
+            for tried in self._tried
+        )
 
     def take(self, loss: torch.Tensor, weight: float | None, records: int) -> bool:
         """Takes the loss of the last batch; returns what `job.step` does. Raises RecipeError for a loss of another
@@ -158,12 +178,28 @@ class LossTrial:
         self.taken = True
         return False
 
+    def show(self, loss: torch.Tensor) -> list[float]:
+        """A loss as one number, and of each gradient that is compared its norm and its largest element."""
+        shown = [float(loss.detach().double().mean())]
+        if loss.requires_grad:
+            for grad in compute_gradients(loss.mean(), list(self._parameters), self.inputs.model):
+                shown += reduction.measure_gradient(grad)
+        return shown
+
+    def answer(self) -> dict[str, Any]:
+        """What a fork that has tried the loop sends to its parent."""
+        return asdict(self.traits)
+
+    def accept(self, answer: dict[str, Any]) -> None:
+        """Takes the answer of such a fork."""
+        self.traits = ModelTraits(**answer)
+
     def _gradients_of(self, loss: torch.Tensor, *, first: bool) -> Sequence[Any]:
         """The compared gradients. Of a `first` loss those of many times it too: these show what clips or rounds,
         which would see a part of a step."""
         model, of = self.inputs.model, list(self._parameters)
         if not first or self._half or reduction.has_node(loss, "CheckpointFunctionBackward"):
-            return _gradients(loss, of, model)
+            return compute_gradients(loss, of, model)
         of += [value for value in model.parameters() if value.requires_grad and value._backward_hooks]
         found = torch.autograd.grad(loss, of, allow_unused=True, retain_graph=True)
         larger = torch.autograd.grad(loss * SCALE, of, allow_unused=True)
@@ -193,46 +229,6 @@ class LossTrial:
         form, rules = reduction.fit_divisors(self.divisors) if even and how == "mean" and not whole else ("", ())
         return replace(shown, draws=draws, reduction=how, even=even, whole=whole, buffers=buffers, half=half,
                        form=form, divisors=rules, looks=looks)  # fmt: skip
-
-    def _choose(self, attempt: int) -> Ints:
-        """Records whose labels differ, the most different first; those that cannot be read are left to their step."""
-        trial = self.inputs
-        if trial.chosen is not None:
-            return trial.chosen
-        count = next(count for count in COUNTS if count <= trial.most)
-        chance = np.random.default_rng([trial.seed % 2**32, attempt])
-        if attempt:
-            picked: Ints = chance.choice(trial.num_records, count, replace=False).astype(np.int64)
-            return picked
-        spread = np.linspace(0, trial.num_records - 1, min(POOL, trial.num_records)).astype(np.int64)
-        pool = chance.permutation(spread)
-        keys, rows = np.full(len(pool), np.nan), list[tuple[int, list[float]]]()
-        looks, until = features.Looks(), time.monotonic() + LOOK_S
-        for start in range(0, len(pool), count):
-            ids = pool[start : start + count]
-            try:
-                batch = trial.reader.read(ids, epoch=0)
-                keys[start : start + count] = features.sum_labels(batch, len(ids))
-                rows += zip(range(start, start + len(ids)), features.measure(batch, len(ids)), strict=True)
-                looks.add(batch, len(ids))
-                if trial.options.reduction == "auto" and len(ids) > 3:
-                    features.expect_apart(batch, ids, lambda part: trial.reader.read(part, epoch=0))
-            except UsageError:
-                raise
-            except Exception:  # noqa: BLE001  a damaged record may raise anything; its step finds it
-                pass
-            if time.monotonic() > until:
-                break
-        self._looks = looks.columns()
-        readable = np.flatnonzero(~np.isnan(keys))
-        if not len(readable):
-            return pool[:count]
-        _, first = np.unique(keys[readable], return_index=True)
-        few = readable[first[np.unique(np.linspace(0, len(first) - 1, count).astype(int))]]
-        few = np.concatenate([few[-1:], features.find_strange(rows)[: count // 3], few[:-1]])
-        few = few[np.sort(np.unique(few, return_index=True)[1])]
-        chosen: Ints = pool[np.concatenate([few, np.setdiff1d(readable, few, assume_unique=True)])[:count]]
-        return chosen
 
     def _one(self, ids: Ints, watched: WatchedOperators) -> Batches:
         trial = self.inputs
@@ -264,6 +260,7 @@ class LossTrial:
             self._marked.grad = torch.full_like(self._marked, LARGE, requires_grad=False)
 
     def _expect_unchanged(self) -> None:
+        self._expect_same_parameters()
         grad = None if self._marked is None else self._marked.grad
         cleared = grad is not None and not bool(grad.any())  # which is of no use, and does no harm
         others = _state(self.inputs, but=self._marked) != self._state
@@ -272,6 +269,26 @@ class LossTrial:
                 "the loop changes the parameters or their gradients itself",
                 hint="job.step(loss) runs backward and optimizer; gradients are clipped by clip_norm (in a loop: "
                 "Options(clip_norm=...))",
+            )
+
+    def _expect_same_parameters(self) -> None:
+        model, before = self.inputs.model, [version for version, _ in self._state]
+        names = [name for (name, value), version in zip(model.named_parameters(), before, strict=True)
+                 if value._version != version]  # fmt: skip
+        scaled = [name for name, part in model.named_modules() if getattr(part, "max_norm", None) is not None]
+        if names and scaled:
+            raise UsageError(
+                f"the forward of '{scaled[0]}' scales down the rows that it reads (max_norm), and so changes the "
+                "parameters or their gradients itself: other workers read other rows",
+                hint="leave max_norm out, and scale in the forward (weight / weight.norm(...)), or in the step() of an "
+                "optimizer of your own",
+            )
+        if names:
+            raise UsageError(
+                f"the loop changes the parameters or their gradients itself: {join_names(names)} while it computes a "
+                "loss, which a worker that catches up would not do",
+                hint="do it in the step() of an optimizer of your own, or compute with changed copies; job.step(loss) "
+                "runs backward and optimizer",
             )
 
     def _twice(self, ids: Ints) -> Batches:
@@ -294,11 +311,8 @@ class LossTrial:
                 "batch.step, and keep nothing that the loss uses from one batch to the next",
             )
 
-    def _in_parts(self, ids: Ints) -> Batches:
+    def _settle(self, ids: Ints) -> Batches:
         trial, draws = self.inputs, self._draws
-        self._changes.clear()
-        self.divisors.clear()
-        yield from self._each_part(ids)
         whole, parts = next(iter(self._tried), None), self._tried[1:]
         named = trial.options.reduction
         how, confirmed = reduction.decide(whole, [parts[:2], parts[2:]], named, self.tolerance, draws=draws)
@@ -324,6 +338,7 @@ class LossTrial:
     def _confirm_buffers(self, shares: Sequence[float]) -> bool:
         """Whether the changes of buffers by the whole are the means of those by its parts, which are these `shares` of
         its records. Raises UsageError if they are not, and no reduction is named."""
+        self._expect_finite_buffers()
         name, off = "", 0.0
         for at in range(1, len(shares), 2):
             for buffer in sorted(self._buffers):
@@ -343,6 +358,16 @@ class LossTrial:
             )
         return off <= self.tolerance
 
+    def _expect_finite_buffers(self) -> None:
+        """What is infinite and moves has no mean over the workers."""
+        name = find_infinite(pair for pair in self.inputs.model.named_buffers() if pair[0] in self._buffers)
+        if name:
+            raise UsageError(
+                f"a forward changes the model's buffer '{name}', which begins with a number that is not finite: what "
+                "the workers add to it has no mean",
+                hint="let it begin with a large number, such as torch.finfo(dtype).max, or keep it constant",
+            )
+
     @property
     def tolerance(self) -> float:
         if self._half:
@@ -352,7 +377,7 @@ class LossTrial:
         return TOLERANCE if all(value.is_cpu for value in self._parameters) else ON_DEVICE
 
 
-def _gradients(loss: torch.Tensor, of: list[torch.nn.Parameter], model: torch.nn.Module) -> Sequence[Any]:
+def compute_gradients(loss: torch.Tensor, of: list[torch.nn.Parameter], model: torch.nn.Module) -> Sequence[Any]:
     """The gradients of some parameters. Reentrant activation checkpointing has to go through all of `model`."""
     if not reduction.has_node(loss, "CheckpointFunctionBackward"):
         return torch.autograd.grad(loss, of, allow_unused=True)
@@ -369,31 +394,3 @@ def _gradients(loss: torch.Tensor, of: list[torch.nn.Parameter], model: torch.nn
 def _state(trial: TrialInputs, but: torch.nn.Parameter | None = None) -> tuple[Any, ...]:
     """Equal states mean that the loop changed no parameters, or gradients except that of `but`, in between."""
     return tuple((value._version, value is but or value.grad is None) for value in trial.model.parameters())
-
-
-_SETTLED = ("draws", "reduction", "even", "whole", "buffers", "half", "form", "divisors",
-            "looks")  # fmt: skip
-"""What the first worker finds out for all others of the job, in JOB/loss.json."""
-
-
-def load_traits(shown: ModelTraits) -> ModelTraits | None:
-    """`shown` with what another worker of this job has settled; None if there is nothing yet."""
-    if "TRUELINE_CA" in os.environ:
-        settled = settle_on_master(b"")
-        return replace(shown, **json.loads(settled)) if settled else None
-    try:
-        return replace(shown, **json.loads(JobDir(Path(os.environ["TRUELINE_JOB"])).loss.read_bytes()))
-    except (KeyError, FileNotFoundError):
-        return None
-
-
-def settle_traits(traits: ModelTraits) -> ModelTraits:
-    """Settles `traits` for the job, unless another worker already has; returns what is settled."""
-    settled = {name: value for name, value in asdict(traits).items() if name in _SETTLED}
-    events.emit("loss.tried", **settled)
-    if "TRUELINE_JOB" not in os.environ:
-        return traits
-    if "TRUELINE_CA" in os.environ:
-        return replace(traits, **json.loads(settle_on_master(json.dumps(settled).encode())))
-    write_when_room(JobDir(Path(os.environ["TRUELINE_JOB"])).loss, json.dumps(settled).encode(), replace=False)
-    return load_traits(traits) or traits

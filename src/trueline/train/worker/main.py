@@ -5,7 +5,6 @@ worker. On SIGTERM a worker leaves between two steps. An exception ends the job,
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import logging
@@ -43,6 +42,7 @@ from trueline.train.job_dir import JobDir
 from trueline.train.link.grpc_client import ask_status, connect, is_replacement
 from trueline.train.rehearsal import fork as rehearsal
 from trueline.train.rehearsal import joined, kept
+from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits, trial
 from trueline.train.step.checkpointer import Checkpointer
@@ -165,7 +165,7 @@ def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
 
 def _make_step(recipe: Recipe, model: torch.nn.Module, options: Options) -> OptimizerStep:
     """The optimizer's side of a step as in a worker that joins, with a copy of `model`."""
-    model = copy.deepcopy(model)
+    model = joined.copy_model(model)
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
     return OptimizerStep(model, optimizer, scheduler, options, owned=True)
@@ -175,7 +175,7 @@ def _try_model(
     recipe: Recipe, model: torch.nn.Module, source: Source, settings: JobSettings
 ) -> model_traits.ModelTraits:
     """What the trials of model and loss show; if they fail, what the module types do."""
-    settled = trial.load_traits(model_traits.read_traits(model))
+    settled = load_traits(model_traits.read_traits(model))
     if settled is not None and is_replacement():  # it has no time to lose, and takes the others' rate
         return settled
     place = functools.partial(devices.place_batch, device=devices.of_model(model))
@@ -194,7 +194,7 @@ def _try_model(
     shard = options.shard_records(settings.global_batch, needed=True)
     if traits.neighbours and model_traits.count_fewest(source.num_records, settings.global_batch, shard) == 1:
         _try_single(model, lambda: loss_of(place(source.read(first[:1]))))
-    settled = trial.load_traits(traits)
+    settled = load_traits(traits)
     for number in range(trial.ATTEMPTS):
         if settled is not None:
             return settled
@@ -205,8 +205,8 @@ def _try_model(
         memory = kept.KeptNames(model, lambda: _list_spaces(recipe, source))
         if _try_loss(tried, loss_of, recipe.weight, memory):
             drawn = tried.traits.draws or traits.draws
-            settled = trial.settle_traits(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
-    return settled or trial.settle_traits(dataclasses.replace(traits, whole=True))
+            settled = settle_traits(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
+    return settled or settle_traits(dataclasses.replace(traits, whole=True))
 
 
 def _try_single(model: torch.nn.Module, forward: Callable[[], object]) -> None:
@@ -250,17 +250,17 @@ def _try_loss(
                 ids = batch.records
                 memory.look()
     with seeding.preserve_generators():
-        memory.expect_unused(lambda: _compute_loss(tried, loss_of, ids))
+        memory.expect_unused(lambda: _show_loss(tried, loss_of, ids))
     return True
 
 
-def _compute_loss(tried: trial.LossTrial, loss_of: Callable[[StepBatch], torch.Tensor], ids: Any) -> float:
+def _show_loss(tried: trial.LossTrial, loss_of: Callable[[StepBatch], torch.Tensor], ids: Any) -> list[float]:
     given = tried.inputs
     with model_traits.restore_buffers(given.model):
         seeding.seed_all(given.seed, 0, 0)
         batch = given.reader.read(ids, epoch=0)
         given_out = StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=0, weight=1.0, trial=True)
-        return float(loss_of(given_out).detach().double().mean())
+        return tried.show(loss_of(given_out))
 
 
 def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings) -> Validation | None:

@@ -1,0 +1,166 @@
+"""Where a user's code keeps what it keeps: names, items and attributes, each of which can be given another value."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import os
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+
+MOST_ITEMS, DEEP = 256, 4
+"""Items of a list, and levels below a name, that are looked at."""
+GROWING = (list, deque, set, dict, OrderedDict, Counter, defaultdict)
+"""Collections whose length is looked at."""
+_OF_MODULES = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlace:
+    name: str
+    value: Any
+    put: Callable[[Any], None]
+
+
+def walk(name: str, room: Any, seen: set[int], depth: int = 0) -> Iterator[KeptPlace]:
+    """The places in `room` and below; `seen`: ids of what is left out."""
+    ours = _package_of(room) == "trueline"  # which may hold a data set of the user's
+    for key, value, put in _list_items(room):
+        if isinstance(key, str) and (key.startswith("__") or key.rpartition(".")[2] in _OF_MODULES):
+            continue
+        place = KeptPlace(f"{name}{key}", value, put)
+        if is_number(value) or is_iterator(value) or (type(value) is tuple and all(map(is_number, value))):
+            if not ours:
+                yield place
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if not ours and _changes_inside(value):
+            yield place
+        inner = _open(value)
+        if inner is not None and depth < DEEP:
+            dotted = isinstance(value, list | deque | dict)
+            yield from walk(f"{place.name}{'/' if dotted else '.'}", inner, seen, depth + 1)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it is a generator, a cycle or the like: the next batch gets the next item."""
+    return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__")
+
+
+def _changes_inside(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and not value.is_meta and value.is_leaf and not value.is_inference()
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "fiu" and value.flags.writeable
+    return type(value) in GROWING
+
+
+def _open(value: Any) -> Any:
+    """What may hold something of the user's code inside `value`: a collection, a module, a function, an object."""
+    if isinstance(value, list | deque | dict):
+        return value if len(value) <= MOST_ITEMS else None
+    if isinstance(value, torch.nn.Module):
+        return value
+    if isinstance(value, MethodType):
+        return {"self": value.__self__, "function": value.__func__}
+    if isinstance(value, functools.partial):
+        return {"function": value.func, "keywords": value.keywords, "arguments": list(value.args)}
+    if isinstance(value, FunctionType):
+        return value if _is_users(value) else None
+    return value if _package_of(value) in ("", "trueline") else None
+
+
+def _is_users(function: FunctionType) -> bool:
+    file = function.__code__.co_filename
+    return not str(function.__module__).startswith("trueline.") and not any(part in file for part in _INSTALLED)
+
+
+def _package_of(value: Any) -> str | None:
+    """Empty: the user's. None: it is of no interest."""
+    kind = value if isinstance(value, type) else type(value)
+    if isinstance(value, Mapping) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
+        return None
+    if kind.__module__.startswith("trueline."):
+        return "trueline" if kind.__module__.startswith("trueline.data.") and kind is not value else None
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or (kind.__module__ == "__main__" and "-")
+    if not file and kind.__module__ not in sys.modules:
+        return ""  # a recipe is no module of the interpreter's
+    return "" if file and not any(part in str(file) for part in _INSTALLED) else None
+
+
+def _list_items(room: Any) -> Iterator[tuple[Any, Any, Callable[[Any], None]]]:
+    if isinstance(room, Mapping):
+        for key, value in list(room.items()):
+            yield key, value, functools.partial(_put_item, room, key)
+    elif isinstance(room, torch.nn.Module):
+        for path, part in room.named_modules():
+            for key, value in {**vars(part), **part._parameters, **part._buffers}.items():
+                yield f"{path}.{key}" if path else key, value, functools.partial(setattr, part, key)
+    elif isinstance(room, list | deque):
+        for at, value in enumerate(list(room)):
+            yield at, value, functools.partial(_put_item, room, at)
+    else:
+        if isinstance(room, FunctionType):
+            yield from _list_enclosed(room)
+        for key, value in {**_read_slots(room), **getattr(room, "__dict__", {})}.items():
+            yield key, value, functools.partial(setattr, room, key)
+
+
+def _read_slots(room: Any) -> dict[str, Any]:
+    members = inspect.getmembers_static(type(room), inspect.ismemberdescriptor)
+    return {name: getattr(room, name) for name, _ in members if not name.startswith("__") and hasattr(room, name)}
+
+
+def _list_enclosed(function: FunctionType) -> Iterator[tuple[Any, Any, Callable[[Any], None]]]:
+    """The variables around a function that it uses, and its defaults: a dict among them lasts from call to call."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
+        except ValueError:  # not bound yet
+            continue
+    for key, value in (*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()):
+        if not is_number(value):
+            yield f"default {key}", value, lambda _: None
+
+
+def _put_item(room: Any, key: Any, value: Any) -> None:
+    room[key] = value
+
+
+class FrameLocals(dict[str, Any]):
+    """The names of a function that runs, which can be set."""
+
+    def __init__(self, frame: FrameType) -> None:
+        super().__init__(frame.f_locals)
+        self._frame = frame
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._frame.f_locals[key] = value
+        if sys.version_info < (3, 13):  # later ones write through
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(self._frame), ctypes.c_int(0))
+
+
+def list_caller_spaces() -> list[tuple[str, Any]]:
+    """The namespaces of the first frame that is not Trueline's: of the user's loop."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("trueline."):
+        frame = frame.f_back
+    if frame is None:
+        return []
+    spaces: list[tuple[str, Any]] = [("the loop's ", frame.f_globals)]
+    return spaces if frame.f_locals is frame.f_globals else [("the loop's ", FrameLocals(frame)), *spaces]
