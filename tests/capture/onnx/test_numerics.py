@@ -87,7 +87,7 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
         *(torch.divide(x, places(x, y) + 1), torch.true_divide(places(x, y), places(x, y) + 1)),
         *(torch.multiply(places(x, y), x), torch.subtract(x, places(x, y)), torch.masked.var(x, 1)),
     ),
-    "tensors of a list": lambda x, y: torch.hstack((x[:, 0], *torch.atleast_1d(y[:, 1], y[0, 0].tanh()))),
+    "tensors of a list": lambda x, y: (torch.hstack((x[:, 0], y[:, 1])), *torch.atleast_2d(x[:, 2], y)),
     "running product": lambda x, y: torch.cumprod(
         (x.tanh() + 2) * torch.tensor([1e30, 1e30, 1e-30, 1e-30, 1.0, 2.0]), 1
     ),

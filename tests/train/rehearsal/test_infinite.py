@@ -87,6 +87,21 @@ def test_a_record_whose_loss_is_no_number_is_left_out_of_a_loop_too() -> None:
     expect_trained_without(world, {17})
 
 
+def test_a_record_with_new_zeros_whose_gradient_is_no_number_is_left_out_and_no_reason_to_refuse() -> None:
+    """It is the only one with zeros: its step tries it first, as what may count otherwise."""
+
+    def rooted(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        sizes = (inputs.square().sum(dim=1) * model[0].weight[0, 0] ** 2).sqrt()  # type: ignore[index]
+        return ((model(inputs) - labels) ** 2).mean() + sizes.mean()
+
+    world = World({})
+    world.inputs[17] = 0.0
+    world.loss = rooted  # type: ignore[method-assign]
+    world.train()
+    assert world.suspects == {17: "its gradient of 0.weight is not finite"}
+    expect_trained_without(world, {17})
+
+
 class Follows(nn.Module):
     """Its buffer follows numbers that its outputs do not show."""
 

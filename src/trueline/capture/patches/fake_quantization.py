@@ -120,8 +120,8 @@ def keep_values() -> Iterator[None]:
         zeros = zero_points.reshape(shape)
         return _Steps(input * inverse + zeros, single, zeros, dtype)
 
-    torch.quantize_per_tensor, torch.quantize_per_channel = quantize, quantize_channels
-    torch.dequantize = lambda of: of.dequantize() if isinstance(of, _Steps) else dequantize(of)
+    torch.quantize_per_tensor, torch.quantize_per_channel = quantize, quantize_channels  # type: ignore[assignment]
+    torch.dequantize = lambda of: of.dequantize() if isinstance(of, _Steps) else dequantize(of)  # type: ignore[assignment]
     try:
         yield
     finally:

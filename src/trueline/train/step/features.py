@@ -16,6 +16,8 @@ from trueline.train.step.plan import Ints
 
 MOST_WATCHED, MOST_VALUES = 4096, 64
 """Elements of a record's tensor, and values of its label, up to which they are watched in each step."""
+PIECE = 1 << 22
+"""Elements of a gradient that are looked through at a time."""
 APART = 1e-4
 """Difference of a number from itself in another batch, relative to the largest of its kind, that is no rounding."""
 Column = tuple[int, str, list[float]]
@@ -204,3 +206,25 @@ def _table(batch: Batch, count: int) -> npt.NDArray[np.float64] | None:
     if not rows or sum(part.shape[1] for part in rows) > MOST_WATCHED:
         return None
     return np.nan_to_num(np.concatenate(rows, axis=1).astype(np.float64), posinf=0.0, neginf=0.0)
+
+
+def pick_largest(gradient: torch.Tensor | None, of: torch.Tensor, most: int) -> torch.Tensor:
+    """Indices of the largest elements, a piece at a time: an embedding's gradient is as large as a model."""
+    if gradient is None:
+        return torch.arange(min(most, of.numel()), device=of.device)
+    flat, found = gradient.to_dense().detach().flatten(), list[torch.Tensor]()
+    for start in range(0, len(flat), PIECE):
+        part = flat[start : start + PIECE]
+        found.append(start + part.abs().topk(min(most, len(part)), sorted=False).indices)
+    if not found:
+        return torch.arange(0, device=of.device)
+    indices = torch.cat(found)
+    return indices if len(found) == 1 else indices[flat[indices].abs().topk(min(most, len(indices))).indices]
+
+
+def take_elements(gradient: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
+    """The elements at `indices`, in double precision on the host; zeros of no gradient."""
+    if gradient is None:
+        return torch.zeros(len(indices), dtype=torch.float64)
+    part = gradient.to_dense().detach().flatten()[indices]
+    return part.to("cpu", torch.complex128 if part.is_complex() else torch.float64)

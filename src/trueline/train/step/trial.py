@@ -124,6 +124,8 @@ class LossTrial:
                     yield from self._settle(ids)
                     return
             events.emit("loss.untried", why="it is not finite")
+            if trial.chosen is not None:
+                return  # the step finds the record
             named = trial.options.reduction
             self.traits = self._traits("mean" if named == "auto" else named, whole=True)
 
@@ -159,17 +161,9 @@ class LossTrial:
             raise UsageError("the loss has no gradient", hint="compute it with the model, and not under no_grad()")
         elements = reduction.averaged_elements(value)
         self.divisors.append(reduction.read_divisors(value, records))
-        found = self._gradients_of(value, first=not self._tried)
-        flat = [
-            (torch.zeros_like(mine) if its is None else its.to_dense()).detach().flatten()
-            for mine, its in zip(self._parameters, found, strict=True)
-        ]
-        if not self._tried:
-            self._kept = [value.abs().topk(min(KEPT, len(value)), sorted=False).indices for value in flat]
-        kept = [value[indices].double() for value, indices in zip(flat, self._kept, strict=True)]
+        gradient = self._sample_gradients(value)
         uneven = elements is not None and elements[0] != elements[1]
         self._uneven = self._uneven or uneven
-        gradient = torch.cat(kept).cpu()
         self._tried.append(
             LossSample(records, 0.0, torch.zeros_like(gradient), weight)
             if weight == 0
@@ -188,27 +182,37 @@ class LossTrial:
 
     def answer(self) -> dict[str, Any]:
         """What a fork that has tried the loop sends to its parent."""
-        return asdict(self.traits)
+        return asdict(self.traits) if hasattr(self, "traits") else {}
 
     def accept(self, answer: dict[str, Any]) -> None:
         """Takes the answer of such a fork."""
-        self.traits = ModelTraits(**answer)
+        if answer:
+            self.traits = ModelTraits(**answer)
 
-    def _gradients_of(self, loss: torch.Tensor, *, first: bool) -> Sequence[Any]:
-        """The compared gradients. Of a `first` loss those of many times it too: these show what clips or rounds,
-        which would see a part of a step."""
-        model, of = self.inputs.model, list(self._parameters)
-        if not first or self._half or reduction.has_node(loss, "CheckpointFunctionBackward"):
-            return compute_gradients(loss, of, model)
-        of += [value for value in model.parameters() if value.requires_grad and value._backward_hooks]
-        found = torch.autograd.grad(loss, of, allow_unused=True, retain_graph=True)
-        larger = torch.autograd.grad(loss * SCALE, of, allow_unused=True)
-        for mine, its in zip(found, larger, strict=True):
-            if mine is None or its is None or mine.is_sparse:
-                continue
-            off = float((its / SCALE - mine).norm())
-            if off > 1e-3 * float(mine.norm()) and math.isfinite(off):
-                self._bent = True
+    def _sample_gradients(self, loss: torch.Tensor) -> torch.Tensor:
+        """The elements of the compared gradients that are kept. Those of the first loss are compared with those of many
+        times it: these show what clips or rounds, which would see a part of a step. One set of gradients at a time."""
+        model, first = self.inputs.model, not self._tried
+        bends = first and not self._half and not reduction.has_node(loss, "CheckpointFunctionBackward")
+        of = list(self._parameters)
+        if bends:
+            of += [value for value in model.parameters() if value.requires_grad and value._backward_hooks]
+            found: Sequence[Any] = torch.autograd.grad(loss, of, allow_unused=True, retain_graph=True)
+        else:
+            found = compute_gradients(loss, of, model)
+        if first:
+            self._kept = [features.pick_largest(grad, value, KEPT) for grad, value in zip(found, of, strict=True)]
+        kept = [features.take_elements(grad, at) for grad, at in zip(found, self._kept, strict=False)]
+        del found
+        if bends:
+            self._find_bends(torch.autograd.grad(loss * SCALE, of, allow_unused=True), kept)
+        return torch.cat(kept[: len(self._parameters)])
+
+    def _find_bends(self, larger: Sequence[Any], kept: Sequence[torch.Tensor]) -> None:
+        for grad, at, mine in zip(larger, self._kept, kept, strict=True):
+            if grad is not None and not grad.is_sparse:
+                off = float((features.take_elements(grad, at) / SCALE - mine).norm())
+                self._bent = self._bent or (off > 1e-3 * float(mine.norm()) and math.isfinite(off))
         if self._bent and self.inputs.options.reduction == "auto":
             raise UsageError(
                 f"the gradients of {SCALE:g} times the loss are not {SCALE:g} times its own: a hook or an autograd "
@@ -216,7 +220,6 @@ class LossTrial:
                 hint="clip with clip_norm (in a loop: Options(clip_norm=...)) or in the optimizer, or set reduction = "
                 '"mean" and micro_batch = N: it then sees those of whole shards of N records',
             )
-        return found[: len(self._parameters)]
 
     def _traits(self, how: str, *, whole: bool) -> ModelTraits:
         shown = model_traits.read_traits(self.inputs.model)
