@@ -294,11 +294,14 @@ def _bound_memory(probe: Probe) -> AbstractContextManager[object]:
 
 
 def hidden_state(observations: Sequence[Observation]) -> str:
-    """How the eager model's answers to equal inputs differ; empty when no probe shows that they do."""
+    """How the eager model's answers to equal inputs differ; empty when no probe shows that they do, or it draws random
+    numbers, as it may: then they do differ."""
+    if any(seen.draws is not None for seen in observations):
+        return ""
     answers: dict[str, Observation] = {}
     for seen in observations if len(observations) > 1 else ():
         earlier = answers.setdefault(digest(seen.probe.inputs), seen)
-        if earlier is seen or earlier.outputs is None or seen.outputs is None or seen.draws is not None:
+        if earlier is seen or earlier.outputs is None or seen.outputs is None:
             continue
         comparison = compare.compare(earlier.outputs, seen.outputs)
         if not comparison.agrees:

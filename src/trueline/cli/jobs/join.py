@@ -33,7 +33,7 @@ trueline join s3://bucket/jobs --cores 4
 def command(
     address: str, token_file: str | None, ca: str, cores: int | None, name: str, interface: str, ports: str
 ) -> Output:
-    """Lend this machine's cores to a training job on another host, or to the jobs of a store.
+    """Lend this machine's cores to a job on another host, or to jobs of a store.
 
     A job that was started with --listen shows the line to type. This host needs Python and Trueline with the versions
     of the job's; the recipe's folder comes over the connection. Workers start here while the job has slots to fill.
