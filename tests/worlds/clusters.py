@@ -36,6 +36,7 @@ interface = "127.0.0.1"
 slots = 2
 [engine.hosts]
 interface = "127.0.0.1"
+env = ["TINY_GATE"]
 [engine.hosts.large]
 slots = 2
 [engine.ray]

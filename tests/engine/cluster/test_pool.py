@@ -209,6 +209,16 @@ def test_a_store_that_is_away_stops_nothing_that_runs(pool):
     assert pool.report(name).state is RUNNING
 
 
+def test_variables_that_the_settings_name_travel_with_what_is_submitted(pool, monkeypatch):
+    monkeypatch.setenv("GATE", "open")
+    pool.client = PoolScheduler(HostsSettings(pool=str(pool.store), env=("GATE", "NOT_SET")))
+    name = pool.submit("a-1", "head", "echo $GATE$NOT_SET.")
+    monkeypatch.delenv("GATE")
+    pool.lend("one", 1)
+    pool.lenders["one"].running[name].process.wait()
+    assert pool.client.read_log(name) == b"open.\n"
+
+
 def test_a_command_that_does_not_exist_is_an_end_with_its_reason(pool):
     pool.lend("one", 1)
     submission = Submission(name="a-1.1.head", command=("no-such-program",), log=str(pool.folder / "log"))

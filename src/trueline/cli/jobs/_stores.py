@@ -28,12 +28,15 @@ store_option = click.option("--store", metavar="FOLDER|URL", help="Where submitt
 
 
 def read_engine(on: str) -> AnySettings:
-    """The settings of an engine from the nearest trueline.toml. Raises UsageError."""
+    """The settings of an engine from the nearest trueline.toml, for a command that submits to it. Raises UsageError."""
+    from trueline.engine.cluster.open import begin_connecting
     from trueline.engine.cluster.settings import parse_engine
 
     file = find_config()
     tables = read_config(file).get("engine", {}) if file is not None else {}
-    return parse_engine(on, tables, str(file or "trueline.toml"))
+    settings = parse_engine(on, tables, str(file or "trueline.toml"))
+    begin_connecting(settings)
+    return settings
 
 
 def choose_store(given: str | None, *, default: str = "") -> str:

@@ -12,6 +12,7 @@ from trueline.cli.options import Output, job_argument, verb
 from trueline.errors import UsageError
 
 if TYPE_CHECKING:
+    from trueline.engine.cluster.settings import AnySettings
     from trueline.train.cluster.store import JobStore
     from trueline.train.launch.preload import EarlyAgent
 
@@ -40,8 +41,9 @@ def command(job: str, on: str | None, store: str | None, **given: Any) -> Output
     that decide what is computed stay as they were, and the recipe must not have changed. JOB is a job's folder, its
     name under ./runs, or in a store: then it is submitted again, to the engine that it had or another one (--on).
     """
+    engine = _stores.read_engine(on) if on else None
     if (where := _stores.find_stored(job, store)) is not None:
-        return _resume_stored(where, on, given)
+        return _resume_stored(where, on, engine, given)
     if on:
         raise UsageError(f"job '{job}' is in no store, so that no engine can have it", hint="leave --on out")
     from trueline.train.launch.jobs import find_job
@@ -66,7 +68,7 @@ def _begin_agent(folder: Path, *, detach: bool) -> AbstractContextManager[EarlyA
     return EarlyAgent(settings.strategy, Path(users))
 
 
-def _resume_stored(where: JobStore, on: str | None, given: dict[str, Any]) -> Output:
+def _resume_stored(where: JobStore, on: str | None, engine: AnySettings | None, given: dict[str, Any]) -> Output:
     from trueline.train.cluster import operate
 
     workers = given.pop("workers")
@@ -75,7 +77,6 @@ def _resume_stored(where: JobStore, on: str | None, given: dict[str, Any]) -> Ou
             f"a submitted job keeps its settings: {', '.join(other)} cannot be given",
             hint="only --workers and --on can",
         )
-    engine = _stores.read_engine(on) if on else None
     if (manifest := where.read_job().manifest) and engine is not None:
         from trueline.train.learners.submission import fit_stored_manifest
 

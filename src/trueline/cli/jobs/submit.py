@@ -58,6 +58,7 @@ def command(
     trueline.Elastic, with its ARGUMENTS; or a manifest of Fabric for Deep Learning (manifest.yml): its learners run on
     the same engines, without --on on this machine.
     """
+    engine = _stores.read_engine(on) if on else None
     from trueline.train.cluster import operate
     from trueline.train.learners.submission import is_manifest
 
@@ -70,10 +71,10 @@ def command(
         return _submit_manifest(recipe, on or "local", store, model, fields, name=name, priority=priority)
     if model or fields:
         raise UsageError("--model and --set are for manifests (manifest.yml)", hint="leave them out")
-    if not on:
+    if not on or engine is None:
         raise UsageError("--on is missing: the engine that the job runs on", hint="for example --on local")
     where = operate.submit(
-        recipe, *arguments, on=on, engine=_stores.read_engine(on), store=_stores.choose_store(store),
+        recipe, *arguments, on=on, engine=engine, store=_stores.choose_store(store),
         workers=workers or "3", settings=settings, name=name, priority=priority,
     )  # fmt: skip
     return _describe(where, on)

@@ -1,4 +1,7 @@
-"""Opens the scheduler of an engine's settings. Nothing is connected before its first use."""
+"""Opens the scheduler of an engine's settings. Nothing is connected before its first use, unless one is expected."""
+
+import contextlib
+import threading
 
 from trueline.engine.cluster.contract import Scheduler
 from trueline.engine.cluster.settings import (
@@ -10,6 +13,7 @@ from trueline.engine.cluster.settings import (
     RaySettings,
     SlurmSettings,
 )
+from trueline.errors import EngineAway, UsageError
 
 
 def open_scheduler(settings: AnySettings) -> Scheduler:
@@ -38,3 +42,16 @@ def open_scheduler(settings: AnySettings) -> Scheduler:
             from trueline.engine.cluster.kubernetes.scheduler import KubernetesScheduler
 
             return KubernetesScheduler(settings)
+
+
+def begin_connecting(settings: AnySettings) -> None:
+    """Begins what the first call would wait for, while the caller imports and reads: a client of Ray takes two seconds
+    to connect. Where that fails, the first call says so."""
+    if isinstance(settings, RaySettings):
+        scheduler = open_scheduler(settings)
+        threading.Thread(target=_try_to_list, args=(scheduler,), name="connecting", daemon=True).start()
+
+
+def _try_to_list(scheduler: Scheduler) -> None:
+    with contextlib.suppress(EngineAway, UsageError):
+        scheduler.list("")

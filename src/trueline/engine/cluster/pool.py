@@ -4,9 +4,12 @@ No service runs. Clients and hosts meet in the store (`pool_records.py`), and ea
 (`pool_lender.py`): heads by priority, each when there are slots for all that its job needs to begin.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from trueline.engine.cluster.contract import Submission, SubmissionReport, SubmissionState, job_of
 from trueline.engine.cluster.pool_records import LEASE_S, WITHDRAWN, PoolEnd, PoolSubmission, PoolTurn, PoolView
@@ -20,11 +23,12 @@ class PoolScheduler:
     def __init__(self, settings: HostsSettings) -> None:
         if not settings.pool:
             raise UsageError("the engine 'hosts' has no pool", hint="set pool = STORE in [engine.hosts]")
-        self._view = PoolView(settings.pool)
+        self._view, self._env = PoolView(settings.pool), settings.env
 
     def submit(self, submission: Submission) -> str:
+        env = {name: os.environ[name] for name in self._env if name in os.environ} | submission.env
         try:
-            queued = PoolSubmission(submission=submission, submitted_at=time.time())
+            queued = PoolSubmission(submission=replace(submission, env=env), submitted_at=time.time())
             self._view.files.write_record(f"submissions/{submission.name}.json", queued, replace=False)
         except StorageError as error:
             raise _away(error) from error

@@ -37,6 +37,8 @@ class HostsSettings(EngineSettings, frozen=True, kw_only=True, tag="hosts"):
 
     pool: str = ""
     """The store where they lend them; empty: the job's."""
+    env: tuple[str, ...] = ()
+    """Names of variables that head and hosts get from who submits, beside those of the host. They lie in the store."""
 
 
 class SlurmSettings(EngineSettings, frozen=True, kw_only=True, tag="slurm"):
