@@ -151,8 +151,9 @@ class PoolView:
             turn = self._placed[name]
             if self.is_silent(turn.host):
                 why = "has left" if turn.host not in self.hosts else f"has been silent for {LEASE_S:.0f} s"
-                self.end(name, PoolEnd(reason=f"its host {turn.node} {why}", at=at))
-                self.ends[name] = PoolEnd(reason=f"its host {turn.node} {why}", at=at)
+                end = PoolEnd(reason=f"its host {turn.node} {why}", at=at)
+                self.end(name, end)  # the host may have written one as it left
+                self.ends[name] = self.files.read_record(f"ends/{name}.json", PoolEnd) or end
 
     def report(self, name: str) -> SubmissionReport:
         turn, end = self.find_turn(name), self.ends.get(name)
