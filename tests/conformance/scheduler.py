@@ -58,15 +58,14 @@ class Scheduled:
         self.wait_log(name, b"ready")
         self.wait(name, RUNNING)
 
+    def find_shells(self, mark: str) -> list[psutil.Process]:
+        """The shells whose script has `mark` in it."""
+        running = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+        return [one for one, words in running if words[:2] == ["sh", "-c"] and mark in words[2]]
+
     def kill(self, mark: str) -> None:
         """SIGKILL by someone else for the shell whose script has `mark` in it."""
-
-        def find() -> list[psutil.Process]:
-            running = psutil.process_iter(["cmdline"])
-            return [one for one in running if (one.info["cmdline"] or [])[:2] == ["sh", "-c"]
-                    and mark in one.info["cmdline"][2]]  # fmt: skip
-
-        (shell,) = until(find, f"the shell of {mark}")
+        (shell,) = until(lambda: self.find_shells(mark), f"the shell of {mark}")
         shell.kill()
 
     def wait_log(self, name: str, word: bytes) -> None:

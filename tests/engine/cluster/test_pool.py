@@ -18,6 +18,7 @@ from trueline.engine.cluster.pool import PoolScheduler
 from trueline.engine.cluster.pool_records import KEPT_S, LEASE_S, PoolTurn
 from trueline.engine.cluster.settings import HostsSettings
 from worlds.pools import Pool
+from worlds.waiting import until
 
 pytestmark = pytest.mark.slow
 CORES = 2
@@ -120,7 +121,7 @@ def test_what_a_silent_host_runs_is_given_up_and_stays_so_when_the_host_comes_ba
     assert (found.state, found.reason) == (ENDED, "its host one has been silent for 5 s")
     process = pool.lenders["one"].running[name].process
     pool.step("one")
-    assert process.wait() == -signal.SIGKILL, "another one may train in its place"
+    assert process.wait(60) == -signal.SIGKILL, "another one may train in its place"
     pool.step("one")
     assert (pool.running("one"), pool.report(name)) == ([], found)
 
@@ -181,7 +182,7 @@ def test_a_submission_is_withdrawn_or_started_whichever_is_first(pool):
     assert not late._view.take_turn(PoolTurn(name=name)), "one turn has one maker"
     late.cancel(name, grace=False)
     pool.step()
-    assert pool.lenders["one"].running[name].process.wait() == -signal.SIGKILL
+    assert pool.lenders["one"].running[name].process.wait(60) == -signal.SIGKILL
 
     other = pool.submit("b-1", "head")
     late.cancel(other)
@@ -264,10 +265,12 @@ def test_ctrl_c_lets_what_runs_end_and_a_host_that_leaves_takes_nothing_new(sche
 
 
 def test_what_a_killed_host_runs_dies_with_it_and_runs_on_another_one(scheduled, host, store):
-    name = scheduled.submit("head", POLITE)
+    name = scheduled.submit("head", f": {store}; {POLITE}")
     scheduled.wait_ready(name)
+    assert scheduled.find_shells(str(store))
     host.kill()
     host.wait()
+    until(lambda: not scheduled.find_shells(str(store)), "the end of the process")
     second = lend(store, name="b")
     try:
         scheduled.wait(name, ENDED)

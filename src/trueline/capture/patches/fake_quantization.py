@@ -78,7 +78,7 @@ def _keep_between(steps: torch.Tensor, least: int, most: int) -> torch.Tensor:
 
 @final
 class _Steps:
-    """What stands for a quantized tensor in a trace: no more can be done with it than this."""
+    """Stands for a quantized tensor in a trace. It has these two methods alone: other operators fail on it."""
 
     def __init__(self, steps: torch.Tensor, scale: Any, zero_point: Any, dtype: torch.dtype) -> None:
         least, most, self._kind = _LIMITS[dtype]
