@@ -33,6 +33,19 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 guardian.start()
 
 
+def _refuse_groups(kill: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """`os.kill` for tests: a pid that is not known yet is 0, which ends the whole run."""
+
+    def kill_one(pid: int, number: int) -> None:
+        assert pid > 0, f"{pid} names processes that are not the test's"
+        kill(pid, number)
+
+    return kill_one
+
+
+os.kill = _refuse_groups(os.kill)
+
+
 def _interrupt(number: int, frame: object) -> None:
     """Ends the run as Ctrl-C does: tests clean up what they have started."""
     raise KeyboardInterrupt(signal.Signals(number).name)

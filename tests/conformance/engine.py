@@ -95,6 +95,16 @@ def test_killing_what_is_dead_or_unknown_is_no_error(engine, tmp_path):
     assert [seen.kind for seen in asyncio.run(scenario())] == [Kind.EXITED]
 
 
+def test_a_client_hears_of_a_process_once_it_has_a_pid(engine, tmp_path):
+    """A pid of 0 means the process group of whoever signals it."""
+
+    async def scenario():
+        await engine.add([spec("wait", tmp_path)])
+        return await anext(engine.watch())  # before the process has begun, where a host elsewhere starts it
+
+    assert asyncio.run(scenario()).pid > 0
+
+
 def test_a_client_that_comes_later_finds_what_runs_and_sees_its_end_once(engine, tmp_path):
     async def scenario():
         await engine.add([spec("wait", tmp_path)])

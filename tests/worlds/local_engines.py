@@ -20,7 +20,7 @@ class ListingEngine:
         self.started = [one for one in self.started if one != ref]
 
     async def list(self):
-        return [Seen(ref=ref, kind=Kind.STARTED) for ref in self.started]
+        return [Seen(ref=ref, kind=Kind.STARTED, pid=7) for ref in self.started]
 
     async def capacity(self):
         return 0

@@ -301,13 +301,13 @@ def _cut_at_pairs(far: FarSizes, program: Session, claim: Signature, numbers: Se
     )
     beside = itertools.product((0, -1, 1), repeat=2)
     walk = _Walk(far=far, program=program, symbol=PAIRED, known=set())
-    for tried, (steps, (i, j), pair) in enumerate(itertools.product(beside, places, both)):
-        if far.time_left(PAIRED) <= 0:
-            break
+    tries = itertools.takewhile(lambda _: far.time_left(PAIRED) > 0, itertools.product(beside, places, both))
+    for tried, (steps, (i, j), pair) in enumerate(tries):
         sizes = base | {pair[0]: numbers[i] + steps[0], pair[1]: numbers[j] + steps[1]}
         if claim.allows(sizes) and walk.agrees(-1 - tried, sizes=sizes) is False:
-            symbol = max(pair, key=sizes.__getitem__)
-            claim = _cut(claim, symbol, 1, max(sizes[symbol] - 1, base[symbol]), probed=True)
+            far.unrolled |= {PAIRED}  # such a model is tried at all of its numbers
+            longer = max(pair, key=sizes.__getitem__)
+            claim = _cut(claim, longer, 1, max(sizes[longer] - 1, base[longer]), probed=True)
     return claim
 
 

@@ -67,6 +67,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     ref: str
     kind: Kind
     pid: int = 0
+    """0: it has not begun yet. `watch` tells of it once it has."""
     code: int | None = None
     signal: int | None = None
     reason: str = ""

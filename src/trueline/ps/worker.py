@@ -38,7 +38,7 @@ from trueline.ps.model.strategy import ServedModel
 from trueline.ps.tasks import CommitRequest, Computed, LeaseReply, TasksLink
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
-from trueline.train import devices
+from trueline.train import devices, dynamo
 from trueline.train import settings as job_settings
 from trueline.train.faults import Faults
 from trueline.train.job_dir import JobDir
@@ -62,6 +62,7 @@ def main() -> int:
     job_dir, link = Path(os.environ["TRUELINE_JOB"]), TasksLink(os.environ["TRUELINE_REF"])
     settings = job_settings.load(job_dir)
     torch.set_num_threads(settings.threads)
+    dynamo.defer()
     try:
         recipe = load_recipe(settings.recipe)
         check_digest(recipe.digest, "recipe", settings.recipe, settings)

@@ -176,7 +176,8 @@ class FleetEngine:
         self._watchers.add(changes)
         try:
             for seen in await self.list():
-                yield seen
+                if seen.pid or not seen.alive:  # a host that has an order reports when it has begun
+                    yield seen
             while True:
                 yield await changes.get()
         finally:

@@ -38,6 +38,7 @@ class Agent:
     """One thread, one selector: requests, exits and kill deadlines."""
 
     def __init__(self, path: str) -> None:
+        self.path = path
         self.seen: dict[str, Seen] = {}
         self.births = Path(f"{path}.born")
         self.adopted: dict[str, int] = {}  # pidfds of processes that a former agent forked
@@ -149,6 +150,7 @@ class Agent:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.selector.close()
+        process.forked_by.path = self.path
         for connection in (self.listener, self.wake, self.waker, *self.buffers):
             connection.close()
         for handle in self.adopted.values():

@@ -4,7 +4,9 @@ Several clients may be connected. A restarted master finds running processes by 
 """
 
 import asyncio
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -79,6 +81,14 @@ class LocalEngine:
                 yield msgspec.json.decode(line, type=Seen)
         finally:
             writer.close()
+
+
+def import_for_later_processes(module: str) -> None:
+    """Has the agent that forked this process, if one did, import what those that it forks later need as well."""
+    if process.forked_by.path:
+        with socket.socket(socket.AF_UNIX) as line, contextlib.suppress(OSError):  # a new agent imports it when needed
+            line.connect(process.forked_by.path)
+            line.sendall(msgspec.json.encode({"op": "import", "modules": [module]}) + b"\n")
 
 
 def start_agent(

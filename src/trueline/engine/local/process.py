@@ -23,6 +23,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -40,6 +41,17 @@ LIFELINE = "TRUELINE_LIFELINE"
 GRACE_S = 1.0
 LAST_S = 2.0
 """How long the end of a process waits for room for the end of its log."""
+
+
+@dataclass(slots=True)
+class _ForkedBy:
+    """The agent that has forked this process."""
+
+    path: str = ""
+    """Its socket; empty: none has."""
+
+
+forked_by = _ForkedBy()
 
 
 class Lifeline:

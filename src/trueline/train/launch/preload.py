@@ -14,9 +14,8 @@ from trueline.engine.local.process import Lifeline
 from trueline.recipe.settings import Strategy
 from trueline.train.settings import WORKERS
 
-PRELOAD = ("torch._dynamo", "torch.nn.parallel", "torch.optim")
-"""What the agent imports once for all workers, beside their module and the libraries that the recipe imports. torch
-itself imports `torch._dynamo`, which takes about a second, when the first optimizer is made."""
+PRELOAD = ("torch.nn.parallel", "torch.optim")
+"""What the agent imports once for all workers, beside their module and the libraries that the recipe imports."""
 
 
 def find_preload(strategy: Strategy, users: Path | None = None) -> tuple[str, ...]:

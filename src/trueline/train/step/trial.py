@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
@@ -31,6 +30,7 @@ from trueline.data.loading.worker_pool import ReaderClient, ReaderPool
 from trueline.engine.contract import parse_ref
 from trueline.errors import UsageError, join_names
 from trueline.parallel.finite import find_infinite
+from trueline.train import dynamo
 from trueline.train.step import features, model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
@@ -108,8 +108,8 @@ class LossTrial:
     def batches(self) -> Batches:
         """Raises UsageError for a loop that no seed makes repeatable, and for a loss that is not made of its parts."""
         trial = self.inputs
-        compiled = "torch._dynamo" in sys.modules  # which takes a second to import
-        with seeding.preserve_generators(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
+        with seeding.preserve_generators(), eager:
             earlier = trial.attempt + parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[2]
             for attempt in range(earlier, earlier + ATTEMPTS):  # a record may have killed the worker before this one
                 ids = self._choose(attempt)

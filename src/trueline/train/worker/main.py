@@ -35,7 +35,7 @@ from trueline.errors import CheckpointError, RecipeError, UsageError
 from trueline.parallel.exchange import is_collective
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
-from trueline.train import devices
+from trueline.train import devices, dynamo
 from trueline.train import settings as job_settings
 from trueline.train.elastic import Elastic
 from trueline.train.job_dir import JobDir
@@ -74,6 +74,7 @@ def main(replace_parts: Callable[[Recipe, JobSettings], WorkerParts] | None = No
     job_dir = Path(os.environ["TRUELINE_JOB"])
     settings = job_settings.load(job_dir)
     torch.set_num_threads(settings.threads)
+    dynamo.defer()
     if settings.script:
         return _run_script(settings)
     return _run_recipe(settings, job_dir, replace_parts or (lambda recipe, _: WorkerParts(recipe)))
