@@ -41,6 +41,10 @@ def test_a_recipe_of_the_zoo_as_it_stands_goes_the_whole_line_whoever_dies(tmp_p
     with StepGate(job, (10, "worker-0"), (25, "server-1"), (40, "master")):
         found = train(RECIPE, job_dir=job, strategy=strategy, workers=2, servers=2)
     assert found.summary.exactly_once
+    if strategy == "hybrid":  # labels that no record of the trial had
+        said = "".join(path.read_text() for path in (job / "logs").glob("worker-*.log"))
+        assert "loss.doubted" in said
+        assert "loss.untried" not in said
     assert evaluate(RECIPE, found.checkpoint).metrics["accuracy"] > 0.8
     capture(RECIPE, found.checkpoint, bundle, formats=["onnx"])
     model = load_recipe(RECIPE).make_model().eval()

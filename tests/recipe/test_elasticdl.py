@@ -11,6 +11,7 @@ import torch
 from trueline.data.formats import recordio
 from trueline.errors import DataError, RecipeError
 from trueline.recipe.load import load_recipe
+from trueline.train.worker.measure import call_model
 
 MODULE = """
 import torch
@@ -93,3 +94,31 @@ def test_what_is_no_batch_of_the_records_is_refused(tmp_path, records, given, me
     found = recipe(tmp_path, f"def dataset_fn(data_list, mode, metadata): return {given}", place=records)
     with pytest.raises((DataError, RecipeError), match=message):
         found.source("training").read(np.array([0, 1]))
+
+
+DICT = """
+import numpy as np
+def dataset_fn(data_list, mode, _):
+    values = np.stack([np.frombuffer(data, np.float32) for data in data_list])
+    return {"x": values[:, :1].copy(), "y": values[:, 1].copy()}, values[:, 2].copy()
+class CustomModel(torch.nn.Module):
+    def forward(self, FORM):
+        return BODY
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "body"),
+    [
+        ("features", 'features["x"][:, 0] + features["y"]'),
+        ("batch: dict[str, torch.Tensor]", 'batch["x"][:, 0] + batch["y"]'),
+        ("inputs: 'Mapping[str, object]'", 'inputs["x"][:, 0] + inputs["y"]'),
+        ("x, y", "x[:, 0] + y"),
+        ("*, y, x", "x[:, 0] + y"),
+        ("**features", 'features["x"][:, 0] + features["y"]'),
+    ],
+)
+def test_a_forward_gets_features_as_one_dict_or_by_name(tmp_path, records, form, body):
+    found = recipe(tmp_path, DICT.replace("FORM", form).replace("BODY", body), place=records)
+    batch = found.source("training").read(np.array([7, 2]))
+    assert call_model(found.make_model(), batch.inputs).tolist() == [14.5, 4.5]

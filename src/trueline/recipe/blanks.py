@@ -85,7 +85,7 @@ def fill(found: Definitions, needs: Sequence[str] | None = None) -> Recipe:
         text = "neither 'examples' nor 'dataset' is defined; expected `examples() -> inputs of a small batch`"
         problems.append(Problem(text))
     if elasticdl.takes_records(filled.get("dataset")):
-        filled["feed"] = elasticdl.Feed(filled["dataset"])
+        filled["feed"] = elasticdl.Feed(filled["dataset"], together=elasticdl.takes_features(filled.get("model")))
         filled["dataset"] = elasticdl.DataPlaces(found.values)
     values, wrong = _settings(found)
     problems += wrong

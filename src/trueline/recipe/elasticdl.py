@@ -101,6 +101,18 @@ def takes_records(function: object) -> bool:
     return len(required) == 3 and all(one.kind in positional for one in required)
 
 
+def takes_features(model: object) -> bool:
+    """Whether `model` is a class whose forward has one parameter, `features` or one that is annotated as a mapping, as
+    Keras' models have, whose place ElasticDL's take."""
+    if not isinstance(model, type) or (signature := signature_of(getattr(model, "forward", model))) is None:
+        return False
+    parameters = list(signature.parameters.values())[1:]
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if len(parameters) != 1 or len(named) != 1:
+        return False
+    return named[0].name == "features" or "dict" in str(named[0].annotation).lower().replace("mapping", "dict")
+
+
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     """None for callables without a known signature (some that are written in C)."""
     try:
@@ -144,6 +156,8 @@ class Feed:
     """
 
     dataset_fn: Callable[[list[Any], Mode, Metadata], Any]
+    together: bool = False
+    """The model's forward takes the features of a batch as one dict, by name; else each is an argument."""
 
     def __call__(self, records: pa.Table, mode: Mode) -> tuple[Any, Any]:
         columns = [column.to_pylist() for column in records.columns]
@@ -155,7 +169,10 @@ class Feed:
         if not both and mode != "prediction":
             raise RecipeError(f"dataset_fn returned {type(found).__name__} for {mode}, expected (features, labels)")
         features, labels = found if both else (found, None)
-        return _batch(features, len(records), "features"), _batch(labels, len(records), "labels")
+        inputs = _batch(features, len(records), "features")
+        if self.together and isinstance(inputs, dict):
+            inputs = (inputs,)
+        return inputs, _batch(labels, len(records), "labels")
 
 
 def _batch(values: Any, count: int, what: str) -> Any:

@@ -105,6 +105,11 @@ class HybridTables:
         """The learning rate of each group now."""
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
+    @property
+    def connected(self) -> bool:
+        """Whether rows come from servers."""
+        return self.pull is not None
+
     def initial(self, table: str, ids: Ids) -> Rows:
         spec = next(one for one in self.spec.tables if one.name == table)
         return initial_rows(spec, self._seed, ids)

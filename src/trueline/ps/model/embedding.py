@@ -129,6 +129,11 @@ class TableModule(nn.Module):
         self.table = self.settings.name
         self.source: RowSource | None = None
 
+    @property
+    def works_in_forks(self) -> bool:
+        """A fork of this process has none of the threads that rows from servers come by."""
+        return not getattr(self.source, "connected", False)
+
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """[*ids.shape, dim] float32. Raises UsageError for ids that are no integers, and for training without
         servers."""

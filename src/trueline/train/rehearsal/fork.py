@@ -7,8 +7,8 @@ loop. Its parent reads the records, since open files share their offsets, and th
                       ◀── two that are "applied"     ──traits────▶
                                                      ──a fault───▶  settles the traits, begins with step 0
 
-Where a fork cannot compute (a model on a device), ends without traits, or hangs on a lock that it has of no one, the
-loop itself gets the batches, with `batch.trial` true.
+Where a fork cannot compute (a model on a device, rows on servers), ends without traits, or hangs on a lock that it has
+of no one, the loop itself gets the batches, with `batch.trial` true.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def end_fork() -> None:
 
 def _can_fork(model: torch.nn.Module) -> bool:
     on_host = all(value.is_cpu for value in (*model.parameters(), *model.buffers()))
-    return hasattr(os, "fork") and on_host and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    alone = all(getattr(part, "works_in_forks", True) for part in model.modules())
+    return hasattr(os, "fork") and on_host and alone and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def _in_fork(
