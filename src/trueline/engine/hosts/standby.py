@@ -1,9 +1,11 @@
 """What `trueline join` needs of the part that leads a job from this host, should the master's host die."""
 
+import contextlib
 import fcntl
 import os
 import signal
 import socket
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +13,8 @@ from typing import Any, Protocol
 from trueline.engine.hosts.messages import EventLines, HostList, JournalCopy, Welcome
 from trueline.engine.hosts.token import TokenFile
 from trueline.engine.local.process import Lifeline
+
+POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +46,31 @@ def replace_earlier(folder: Path, name: str) -> int:
     a descriptor whose lock marks this one."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(folder / f"{socket.gethostname()}-{name}.pid", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.kill(int(os.read(lock, 32)), signal.SIGKILL)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            _kill_holder(lock)
+            time.sleep(POLL_S)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}".encode(), 0)
     return lock
+
+
+def _kill_holder(lock: int) -> None:
+    """Kills the process whose number is in the file, if it has that open: the number may be that of an earlier one,
+    which another process has now."""
+    number, of = os.pread(lock, 32, 0), os.fstat(lock)
+    if not number:
+        return
+    with contextlib.suppress(OSError):  # it has ended
+        handle = os.pidfd_open(int(number))  # before the look, so that it is the same process
+        try:
+            if any(os.path.samestat(of, os.stat(one)) for one in Path(f"/proc/{int(number)}/fd").iterdir()):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        finally:
+            os.close(handle)
 
 
 class Standby(Protocol):
