@@ -1,8 +1,19 @@
 """The stand-in for `torch._dynamo`: eager training never imports the real one, and what compiles gets all of it."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from trueline.recipe.settings import Strategy
+from trueline.train.api import train
+from trueline.train.launch.preload import PRELOAD
+from trueline.train.settings import WORKERS
+from worlds.jobs import TESTS, TINY
+
+TABLES = TESTS / "ps" / "recipes"
 EAGER = """
 import sys, tempfile, torch
 import torch.distributed as dist
@@ -94,3 +105,31 @@ torch.compile(step, backend="eager")(torch.ones(2))
 print("Optimizer.zero_grad" in name)
 """
     assert run(EAGER + check) == "True"
+
+
+def test_no_module_of_a_worker_imports_it() -> None:
+    modules = ", ".join([*WORKERS.values(), *PRELOAD])
+    assert run(f"import sys, {modules}\nprint({PARTS})") == "[]"
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    ("strategy", "recipe", "servers"), [("allreduce", TINY, 1), ("ps", "counting.py", 1), ("hybrid", "hybrid.py", 1)]
+)
+def test_a_job_that_compiles_nothing_imports_no_compiler(
+    tmp_path: Path, strategy: Strategy, recipe: str, servers: int
+) -> None:
+    folder = Path(shutil.copytree(TABLES, tmp_path / "project"))
+    code = (folder / recipe).read_text().replace("def loss(", "def loss_of(")
+    (folder / "recipe.py").write_text(f"""{code}
+
+def loss(outputs, labels):
+    import os, sys
+    with open({str(tmp_path / "seen")!r}, "a") as file:
+        file.write(f"{{os.getpid()}} {{{PARTS}}}\\n")
+    return loss_of(outputs, labels)
+""")
+    train(folder / "recipe.py", workers=2, job_dir=tmp_path / "job", strategy=strategy, epochs=2, servers=servers)
+    seen = dict(line.split(" ", 1) for line in (tmp_path / "seen").read_text().splitlines())
+    assert len(seen) >= 2
+    assert set(seen.values()) == {"[]"}, seen

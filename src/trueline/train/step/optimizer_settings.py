@@ -7,6 +7,7 @@ differ, none applies the step.
 An optimizer of a user's own may keep more than its `state_dict()` has: these attributes are a part of the job's state.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -151,7 +152,8 @@ def read_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     dicts. Empty for torch's own, and for one that writes its `state_dict()` itself."""
     if type(optimizer).__module__.startswith("torch.") or type(optimizer).state_dict is not _USUAL:
         return {}
-    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
+    usual = _name_usual()
+    own = {name: value for name, value in vars(optimizer).items() if name not in usual}
     return {
         name: list(value) if isinstance(value, deque) else value
         for name, value in own.items()
@@ -167,7 +169,12 @@ def set_attributes(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> 
 
 
 _USUAL = torch.optim.Optimizer.state_dict
-_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "parts"}
+
+
+@functools.cache
+def _name_usual() -> frozenset[str]:
+    """The attributes of torch's own optimizers. torch imports its compiler when one is made, so no import makes one."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "parts"}
 
 
 def _is_plain(value: Any) -> bool:
