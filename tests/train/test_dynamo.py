@@ -4,14 +4,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trueline import events
 from trueline.recipe.settings import Strategy
 from trueline.train.api import train
 from trueline.train.launch.preload import PRELOAD
 from trueline.train.settings import WORKERS
-from worlds.jobs import TESTS, TINY
+from worlds.jobs import TESTS, TINY, JobGate
+from worlds.killer import Killer
 
 TABLES = TESTS / "ps" / "recipes"
 EAGER = """
@@ -133,3 +136,31 @@ def loss(outputs, labels):
     seen = dict(line.split(" ", 1) for line in (tmp_path / "seen").read_text().splitlines())
     assert len(seen) >= 2
     assert set(seen.values()) == {"[]"}, seen
+
+
+@pytest.mark.jobs
+def test_what_replaces_a_worker_that_needed_it_has_it_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, seen, gate = tmp_path / "recipe.py", tmp_path / "seen", JobGate(tmp_path, monkeypatch)
+    recipe.write_text(f"""{TINY.read_text().replace("def loss(", "def loss_of(")}
+
+def loss(outputs, labels):
+    import os, sys
+    with open({str(seen)!r}, "a") as file:
+        file.write(f"{{os.environ['TRUELINE_REF']}} {{bool({PARTS})}}\\n")
+    import torch._dynamo.config
+    return loss_of(outputs, labels)
+""")
+    killer = Killer(tmp_path / "job", [(10, "worker-1")])
+
+    def listen(name: str, fields: dict[str, Any]) -> None:
+        killer(name, fields)
+        if (name, fields.get("worker")) == ("worker.joined", "worker-1.1"):
+            gate.open()
+
+    with events.listening(listen):
+        train(recipe, workers=2, job_dir=tmp_path / "job", epochs=12)
+    lines = [line.split() for line in seen.read_text().splitlines()]
+    first = dict(reversed(lines))
+    assert first == {"worker-0.0": "False", "worker-1.0": "False", "worker-1.1": "True"}
