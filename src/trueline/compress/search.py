@@ -72,7 +72,6 @@ class Search:
         return ParentProgram(
             bundle.program_path("onnx"), work, self.reference.calibration, signature=bundle.signature_of("onnx"),
             exported=bundle.program_path("torch_export") if exported else None,
-            rounded=base.rpartition("> ")[2] == "qat",
         )  # fmt: skip
 
     def bundle_of(self, base: str) -> Bundle:
@@ -168,11 +167,12 @@ class Search:
         out = self.folder / place / file_of(method.format)
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir(parents=True)
-        quantizer.apply(method, self.program(method.base), out)
+        program = self.program(method.base)
+        quantizer.apply(method, program, out)
         kernels = count_kernels(out, method.format)
         facts: dict[str, Any] = {
             "folder": place, "size_bytes": size_of(out), "quantized": kernels.quantized, "floating": kernels.floating,
-            "left": kernels.left,
+            "left": kernels.left, "note": program.notes.get(method.kind, ""),
         }  # fmt: skip
         fault = quantizer.find_fault(kernels)
         if fault:
