@@ -60,7 +60,7 @@ def loss(outputs, labels):
 
 
 def optimizer(params):
-    return torch.optim.Adam(params, lr=0.0005)
+    return torch.optim.Adam(params, lr=0.001)
 
 
 class Drawn(Dataset):
@@ -77,7 +77,7 @@ class Drawn(Dataset):
     def __getitem__(self, at):
         draw = torch.Generator().manual_seed(self.first + at)
         label = int(torch.randint(0, 10, (), generator=draw))
-        return self.patterns[label] + 0.7 * torch.randn(3, SIDE, SIDE, generator=draw), label
+        return self.patterns[label] + 0.4 * torch.randn(3, SIDE, SIDE, generator=draw), label
 
 
 def dataset(mode):
@@ -134,7 +134,7 @@ def _make_bundle(folder: Path, quick: bool) -> Path:
 
     import trueline
 
-    side, training, evaluation = (64, 320, 400) if quick else (224, 640, 600)
+    side, training, evaluation = (64, 640, 400) if quick else (224, 640, 600)
     file = folder / "recipe.py"
     file.write_text(RECIPE.format(side=side, training=training, evaluation=evaluation))
     recipe = trueline.load_recipe(file)

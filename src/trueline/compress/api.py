@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -259,15 +260,16 @@ def _check_promise(reference: Reference) -> None:
 
 
 def _choose_methods(search: Search, methods: Sequence[CompressMethod], *, budgeted: bool) -> list[CompressMethod]:
-    """By hand: the derived models alone, or quantized as the user says. Else every way, of every model."""
+    """By hand: the derived models alone, or quantized as the user says. Else every way, of every model: the most promising
+    way of each model before the next way, as the time may end."""
     bases = list(search.bases if budgeted else search.finals)
     if methods:
         return [replace(method, base=base) for base in (bases or [""]) for method in methods]
     alone = [CompressMethod(UNCHANGED, base=base) for base in bases]
     if alone and not budgeted:
         return alone
-    bases = ("", *search.bases)
-    return alone + [replace(one, base=base) for base in bases for one in _list_usual(search.program(base))]
+    ways = [[replace(one, base=base) for one in _list_usual(search.program(base))] for base in ("", *search.bases)]
+    return alone + [one for turn in zip_longest(*ways) for one in turn if one is not None]
 
 
 def _open_search(reference: Reference, place: Path, target: Target, by_hand: Sequence[str]) -> Search:

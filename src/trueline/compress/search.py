@@ -94,10 +94,13 @@ class Search:
 
     def run_until(self, ends: float, methods: Sequence[CompressMethod]) -> None:
         """Tries `methods`, and better ones for those that lose too much, until the time is over; the last part of it is
-        for these."""
+        for these. Last of all what is made of a derived model that itself loses too much."""
         self.ends = ends
         refiner, reserved = self._refiner(), self.ends - RESERVED * (self.ends - self.clock())
-        usual = (one for one in methods if self.clock() < reserved or not refiner.is_needed(methods))
+        usual = (
+            one for one in methods
+            if not self._is_lost(one.base) and (self.clock() < reserved or not refiner.is_needed(methods))
+        )  # fmt: skip
         for method in chain(usual, refiner.propose(methods), methods):  # each begins when the one before is done
             if method.name in self.rows:
                 continue
@@ -105,6 +108,9 @@ class Search:
                 events.emit("search.ended", why="the time is over", tried=len(self.rows))
                 return
             self._try(method)
+
+    def _is_lost(self, base: str) -> bool:
+        return base in self.rows and self.rows[base].verdict == "over budget"
 
     def _refiner(self) -> Refiner:
         parent = size_of(self.reference.bundle.program_path("onnx"))
