@@ -1,6 +1,6 @@
 """How much faster do compressed programs get, and what do they lose? A table, then one JSON object.
 
-    OMP_WAIT_POLICY=passive python -m bench.compress [--only speed,accuracy,prune,kill] [--quick]
+    OMP_WAIT_POLICY=passive python -m bench.compress [--only speed,accuracy,prune,kill,distill,search] [--quick]
 
 With that variable, threads of torch that wait leave the processor to the program that is timed next.
 
@@ -11,6 +11,8 @@ accuracy    trained models of three kinds (images, audio or tokens, a table), on
             real ones where a package has them (see `bench/_real_recipes.py`), else generated ones
 prune       28 architectures of the project's zoo without 30 % of their channels: run at other sizes, captured, proven
 kill        a search that is killed after its third candidate and typed again: candidates that are tried twice
+distill     the share of the gap to its teacher that a student closes when it is taught (see `bench/_distilled.py`)
+search      how long the whole search of a ResNet-18 takes to 95 % of its best speed (see `bench/_search_time.py`)
 
 A section that fails has null for its figures, and the others continue.
 """
@@ -31,6 +33,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench._distilled import measure_distill
+from bench._search_time import measure_search
 from bench._table import mark, report
 from torch import nn
 
@@ -45,6 +49,7 @@ PRUNED = tuple(
 GOALS = {
     "resnet50_vs_eager": ">= 6", "mobilenet_vs_eager": ">= 8", "encoder_vs_eager": ">= 7",
     "search_best_of_hand": ">= 0.95", "accuracy_loss_max": "<= 0.002", "prune_right": ">= 25", "lost_on_kill": "<= 0",
+    "distill_closed": ">= 0.5", "search_minutes_to_95": "<= 15",
 }  # fmt: skip
 
 
@@ -380,7 +385,8 @@ def measure_kill(quick: bool) -> Figures:
         return {"lost_on_kill": 0 if same and done.stdout else kept.count(b"\n")}
 
 
-SECTIONS = {"speed": measure_speed, "accuracy": measure_accuracy, "prune": measure_prune, "kill": measure_kill}
+SECTIONS = {"speed": measure_speed, "accuracy": measure_accuracy, "prune": measure_prune, "kill": measure_kill,
+            "distill": measure_distill, "search": measure_search}  # fmt: skip
 
 
 def main() -> None:

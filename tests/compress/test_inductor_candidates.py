@@ -14,7 +14,7 @@ from torch import nn
 import trueline
 from trueline.bundle import open_bundle
 from trueline.compress import search as searching
-from trueline.compress.api import _usual_methods
+from trueline.compress.api import _list_usual
 from trueline.compress.apply import inductor
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.inductor import InductorQuantizer
@@ -39,8 +39,9 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "FULL_S", 0.05)
 
 
-def test_no_search_tries_machine_code_by_itself() -> None:
-    assert "inductor" not in {method.kind for method in _usual_methods()}
+def test_no_search_tries_machine_code_by_itself(trained: compressible.Compressible, tmp_path: Path) -> None:
+    program = ParentProgram(trained.bundle.program_path("onnx"), tmp_path, list)
+    assert "inductor" not in {method.kind for method in _list_usual(program)}
 
 
 def test_a_bundle_without_an_exported_program_is_a_row_that_says_so(

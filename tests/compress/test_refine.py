@@ -163,3 +163,35 @@ def test_a_part_of_the_time_is_kept_for_leaving_operators_out(
         assert rig.tried[6:] == [f"static:u8s8,minmax without {count}" for count in (1, 2, 4)]
     else:
         assert rig.tried == names[:9]
+
+
+def test_each_model_is_quantized_in_one_way_before_the_next_and_a_model_that_lost_too_much_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trueline.compress import api
+    from trueline.compress import search as searching
+
+    ways = [FIRST, CompressMethod("dynamic", ("u8",))]
+    monkeypatch.setattr(api, "_list_usual", lambda program: ways)
+    monkeypatch.setattr(searching, "size_of", lambda path: 1)
+    monkeypatch.setattr(Search, "program", lambda self, base="": None)
+    bundle: Any = SimpleNamespace(program_path=lambda format: tmp_path)
+    reference: Any = SimpleNamespace(budget=Budget("accuracy", 0.01), bundle=bundle)
+    tried: list[str] = []
+
+    def note(search: Search, method: CompressMethod) -> None:
+        tried.append(method.name)
+        lost = method.base == "prune:heads=0.9"
+        search.rows[method.name] = CompressedCandidate(
+            name=method.name, kind=method.kind, base=method.base, verdict="over budget" if lost else "offered"
+        )
+
+    monkeypatch.setattr(Search, "_try", note)
+    bases = {"prune:heads=0.5": bundle, "prune:heads=0.9": bundle}
+    search = Search(reference, tmp_path, "latency", math.inf, lambda: 0.0, bases=bases)
+    search.run_until(90.0, api._choose_methods(search, [], budgeted=True))
+    assert tried == [
+        "prune:heads=0.5", "prune:heads=0.9", "static:u8s8,minmax", "prune:heads=0.5 + static:u8s8,minmax",
+        "dynamic:u8", "prune:heads=0.5 + dynamic:u8", "prune:heads=0.9 + static:u8s8,minmax",
+        "prune:heads=0.9 + dynamic:u8",
+    ]  # fmt: skip

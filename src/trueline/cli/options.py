@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 
-RED = ("quarantined:",)
+RED = ("quarantined:", "ruined:")
 """How lines begin that are red on a terminal."""
 
 

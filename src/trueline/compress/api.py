@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,19 @@ from trueline.compress.method import (
     parse_method,
 )
 from trueline.compress.planning import derive_bundles, make_plans, name_plans
-from trueline.errors import BudgetMissed, BundleError, NotProven, StorageError, UsageError, closest, join_names
+from trueline.errors import (
+    BudgetMissed,
+    BundleError,
+    CaptureError,
+    NotProven,
+    StorageError,
+    UsageError,
+    closest,
+    join_names,
+)
 
 if TYPE_CHECKING:
+    from trueline.compress.apply.contract import ParentProgram
     from trueline.compress.candidate import CompressedCandidate
     from trueline.compress.measure.reference import Reference
     from trueline.compress.search import Search
@@ -50,11 +61,14 @@ class Compressed:
     report: Path
     """The HTML page; report.json beside it has the values."""
     facts: dict[str, Any]
+    ruined: str = ""
+    """What a program that was chosen by hand has lost, and the operators to blame, where it is nearly everything."""
 
     def as_dict(self) -> dict[str, Any]:
         from trueline.compress.report import as_facts
 
         chosen = {"path": str(self.path), "digest": self.digest, "chosen": self.row.name, "report": str(self.report)}
+        chosen["ruined"] = self.ruined
         return {**chosen, **as_facts(self.rows, self.facts)}
 
     @property
@@ -71,7 +85,8 @@ class Compressed:
     def as_text(self) -> str:
         from trueline.compress.report import as_table
 
-        return f"{as_table(self.rows)}\n\n{self.summary}\nreport: {self.report}"
+        ruined = f"\nruined: {self.ruined}" if self.ruined else ""
+        return f"{as_table(self.rows)}\n\n{self.summary}{ruined}\nreport: {self.report}"
 
 
 def compress(
@@ -105,8 +120,8 @@ def compress(
     `checkpoint`, looked for by its digest, and trains a third of the recipe's epochs at a tenth of its learning rate,
     in `rounds`. `qat` trains as long with weights and inputs rounded to int8. These follow one another. Each is
     captured and proven like a new model, then quantized: the last by `quantize`, or, with a budget, all in every way.
-    Without a budget the best of what was named is sealed whatever it loses. After `minutes` no further candidate is
-    tried. A call that was killed continues in OUT.search, with the best so far.
+    Without a budget the best of what was named is sealed whatever it loses (`ruined` says so). After `minutes` no
+    further candidate is tried. A call that was killed continues in OUT.search, with the best so far.
 
     Raises BudgetMissed with the table of all candidates when none keeps the budget, UsageError, RecipeError, DataError,
     BundleError, StorageError, and what training and capture raise; then nothing is at `out`. The parent never changes.
@@ -128,6 +143,7 @@ def compress(
 
 def _finish(search: Search, place: Path) -> Compressed:
     """Measures all together, writes the report and seals the best. Raises BudgetMissed."""
+    from trueline.compress.ruin import explain_ruin
     from trueline.compress.search import refuse
 
     search.measure_all()
@@ -138,6 +154,9 @@ def _finish(search: Search, place: Path) -> Compressed:
             break
         except NotProven as error:  # one that only the last measurement made the best
             search.rows[best.name] = refuse(best, error)
+    ruined = explain_ruin(search, best) if best is not None and search.by_hand else ""
+    if best is not None and ruined:
+        best = search.rows[best.name] = msgspec.structs.replace(best, why=f"ruined: {ruined}")
     report = _write_report(search, facts)
     if best is None:
         raise _make_missed(search, facts, report)
@@ -145,7 +164,7 @@ def _finish(search: Search, place: Path) -> Compressed:
     parent = search.reference.bundle.digest
     return Compressed(
         path=place, digest=sealed.digest, parent=parent, row=best, rows=tuple(search.rows.values()), report=report,
-        facts=facts,
+        facts=facts, ruined=ruined,
     )  # fmt: skip
 
 
@@ -241,14 +260,16 @@ def _check_promise(reference: Reference) -> None:
 
 
 def _choose_methods(search: Search, methods: Sequence[CompressMethod], *, budgeted: bool) -> list[CompressMethod]:
-    """By hand: the derived models alone, or quantized as the user says. Else every way, of every model."""
+    """By hand: the derived models alone, or quantized as the user says. Else every way, of every model: the most promising
+    way of each model before the next way, as the time may end."""
     bases = list(search.bases if budgeted else search.finals)
     if methods:
         return [replace(method, base=base) for base in (bases or [""]) for method in methods]
     alone = [CompressMethod(UNCHANGED, base=base) for base in bases]
     if alone and not budgeted:
         return alone
-    return alone + [replace(one, base=base) for base in ("", *search.bases) for one in _usual_methods()]
+    ways = [[replace(one, base=base) for one in _list_usual(search.program(base))] for base in ("", *search.bases)]
+    return alone + [one for turn in zip_longest(*ways) for one in turn if one is not None]
 
 
 def _open_search(reference: Reference, place: Path, target: Target, by_hand: Sequence[str]) -> Search:
@@ -269,11 +290,18 @@ def _open_search(reference: Reference, place: Path, target: Target, by_hand: Seq
     return search
 
 
-def _usual_methods() -> list[CompressMethod]:
+def _list_usual(program: ParentProgram) -> list[CompressMethod]:
+    """What a search tries of a program: of one that has its own scales, no second way to choose them."""
+    from trueline.compress.apply.own_scales import keeps_scales
     from trueline.compress.apply.quantizers import QUANTIZERS
+    from trueline.compress.refine import REFINED
 
-    usual = [quantizer for kind, quantizer in QUANTIZERS.items() if kind not in BY_HAND]
-    return [method for quantizer in usual for method in quantizer.list_variants()]
+    try:
+        own = keeps_scales(program)
+    except CaptureError:  # each row will say why
+        own = False
+    usual = {kind: quantizer.list_variants() for kind, quantizer in QUANTIZERS.items() if kind not in BY_HAND}
+    return [method for kind, ways in usual.items() for method in (ways[:1] if own and kind in REFINED else ways)]
 
 
 def _facts(reference: Reference, search: Search) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class CompressedCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     """Number of a choice of the Bayesian search; 0 for all others."""
     verdict: Verdict
     why: str = ""
+    note: str = ""
+    """How it was made, where that is not what its name says."""
     metric: float | None = None
     """Mean of the budget's metric over the evaluation records."""
     loss: float | None = None

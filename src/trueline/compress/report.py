@@ -103,11 +103,12 @@ def as_page(rows: Iterable[CompressedCandidate], facts: Mapping[str, Any]) -> st
 
 
 def reasons(row: CompressedCandidate) -> str:
-    """Why the candidate is not offered, and which operators no kernel in int8 was found for."""
+    """Why the candidate is not offered, what its name does not say, and which operators no kernel in int8 was found
+    for."""
     more = ", ..." if row.floating > len(row.left) else ""
     shown = row.left and (row.quantized or row.verdict == "not compressed")
     left = f"in float32: {', '.join(row.left)}{more}" if shown else ""
-    return "; ".join(part for part in (row.why, left) if part)
+    return "; ".join(part for part in (row.why, row.note, left) if part)
 
 
 def plot(rows: Sequence[CompressedCandidate], budget: float | None) -> str:

@@ -72,7 +72,6 @@ class Search:
         return ParentProgram(
             bundle.program_path("onnx"), work, self.reference.calibration, signature=bundle.signature_of("onnx"),
             exported=bundle.program_path("torch_export") if exported else None,
-            rounded=base.rpartition("> ")[2] == "qat",
         )  # fmt: skip
 
     def bundle_of(self, base: str) -> Bundle:
@@ -95,10 +94,13 @@ class Search:
 
     def run_until(self, ends: float, methods: Sequence[CompressMethod]) -> None:
         """Tries `methods`, and better ones for those that lose too much, until the time is over; the last part of it is
-        for these."""
+        for these. Last of all what is made of a derived model that itself loses too much."""
         self.ends = ends
         refiner, reserved = self._refiner(), self.ends - RESERVED * (self.ends - self.clock())
-        usual = (one for one in methods if self.clock() < reserved or not refiner.is_needed(methods))
+        usual = (
+            one for one in methods
+            if not self._is_lost(one.base) and (self.clock() < reserved or not refiner.is_needed(methods))
+        )  # fmt: skip
         for method in chain(usual, refiner.propose(methods), methods):  # each begins when the one before is done
             if method.name in self.rows:
                 continue
@@ -106,6 +108,9 @@ class Search:
                 events.emit("search.ended", why="the time is over", tried=len(self.rows))
                 return
             self._try(method)
+
+    def _is_lost(self, base: str) -> bool:
+        return base in self.rows and self.rows[base].verdict == "over budget"
 
     def _refiner(self) -> Refiner:
         parent = size_of(self.reference.bundle.program_path("onnx"))
@@ -168,11 +173,12 @@ class Search:
         out = self.folder / place / file_of(method.format)
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir(parents=True)
-        quantizer.apply(method, self.program(method.base), out)
+        program = self.program(method.base)
+        quantizer.apply(method, program, out)
         kernels = count_kernels(out, method.format)
         facts: dict[str, Any] = {
             "folder": place, "size_bytes": size_of(out), "quantized": kernels.quantized, "floating": kernels.floating,
-            "left": kernels.left,
+            "left": kernels.left, "note": program.notes.get(method.kind, ""),
         }  # fmt: skip
         fault = quantizer.find_fault(kernels)
         if fault:

@@ -29,8 +29,6 @@ class ParentProgram:
     exported: Path | None = None
     """The same as a torch.export program, where the bundle has one, with its signature."""
     signature: Signature | None = None
-    rounded: bool = False
-    """Whether it was trained with its weights rounded as they are: their channels then stay of the sizes they have."""
 
 
 class Quantizer(Protocol):

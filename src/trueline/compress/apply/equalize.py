@@ -26,6 +26,7 @@ from onnx import helper, numpy_helper, shape_inference
 
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.graph import fold, quiet, save
+from trueline.compress.apply.own_scales import is_rounded
 from trueline.compress.measure.kernels import walk
 from trueline.errors import CaptureError, first_line
 
@@ -52,11 +53,12 @@ class ChannelSpan:
 
 
 def equalize(program: ParentProgram) -> Path:
-    """The folded program with channels of one size, made once for `program.work`. Raises CaptureError."""
-    if program.rounded:
-        return fold(program)
+    """The folded program with channels of one size, made once for `program.work`; one whose weights were trained on
+    steps keeps its own. Raises CaptureError."""
     out = program.work / "equal" / "model.onnx"
     if not out.is_file():
+        if is_rounded(program):
+            return fold(program)
         spans = find_spans(onnx.load(fold(program), load_external_data=False))  # protobuf takes no more than 2 GiB
         sizes = _measure([span.watched for span in spans], program)
         model = onnx.load(fold(program))

@@ -18,6 +18,7 @@ import onnx
 
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.graph import fold, quiet, save
+from trueline.compress.apply.own_scales import KEPT, keeps_scales, write_with_own_scales
 from trueline.compress.measure.kernels import Kernels, walk
 from trueline.compress.method import CompressMethod
 from trueline.errors import CaptureError, MissingPackage, first_line
@@ -34,6 +35,10 @@ class OpenVinoQuantizer:
 
     def apply(self, method: CompressMethod, program: ParentProgram, out: Path) -> None:
         nncf = _import_nncf()
+        if keeps_scales(program):  # OpenVINO computes these in int8 as they are
+            program.notes[method.kind] = KEPT
+            write_with_own_scales(program, method.exclude, out)
+            return
         model = onnx.load(fold(program))
         batches = list(program.calibration())[:_BATCHES]
         try:

@@ -21,6 +21,7 @@ from trueline.compress.apply.choose import MOVES, choose_operators, list_left
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.equalize import equalize
 from trueline.compress.apply.graph import is_large, quiet, save
+from trueline.compress.apply.own_scales import KEPT, keeps_scales, write_with_own_scales
 from trueline.compress.measure.kernels import Kernels, walk
 from trueline.compress.method import CompressMethod
 from trueline.errors import CaptureError, TruelineError, first_line
@@ -38,6 +39,10 @@ class StaticQuantizer:
         return [CompressMethod("static", words) for words in ways]
 
     def apply(self, method: CompressMethod, program: ParentProgram, out: Path) -> None:
+        if keeps_scales(program):
+            program.notes[method.kind] = KEPT
+            write_with_own_scales(program, method.exclude, out)
+            return
         signs, how = method.words
         cache = calibrate.ranges(program, how)
         model = onnx.load(equalize(program), load_external_data=False)
