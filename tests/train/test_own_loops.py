@@ -176,6 +176,54 @@ def test_a_rate_that_the_loop_sets_by_itself_is_that_of_a_plain_loop_though_work
         torch.testing.assert_close(value, plain["model"].state_dict()[name], rtol=1e-6, atol=1e-9)
 
 
+DISTILS = """
+import random, sys
+import numpy as np
+import torch, trueline
+
+how = sys.argv[1]
+inputs = torch.randn(200, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+words = [f"word {number}" for number in range(40)]
+vocabulary = {word: number for number, word in enumerate(set(words))}
+order = torch.tensor([vocabulary[word] for word in words], dtype=torch.float64) / 40
+unseeded = torch.tensor([random.random(), np.random.random(), float(torch.rand(()))], dtype=torch.float64)
+if how == "anew":
+    torch.seed()
+teacher = torch.nn.Linear(6, 1).double().requires_grad_(False)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+advance = torch.optim.SGD(model.parameters(), lr=0.1)
+job = trueline.Elastic(model, advance, torch.utils.data.TensorDataset(inputs, inputs), global_batch=10)
+for batch in job:
+    taught = teacher(batch.inputs) + (unseeded * order[:3]).sum()
+    job.step(((model(batch.inputs) - taught) ** 2).mean())
+"""
+
+
+@pytest.mark.parametrize(("workers", "faults", "most"), [(3, [], 0), (1, [Fault(step=4, slot=0)], 4)])
+def test_a_worker_that_makes_a_teacher_of_its_own_ends_the_job_before_it_trains(workers, faults, most, tmp_path):
+    (tmp_path / "loop.py").write_text(DISTILS)
+    job = api.prepare_script(tmp_path / "loop.py", ["anew"], job_dir=tmp_path / "job", workers=workers, faults=faults)
+    applied = []
+    listener = events.listening(lambda event, fields: applied.append(event) if event == "step.applied" else None)
+    with listener, pytest.raises(errors.UsageError, match="uses the loop's teacher, which is not that of the first"):
+        api.launch(job)
+    assert len(applied) <= most
+
+
+def test_what_a_script_draws_without_a_seed_and_the_order_of_its_sets_are_those_of_all_workers(tmp_path):
+    def run(workers, faults=()):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        (folder / "loop.py").write_text(DISTILS)
+        job = api.prepare_script(folder / "loop.py", ["once"], job_dir=folder / "job", workers=workers, faults=faults)
+        return checkpoint.read(api.launch(job).checkpoint).state["model"]
+
+    alone = run(1)
+    for name, value in run(3, [Fault(step=4, slot=0)]).items():
+        torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-9)
+
+
 def test_a_token_mean_without_its_weight_ends_the_job_before_its_first_step(tmp_path):
     (tmp_path / "loop.py").write_text(ODD)
     job = api.prepare_script(tmp_path / "loop.py", ["unknown"], job_dir=tmp_path / "job", workers=2)

@@ -4,6 +4,7 @@ A loss can be finite where its gradients are not: `tanh` hides an infinite input
 zero there, times infinity is no number. So all that was summed is read once before it is applied.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,15 +16,20 @@ def are_finite(values: Iterable[torch.Tensor]) -> bool:
     """Whether all numbers are finite. What shares memory, as the gradients in a bucket do, is read together."""
     held = [value.coalesce().values() if value.is_sparse else value for value in values]
     rooms = {(value.untyped_storage().data_ptr(), value.dtype): value for value in held if value.numel()}
-    if all(bool(torch.isfinite(_sum_room(value))) for value in rooms.values()):
+    if all(math.isfinite(_sum_room(value)) for value in rooms.values()):
         return True
     return all(bool(torch.isfinite(value).all()) for value in held)  # a sum may overflow, or have what is not theirs
 
 
-def _sum_room(value: torch.Tensor) -> torch.Tensor:
-    """The sum of all memory that `value` lies in: what is not finite in it leaves no finite sum."""
-    room = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
-    return room.sum(dtype=torch.float32) if value.dtype in _NARROW else room.sum()
+def _sum_room(value: torch.Tensor) -> float:
+    """The size of the sum of all memory that `value` lies in: what is not finite in it leaves no finite sum.
+
+    It is read from the tensor at once: `torch.isfinite` of a single number takes a third as long as the sum of two
+    million."""
+    room = value
+    if value.nbytes != value.untyped_storage().nbytes():
+        room = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+    return abs((room.sum(dtype=torch.float32) if value.dtype in _NARROW else room.sum()).item())
 
 
 def find_infinite(named: Iterable[tuple[str, torch.Tensor | None]]) -> str:

@@ -30,6 +30,7 @@ from trueline.train.rehearsal import copies, kept, places
 from trueline.train.step import model_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
+from trueline.train.step.plan import choose_late
 from trueline.train.step.trial import FEW, LossTrial
 
 WILD, NUDGE, SEEN = 1e3, 1.01, copies.SEEN
@@ -83,7 +84,7 @@ class AppliedTrial:
             yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=step, weight=1.0, trial=True)
             self._compare()
 
-    def take(self, loss: torch.Tensor) -> None:
+    def take(self, loss: torch.Tensor) -> bool:
         """Takes the loss of the last batch, and gives the parameters other values."""
         if self._ended and self._place is None:
             self._note(self._find_copies("before job.step(loss)"))
@@ -102,6 +103,7 @@ class AppliedTrial:
             value.grad = torch.ones_like(value)  # as the backward of a step leaves it
         if self._place is None:
             self._copies.look(self._strange)
+        return True
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (p for p in self._model.parameters() if p.is_floating_point() and p.is_contiguous())
@@ -183,17 +185,6 @@ class AppliedTrial:
                 f"with another value there they are {self._ended[-1]} instead of {self._ended[2]} after the same step",
                 hint=_SCHEDULE,
             ))  # fmt: skip
-
-
-def choose_late(steps: int) -> int:
-    """A step of the second half of a job, the largest prime there is: at round ones a loop may evaluate, which takes
-    its time, and at the last one it may save.
-
-    >>> choose_late(1000), choose_late(40), choose_late(2), choose_late(1)
-    (997, 37, 1, 0)
-    """
-    wanted = range(steps - 2, max(steps // 2, 1), -1)
-    return next((at for at in wanted if all(at % one for one in range(2, math.isqrt(at) + 1))), min(1, steps - 1))
 
 
 def spare_files() -> None:

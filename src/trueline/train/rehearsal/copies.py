@@ -149,7 +149,7 @@ def _shapes(model: torch.nn.Module) -> Counter[tuple[int, ...]]:
     return Counter(tuple(value.shape) for value in model.parameters() if value.requires_grad)
 
 
-def _can_look(value: torch.Tensor) -> bool:
+def can_look(value: torch.Tensor) -> bool:
     """Not at a parameter that has no shape yet, at one without values, nor at a tensor of another kind."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) or isinstance(value, torch.nn.Buffer)
     return plain and not value.is_meta and value.layout == torch.strided and not value.is_quantized
@@ -157,13 +157,13 @@ def _can_look(value: torch.Tensor) -> bool:
 
 def _own_tensors(module: torch.nn.Module, ours: set[int], *, buffers: bool = True) -> list[torch.Tensor]:
     values = (*module.parameters(), *(module.buffers() if buffers else ()))
-    return [value for value in values if id(value) not in ours and _can_look(value)]
+    return [value for value in values if id(value) not in ours and can_look(value)]
 
 
 def _values(room: Any) -> list[torch.Tensor]:
     found = list(room.values()) if isinstance(room, dict) else list(room)
     tensors = [torch.from_numpy(one) if type(one) is np.ndarray and one.dtype.kind == "f" else one for one in found]
-    return [value for value in tensors if isinstance(value, torch.Tensor) and _can_look(value)]
+    return [value for value in tensors if isinstance(value, torch.Tensor) and can_look(value)]
 
 
 def _is_room(room: Any, shapes: Counter[tuple[int, ...]]) -> bool:

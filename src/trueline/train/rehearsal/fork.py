@@ -32,7 +32,8 @@ import torch
 from trueline import events
 from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_with_parent, receive, send
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
-from trueline.train.rehearsal import applied, joined
+from trueline.train.rehearsal import applied, joined, places
+from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
 from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
@@ -69,6 +70,7 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     """
     trial.traits = load_traits(shown) or shown
     if trial.traits is not shown:
+        yield from _compare(trial, optimizer_step.settings)
         return
     applied.check_schedulers(optimizer_step.optimizer, optimizer_step.scheduler)
     if joined.needs_trial(optimizer_step.model, optimizer_step.optimizer, optimizer_step.scheduler):
@@ -77,10 +79,30 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     if isinstance(found, TruelineError):
         raise found
     if found is None:
+        _leave_for_others(trial)
         yield from trial.batches()
     else:
         trial.accept(found)
+    mine = trial.traits.reads
     trial.traits = settle_traits(trial.traits)
+    if wants_comparing(mine, trial.traits.reads):
+        yield from _compare(trial, optimizer_step.settings)
+
+
+def _leave_for_others(trial: LossTrial) -> None:
+    trial.alike = alike = AlikeTrial(trial, places.list_caller_spaces)
+    alike.look()
+
+
+def _compare(trial: LossTrial, settings: OptimizerSettings) -> Generator[StepBatch, None, None]:
+    """The batches of a comparison with the first worker. Raises UsageError if the loss of this one is another."""
+    if trial.traits.reads:
+        forks = _can_fork(trial.inputs.model)
+        alike = AlikeTrial(trial, places.list_caller_spaces, trial.traits, changes=forks)
+        yield from try_again(alike, settings)
+        if forks and not alike.compared:  # the fork gave no answer
+            yield from AlikeTrial(trial, places.list_caller_spaces, trial.traits, changes=False).batches()
+        events.emit("loss.compared", forked=alike.compared)
 
 
 def try_again(trial: ForkedTrial, settings: OptimizerSettings) -> Generator[StepBatch, None, None]:
@@ -139,6 +161,8 @@ def _rehearse(
     try:
         first = isinstance(trial, LossTrial) and trial.inputs.chosen is None
         after = applied.AppliedTrial(trial, settings) if isinstance(trial, LossTrial) and first else None
+        if isinstance(trial, LossTrial) and first:
+            _leave_for_others(trial)
         gc.freeze()  # destructors of the parent's objects may wait for threads, which a fork does not have
         atexit.register(os._exit, 0)
         end_with_parent(parent)

@@ -26,7 +26,7 @@ from trueline.train.step import model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.plan import Ints
-from trueline.train.step.trial import TrialInputs, compute_gradients
+from trueline.train.step.trial import TrialInputs
 
 MOST_TRIES, MOST_FOUND, CONTROLS = 64, 16, 3
 """Batches of a trial, records that it names, and other records that are tried before they are looked for."""
@@ -89,7 +89,7 @@ class RecordTrial:
             self._why = f"its loss is {value.item()}"
             return False
         of = [value for value in self.inputs.model.parameters() if value.requires_grad]
-        self._why = describe_infinite(self.inputs.model, compute_gradients(value, of, self.inputs.model))
+        self._why = describe_infinite(self.inputs.model, reduction.compute_gradients(value, of, self.inputs.model))
         return False
 
     def answer(self) -> dict[str, Any]:

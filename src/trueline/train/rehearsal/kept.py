@@ -70,12 +70,13 @@ class KeptNames:
     def list_places(self) -> list[KeptPlace]:
         """Where the user's code may keep something, as it is now."""
         tensors = (*self._model.parameters(), *self._model.buffers())
-        seen = {id(one) for one in (*tensors, *self._model.modules())}
+        spaces = list(self._spaces())
+        seen = {id(one) for one in (*tensors, *self._model.modules(), *(space for _, space in spaces))}
         roots = [(f"the model's {path}." if path else "the model's ", vars(part))
                  for path, part in self._model.named_modules()]  # fmt: skip
         roots += [(f"a hook of {name}: ", value._backward_hooks)
                   for name, value in self._model.named_parameters() if value._backward_hooks]  # fmt: skip
-        found = (place for name, room in (*roots, *self._spaces()) for place in places.walk(name, room, seen))
+        found = (place for name, room in (*roots, *spaces) for place in places.walk(name, room, seen))
         return list(itertools.islice(found, MOST_PLACES))
 
 

@@ -10,7 +10,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType, FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,17 @@ class KeptPlace:
     name: str
     value: Any
     put: Callable[[Any], None]
+    root: str = ""
+    """The name in the user's code from which it is reached."""
 
 
-def walk(name: str, room: Any, seen: set[int], depth: int = 0) -> Iterator[KeptPlace]:
+def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -> Iterator[KeptPlace]:
     """The places in `room` and below; `seen`: ids of what is left out."""
     ours = _package_of(room) == "trueline"  # which may hold a data set of the user's
     for key, value, put in _list_items(room):
         if isinstance(key, str) and (key.startswith("__") or key.rpartition(".")[2] in _OF_MODULES):
             continue
-        place = KeptPlace(f"{name}{key}", value, put)
+        place = KeptPlace(f"{name}{key}", value, put, root or f"{name}{key}")
         if is_number(value) or is_iterator(value) or (type(value) is tuple and all(map(is_number, value))):
             if not ours:
                 yield place
@@ -50,7 +52,9 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0) -> Iterator[KeptP
         inner = _open(value)
         if inner is not None and depth < DEEP:
             dotted = isinstance(value, list | deque | dict)
-            yield from walk(f"{place.name}{'/' if dotted else '.'}", inner, seen, depth + 1)
+            yield from walk(f"{place.name}{'/' if dotted else '.'}", inner, seen, depth + 1, place.root)
+        if inner is not None and isinstance(value, FunctionType) and id(value.__globals__) not in seen:
+            yield from walk(f"{place.name}'s ", GlobalNames(value), seen, depth + 1)
 
 
 def is_number(value: Any) -> bool:
@@ -76,6 +80,10 @@ def _open(value: Any) -> Any:
         return value if len(value) <= MOST_ITEMS else None
     if isinstance(value, torch.nn.Module):
         return value
+    if isinstance(value, ModuleType):
+        file = getattr(value, "__file__", None)
+        users = file and not value.__name__.startswith("trueline.") and not any(part in file for part in _INSTALLED)
+        return vars(value) if users else None
     if isinstance(value, MethodType):
         return {"self": value.__self__, "function": value.__func__}
     if isinstance(value, functools.partial):
@@ -140,6 +148,17 @@ def _list_enclosed(function: FunctionType) -> Iterator[tuple[Any, Any, Callable[
 
 def _put_item(room: Any, key: Any, value: Any) -> None:
     room[key] = value
+
+
+class GlobalNames(dict[str, Any]):
+    """The names of its file that a function uses, which can be set."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._all = function.__globals__
+        super().__init__({name: self._all[name] for name in function.__code__.co_names if name in self._all})
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._all[key] = value
 
 
 class FrameLocals(dict[str, Any]):

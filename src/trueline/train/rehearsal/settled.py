@@ -14,7 +14,7 @@ from trueline.train.link.grpc_client import settle_on_master
 from trueline.train.step.model_traits import ModelTraits
 
 _SETTLED = ("draws", "reduction", "even", "whole", "buffers", "half", "form", "divisors",
-            "looks")  # fmt: skip
+            "looks", "reads")  # fmt: skip
 """What the first worker finds out for all others of the job, in JOB/loss.json."""
 
 
@@ -32,7 +32,7 @@ def load_traits(shown: ModelTraits) -> ModelTraits | None:
 def settle_traits(traits: ModelTraits) -> ModelTraits:
     """Settles `traits` for the job, unless another worker already has; returns what is settled."""
     settled = {name: value for name, value in asdict(traits).items() if name in _SETTLED}
-    events.emit("loss.tried", **settled)
+    events.emit("loss.tried", **{name: value for name, value in settled.items() if name != "reads"})
     if "TRUELINE_JOB" not in os.environ:
         return traits
     if "TRUELINE_CA" in os.environ:

@@ -8,7 +8,7 @@ one forward is tried.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class ModelTraits:
     form: str = ""  # of a mean: the operations at the top of a loss (`reduction.Divisors`)
     divisors: Sequence[Any] = ()  # and a rule for what each of them divides by
     looks: Sequence[Any] = ()  # what all records had in common that were looked at (`features.Column`)
+    reads: dict[str, Any] = field(default_factory=dict)  # what a loss reads and is in the first worker (`alike.py`)
 
     @property
     def needs_shards(self) -> bool:

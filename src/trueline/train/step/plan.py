@@ -6,6 +6,7 @@ of adjacent steps are computed together because numpy's cost is per call. A **sh
 which normalization layers refuse. Without shards a member's share is one slice.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -192,3 +193,14 @@ class JobPlan:
         bounds_of = _slices(count, (1.0,) * self.num_shards(step))
         return [sum(stop - start for start, stop in bounds_of[slice(*shards)])
                 for shards in _slices(len(bounds_of), weights)]  # fmt: skip
+
+
+def choose_late(steps: int) -> int:
+    """A step of the second half of a job, the largest prime there is: at round ones a loop may evaluate, which takes
+    its time, and at the last one it may save.
+
+    >>> choose_late(1000), choose_late(40), choose_late(2), choose_late(1)
+    (997, 37, 1, 0)
+    """
+    wanted = range(steps - 2, max(steps // 2, 1), -1)
+    return next((at for at in wanted if all(at % one for one in range(2, math.isqrt(at) + 1))), min(1, steps - 1))

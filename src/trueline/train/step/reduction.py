@@ -344,3 +344,17 @@ def _refusal(
         "job.step(loss, weight=...) or as weight(labels) of the recipe; a loss or a model that compares records: set "
         'reduction = "mean" and micro_batch = N, and it is computed over whole shards of N records',
     )
+
+
+def compute_gradients(loss: torch.Tensor, of: list[torch.nn.Parameter], model: torch.nn.Module) -> Sequence[Any]:
+    """The gradients of some parameters. Reentrant activation checkpointing has to go through all of `model`."""
+    if not has_node(loss, "CheckpointFunctionBackward"):
+        return torch.autograd.grad(loss, of, allow_unused=True)
+    held = [(value, value.grad) for value in model.parameters()]
+    for value, _ in held:
+        value.grad = None
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = [value.grad for value in of]
+    for value, grad in held:
+        value.grad = grad
+    return found

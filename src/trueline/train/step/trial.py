@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -77,6 +77,14 @@ class TrialInputs:
         return max(most, min(2, self.global_batch, self.num_records))
 
 
+class LossComparison(Protocol):
+    """What this worker leaves for others to compare with (`alike.py`): `reads`, after batches of some records."""
+
+    reads: dict[str, Any]
+
+    def batches(self, ids: Ints) -> Batches: ...
+
+
 class LossTrial:
     """`batches()` are to be trained with, each followed by a call of `take`; `traits` is known when they end."""
 
@@ -86,15 +94,16 @@ class LossTrial:
 
     def __init__(self, trial: TrialInputs) -> None:
         self.inputs, self.taken = trial, False
-        self.after: Callable[[torch.Tensor], None] | None = None
-        """Takes the losses of steps that count as applied, once the trial of the loss is over."""
+        self.after: Callable[[torch.Tensor], bool] | None = None
+        """Takes the losses of other trials in this one's place, and returns what `job.step` does."""
+        self.alike: LossComparison | None = None
         self._tried: list[LossSample] = []
         values = [value for value in trial.model.parameters() if value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
         self._draws = self._half = self._single = self._uneven = self._bent = False
         self._marked = min(self._parameters, key=torch.Tensor.numel, default=None)
         """Has a large gradient while the loop's code runs, which shows what that does with gradients."""
-        self._took_s = 0.0
+        self.took_s = 0.0
         self._state: tuple[Any, ...] = ()
         self._changes: list[dict[str, torch.Tensor]] = []
         """What each try added to the model's buffers."""
@@ -116,7 +125,9 @@ class LossTrial:
                 yield from self._twice(ids[:FEW])
                 if not self._is_finite():
                     continue
-                few = trial.chosen is None and self._took_s >= QUICK_S
+                if self.alike is not None:
+                    yield from self.alike.batches(ids[:FEW])
+                few = trial.chosen is None and self.took_s >= QUICK_S
                 self._changes.clear()
                 self.divisors.clear()
                 yield from self._each_part(ids[:FEW] if few else ids)
@@ -153,8 +164,7 @@ class LossTrial:
         """Takes the loss of the last batch; returns what `job.step` does. Raises RecipeError for a loss of another
         shape, UsageError without one."""
         if self.after is not None:
-            self.after(loss)
-            return True
+            return self.after(loss)
         self._expect_unchanged()
         value = reduction.as_scalar(loss, records, self.inputs.options.reduction)
         if not value.requires_grad:
@@ -176,7 +186,7 @@ class LossTrial:
         """A loss as one number, and of each gradient that is compared its norm and its largest element."""
         shown = [float(loss.detach().double().mean())]
         if loss.requires_grad:
-            for grad in compute_gradients(loss.mean(), list(self._parameters), self.inputs.model):
+            for grad in reduction.compute_gradients(loss.mean(), list(self._parameters), self.inputs.model):
                 shown += reduction.measure_gradient(grad)
         return shown
 
@@ -199,7 +209,7 @@ class LossTrial:
             of += [value for value in model.parameters() if value.requires_grad and value._backward_hooks]
             found: Sequence[Any] = torch.autograd.grad(loss, of, allow_unused=True, retain_graph=True)
         else:
-            found = compute_gradients(loss, of, model)
+            found = reduction.compute_gradients(loss, of, model)
         if first:
             self._kept = [features.pick_largest(grad, value, KEPT) for grad, value in zip(found, of, strict=True)]
         kept = [features.take_elements(grad, at) for grad, at in zip(found, self._kept, strict=False)]
@@ -230,8 +240,9 @@ class LossTrial:
         buffers = tuple(sorted(self._buffers))
         looks = self._looks if self.inputs.options.reduction == "auto" and not whole and self.divisors else []
         form, rules = reduction.fit_divisors(self.divisors) if even and how == "mean" and not whole else ("", ())
+        reads = self.alike.reads if self.alike is not None else {}
         return replace(shown, draws=draws, reduction=how, even=even, whole=whole, buffers=buffers, half=half,
-                       form=form, divisors=rules, looks=looks)  # fmt: skip
+                       form=form, divisors=rules, looks=looks, reads=reads)  # fmt: skip
 
     def _one(self, ids: Ints, watched: WatchedOperators) -> Batches:
         trial = self.inputs
@@ -246,7 +257,7 @@ class LossTrial:
             began = time.monotonic()
             yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=trial.step, weight=1.0,
                             trial=True)  # fmt: skip
-            self._took_s = time.monotonic() - began
+            self.took_s = time.monotonic() - began
             if not self.taken:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
             changes = {slot.name: slot.change(content) for slot, content in slots if slot.value.shape == content.shape}
@@ -378,20 +389,6 @@ class LossTrial:
         if not self._single and all(value.dtype == torch.float64 for value in self._parameters):
             return IN_DOUBLE
         return TOLERANCE if all(value.is_cpu for value in self._parameters) else ON_DEVICE
-
-
-def compute_gradients(loss: torch.Tensor, of: list[torch.nn.Parameter], model: torch.nn.Module) -> Sequence[Any]:
-    """The gradients of some parameters. Reentrant activation checkpointing has to go through all of `model`."""
-    if not reduction.has_node(loss, "CheckpointFunctionBackward"):
-        return torch.autograd.grad(loss, of, allow_unused=True)
-    held = [(value, value.grad) for value in model.parameters()]
-    for value, _ in held:
-        value.grad = None
-    loss.backward()  # type: ignore[no-untyped-call]
-    found = [value.grad for value in of]
-    for value, grad in held:
-        value.grad = grad
-    return found
 
 
 def _state(trial: TrialInputs, but: torch.nn.Parameter | None = None) -> tuple[Any, ...]:

@@ -25,13 +25,12 @@ import msgspec
 import numpy as np
 import torch
 
-from trueline import events, files
+from trueline import files
 from trueline.checkpoint import model_files
 from trueline.columns.fitted import decode as decode_columns
 from trueline.data.loading import seeding
-from trueline.data.loading.seeding import SeededReader
-from trueline.data.source import Batch, Source
-from trueline.errors import CheckpointError, RecipeError, UsageError
+from trueline.data.source import Batch
+from trueline.errors import CheckpointError, UsageError
 from trueline.parallel.exchange import is_collective
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
@@ -41,20 +40,17 @@ from trueline.train.elastic import Elastic
 from trueline.train.job_dir import JobDir
 from trueline.train.link.grpc_client import ask_status, connect, is_replacement
 from trueline.train.rehearsal import fork as rehearsal
-from trueline.train.rehearsal import joined, kept
-from trueline.train.rehearsal.settled import load_traits, settle_traits
+from trueline.train.rehearsal import joined
 from trueline.train.settings import JobSettings
-from trueline.train.step import model_traits, trial
+from trueline.train.step import model_traits
 from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
-from trueline.train.step.reduction import as_weight
 from trueline.train.step.validation import Rule, Surround, Validation, keep_exchange
 from trueline.train.worker import failure
 from trueline.train.worker.measure import call_model, make_measure
-
-TRIED = 8  # records in the trial forward before the first step
+from trueline.train.worker.recipe_trial import RecipeTrial
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +156,7 @@ def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
         model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
         scheduler=scheduler, options=options, validation=validation_of(recipe, model, settings),
         checkpointer=parts.checkpointer(settings, job_dir, facts), faults=settings.faults,
-        traits=_try_model(recipe, model, source, settings), owned=True, exchange=parts.exchange,
+        traits=RecipeTrial(recipe, model, source, settings).find_traits(), owned=True, exchange=parts.exchange,
     )  # fmt: skip
 
 
@@ -170,98 +166,6 @@ def _make_step(recipe: Recipe, model: torch.nn.Module, options: Options) -> Opti
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
     return OptimizerStep(model, optimizer, scheduler, options, owned=True)
-
-
-def _try_model(
-    recipe: Recipe, model: torch.nn.Module, source: Source, settings: JobSettings
-) -> model_traits.ModelTraits:
-    """What the trials of model and loss show; if they fail, what the module types do."""
-    settled = load_traits(model_traits.read_traits(model))
-    if settled is not None and is_replacement():  # it has no time to lose, and takes the others' rate
-        return settled
-    place = functools.partial(devices.place_batch, device=devices.of_model(model))
-    reader = SeededReader(source, settings.seed, place)
-    first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
-
-    def loss_of(batch: Batch | StepBatch) -> torch.Tensor:
-        return recipe.loss(call_model(model, batch.inputs), batch.labels)
-
-    try:
-        traits = model_traits.try_forward(model, lambda: loss_of(place(source.read(first))), len(first))
-    except Exception as error:  # noqa: BLE001  the step of a bad record finds and reports it
-        events.emit("model.untried", why=f"{type(error).__name__}: {error}")
-        traits = model_traits.read_traits(model)
-    options = Options.of(settings)
-    shard = options.shard_records(settings.global_batch, needed=True)
-    if traits.neighbours and model_traits.count_fewest(source.num_records, settings.global_batch, shard) == 1:
-        _try_single(model, lambda: loss_of(place(source.read(first[:1]))))
-    settled = load_traits(traits)
-    for number in range(trial.ATTEMPTS):
-        if settled is not None:
-            return settled
-        tried = trial.LossTrial(trial.TrialInputs(
-            model=model, reader=reader, num_records=source.num_records, seed=settings.seed,
-            global_batch=settings.global_batch, options=options, attempt=number,
-        ))  # fmt: skip
-        memory = kept.KeptNames(model, lambda: _list_spaces(recipe, source))
-        if _try_loss(tried, loss_of, recipe.weight, memory):
-            drawn = tried.traits.draws or traits.draws
-            settled = settle_traits(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
-    return settled or settle_traits(dataclasses.replace(traits, whole=True))
-
-
-def _try_single(model: torch.nn.Module, forward: Callable[[], object]) -> None:
-    """Raises UsageError if a layer refuses a batch of one record, which some step has."""
-    with model_traits.restore_buffers(model), seeding.preserve_generators(), torch.no_grad():
-        try:
-            forward()
-        except Exception as error:  # the step of a bad record finds and reports it
-            refused = model_traits.explain_single(error, 1)
-            if refused is not None:
-                raise refused from error
-
-
-def _list_spaces(recipe: Recipe, source: Source) -> list[tuple[str, Any]]:
-    """Where the recipe's code keeps what it keeps."""
-    functions = [getattr(value, "__func__", value) for value in (recipe.loss, recipe.model, recipe.feed)]
-    spaces = {id(found): found for one in functions if (found := getattr(one, "__globals__", None)) is not None}
-    return [*(("the recipe's ", space) for space in spaces.values()), ("the data set's ", source)]
-
-
-def _try_loss(
-    tried: trial.LossTrial,
-    loss_of: Callable[[StepBatch], torch.Tensor],
-    weight: Callable[[Any], Any] | None,
-    memory: kept.KeptNames,
-) -> bool:
-    """Whether the recipe's functions take the batches of the trial. Raises what the trial finds."""
-    ids = np.empty(0, np.int64)
-    with contextlib.closing(tried.batches()) as batches:
-        for number, batch in enumerate(batches):
-            try:
-                loss = loss_of(batch)
-                divisor = None if weight is None else as_weight(weight(batch.labels), len(batch.records))
-            except RecipeError:
-                raise
-            except Exception as error:  # noqa: BLE001  the step of a bad record finds and reports it
-                events.emit("loss.untried", why=f"{type(error).__name__}: {error}")
-                return False
-            tried.take(loss, divisor, len(batch.records))
-            if number < 2:  # of the same records
-                ids = batch.records
-                memory.look()
-    with seeding.preserve_generators():
-        memory.expect_unused(lambda: _show_loss(tried, loss_of, ids))
-    return True
-
-
-def _show_loss(tried: trial.LossTrial, loss_of: Callable[[StepBatch], torch.Tensor], ids: Any) -> list[float]:
-    given = tried.inputs
-    with model_traits.restore_buffers(given.model):
-        seeding.seed_all(given.seed, 0, 0)
-        batch = given.reader.read(ids, epoch=0)
-        given_out = StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=0, weight=1.0, trial=True)
-        return tried.show(loss_of(given_out))
 
 
 def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings) -> Validation | None:
@@ -315,6 +219,9 @@ def _run_script(settings: JobSettings) -> int:
     try:
         script, *arguments = settings.script
         check_digest(files.sha256_file(Path(script)), "script", script, settings)
+        seeding.seed_all(
+            settings.seed
+        )  # what a script draws without a seed of its own is then drawn alike in all workers
         sys.argv = [script, *arguments]
         sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")

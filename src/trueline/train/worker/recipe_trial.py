@@ -1,0 +1,148 @@
+"""Tries a recipe's model and loss before the first step, and compares them with the first worker's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from trueline import events
+from trueline.data.loading import seeding
+from trueline.data.loading.seeding import SeededReader
+from trueline.data.source import Batch, Source
+from trueline.errors import RecipeError
+from trueline.recipe.contract import Recipe
+from trueline.train import devices
+from trueline.train.link.grpc_client import is_replacement
+from trueline.train.rehearsal import kept
+from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
+from trueline.train.rehearsal.settled import load_traits, settle_traits
+from trueline.train.settings import JobSettings
+from trueline.train.step import model_traits, trial
+from trueline.train.step.contribution import StepBatch
+from trueline.train.step.model_traits import ModelTraits
+from trueline.train.step.options import Options
+from trueline.train.step.reduction import as_weight
+from trueline.train.worker.measure import call_model
+
+TRIED = 8  # records in the trial forward before the first step
+
+
+class RecipeTrial:
+    def __init__(self, recipe: Recipe, model: torch.nn.Module, source: Source, settings: JobSettings) -> None:
+        self._recipe, self._model, self._source, self._settings = recipe, model, source, settings
+        self._place = functools.partial(devices.place_batch, device=devices.of_model(model))
+        self._reader = SeededReader(source, settings.seed, self._place)
+        self._options = Options.of(settings)
+
+    def find_traits(self) -> ModelTraits:
+        """What the trials of model and loss show; if they fail, what the module types do. Raises UsageError if the loss
+        is not that of the job's first worker."""
+        settled = load_traits(model_traits.read_traits(self._model))
+        if settled is not None and is_replacement():  # it takes the others' rate, and has no time to lose
+            return self._compare(settled, {})
+        leaves = AlikeTrial(self._make_trial(), self._list_spaces)
+        leaves.look()
+        traits = self._try_forward()
+        settled = load_traits(traits)
+        for number in range(trial.ATTEMPTS):
+            if settled is not None:
+                break
+            tried = leaves.belong_to(self._make_trial(number))
+            if self._try_loss(tried):
+                drawn = tried.traits.draws or traits.draws
+                settled = settle_traits(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
+        return self._compare(settled or settle_traits(dataclasses.replace(traits, whole=True)), leaves.reads)
+
+    def _loss_of(self, batch: Batch | StepBatch) -> torch.Tensor:
+        return self._recipe.loss(call_model(self._model, batch.inputs), batch.labels)
+
+    def _make_trial(self, attempt: int = 0) -> trial.LossTrial:
+        return trial.LossTrial(trial.TrialInputs(
+            model=self._model, reader=self._reader, num_records=self._source.num_records, seed=self._settings.seed,
+            global_batch=self._settings.global_batch, options=self._options, attempt=attempt,
+        ))  # fmt: skip
+
+    def _try_forward(self) -> ModelTraits:
+        source, batch = self._source, self._settings.global_batch
+        first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
+        try:
+            traits = model_traits.try_forward(
+                self._model, lambda: self._loss_of(self._place(source.read(first))), len(first)
+            )
+        except Exception as error:  # noqa: BLE001  the step of a bad record finds and reports it
+            events.emit("model.untried", why=f"{type(error).__name__}: {error}")
+            traits = model_traits.read_traits(self._model)
+        shard = self._options.shard_records(batch, needed=True)
+        if traits.neighbours and model_traits.count_fewest(source.num_records, batch, shard) == 1:
+            self._try_single()
+        return traits
+
+    def _try_single(self) -> None:
+        """Raises UsageError if a layer refuses a batch of one record, which some step has."""
+        with model_traits.restore_buffers(self._model), seeding.preserve_generators(), torch.no_grad():
+            try:
+                self._loss_of(self._place(self._source.read(np.zeros(1, np.int64))))
+            except Exception as error:  # the step of a bad record finds and reports it
+                refused = model_traits.explain_single(error, 1)
+                if refused is not None:
+                    raise refused from error
+
+    def _list_spaces(self) -> list[tuple[str, Any]]:
+        """Where the recipe's code keeps what it keeps."""
+        recipe = self._recipe
+        functions = [getattr(value, "__func__", value) for value in (recipe.loss, recipe.model, recipe.feed)]
+        spaces = {id(found): found for one in functions if (found := getattr(one, "__globals__", None)) is not None}
+        return [*(("the recipe's ", space) for space in spaces.values()), ("the data set's ", self._source)]
+
+    def _try_loss(self, tried: trial.LossTrial) -> bool:
+        """Whether the recipe's functions take the batches of the trial. Raises what the trial finds."""
+        memory, ids = kept.KeptNames(self._model, self._list_spaces), np.empty(0, np.int64)
+        with contextlib.closing(tried.batches()) as batches:
+            for number, batch in enumerate(batches):
+                if not self._take(tried, batch):
+                    return False
+                if number < 2:  # of the same records
+                    ids = batch.records
+                    memory.look()
+        with seeding.preserve_generators():
+            memory.expect_unused(lambda: self._show_loss(tried, ids))
+        return True
+
+    def _take(self, tried: trial.LossTrial, batch: StepBatch) -> bool:
+        """Whether the recipe's functions take `batch`."""
+        weight = self._recipe.weight
+        try:
+            loss = self._loss_of(batch)
+            divisor = None if weight is None else as_weight(weight(batch.labels), len(batch.records))
+        except RecipeError:
+            raise
+        except Exception as error:  # noqa: BLE001  the step of a bad record finds and reports it
+            events.emit("loss.untried", why=f"{type(error).__name__}: {error}")
+            return False
+        tried.take(loss, divisor, len(batch.records))
+        return True
+
+    def _show_loss(self, tried: trial.LossTrial, ids: Any) -> list[float]:
+        given = tried.inputs
+        with model_traits.restore_buffers(given.model):
+            seeding.seed_all(given.seed, 0, 0)
+            batch = given.reader.read(ids, epoch=0)
+            given_out = StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=0, weight=1.0, trial=True)
+            return tried.show(self._loss_of(given_out))
+
+    def _compare(self, first: ModelTraits, mine: dict[str, Any]) -> ModelTraits:
+        """`first`, the traits of the job. Raises UsageError if the loss here is another than the first worker's."""
+        compared = not wants_comparing(mine, first.reads)
+        for changes in (True, False):
+            if not compared:
+                tried = self._make_trial()
+                alike = AlikeTrial(tried, self._list_spaces, first, changes=changes)
+                with contextlib.closing(alike.batches()) as batches:
+                    all(self._take(tried, batch) for batch in batches)
+                compared = alike.compared
+        return first
