@@ -260,8 +260,8 @@ def _check_promise(reference: Reference) -> None:
 
 
 def _choose_methods(search: Search, methods: Sequence[CompressMethod], *, budgeted: bool) -> list[CompressMethod]:
-    """By hand: the derived models alone, or quantized as the user says. Else every way, of every model: the most
-    promising way of each model before the next way, as the time may end."""
+    """By hand: the derived models alone, or quantized as the user says. Else every way, of every model; each way of all
+    models before the next way, as the time may end."""
     bases = list(search.bases if budgeted else search.finals)
     if methods:
         return [replace(method, base=base) for base in (bases or [""]) for method in methods]
