@@ -7,7 +7,6 @@ at which model and program were compared; where they part, the border is found b
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,8 +33,9 @@ from trueline.runtime.session import Session
 
 QUICK_S = 0.25
 """A free size whose call takes longer is not compared again on each format."""
-CODE_SHARE, DENSE_SHARE = 0.5, 0.25
-"""Of a symbol's time, what the sizes around numbers of the code may take, and the DENSE ones."""
+RANGE_SHARE, DENSE_SHARE, CODE_SHARE = 0.4, 0.6, 0.8
+"""Of a symbol's time, when the search for what the model answers ends, then the DENSE sizes, and those around numbers
+of the code; the far ones have the rest."""
 NEAR = (8, 16, 32)
 """Sizes of all symbols at once that are tried before the far ones: a limit on their product may lie below those."""
 DENSE = 130
@@ -67,18 +67,18 @@ def find_range(far: FarSizes, claim: Signature, symbol: str) -> tuple[int, int |
 
     def answers(size: int) -> bool | None:
         sizes = fit(claim, base, {symbol: size})
-        answer = None if sizes is None else far.ask(claim, symbol, sizes)
+        answer = None if sizes is None else far.ask(claim, symbol, sizes, share=RANGE_SHARE)
         return None if answer is None else answer.answered
 
     low = dim.min
     answers(here)
     if symbol != BATCH and low < here and answers(low) is False:
-        low = _edge(lambda size: answers(size) is not False, here, low, step)
-    good = here
-    for size in (size for size in far_sizes(step) if size > here and (dim.max is None or size <= dim.max)):
+        low = _edge(lambda size: answers(size) is True, here, low, step)
+    good = here  # what twice the size costs tells what is constant in a call's cost
+    for size in sorted(size for size in {2 * here, *far_sizes(step)} if size > here and size <= (dim.max or size)):
         found = answers(size)
         if found is False:
-            return low, _edge(lambda size: answers(size) is not False, good, size, step)
+            return low, _edge(lambda size: answers(size) is True, good, size, step)
         good = size if found else good
     return low, dim.max
 
@@ -90,7 +90,7 @@ def _base(claim: Signature, far: FarSizes, symbol: str) -> dict[str, int]:
 
 
 def _edge(fine: Callable[[int], bool], good: int, bad: int, step: int) -> int:
-    """The last fine size from `good` towards `bad`."""
+    """The last fine size from `good` towards `bad`; one that there was no time to try is not fine."""
     while abs(bad - good) > step:
         middle = good + (bad - good) // (2 * step) * step if bad > good else good - (good - bad) // (2 * step) * step
         if middle in (good, bad):
@@ -179,11 +179,10 @@ class _Walk:
         if answer is None:
             return None
         self.answers[size, mixed] = answer
-        started = time.process_time()
         # many pairs are tried in little time, and where one is another way the answers differ by more than rounding
         seen = replace(answer.seen, arbitrate=None) if self.symbol == PAIRED else answer.seen
-        proof = judge(self.program, [seen])
-        self.far.spend(self.symbol, time.process_time() - started)
+        with self.far.allowance(self.symbol).charging():
+            proof = judge(self.program, [seen])
         verdict = proof.evidence[0].verdict
         return None if verdict == "outside" or (mixed and answer.seen.outputs is None) else verdict == "agrees"
 
@@ -342,7 +341,7 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
     low = dim.min
     for size in reversed([size for size in shares if size < here]):
         if walk.agrees(size, share=shares[size]) is False:
-            low = _edge(lambda size: walk.agrees(size) is not False, here, size, dim.multiple_of)
+            low = _edge(lambda size: walk.agrees(size) is True, here, size, dim.multiple_of)
             break
     reached = [here]
     parts = branches = False
@@ -366,11 +365,12 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
 
 
 def _divide(numbers: Sequence[int], claim: Signature) -> Iterator[int]:
-    """The sizes at which a count of elements is a number of the code: 300 records of 5 are 1,500."""
+    """The sizes at which a count of elements is a number of the code, 300 records of 5 are 1,500, and those below."""
     fixed = [[size for size in spec.shape if isinstance(size, int)] for spec in (*claim.inputs, *claim.outputs)]
     units = {2, 3, 4, *(size for sizes in fixed for size in sizes), *map(math.prod, fixed)} - {0, 1}
     for number, unit, step in itertools.product(numbers, units, (0, -1, 1)):
-        yield from () if (number + step) % unit else ((number + step) // unit,)
+        size, rest = divmod(number + step, unit)
+        yield from () if rest else (size - 1, size)
 
 
 def _with_order(walk: _Walk, low: int, reached: list[int], *, parts: bool, branches: bool) -> _Reached:

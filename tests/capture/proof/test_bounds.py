@@ -286,6 +286,7 @@ def test_one_of_many_numbers_that_is_small_by_cancelling_is_no_reason_to_refuse(
 ) -> None:
     """With time by more draws of the probe, without by what other probes tell of the column."""
     monkeypatch.setattr("trueline.capture.proof.observe.BUDGET_S", time_s)
+    monkeypatch.setattr("trueline.capture.proof.observe.CHEAP_CALLS", 0)
     monkeypatch.setattr("trueline.capture.model.arbiter.HELD", 0)
     model, x = wide()
     eager = EagerSession(model, x)
@@ -300,6 +301,7 @@ def saturated(monkeypatch: pytest.MonkeyPatch, off: float) -> Proof:
     """The proof of a sigmoid whose input is off by that many last digits, on a batch in which one record is far in the
     tail, without time for a float64 run of the whole batch."""
     monkeypatch.setattr(observe_module, "BUDGET_S", 1e-9)
+    monkeypatch.setattr(observe_module, "CHEAP_CALLS", 0)
     monkeypatch.setattr(observe_module._Known, "redraw", lambda *of: None)
     weight = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 2.5
     eager = EagerSession(Model(lambda x: torch.sigmoid(x @ weight)).eval(), torch.randn(3, 4))

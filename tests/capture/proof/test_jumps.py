@@ -97,6 +97,7 @@ def test_a_model_of_ids_jumps_between_the_vectors_that_it_looks_up() -> None:
 
 def test_lines_that_there_was_no_time_for_are_named_as_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jumps, "BUDGET_S", 0.0)
+    monkeypatch.setattr(jumps, "CHEAP_CALLS", 0)
     found = find(Decides(JUMPS["a threshold"]), torch.randn(3, 4, generator=torch.Generator().manual_seed(1)))
     assert [jump.seen for jump in found] == [False]
     assert jumps.describe(found).startswith("answers may jump (not tried) where a rounded number decides: ")

@@ -142,6 +142,7 @@ def test_a_count_that_would_take_all_memory_ends_the_range_where_memory_does(mon
 
 def test_the_search_ends_in_its_time_with_what_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_ranges, "BUDGET_S", -1.0)
+    monkeypatch.setattr(value_ranges, "CHEAP_CALLS", 0)
     assert found(Table(), IDS) == {"ids": Values(low=0, high=9)}  # what two of its records show
 
 

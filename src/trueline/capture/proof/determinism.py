@@ -8,7 +8,6 @@ Rare behaviour needs more calls: a model that draws from Python's or numpy's gen
 calls, so it is called many times; one that counts its calls is called with its counters set to large numbers.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from trueline.bundle.signature import Array
 from trueline.capture.export.exported import STATE_HINT
 from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.dispatch import OperatorMode
@@ -31,7 +31,7 @@ from trueline.capture.model.reach import attributes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.state.find_source import find_source
 from trueline.capture.proof.state.first_call import explain_change
-from trueline.capture.proof.state.influence import BUDGET_S, Question, Restless, ask, find_influence, find_restless
+from trueline.capture.proof.state.influence import BUDGET, Question, Restless, ask, find_influence, find_restless
 from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
 from trueline.capture.proof.state.unwritten import FILLED, FillEmpty
 from trueline.errors import NotProven, join_names
@@ -54,9 +54,9 @@ EMPTY_HINT = "write torch.zeros in place of torch.empty, or write each element b
 ELSEWHERE_HINT = (
     "a program depends on its inputs alone: take the value as an input, or read it once in __init__ and keep it"
 )
-MANY, LOOK_S, LIVELY_S = 3_000, 0.1, 1.0
-"""Calls of one input, and the seconds of this thread after which no further one is made, the latter for a model in
-which something changes from call to call."""
+MANY, LOOK, LIVELY = 3_000, (0.1, 50), (1.0, 400)
+"""Calls of one input, and the seconds and number of cheap calls after which no further one is made, the latter for a
+model in which something changes from call to call."""
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 WAYS = 6
 """Ways through the code on which values that change are looked at."""
@@ -211,12 +211,14 @@ def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Uns
     answered = [seen for seen in observations if seen.outputs is not None and seen.draws is None]
     if not answered or not eager.recall.find_changed():
         return None
-    started, plain = time.thread_time(), [seen for seen in answered if not seen.probe.wild]
+    allowance = Allowance(*BUDGET)
+    plain = [seen for seen in answered if not seen.probe.wild]
     for order in (plain[::-1], *_pairs(plain), *([seen] for seen in plain)):
-        found = _replay(eager, order)
+        with allowance.charging():
+            found = _replay(eager, order)
         if found is not None:
             return found
-        if time.thread_time() - started > BUDGET_S:
+        if not allowance.allows():
             break
     return _check_ways(eager, answered)
 
@@ -305,7 +307,7 @@ def check_rare(eager: EagerSession) -> Unsteady | None:
     found = _check_influence(question, restless, readings) or _check_unwritten(question)
     if found is not None:
         return found
-    return _check_many_calls(question, readings, draws=draws, budget_s=LIVELY_S if draws or restless else LOOK_S)
+    return _check_many_calls(question, readings, draws=draws, lively=bool(draws or restless or readings.lines))
 
 
 def _check_unwritten(question: Question) -> Unsteady | None:
@@ -327,18 +329,18 @@ def _check_unwritten(question: Question) -> Unsteady | None:
     return Unsteady(why=why, place=next((line for line in watch.lines if line), None), hint=EMPTY_HINT)
 
 
-def _check_many_calls(question: Question, readings: Readings, *, draws: bool, budget_s: float) -> Unsteady | None:
-    """Calls the model again and again, for longer where something changes from call to call."""
-    started, eager = time.thread_time(), question.eager
-    budget_s = LIVELY_S if readings.lines else budget_s
+def _check_many_calls(question: Question, readings: Readings, *, draws: bool, lively: bool) -> Unsteady | None:
+    """Calls the model again and again, more often where something changes from call to call."""
+    allowance, eager = Allowance(*(LIVELY if lively else LOOK)), question.eager
     for number in range(2, MANY + 1):
-        try:
-            comparison = compare.compare(question.answer, eager.run(eager.example))
-        except Exception as error:  # noqa: BLE001 - the user's forward, which answered the same input before
-            comparison = compare.refusal(f"it raises {type(error).__name__}: {error}")
+        with allowance.charging():
+            try:
+                comparison = compare.compare(question.answer, eager.run(eager.example))
+            except Exception as error:  # noqa: BLE001 - the user's forward, which answered the same input before
+                comparison = compare.refusal(f"it raises {type(error).__name__}: {error}")
         if not comparison.agrees:
             return _differing(question, readings, draws, f"{number} ({comparison.reason})")
-        if time.thread_time() - started > budget_s:
+        if not allowance.allows():
             break
     return None
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Array, Signature
 from trueline.capture.model import code_paths
+from trueline.capture.model.allowance import CHEAP_S, Allowance
 from trueline.capture.model.code_paths import Edge, Event
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
@@ -33,7 +34,9 @@ FIRST, LARGEST = 64, 4096
 TOGETHER, PAIRED = "together", "paired"
 """In place of a symbol, where several are far: all, or two."""
 FREE_S, UNROLLED_S = 0.5, 4.0
-"""Seconds of processor time for the sizes of one symbol; where code was unrolled over it, the claim ends with them."""
+"""Seconds for the sizes of one symbol; where code was unrolled over it, the claim ends with them."""
+CHEAP_CALLS = 300
+"""Calls of model and program at sizes of one symbol that are made without time, where they are cheap."""
 MAX_VALUES = 1 << 24
 """Numbers in the inputs of one call."""
 MAX_BYTES = 1 << 27
@@ -67,7 +70,7 @@ class FarSizes:
         self.eager = eager
         self.unrolled: frozenset[str] = frozenset()
         """Symbols that get more time."""
-        self._spent: dict[str, float] = {}
+        self._allowances: dict[str, Allowance] = {}
         self._answers: dict[tuple[str, tuple[tuple[str, int], ...], bool], FarAnswer] = {}
 
     @cached_property
@@ -81,17 +84,17 @@ class FarSizes:
         at = [spec.name for spec in claim.inputs].index(name)
         return {int(batch[at].shape[axis]) for batch in self.eager.calling.batches}
 
-    def spend(self, symbol: str, seconds: float) -> None:
-        """Counts `seconds` towards the time of `symbol`."""
-        self._spent[symbol] = self._spent.get(symbol, 0.0) + seconds
+    def allowance(self, symbol: str) -> Allowance:
+        """What calls at sizes of `symbol` may still cost."""
+        unrolled = bool(self.unrolled) if symbol in (TOGETHER, PAIRED) else symbol in self.unrolled
+        found = self._allowances.setdefault(symbol, Allowance(FREE_S, CHEAP_CALLS))
+        found.seconds = UNROLLED_S if unrolled else FREE_S
+        return found
 
     def time_left(self, symbol: str) -> float:
-        """Seconds that are left for `symbol`."""
-        return self._budget(symbol) - self._spent.get(symbol, 0.0)
-
-    def _budget(self, symbol: str) -> float:
-        unrolled = bool(self.unrolled) if symbol in (TOGETHER, PAIRED) else symbol in self.unrolled
-        return UNROLLED_S if unrolled else FREE_S
+        """Seconds that are left for `symbol`; above 0 as long as cheap calls are."""
+        allowance = self.allowance(symbol)
+        return max(allowance.find_left(), CHEAP_S if allowance.allows() else 0.0)
 
     def ask(
         self, claim: Signature, symbol: str, sizes: Mapping[str, int], *, mixed: bool = False, share: float = 1.0
@@ -101,14 +104,14 @@ class FarSizes:
         symbols are far, `symbol` is TOGETHER or PAIRED, and the largest of their sizes counts."""
         key = (symbol, tuple(sizes.items()), mixed)
         if key not in self._answers:
-            left = self.time_left(symbol) - (1 - share) * self._budget(symbol)
+            allowance = self.allowance(symbol)
             seconds, largest = self._predict(symbol, _far_size(symbol, sizes))
-            if seconds > left or largest > MAX_BYTES or self._count_values(claim, sizes) > MAX_VALUES:
+            many = largest > MAX_BYTES or self._count_values(claim, sizes) > MAX_VALUES
+            if many or not allowance.allows(seconds or None, share=share):
                 return None
-            inputs = self._lengthen(resize(self.example, claim, sizes), sizes)
-            started = time.process_time()
-            answer = self._call(claim, sizes, _mix(inputs, claim) if mixed else inputs, left, mixed=mixed)
-            self.spend(symbol, time.process_time() - started)
+            inputs, left = self._lengthen(resize(self.example, claim, sizes), sizes), allowance.find_left(share)
+            with allowance.charging():
+                answer = self._call(claim, sizes, _mix(inputs, claim) if mixed else inputs, left, mixed=mixed)
             if answer is None:
                 return None
             self._answers[key] = answer
@@ -159,7 +162,7 @@ class FarSizes:
             inputs=inputs,
             wild=mixed,  # what a mask in another order hides may be everything
         )
-        started, memory = time.process_time(), _LargestTensor()
+        started, memory = time.thread_time(), _LargestTensor()
         try:
             with ExitStack() as stack:
                 edges = stack.enter_context(code_paths.watch_edges(max(left, 0.1)))
@@ -171,18 +174,19 @@ class FarSizes:
             return None
         # where the usual tolerance is not enough, float64 tells how far rounding takes the model
         seen = replace(with_least_bounds(self.eager, [seen])[0], bounds=None)
-        return FarAnswer(seen=seen, edges=frozenset(edges), cost=(time.process_time() - started, memory.num_bytes))
+        return FarAnswer(seen=seen, edges=frozenset(edges), cost=(time.thread_time() - started, memory.num_bytes))
 
     def _predict(self, symbol: str, size: int) -> tuple[float, float]:
-        """Seconds and bytes of a call at `size`, from the calls at smaller sizes of the symbol."""
+        """Seconds and bytes of a call at `size`, from the calls at smaller sizes of the symbol, or else at the next."""
         asked: dict[int, tuple[float, int]] = {}
         for (other, sizes, _), answer in self._answers.items():
             if other == symbol and answer.answered:
                 asked[_far_size(symbol, dict(sizes))] = answer.cost
-        below = sorted(one for one in asked if one < size)[-2:]
+        below = [one for one in asked if one < size]
         if not below:
-            return 0.0, 0.0
-        last, before = below[-1], below[0]
+            return (asked[min(asked)][0] * size / min(asked), 0.0) if asked else (0.0, 0.0)
+        last = max(below)  # of two sizes that are near each other, noise alone would tell
+        before = max((one for one in below if 2 * one <= last), default=min(below))
         return tuple(  # type: ignore[return-value]
             _extrapolate((before, asked[before][i]), (last, asked[last][i]), size) for i in (0, 1)
         )
@@ -193,11 +197,16 @@ def _far_size(symbol: str, sizes: Mapping[str, int]) -> int:
 
 
 def _extrapolate(before: tuple[int, float], last: tuple[int, float], size: int) -> float:
-    """At `size`, of what grows by a power of the size: at least linearly."""
-    power = 1.0
-    if last[0] > before[0] > 0 and before[1] > 0.005 and last[1] > before[1]:
-        power = max(power, math.log(last[1] / before[1]) / math.log(last[0] / before[0]))
-    return float(last[1] * (size / max(last[0], 1)) ** min(power, 4.0))
+    """At `size`, of what grows by a power of the size, or linearly beside a constant part; linearly where one size is
+    known."""
+    steps, growth = last[0] - before[0], last[1] - before[1]
+    if not steps:
+        return float(last[1] * size / max(last[0], 1))
+    if growth > 0 and before[0] > 0 and before[1] > 0.005:
+        power = math.log(last[1] / before[1]) / math.log(last[0] / before[0])
+        if power > 1:
+            return float(last[1] * (size / last[0]) ** min(power, 4.0))
+    return last[1] + max(growth, 0) / steps * (size - last[0])
 
 
 def _mix(inputs: Mapping[str, Array], claim: Signature) -> dict[str, Array]:

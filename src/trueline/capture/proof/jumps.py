@@ -10,7 +10,6 @@ extreme, and one addition, product or quotient are the same in all (IEEE 754).
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.bundle.signature import Array
 from trueline.capture.model import code_paths
+from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.observe import Observation
 from trueline.runtime.compare import Tolerance, compare
 
-BUDGET_S = 2.0
-"""Of this thread; lines that are left then are named as not tried."""
+BUDGET_S, CHEAP_CALLS = 2.0, 500
+"""Of this thread, and cheap calls beside them; lines that are left then are named as not tried."""
 HALVES = 26
 OTHERS, TRIES = 16, 4
 """Probes whose way to the example is walked, and the ways on which one line is looked at."""
@@ -114,18 +114,18 @@ def describe(jumps: Sequence[Jump]) -> str:
 def find_jumps(eager: EagerSession, observations: Sequence[Observation]) -> tuple[Jump, ...]:
     """The lines where a rounded number decides the answer, each once. The model is called between the first of
     `observations`, the user's example, and others of its sizes, for BUDGET_S."""
-    started = time.thread_time()
+    allowance = Allowance(BUDGET_S, CHEAP_CALLS)
     left: dict[code_paths.SourceLine, bool] = {}
     tries: Counter[code_paths.SourceLine] = Counter()
     for other in _others(observations):
-        walk = _Walk(eager, observations[0].probe.inputs, other)
+        walk = _Walk(eager, allowance, observations[0].probe.inputs, other)
         for at in walk.find_parting():
             place = walk.base.decided[at].place
             left.setdefault(place, False)
-            if not left[place] and tries[place] < TRIES and time.thread_time() - started < BUDGET_S:
+            if not left[place] and tries[place] < TRIES and allowance.allows():
                 tries[place] += 1
                 left |= dict.fromkeys(walk.find_jump(at), True)
-        if not walk.base.decided or time.thread_time() - started > BUDGET_S:
+        if not walk.base.decided or not allowance.allows():
             break
     return tuple(Jump(place=place, seen=seen) for place, seen in left.items() if seen or not tries[place])
 
@@ -169,8 +169,10 @@ class _Call:
 class _Walk:
     """Calls of the model between two inputs: floats and vectors of embeddings are mixed, other values stay."""
 
-    def __init__(self, eager: EagerSession, start: Mapping[str, Array], end: Mapping[str, Array]) -> None:
-        self._eager, self._start, self._end = eager, start, end
+    def __init__(
+        self, eager: EagerSession, allowance: Allowance, start: Mapping[str, Array], end: Mapping[str, Array]
+    ) -> None:
+        self._eager, self._allowance, self._start, self._end = eager, allowance, start, end
         self.base, last = self._call(start, ()), self._call(end, ())
         self._looked_up = list(zip(self.base.looked_up, last.looked_up, strict=False))
 
@@ -211,7 +213,7 @@ class _Walk:
     def _call(self, inputs: Mapping[str, Array], looked_up: Sequence[torch.Tensor]) -> _Call:
         watch = _DecisionWatch(looked_up)
         try:
-            with watch:
+            with self._allowance.charging(), watch:
                 outputs = self._eager.run(inputs)
         except Exception:  # noqa: BLE001 - the user's forward on made-up values may raise anything
             return _Call(None, watch.decided, watch.looked_up)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ import torch
 
 from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
+from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
@@ -31,9 +31,9 @@ from trueline.runtime.compare import Bound
 from trueline.runtime.session import Session
 
 SEED = 0
-BUDGET_S, LEAST = 8.0, 2
-"""CPU seconds of second calls; of all float64 runs of a model, half as many for one that is not held in float64, and
-the fewest probes."""
+BUDGET_S, LEAST, CHEAP_CALLS = 8.0, 2, 300
+"""Seconds of second calls; of all float64 runs of a model, half as many for one that is not held in float64, and the
+fewest probes; and how many of each are made where they are cheap."""
 FIRST_S = 2.0
 """Of these, for the user's own probes, which tell the noise of others."""
 ALONE_S = 4.0
@@ -100,10 +100,11 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
 def watch_again(eager: Session, seen: Sequence[Observation]) -> tuple[Observation, ...]:
     """`seen` with the ways of second calls, as long as BUDGET_S lasts: where a table is made for a size, the first way
     parts from later ones, and no program follows it."""
-    started, again = time.thread_time(), []
+    allowance, again = Allowance(BUDGET_S, CHEAP_CALLS), []
     for one in seen:
-        if one.outputs is not None and time.thread_time() - started < BUDGET_S:
-            one = replace(one, warm=observe_one(eager, one.probe).way)
+        if one.outputs is not None and allowance.allows():
+            with allowance.charging():
+                one = replace(one, warm=observe_one(eager, one.probe).way)
         again.append(one)
     return tuple(again)
 
@@ -115,10 +116,10 @@ class _Known:
     arbiter: Arbiter | None
     measured: dict[str, Measures] = field(default_factory=dict)
     """By the digest of the inputs."""
-    spent_s: float = 0.0
-    redrawn_s: float = 0.0
-    alone_s: float = 0.0
-    """Of the few records of larger answers."""
+    run: Allowance = field(default_factory=lambda: Allowance(BUDGET_S, CHEAP_CALLS))
+    redrawn: Allowance = field(default_factory=lambda: Allowance(BUDGET_S, CHEAP_CALLS))
+    alone: Allowance = field(default_factory=lambda: Allowance(ALONE_S, CHEAP_CALLS))
+    """For the few records of larger answers."""
     again: tuple[str, dict[str, Array] | None, int] | None = None
     """The answer that is measured by more draws: its key, the model's answer in float64, and the last draw."""
     scales: int = 0
@@ -132,54 +133,53 @@ class _Known:
         if arbiter is None or seen.outputs is None or key in self.measured:
             return
         size = max(seen.probe.volume[1], 1)
-        budget_s, draws = (budget_s, DRAWS) if arbiter.small else (budget_s / 2, 1)
-        if len(self.measured) >= LEAST and self.spent_s + self.per_value * size > budget_s:
+        self.run.seconds, draws = (budget_s, DRAWS) if arbiter.small else (budget_s / 2, 1)
+        if len(self.measured) >= LEAST and not self.run.allows(self.per_value * size):
             alone = plain is not None and not any(bounds.is_alike(plain, one) for one in self.measured.values())
             if not alone or self.scales >= SCALES:
                 return
             self.scales += 1
-        started = time.process_time()
-        exact = [self._run(seen, draw) for draw in range(draws + 1)]
-        answered = [one for one in exact if one is not None]
-        if len(answered) == len(exact):
-            self.measured[key] = bounds.measure(seen.outputs, answered)
-        elif not self.measured:
-            self.arbiter = None
-        spent = time.process_time() - started
-        self.spent_s, self.per_value = self.spent_s + spent, spent / size
+        before = self.run.spent_s
+        with self.run.charging():
+            exact = [self._run(seen, draw) for draw in range(draws + 1)]
+            answered = [one for one in exact if one is not None]
+            if len(answered) == len(exact):
+                self.measured[key] = bounds.measure(seen.outputs, answered)
+            elif not self.measured:
+                self.arbiter = None
+        self.per_value = (self.run.spent_s - before) / size
 
     def redraw(self, seen: Observation, key: str) -> None:
         """Measures one answer by one draw more, if there is time for it; without time it counts as not measured: what
         others tell of its noise is less of an accident than one draw."""
         if self.arbiter is None or seen.outputs is None:
             return
-        if self.redrawn_s > BUDGET_S:
+        if not self.redrawn.allows():
             if len(self.measured) > LEAST and seen.probe.origin != "given":
                 self.measured.pop(key, None)
             return
-        started = time.process_time()
-        if self.again is None or self.again[0] != key:
-            self.again = key, self._run(seen, 0), DRAWS
-        _, exact, drawn = self.again
-        more = self._run(seen, drawn + 1)
-        if exact is not None and more is not None:
-            found = bounds.measure(seen.outputs, [exact, more])
-            self.measured[key] = bounds.merge(self.measured[key], found) if key in self.measured else found
-        self.again = key, exact, drawn + 1
-        self.redrawn_s += time.process_time() - started
+        with self.redrawn.charging():
+            if self.again is None or self.again[0] != key:
+                self.again = key, self._run(seen, 0), DRAWS
+            _, exact, drawn = self.again
+            more = self._run(seen, drawn + 1)
+            if exact is not None and more is not None:
+                found = bounds.measure(seen.outputs, [exact, more])
+                self.measured[key] = bounds.merge(self.measured[key], found) if key in self.measured else found
+            self.again = key, exact, drawn + 1
 
     def measure_records(self, seen: Observation, records: Sequence[int]) -> Measures | None:
         """What MORE_DRAWS runs of these records alone show: rounding by itself, since among other records the model may
         answer otherwise. None without time for it, or where no dimension counts records."""
-        if self.arbiter is None or seen.outputs is None or self.alone_s > ALONE_S:
+        if self.arbiter is None or seen.outputs is None or not self.alone.allows():
             return None
         count, chosen = seen.probe.num_records, list(records)
         if any(not array.ndim or len(array) != count for array in seen.outputs.values()):
             return None
-        started, inputs = time.process_time(), seen.probe.inputs
+        inputs = seen.probe.inputs
         few = {name: one[chosen] if one.ndim and len(one) == count else one for name, one in inputs.items()}
-        exact = [self._run(seen, draw, few) for draw in range(MORE_DRAWS + 1)]
-        self.alone_s += time.process_time() - started
+        with self.alone.charging():
+            exact = [self._run(seen, draw, few) for draw in range(MORE_DRAWS + 1)]
         answered = [one for one in exact if one is not None]
         if len(answered) < len(exact):
             return None

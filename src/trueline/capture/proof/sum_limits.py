@@ -5,7 +5,6 @@ found on the eager model and becomes a guard of the signature.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -14,14 +13,15 @@ import msgspec
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Signature
 from trueline.capture.export.exported import Exported
+from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof.probes import fit, resize
 
 LARGEST = 4096
 """Sizes up to which a limit is looked for."""
-BUDGET_S = 2.0
-"""Seconds of processor time for it; a model that needs more is not asked at larger sizes."""
+BUDGET_S, CHEAP_CALLS = 2.0, 200
+"""Seconds for it, and cheap calls beside them; a model that needs more is not asked at larger sizes."""
 
 
 Limits = Mapping[tuple[str, str], int]
@@ -30,9 +30,9 @@ Limits = Mapping[tuple[str, str], int]
 
 def find_limits(eager: EagerSession, claim: Signature) -> Limits:
     """The limits of the eager model on each two symbols of `claim`."""
-    deadline = time.process_time() + BUDGET_S
+    allowance = Allowance(BUDGET_S, CHEAP_CALLS)
     pairs = itertools.combinations([symbol for symbol in claim.symbols if symbol != BATCH], 2)
-    found = {pair: _find_sum(eager, claim, *pair, deadline) for pair in pairs}
+    found = {pair: _find_sum(eager, claim, *pair, allowance) for pair in pairs}
     return {pair: most for pair, most in found.items() if most is not None}
 
 
@@ -65,17 +65,19 @@ def _add_guard(claim: Signature, one: str, other: str, most: int) -> Signature:
     return msgspec.structs.replace(claim, dims=dims, guards=(*claim.guards, guard))
 
 
-def _find_sum(eager: EagerSession, claim: Signature, one: str, other: str, deadline: float) -> int | None:
-    """The largest sum of two sizes that the model answers; None where the two have no such limit."""
+def _find_sum(eager: EagerSession, claim: Signature, one: str, other: str, allowance: Allowance) -> int | None:
+    """The largest sum of two sizes that the model answers; None where the two have no such limit, or no time was left
+    to find it."""
     base = claim.sizes(eager.example)
     base = fit(claim, base, {BATCH: 1}) or base
 
     def answers(first: int, second: int) -> bool:
         sizes = {**base, one: first, other: second}
-        if not claim.allows(sizes) or time.process_time() > deadline:
+        if not claim.allows(sizes):
             return False
         try:
-            eager.run(resize(eager.example, claim, sizes))
+            with allowance.charging():
+                eager.run(resize(eager.example, claim, sizes))
         except Exception:  # noqa: BLE001 - the user's forward at sizes it may not accept may raise anything
             return False
         return True
@@ -83,10 +85,10 @@ def _find_sum(eager: EagerSession, claim: Signature, one: str, other: str, deadl
     here, there = base[one], base[other]
     if not answers(here, there):
         return None
-    high = _largest(lambda size: answers(size, there), here)
-    wide = _largest(lambda size: answers(here, size), there)
-    if high is None or wide is None or high + there != here + wide or time.process_time() > deadline:
-        return None
+    high = _largest(lambda size: allowance.allows() and answers(size, there), here)
+    wide = _largest(lambda size: allowance.allows() and answers(here, size), there)
+    if high is None or wide is None or high + there != here + wide or not allowance.allows():
+        return None  # else it is confirmed, whatever time that takes
     most = high + there
     middle = (here + high) // 2
     along = [(middle, most - middle), (most - 1, 1), (1, most - 1)]

@@ -4,7 +4,6 @@ An embedding of 20 rows refuses 20 and -1, so its ids are "from 0 to 19". Progra
 from the end), so the range becomes part of the signature. Only the eager model runs, on two records at a time.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from trueline.bundle.signature import Array, Signature, TensorSpec
 from trueline.bundle.values import ANY, Number, Values
 from trueline.capture.model import code_paths
+from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof import limits
@@ -24,8 +24,8 @@ from trueline.capture.proof.narrowing import takes_values
 from trueline.capture.proof.probes import fit, resize
 from trueline.capture.proof.value_probes import plant
 
-BUDGET_S = 5.0
-"""CPU seconds for the ends of one input; then the range ends where the model was last asked."""
+BUDGET_S, CHEAP_CALLS = 5.0, 300
+"""Seconds for the ends of one input, and cheap calls beside them; then it ends where the model was last asked."""
 ROUNDS = 3
 """Inputs with all values inside the ranges, drawn at random, that the model has to answer."""
 Inputs = Mapping[str, Array]
@@ -62,7 +62,7 @@ class _Ends:
         self._base = signature.sizes(eager.example)
         two = fit(signature, self._base, {BATCH: 2}) if BATCH in self._base else None
         self._sizes: Mapping[str, int] = two or self._base
-        self._deadline = time.process_time() + BUDGET_S
+        self._allowance = Allowance(BUDGET_S, CHEAP_CALLS)
         example = resize(eager.example, signature, self._sizes)
         shown = example[spec.name]
         finite = shown[np.isfinite(shown)] if shown.dtype.kind == "f" else shown
@@ -98,13 +98,13 @@ class _Ends:
         dtype = self._spec.dtype
         inside, outside = to(good, dtype), to(bad, dtype)
         guesses = self._guesses(int(good), int(bad)) if dtype.kind in "iu" else []
-        while guesses and time.process_time() < self._deadline:
+        while guesses and self._allowance.allows():
             at = len(guesses) // 2
             if self._answers(guesses[at]):
                 inside, guesses = guesses[at], guesses[at + 1 :]
             else:
                 outside, guesses = guesses[at], guesses[:at]
-        while abs(outside - inside) > 1 and time.process_time() < self._deadline:
+        while abs(outside - inside) > 1 and self._allowance.allows():
             middle = (inside + outside) // 2
             if self._answers(back(middle, dtype)):
                 inside = middle
@@ -172,7 +172,8 @@ class _Ends:
         else:
             planted = array.copy()
             planted.reshape(-1)[place] = value
-        error = _error(self._eager, {**inputs, self._spec.name: planted}, self._memory or 0)
+        with self._allowance.charging():
+            error = _error(self._eager, {**inputs, self._spec.name: planted}, self._memory or 0)
         self._lacked_memory |= error is not None and limits.is_lack_of_memory(error)
         return error is None
 

@@ -4,7 +4,6 @@ each decision that depends on it is taken the other way: see `tainted.py`.
 A counter that only a log reads does no harm. One that decides at call 1,234,567 does, however seldom.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ import torch
 
 from trueline.bundle.signature import Array
 from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import Memento, state_of, trace
@@ -26,8 +26,8 @@ from trueline.runtime import compare
 
 COUNTS = (9, 10, 99, 100, 999, 1000, 9999, 10_000, 1_000_000)
 """Values that a counter of calls is set to."""
-BUDGET_S = 2.0
-"""Seconds of this thread for the values of one input."""
+BUDGET = 2.0, 300
+"""Seconds of this thread for the values of one input, and cheap calls beside them."""
 CONSTANTS = 60
 """Numbers in the code of the model around which a counter is set."""
 DECISIONS = 40
@@ -133,17 +133,15 @@ def find_influence(question: Question, restless: Restless) -> Influence | None:
     if not restless:
         return None
     users = explicit_state.users_own(question.eager.module)
-    memento, started = Memento(users), time.thread_time()
+    memento, allowance = Memento(users), Allowance(*BUDGET)
     constants = _constants(question.way)
     with quietly():
         for kept, before in restless:
-            for why, place in _ask(question, memento, kept, before, constants):
+            for why, place in allowance.charge_each(_ask(question, memento, kept, before, constants)):
                 if why:
                     place = place or code_paths.find_line(question.way, kept.attribute)
                     place = place or _deciding_line(question, memento, kept)
                     return Influence(path=kept.path, how=why, place=place, draws=state_of(kept.value) is not None)
-                if time.thread_time() - started > BUDGET_S:
-                    break
     return None
 
 
