@@ -33,6 +33,7 @@ _MEMORY = re.compile(
 )
 _VALUES = re.compile(
     r"\bsingular\b|positive[- ]definite|failed to converge|is zero and using it|ZeroDivisionError"
+    r"|Unknown error code: [1-9]"
     r"|not in the valid range|Class values must|non-negative integral|can not be negative"
     r"|probability tensor contains|has to be greater than 0|Integer (?:division|modulo) by zero"
 )
@@ -40,6 +41,7 @@ _VALUES = re.compile(
 _RAISED = re.compile(r"\n(?:builtins\.|RuntimeError: )?\w+: (.+)\n*\Z")
 """The last line of what a `raise` or `assert` in a TorchScript program leads to."""
 _INNER = (
+    re.compile(r"^.*INTERNAL ASSERT FAILED at \S+, please report a bug to PyTorch\. "),
     re.compile(r"^\[\w+\] : \d+ : \w+ : "),
     re.compile(r"Non-zero status code returned while running (\w+) node\. ?Name: ?'[^']*' ?Status Message: ?"),
     re.compile(r"\b(?:node|name|Name):? ?['\"(][^'\")]*['\")]:?,? ?"),
