@@ -211,6 +211,39 @@ def test_a_worker_that_makes_a_teacher_of_its_own_ends_the_job_before_it_trains(
     assert len(applied) <= most
 
 
+TEACHES = """
+import torch
+from torch.utils.data import TensorDataset
+
+name, epochs, global_batch = "teaches", 2, 30
+made = torch.Generator()
+made.seed()
+FEATURES = torch.randn(6, 1, generator=made)
+
+def model():
+    return torch.nn.Linear(6, 1)
+
+def loss(outputs, labels):
+    return ((outputs - labels @ FEATURES) ** 2).mean()
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+def dataset(mode):
+    inputs = torch.randn(240, 6, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(inputs, inputs)
+"""
+
+
+def test_a_recipe_whose_features_each_worker_draws_ends_the_job_before_its_first_step(tmp_path):
+    (tmp_path / "teaches.py").write_text(TEACHES)
+    applied = []
+    listener = events.listening(lambda event, fields: applied.append(event) if event == "step.applied" else None)
+    with listener, pytest.raises(errors.UsageError, match="uses the recipe's FEATURES, which is not that of the first"):
+        api.train(tmp_path / "teaches.py", job_dir=tmp_path / "job", workers=2)
+    assert not applied
+
+
 def test_what_a_script_draws_without_a_seed_and_the_order_of_its_sets_are_those_of_all_workers(tmp_path):
     def run(workers, faults=()):
         folder = tmp_path / str(workers)
