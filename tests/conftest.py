@@ -33,17 +33,21 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 guardian.start()
 
 
-def _refuse_groups(kill: Callable[[int, int], None]) -> Callable[[int, int], None]:
+class _OneProcessKill:
     """`os.kill` for tests: a pid that is not known yet is 0, which ends the whole run."""
 
-    def kill_one(pid: int, number: int) -> None:
+    __module__ = "os"
+    _kill = staticmethod(os.kill)
+
+    def __call__(self, pid: int, number: int) -> None:
         assert pid > 0, f"{pid} names processes that are not the test's"
-        kill(pid, number)
+        self._kill(pid, number)
 
-    return kill_one
+    def __reduce__(self) -> str:
+        return "kill"  # other processes have the usual one
 
 
-os.kill = _refuse_groups(os.kill)
+os.kill = _OneProcessKill()
 
 
 def _interrupt(number: int, frame: object) -> None:

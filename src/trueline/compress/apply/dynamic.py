@@ -10,6 +10,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.graph import is_large, multiply, quiet
+from trueline.compress.apply.saturation import NARROW, saturates
 from trueline.compress.measure.kernels import Kernels
 from trueline.compress.method import CompressMethod
 from trueline.errors import CaptureError, first_line
@@ -25,11 +26,13 @@ class DynamicQuantizer:
         return [CompressMethod("dynamic", ("u8",)), CompressMethod("dynamic", ("s8",))]
 
     def apply(self, method: CompressMethod, program: ParentProgram, out: Path) -> None:
+        narrow = method.words[0] == "s8" and saturates(signed=False)
+        program.notes[method.kind] = NARROW if narrow else ""
         try:
             with quiet():
                 quantize_dynamic(
                     multiply(program), out, op_types_to_quantize=_OPERATORS, weight_type=_WEIGHTS[method.words[0]],
-                    per_channel=True, nodes_to_exclude=list(method.exclude),
+                    per_channel=True, reduce_range=narrow, nodes_to_exclude=list(method.exclude),
                     use_external_data_format=is_large(program.path),
                     extra_options={"MatMulConstBOnly": True},
                 )  # fmt: skip

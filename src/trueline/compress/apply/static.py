@@ -22,6 +22,7 @@ from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.equalize import equalize
 from trueline.compress.apply.graph import is_large, quiet, save
 from trueline.compress.apply.own_scales import KEPT, keeps_scales, write_with_own_scales
+from trueline.compress.apply.saturation import NARROW, saturates
 from trueline.compress.measure.kernels import Kernels, walk
 from trueline.compress.method import CompressMethod
 from trueline.errors import CaptureError, TruelineError, first_line
@@ -47,11 +48,13 @@ class StaticQuantizer:
         cache = calibrate.ranges(program, how)
         model = onnx.load(equalize(program), load_external_data=False)
         chosen = set(choose_operators(model)) - set(method.exclude)
+        narrow = saturates(signed=signs == "s8s8")
+        program.notes[method.kind] = NARROW if narrow else ""
         try:
             with quiet():
                 quantize_static(
                     equalize(program), out, None, quant_format=QuantFormat.QDQ, per_channel=True,
-                    activation_type=_ACTIVATIONS[signs], weight_type=QuantType.QInt8,
+                    activation_type=_ACTIVATIONS[signs], weight_type=QuantType.QInt8, reduce_range=narrow,
                     nodes_to_exclude=list_left(model, chosen), calibrate_method=CalibrationMethod.MinMax,
                     calibration_cache_path=cache, use_external_data_format=is_large(program.path),
                     extra_options={"ActivationSymmetric": signs == "s8s8", "MatMulConstBOnly": True},
