@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from bench._search_time import capture_model
+
 Figures = dict[str, Any]
 DISTANCES = {"closed": "", "closed_by_logits": "match_logits", "closed_by_hot_classes": "match_hot_classes"}
 """Key of the figure -> --distill-loss."""
@@ -153,7 +155,6 @@ def _measure_one(seed: int, quick: bool) -> Figures:
 def _train_teacher(folder: Path) -> Path:
     """The bundle of the trained teacher. How it was trained is not what is measured."""
     import torch
-    from safetensors.torch import save_file
 
     import trueline
 
@@ -167,10 +168,7 @@ def _train_teacher(folder: Path) -> Path:
             optimizer.zero_grad()
             recipe.loss(model(inputs), labels).backward()
             optimizer.step()
-    save_file(model.state_dict(), folder / "teacher.safetensors")
-    out = folder / "teacher.bundle"
-    trueline.capture(recipe, folder / "teacher.safetensors", out, formats=["onnx"])
-    return out
+    return capture_model(recipe, model, folder / "teacher.bundle")
 
 
 def _run(words: list[str], folder: Path) -> str:

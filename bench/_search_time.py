@@ -129,7 +129,6 @@ def describe(told: dict[str, Any], seen: list[tuple[float, str]], took: float) -
 
 def _make_bundle(folder: Path, quick: bool) -> Path:
     import torch
-    from safetensors.torch import save_file
     from torch.utils.data import DataLoader
 
     import trueline
@@ -145,7 +144,16 @@ def _make_bundle(folder: Path, quick: bool) -> Path:
         optimizer.zero_grad()
         recipe.loss(model(inputs), labels).backward()
         optimizer.step()
-    save_file(model.state_dict(), folder / "weights.safetensors")
-    out = folder / "resnet18.bundle"
-    trueline.capture(recipe, folder / "weights.safetensors", out, formats=["onnx"])
+    return capture_model(recipe, model, folder / "resnet18.bundle")
+
+
+def capture_model(recipe: Any, model: Any, out: Path) -> Path:
+    """`out`, a bundle of `model` as it is now, in ONNX."""
+    from safetensors.torch import save_file
+
+    import trueline
+
+    weights = out.with_suffix(".safetensors")
+    save_file(model.state_dict(), weights)
+    trueline.capture(recipe, weights, out, formats=["onnx"])
     return out
