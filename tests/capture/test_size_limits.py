@@ -123,7 +123,7 @@ class Counts(nn.Module):
 
 def test_records_one_by_one_are_compared_where_all_their_numbers_are_a_number_of_the_code(tmp_path: Path) -> None:
     bundle = captured(Counts, tmp_path / "b")
-    assert 10 < (bundle.signature.dims["batch"].max or 1500) <= 374  # 374 where the machine is not busy
+    assert bundle.signature.dims["batch"].max == 374
 
 
 class Digits(nn.Module):

@@ -27,7 +27,7 @@ NAME = "torch._dynamo"
 
 
 class DeferredDynamo(ModuleType):
-    """Stands for `torch._dynamo` in `sys.modules` until more of it is used."""
+    """In `sys.modules` in the place of `torch._dynamo`, until the real one is imported."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
