@@ -56,6 +56,14 @@ def test_rows_that_went_leave_room_for_others():
     assert budget.take(held, push_of(1, [7, 8, 9])) != ""
 
 
+def test_an_index_that_doubles_may_take_more_at_once_than_the_system_is_asked_for(monkeypatch):
+    monkeypatch.setattr(memory, "_STEP", 2 * ROW)
+    held = make()
+    budget = MemoryBudget(find_left=lambda: 100 * ROW)
+    assert budget.take(held, push_of(0, range(50))) == ""
+    assert budget.take(held, push_of(0, range(2000))) != ""
+
+
 def test_a_table_with_a_bound_needs_no_more_than_its_rows():
     held = make(max_rows=2, evict="lru")
     assert held.count_growth(push_of(0, [1, 2, 3, 4])) == 2 * (ROW + 8)  # and when each was used

@@ -61,9 +61,10 @@ class MemoryBudget:
         """Empty, or why the rows of the push have to wait. The system tells once for each _STEP bytes."""
         need = held.count_growth(push)
         if need > self._left:
-            self._left = min(self._measure(), _STEP)
-            if need > self._left:
+            left = self._measure()
+            if need > left:
                 need = held.count_growth(push, exact=True)
+            self._left = min(left, max(_STEP, need))  # an index that doubles takes more than a step at once
         if need > max(0, self._left):
             bound = f", of {self._bound / 1e9:.2f} GB that it may have (--server-memory-mb)" if self._bound else ""
             have = f"it has {resident_bytes() / 1e9:.2f} GB{bound}: {_describe_rows(held.stats)}"
