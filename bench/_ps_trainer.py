@@ -125,7 +125,7 @@ def train_ours(settings: dict[str, Any], *, overlap: bool) -> dict[str, float]:
 
     first, meter, coming = int(settings["seed"]) * 10_000_000, Meter(0.0), ahead()
 
-    def train(meter: Meter, first: int) -> None:
+    def train(meter: Meter, first: int, *, overlap: bool) -> None:
         following = next(coming)
         while True:
             ids, prediction, pulled = following
@@ -148,11 +148,11 @@ def train_ours(settings: dict[str, Any], *, overlap: bool) -> dict[str, float]:
                 following = next(coming)
         client.drain()
 
-    while meter.steps < BATCHES:  # all rows exist when the clock runs
-        train(meter, first)
+    while meter.steps < BATCHES:  # all rows exist when the clock runs: what is pulled ahead, the end of `train` drops
+        train(meter, first, overlap=False)
     wait_for_go()
     meter = Meter(settings["seconds"])
-    train(meter, first + BATCHES)
+    train(meter, first + BATCHES, overlap=overlap)
     told = meter.tell()
     client.close()
     return told

@@ -1,10 +1,12 @@
-"""The compiled search finds what the search by NumPy finds."""
+"""The compiled search finds what the search by NumPy finds, and compiled steps compute the same bits."""
 
 import numpy as np
 import pytest
 
-from trueline.ps.tables import id_index
+from trueline.ps.messages import OptimizerSpec, TableSpec
+from trueline.ps.tables import id_index, table
 from trueline.ps.tables.id_index import IdIndex
+from trueline.ps.tables.table import ServerTable
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'trueline[numba]'")
 
@@ -23,3 +25,36 @@ def test_ids_are_found_as_by_numpy_after_growth_and_removals(monkeypatch):
         assert np.array_equal(compiled.find(asked), plain.find(asked))
     assert np.array_equal(compiled.find(ids[::2]), plain.find(ids[::2]))
     assert len(compiled.find(np.empty(0, np.int64))) == 0
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_compiled_steps_compute_the_bits_of_numpys(monkeypatch, kind, dim):
+    monkeypatch.setattr(id_index, "COMPILED_FROM", 1 << 11)
+    draw, compiled = np.random.default_rng(0), []
+    step = table.step_compiled
+    monkeypatch.setattr(table, "step_compiled", lambda *given: (compiled.append(given), step(*given)))
+    spec, optimizer = TableSpec(name="users", dim=dim, group=0, init="normal"), OptimizerSpec(kind=kind)
+    tables = [ServerTable(spec, optimizer, seed=0) for _ in range(2)]
+    tables[1]._index = IdIndex(compiled=False)
+    for _ in range(40):
+        ids = np.unique(draw.integers(0, 5_000, 900))
+        gradients = (draw.standard_normal((len(ids), dim)) * 10.0 ** draw.integers(-20, 15)).astype(np.float32)
+        for one in tables:
+            one.apply(ids, gradients.copy(), lr=0.1)
+    ids = np.arange(5_000)
+    assert tables[0].get(ids).tobytes() == tables[1].get(ids).tobytes()
+    assert len(compiled) > 30
+    places = [one._index.find(ids) for one in tables]
+    for slots in zip(*(one._state for one in tables), strict=True):
+        assert slots[0][places[0]].tobytes() == slots[1][places[1]].tobytes()
+
+
+@pytest.mark.parametrize("more", [{"momentum": 0.9}, {"weight_decay": 0.1}, {"maximize": True}])
+def test_a_step_that_is_not_compiled_is_numpys(monkeypatch, more):
+    monkeypatch.setattr(id_index, "COMPILED_FROM", 1 << 10)
+    monkeypatch.setattr(table, "step_compiled", None)
+    one = ServerTable(TableSpec(name="users", dim=2, group=0), OptimizerSpec(kind="sgd", **more), seed=0)
+    one.apply(np.arange(700), np.ones((700, 2), np.float32), lr=0.1)
+    one.apply(np.arange(700), np.ones((700, 2), np.float32), lr=0.1)
+    assert one._index.is_compiled

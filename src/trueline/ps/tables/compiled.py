@@ -1,9 +1,12 @@
-"""The search of an `IdIndex`, compiled by numba (`pip install 'trueline[numba]'`); imported where that is installed.
+"""The search of an `IdIndex`, and steps of SGD and Adagrad, compiled by numba (`pip install 'trueline[numba]'`);
+imported where that is installed.
 
 Most of a lookup in a large table is a wait for memory. The slots of a block of ids are prefetched before the first of
-them is compared, so that the waits overlap.
+them is compared, so that the waits overlap. A step reads and writes each row once, where NumPy copies the rows, changes
+the copy in several passes and copies it back; both compute the same bits.
 """
 
+import functools
 from typing import Any
 
 import numba
@@ -59,12 +62,54 @@ def _search(slots: Any, mask: Any, ids: Ids, places: Any) -> None:
             places[i] = slots[at, 1]
 
 
-_SIGNATURE = "void(int64[:, ::1], int64, int64[::1], int64[::1])"
+def _step_sgd(rows: Any, places: Any, gradients: Any, rate: Any) -> None:
+    """`optimizers.update` of plain SGD for the rows at `places`, which differ."""
+    start, width = rows.ctypes.data, rows.shape[1] * 4
+    for low in range(0, len(places), _BLOCK):
+        high = min(low + _BLOCK, len(places))
+        for i in range(low, high):
+            _prefetch(start + places[i] * width)
+        for i in range(low, high):
+            at = places[i]
+            for j in range(rows.shape[1]):
+                rows[at, j] -= gradients[i, j] * rate
 
 
-def compile_search() -> Any:
+def _step_adagrad(rows: Any, sums: Any, places: Any, gradients: Any, rate: Any, eps: Any) -> None:
+    """The same of Adagrad without decays."""
+    row, total, width = rows.ctypes.data, sums.ctypes.data, rows.shape[1] * 4
+    for low in range(0, len(places), _BLOCK):
+        high = min(low + _BLOCK, len(places))
+        for i in range(low, high):
+            _prefetch(row + places[i] * width)
+            _prefetch(total + places[i] * width)
+        for i in range(low, high):
+            at = places[i]
+            for j in range(rows.shape[1]):
+                gradient = gradients[i, j]
+                sums[at, j] += gradient * gradient
+                rows[at, j] -= gradient * rate / (np.sqrt(sums[at, j]) + eps)
+
+
+_ROWS, _PLACES, _NUMBER = "float32[:, ::1]", "int64[::1]", "float32"
+
+
+def _compile(function: Any, *kinds: str) -> Any:
     """Takes a second or two at the first time, and milliseconds with the cache on the disk."""
+    signature = f"void({', '.join(kinds)})"
     try:
-        return numba.njit(_SIGNATURE, cache=True)(_search)
+        return numba.njit(signature, cache=True)(function)
     except RuntimeError:  # no folder for the cache can be written
-        return numba.njit(_SIGNATURE)(_search)
+        return numba.njit(signature)(function)
+
+
+@functools.cache
+def compile_search() -> Any:
+    return _compile(_search, "int64[:, ::1]", "int64", _PLACES, _PLACES)
+
+
+@functools.cache
+def compile_step(kind: str) -> Any:
+    if kind == "sgd":
+        return _compile(_step_sgd, _ROWS, _PLACES, _ROWS, _NUMBER)
+    return _compile(_step_adagrad, _ROWS, _ROWS, _PLACES, _ROWS, _NUMBER, _NUMBER)

@@ -32,14 +32,20 @@ def _continues(found: Places, ids: Ids) -> npt.NDArray[np.bool_]:
     return others
 
 
-@functools.cache
 def load_search() -> Any:
     """The compiled search; None without numba."""
+    compiled = load_compiled()
+    return compiled and compiled.compile_search()
+
+
+@functools.cache
+def load_compiled() -> Any:
+    """The module of what is compiled; None without numba."""
     if importlib.util.find_spec("numba") is None:
         return None
-    from trueline.ps.tables.compiled import compile_search
+    from trueline.ps.tables import compiled
 
-    return compile_search()
+    return compiled
 
 
 class IdIndex:
@@ -56,6 +62,11 @@ class IdIndex:
         self._mask = np.int64(slots - 1)
         self._used = 0
         self._search = load_search() if self._compiled and slots >= COMPILED_FROM else None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is so large, and numba is installed."""
+        return self._search is not None
 
     @property
     def nbytes(self) -> int:

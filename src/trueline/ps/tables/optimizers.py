@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.ps.messages import OptimizerSpec
+from trueline.ps.tables.id_index import load_compiled
 
 Rows = npt.NDArray[np.float32]
 WIDE, NARROW = "dim", "one"
@@ -45,6 +46,21 @@ def update(spec: OptimizerSpec, rows: Rows, gradients: Rows, slots: Sequence[Row
     elif spec.weight_decay:
         gradients += np.float32(spec.weight_decay) * rows
     _STEPS[spec.kind](spec, rows, gradients, slots, lr)
+
+
+def can_compile(spec: OptimizerSpec) -> bool:
+    """Whether `step_compiled` has its steps: plain SGD, and Adagrad without decays."""
+    plain = not (spec.momentum or spec.weight_decay or spec.maximize)
+    return plain and (spec.kind == "sgd" or (spec.kind == "adagrad" and not spec.lr_decay))
+
+
+def step_compiled(
+    spec: OptimizerSpec, rows: Rows, places: npt.NDArray[np.int64], gradients: Rows, slots: Sequence[Rows], lr: float
+) -> None:
+    """`update`, of the rows and slots at `places`, in one pass, with the same bits. Needs numba."""
+    step = load_compiled().compile_step(spec.kind)
+    rest = (np.float32(spec.eps),) if slots else ()
+    step(rows, *slots, places, np.ascontiguousarray(gradients), np.float32(lr), *rest)
 
 
 def _step_sgd(spec: OptimizerSpec, rows: Rows, gradients: Rows, slots: Sequence[Rows], lr: float) -> None:
