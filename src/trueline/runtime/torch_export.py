@@ -32,6 +32,27 @@ def load(path: Path) -> torch.export.ExportedProgram:
         raise BundleError(f"{path} is no program that this torch can open: {one_line(error)}") from error
 
 
+def compute_eigenvalues(matrices: torch.Tensor) -> torch.Tensor:
+    """`torch.linalg.eigvals`, which ends the process (SIGSEGV, torch 2.13 with oneMKL) where a matrix has no finite
+    number. Raises RuntimeError there."""
+    finite = matrices.isfinite()
+    if not bool(finite.flatten(-2).any(dim=-1).all()):
+        raise RuntimeError("linalg.eigvals: The algorithm failed to converge because the input has no finite number")
+    found: torch.Tensor = torch.ops.aten.linalg_eigvals.default(matrices)
+    return found
+
+
+def _guard_eigenvalues(module: torch.nn.Module) -> None:
+    for part in module.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        found = [node for node in part.graph.nodes if node.target is torch.ops.aten.linalg_eigvals.default]
+        for node in found:
+            node.target = compute_eigenvalues
+        if found:
+            part.recompile()
+
+
 @final
 class ExportSession:
     """A torch.export program, on the CPU unless `settings` names a CUDA device; bf16 and fp16 are torch's autocast.
@@ -49,6 +70,7 @@ class ExportSession:
         if self._device.type != "cpu":
             program = move_to_device_pass(program, self._device)
         self._module = program.module(check_guards=False)
+        _guard_eigenvalues(self._module)
         torch_weights.share(self._module, settings)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")

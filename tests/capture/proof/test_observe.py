@@ -122,6 +122,24 @@ def test_a_program_that_goes_another_way_than_the_model_into_lapack_disagrees_an
     assert "would get a value that is no number" in found.reason
 
 
+class Normalized(nn.Module):
+    """Of zeros it makes NaN, of which `eigvals` ends the process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.eigvals(x / x.sum((1, 2), keepdim=True)).abs()
+
+
+def test_finite_numbers_of_which_a_model_makes_nan_for_lapack_are_refused_by_model_and_program(tmp_path: Path) -> None:
+    examples = torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(0))
+    recipe = untrained(Normalized, name="normalized", examples=lambda: examples)
+    captured = capture(recipe, None, tmp_path / "b", formats=["torch_export"])
+    assert [one.verdict for one in captured.programs] == ["proven"]
+    program = open_program(open_bundle(tmp_path / "b"))
+    assert program.run({"x": examples.numpy()})["output"].shape == (4, 3)
+    with pytest.raises(RequestError, match="the input has no finite number"):
+        program.run({"x": np.zeros((2, 3, 3), np.float32)})
+
+
 class RowCounts(nn.Module):
     """Counts that are stacked: refused unless all rows have the same largest value, which is no range of values."""
 

@@ -8,7 +8,8 @@ that is too large, or a label that is none, leads them. A call that would pass s
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.proof.probes import Probe
+from trueline.runtime.torch_export import compute_eigenvalues
 
 _LAPACK = ("linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "svd", "qr", "triangular_solve", "lstsq")
 _ENDLESS = ("mode.",)
 _TRUNCATED = ("div.Tensor_mode", "div.Scalar_mode", "div_.Tensor_mode", "div_.Scalar_mode")
 """Of the smallest whole number by -1 they end the process with SIGFPE (torch 2.13), if they truncate."""
 
+STOPPED = "would get a value that is no number"
 MOST_REPEATS = 2.0**40
 
 
@@ -38,7 +41,7 @@ class Careful(OperatorMode):  # type: ignore[no-untyped-call]
             for value in tree_leaves((args, kwargs)):
                 floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
                 if floats and not bool(value.isfinite().all()):
-                    raise Unsafe(f"{func} would get a value that is no number")
+                    raise Unsafe(f"{func} {STOPPED}")
         if name.startswith(_TRUNCATED) and kwargs.get("rounding_mode") == "trunc" and _overflows(*args[:2]):
             raise Unsafe(f"{func} would divide the smallest whole number by -1")
         if name.startswith("lcm") and any(_has_least(one) for one in args[:2]):
@@ -79,5 +82,16 @@ def _has_least(value: Any) -> bool:
 
 
 def care(probe: Probe) -> AbstractContextManager[object]:
-    """Keeps values of `probe` that are not finite from LAPACK."""
-    return Careful() if probe.wild else nullcontext()
+    """Keeps values of `probe` that are not finite from LAPACK; and what a model makes of finite ones (0 / 0) from the
+    operator that would crash."""
+    return Careful() if probe.wild else _guarded_eigenvalues()
+
+
+@contextmanager
+def _guarded_eigenvalues() -> Iterator[None]:
+    """Without a mode, under which torch takes other ways than without."""
+    own, torch.linalg.eigvals = torch.linalg.eigvals, compute_eigenvalues
+    try:
+        yield
+    finally:
+        torch.linalg.eigvals = own

@@ -16,7 +16,7 @@ import msgspec
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Signature
 from trueline.capture.proof.bounds import ULPS, describe
-from trueline.capture.proof.careful import care
+from trueline.capture.proof.careful import STOPPED, Careful, care
 from trueline.capture.proof.observe import MORE_DRAWS, Observation, digest, fixed_seed, hidden_state, observe
 from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
@@ -180,9 +180,11 @@ def _judge_refused(program: Session, seen: Observation) -> tuple[str, str]:
     if seen.unsafe:
         return "disagrees", refused
     try:
-        with care(seen.probe):
+        with Careful():
             program.run(seen.probe.inputs)
-    except Exception:  # noqa: BLE001 - whatever a runtime raises: it refuses them too
+    except Exception as error:  # noqa: BLE001 - whatever a runtime raises: it refuses them too
+        if STOPPED in str(error):
+            return "disagrees", f"{refused}, and the program would end its process"
         return "unanswered", refused
     return "disagrees", f"{refused}{ANSWERS}"
 
