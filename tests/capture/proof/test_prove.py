@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -632,9 +631,14 @@ def test_a_loop_of_the_model_that_does_not_end_is_ended_and_recorded(monkeypatch
     assert (one.outputs, one.error[:16]) == (None, "raises Endless: ")
 
 
-def test_only_wild_values_are_kept_from_lapack() -> None:
+def test_only_wild_values_are_kept_from_lapack_and_what_finite_ones_become_from_eigvals() -> None:
     assert isinstance(care(probe_of("p", rows(1), wild=True)), Careful)
-    assert isinstance(care(probe_of("p", rows(1))), nullcontext)
+    own = torch.linalg.eigvals
+    with care(probe_of("p", rows(1))):
+        assert torch.linalg.inv(torch.full((2, 2), torch.nan)).isnan().all()
+        with pytest.raises(RuntimeError, match="the input has no finite number"):
+            torch.linalg.eigvals(torch.full((2, 2), torch.nan))
+    assert torch.linalg.eigvals is own
 
 
 # Models that draw random numbers. ---------------------------------------------------------------------------------
