@@ -16,6 +16,7 @@ from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.kept_steps import KEPT_STEPS
 from trueline.compress.apply.own_scales import find_steps
 from trueline.compress.apply.quantizers import QUANTIZERS
+from trueline.compress.apply.saturation import NARROW
 from trueline.compress.derive.qat import round_weight
 from trueline.compress.method import CompressMethod, parse_method
 from trueline.runtime.onnx import open_model
@@ -35,10 +36,12 @@ def placed(trained: compressible.Compressible, tmp_path: Path) -> ParentProgram:
     free = last.weight.detach().clone()
     with torch.no_grad():
         last.weight.copy_(round_weight(free))
-    sealed = compressible.seal(trained.module, tmp_path / "placed.bundle", trained.bundle.manifest.lineage.recipe_digest)
+    sealed = compressible.seal(
+        trained.module, tmp_path / "placed.bundle", trained.bundle.manifest.lineage.recipe_digest
+    )
     with torch.no_grad():
         last.weight.copy_(free)
-    return ParentProgram(sealed.program_path("onnx"), tmp_path, lambda: [])
+    return ParentProgram(sealed.program_path("onnx"), tmp_path, list)
 
 
 def apply(program: ParentProgram, name: str) -> tuple[Path, dict[str, Any]]:
@@ -69,7 +72,9 @@ def test_dynamic_multiplies_by_the_steps_that_the_training_has_left(
     assert np.array_equal(made[weight].astype(int) - made[f"{name}_zero_point"], steps)
     np.testing.assert_allclose(made[f"{name}_scale"], scales, rtol=1e-6)
     assert placed.notes["dynamic"] == KEPT_STEPS
-    answers = [open_model(one, DEFAULTS).run(None, {"input": compressible.images(16)})[0] for one in (placed.path, path)]
+    answers = [
+        open_model(one, DEFAULTS).run(None, {"input": compressible.images(16)})[0] for one in (placed.path, path)
+    ]
     assert np.abs(answers[0] - answers[1]).max() < 0.02 * np.abs(answers[0]).max()
 
 
@@ -80,7 +85,7 @@ def test_where_int8_saturates_weights_of_seven_bits_are_rounded_anew_and_the_row
     _, made = apply(placed, "dynamic:s8")
     [weight] = [array for name, array in made.items() if name.endswith("_quantized")]
     assert np.abs(weight.astype(int)).max() <= 64
-    assert placed.notes["dynamic"] == dynamic.NARROW
+    assert placed.notes["dynamic"] == NARROW
 
 
 def test_weights_in_blocks_of_8_bits_are_the_steps_that_the_training_has_left(placed: ParentProgram) -> None:
@@ -91,7 +96,9 @@ def test_weights_in_blocks_of_8_bits_are_the_steps_that_the_training_has_left(pl
     assert np.array_equal(blocks.reshape(10, -1).T.astype(int) - 128, steps)
     np.testing.assert_allclose(found.reshape(10, -1), np.repeat(scales[:, None], 8, axis=1), rtol=1e-6)
     assert placed.notes["weights"] == KEPT_STEPS
-    answers = [open_model(one, DEFAULTS).run(None, {"input": compressible.images(16)})[0] for one in (placed.path, path)]
+    answers = [
+        open_model(one, DEFAULTS).run(None, {"input": compressible.images(16)})[0] for one in (placed.path, path)
+    ]
     assert np.abs(answers[0] - answers[1]).max() < 0.02 * np.abs(answers[0]).max()
 
 
@@ -108,6 +115,6 @@ def test_sixteen_bits_hold_weights_nearer_to_their_step_than_to_any_other(placed
 def test_weights_that_lie_on_no_steps_are_rounded_as_ever(
     trained: compressible.Compressible, tmp_path: Path, name: str
 ) -> None:
-    program = ParentProgram(trained.bundle.program_path("onnx"), tmp_path, lambda: [])
+    program = ParentProgram(trained.bundle.program_path("onnx"), tmp_path, list)
     apply(program, name)
     assert not program.notes[name.partition(":")[0]]

@@ -53,7 +53,7 @@ def test_a_chain_begins_with_the_parent_and_trains_further_at_one_lower_rate(
     assert [plan.checkpoint for plan in chain] == ["c", "", ""]
     assert 1 - (1 - chain[0].amounts["channels"]) ** 2 == pytest.approx(0.5, abs=0.001)
     assert [plan.epochs for plan in chain[:2]] == [2, 2]
-    taught = DerivePlan(kind="taught", recipe="s.py", temperature=2.0)
+    taught = DerivePlan(kind="taught", recipe="s.py", classes=1, temperature=2.0)
     after = _join([taught, DerivePlan(kind="masks", recipe="", amounts={"conv": 0.2})], taught)
     assert [(plan.name, plan.rate) for plan in after] == [("distill:2", 1.0), ("distill:2 > prune:conv=0.2", 0.1)]
     assert msgspec.json.decode(msgspec.json.encode(after[1]), type=DerivePlan) == after[1]

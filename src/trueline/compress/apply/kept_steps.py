@@ -30,8 +30,8 @@ def keep_in_products(parent: Path, made: Path) -> str:
     written = {one.name: one for one in model.graph.initializer}
     kept = False
     for name, (steps, scales) in known.items():
-        parts = [written.get(f"{name}_{part}") for part in ("quantized", "scale", "zero_point")]
-        if None in parts or list(parts[1].dims) != list(scales.shape):
+        parts = [written[key] for part in ("quantized", "scale", "zero_point") if (key := f"{name}_{part}") in written]
+        if len(parts) < 3 or list(parts[1].dims) != list(scales.shape):
             continue
         dtype = numpy_helper.to_array(parts[0]).dtype
         zero = _MIDDLE if dtype == np.uint8 else 0
@@ -48,8 +48,8 @@ def keep_in_blocks(parent: Path, made: Any) -> str:
     written = {one.name: one for one in made.graph.initializer}
     kept = False
     for name, (steps, scales) in known.items():
-        parts = [written.get(f"{name}_{part}") for part in ("Q8", "scales")]
-        if None in parts:
+        parts = [written[key] for part in ("Q8", "scales") if (key := f"{name}_{part}") in written]
+        if len(parts) < 2:
             continue
         columns, blocks, size = parts[0].dims
         padded = np.full((columns, blocks * size), _MIDDLE, np.uint8)
