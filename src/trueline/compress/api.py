@@ -43,6 +43,7 @@ from trueline.errors import (
 if TYPE_CHECKING:
     from trueline.compress.apply.contract import ParentProgram
     from trueline.compress.candidate import CompressedCandidate
+    from trueline.compress.derive.plan import DerivePlan
     from trueline.compress.measure.reference import Reference
     from trueline.compress.search import Search
     from trueline.recipe.contract import Recipe
@@ -141,9 +142,13 @@ def compress(
     chains = make_plans(reference, wishes)
     search = _open_search(reference, place, target, [*name_plans(chains), *(one.name for one in methods)])
     derive_bundles(search, chains, math.inf if minutes is None else began + TRAINING * 60 * minutes)
-    ends = began + 60 * minutes if minutes is not None else time.monotonic() + 60 * MINUTES
-    search.run_until(ends, _choose_methods(search, methods, budgeted=budget is not None, derived=bool(chains)))
+    search.run_until(_end(began, minutes), _choose_methods(search, methods, chains, budgeted=budget is not None))
     return _finish(search, place)
+
+
+def _end(began: float, minutes: float | None) -> float:
+    """When no further candidate is tried."""
+    return began + 60 * minutes if minutes is not None else time.monotonic() + 60 * MINUTES
 
 
 def _finish(search: Search, place: Path) -> Compressed:
@@ -265,15 +270,15 @@ def _check_promise(reference: Reference) -> None:
 
 
 def _choose_methods(
-    search: Search, methods: Sequence[CompressMethod], *, budgeted: bool, derived: bool
+    search: Search, methods: Sequence[CompressMethod], chains: Sequence[Sequence[DerivePlan]] = (), *, budgeted: bool
 ) -> list[CompressMethod]:
     """By hand: the derived models alone, or quantized as the user says. Else every way, of every model; each way of all
     models before the next way, as the time may end."""
     bases = list(search.bases if budgeted else search.finals)
     if methods:
-        return [replace(method, base=base) for base in (bases if derived else [""]) for method in methods]
+        return [replace(method, base=base) for base in (bases if chains else [""]) for method in methods]
     alone = [CompressMethod(UNCHANGED, base=base) for base in bases]
-    if derived and not budgeted:
+    if chains and not budgeted:
         return alone
     ways = [[replace(one, base=base) for one in _list_usual(search.program(base))] for base in ("", *search.bases)]
     return alone + [one for turn in zip_longest(*ways) for one in turn if one is not None]
