@@ -140,7 +140,7 @@ def compress(
     _check_parent(parent)
     reference = _open_reference(parent, recipe, wanted)
     chains = make_plans(reference, wishes)
-    search = _open_search(reference, place, target, [*name_plans(chains), *(one.name for one in methods)])
+    search = _open_search(reference, place, target, methods, chains)
     derive_bundles(search, chains, math.inf if minutes is None else began + TRAINING * 60 * minutes)
     search.run_until(_end(began, minutes), _choose_methods(search, methods, chains, budgeted=budget is not None))
     return _finish(search, place)
@@ -284,15 +284,21 @@ def _choose_methods(
     return alone + [one for turn in zip_longest(*ways) for one in turn if one is not None]
 
 
-def _open_search(reference: Reference, place: Path, target: Target, by_hand: Sequence[str]) -> Search:
+def _open_search(
+    reference: Reference, place: Path, target: Target, methods: Sequence[CompressMethod],
+    chains: Sequence[Sequence[DerivePlan]],
+) -> Search:  # fmt: skip
     from trueline.compress.search import Search
+    from trueline.recipe.load import load_recipe
 
+    by_hand = [*name_plans(chains), *(one.name for one in methods)]
+    taught = [(load_recipe(chain[0].recipe).digest, chain[0].matches) for chain in chains if chain[0].kind == "taught"]
     folder = place.with_name(f"{place.name}.search")
     chosen = bool(by_hand) and math.isinf(reference.budget.amount)
     search = Search(reference, folder, target, math.inf, time.monotonic, chosen)
     spec = {
         "parent": reference.bundle.digest, "recipe": reference.recipe.digest, "budget": reference.budget.text,
-        "target": target, "records": reference.count, "by_hand": list(by_hand),
+        "target": target, "records": reference.count, "by_hand": by_hand, "taught": taught,
     }  # fmt: skip
     search.asked = tuple(by_hand)
     try:

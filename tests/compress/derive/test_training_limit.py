@@ -149,3 +149,21 @@ def test_a_job_that_was_halted_at_the_limit_continues_and_one_that_has_ended_is_
     assert train_in_time(recipe, job, over, "1") == checkpoint  # a kill before the capture loses nothing
     with pytest.raises(OutOfTime, match="before its job began"):
         train_in_time(recipe, tmp_path / "other", over, "1")
+
+
+def test_a_student_that_has_changed_begins_a_search_anew(trained: compressible.Compressible, tmp_path: Path) -> None:
+    student, out = tmp_path / "student.py", tmp_path / "small.bundle"
+    rows = tmp_path / "small.bundle.search" / "rows.jsonl"
+
+    def search() -> None:
+        with pytest.raises(BudgetMissed):
+            trueline.compress(trained.bundle.path, distill=student, minutes=1e-5, out=out)
+
+    student.write_text(RECIPE)
+    search()
+    rows.touch()
+    search()
+    assert rows.exists()  # the same
+    student.write_text(RECIPE.replace("lr=0.01", "lr=0.02"))
+    search()
+    assert not rows.exists()
