@@ -129,6 +129,22 @@ def test_beside_a_model_that_was_not_trained_in_time_the_best_of_the_others_is_s
     assert "left out" in found.as_text()
 
 
+def test_by_hand_nothing_else_is_sealed_in_its_place(
+    trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def halt(recipe: Path, job: Path, deadline: Deadline, workers: str) -> Path:
+        raise OutOfTime("not trained to its end", hint="more --minutes")
+
+    monkeypatch.setattr(bundles, "train_in_time", halt)
+    for asked in ({"quantize": ["dynamic"]}, {}):
+        with pytest.raises(BudgetMissed):
+            trueline.compress(
+                trained.bundle.path, qat=True, minutes=5, out=tmp_path / "small.bundle",
+                checkpoint=trained.recipe.with_name("weights.safetensors"), **asked,
+            )  # fmt: skip
+        assert not (tmp_path / "small.bundle").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_job_that_was_halted_at_the_limit_continues_and_one_that_has_ended_is_found(
