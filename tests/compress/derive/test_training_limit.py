@@ -151,16 +151,16 @@ def test_a_job_that_was_halted_at_the_limit_continues_and_one_that_has_ended_is_
     trained: compressible.Compressible, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.py"
-    recipe.write_text(RECIPE)
+    recipe.write_text(RECIPE.replace("epochs = 1", "epochs = 100"))  # a halt is not at once
     ticks = itertools.count()
     job = tmp_path / "job"
-    with pytest.raises(OutOfTime, match=r"not trained to its end: .*after \d+ of 16 steps"):
+    with pytest.raises(OutOfTime, match=r"not trained to its end: .*after \d+ of 1600 steps"):
         train_in_time(recipe, job, Deadline(12.0, lambda: float(next(ticks))), "1")
     halted = read_job(job)
     assert halted.state == "stopped"
-    assert 0 < halted.checkpoint < 16
+    assert 0 < halted.checkpoint < 1600
     checkpoint = train_in_time(recipe, job, Deadline(), "1")
-    assert read_job(job).step == 16
+    assert read_job(job).step == 1600
     over = Deadline(0.0, lambda: 1.0)
     assert train_in_time(recipe, job, over, "1") == checkpoint  # a kill before the capture loses nothing
     with pytest.raises(OutOfTime, match="before its job began"):
