@@ -43,10 +43,15 @@ from trueline.errors import (
 if TYPE_CHECKING:
     from trueline.compress.apply.contract import ParentProgram
     from trueline.compress.candidate import CompressedCandidate
+    from trueline.compress.derive.plan import DerivePlan
     from trueline.compress.measure.reference import Reference
     from trueline.compress.search import Search
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location
+
+
+TRAINING = 2 / 3
+"""Of a time limit, for models that are trained first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +110,7 @@ def compress(
     distill_loss: str | None = None,
     qat: bool = False,
     checkpoint: Location | None = None,
-    minutes: float = MINUTES,
+    minutes: float | None = None,
     overwrite: bool = False,
 ) -> Compressed:
     """Compresses the ONNX program of `bundle`, and seals the best candidate at `out` (NAME-TARGET.bundle beside it).
@@ -120,25 +125,30 @@ def compress(
     `checkpoint`, looked for by its digest, and trains a third of the recipe's epochs at a tenth of its learning rate,
     in `rounds`. `qat` trains as long with weights and inputs rounded to int8. These follow one another. Each is
     captured and proven like a new model, then quantized: the last by `quantize`, or, with a budget, all in every way.
-    Without a budget the best of what was named is sealed whatever it loses (`ruined` says so). After `minutes` no
-    further candidate is tried. A call that was killed continues in OUT.search, with the best so far.
+    Without a budget the best of what was named is sealed whatever it loses (`ruined` says so). `minutes` limit all,
+    trainings by two thirds (later ones are rows); left out: candidates, by 15. Killed calls continue in OUT.search.
 
     Raises BudgetMissed with the table of all candidates when none keeps the budget, UsageError, RecipeError, DataError,
     BundleError, StorageError, and what training and capture raise; then nothing is at `out`. The parent never changes.
     """
+    began, methods = time.monotonic(), _check(quantize, target, minutes)
     wishes = DeriveWishes.of(prune=prune, rounds=rounds, distill=distill, drop=drop, match=match, distance=distill_loss,
                              qat=qat, checkpoint=checkpoint)  # fmt: skip
-    methods = _check(quantize, target, minutes)
     wanted = _read_budget(budget, by_hand=bool(quantize or wishes))
     parent = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     place = _check_free(parent, out, target, overwrite=overwrite)
     _check_parent(parent)
     reference = _open_reference(parent, recipe, wanted)
     chains = make_plans(reference, wishes)
-    search = _open_search(reference, place, target, [*name_plans(chains), *(one.name for one in methods)])
-    derive_bundles(search, chains)
-    search.run_until(time.monotonic() + 60 * minutes, _choose_methods(search, methods, budgeted=budget is not None))
+    search = _open_search(reference, place, target, methods, chains)
+    derive_bundles(search, chains, math.inf if minutes is None else began + TRAINING * 60 * minutes)
+    search.run_until(_end(began, minutes), _choose_methods(search, methods, chains, budgeted=budget is not None))
     return _finish(search, place)
+
+
+def _end(began: float, minutes: float | None) -> float:
+    """When no further candidate is tried."""
+    return began + 60 * minutes if minutes is not None else time.monotonic() + 60 * MINUTES
 
 
 def _finish(search: Search, place: Path) -> Compressed:
@@ -175,14 +185,14 @@ def _check_free(parent: Bundle, out: str | Path | None, target: str, *, overwrit
     return place
 
 
-def _check(quantize: Sequence[str], target: str, minutes: float) -> list[CompressMethod]:
+def _check(quantize: Sequence[str], target: str, minutes: float | None) -> list[CompressMethod]:
     if target not in TARGETS:
         near = closest(target, TARGETS)
         raise UsageError(
             f"target is '{target}', expected one of: {join_names(TARGETS)}",
             hint=f"did you mean '{near}'?" if near else "",
         )
-    if not minutes > 0:
+    if minutes is not None and not minutes > 0:
         raise UsageError(f"minutes is {minutes:g}, expected a number above 0")
     return [parse_method(text) for text in quantize]
 
@@ -259,28 +269,36 @@ def _check_promise(reference: Reference) -> None:
     )
 
 
-def _choose_methods(search: Search, methods: Sequence[CompressMethod], *, budgeted: bool) -> list[CompressMethod]:
+def _choose_methods(
+    search: Search, methods: Sequence[CompressMethod], chains: Sequence[Sequence[DerivePlan]] = (), *, budgeted: bool
+) -> list[CompressMethod]:
     """By hand: the derived models alone, or quantized as the user says. Else every way, of every model; each way of all
     models before the next way, as the time may end."""
     bases = list(search.bases if budgeted else search.finals)
     if methods:
-        return [replace(method, base=base) for base in (bases or [""]) for method in methods]
+        return [replace(method, base=base) for base in (bases if chains else [""]) for method in methods]
     alone = [CompressMethod(UNCHANGED, base=base) for base in bases]
-    if alone and not budgeted:
+    if chains and not budgeted:
         return alone
     ways = [[replace(one, base=base) for one in _list_usual(search.program(base))] for base in ("", *search.bases)]
     return alone + [one for turn in zip_longest(*ways) for one in turn if one is not None]
 
 
-def _open_search(reference: Reference, place: Path, target: Target, by_hand: Sequence[str]) -> Search:
+def _open_search(
+    reference: Reference, place: Path, target: Target, methods: Sequence[CompressMethod],
+    chains: Sequence[Sequence[DerivePlan]],
+) -> Search:  # fmt: skip
     from trueline.compress.search import Search
+    from trueline.recipe.load import load_recipe
 
+    by_hand = [*name_plans(chains), *(one.name for one in methods)]
+    taught = [(load_recipe(chain[0].recipe).digest, chain[0].matches) for chain in chains if chain[0].kind == "taught"]
     folder = place.with_name(f"{place.name}.search")
     chosen = bool(by_hand) and math.isinf(reference.budget.amount)
     search = Search(reference, folder, target, math.inf, time.monotonic, chosen)
     spec = {
         "parent": reference.bundle.digest, "recipe": reference.recipe.digest, "budget": reference.budget.text,
-        "target": target, "records": reference.count, "by_hand": list(by_hand),
+        "target": target, "records": reference.count, "by_hand": by_hand, "taught": taught,
     }  # fmt: skip
     search.asked = tuple(by_hand)
     try:

@@ -9,7 +9,7 @@ import msgspec
 from trueline.compress.measure.latency import Timing
 from trueline.compress.method import format_of
 
-Verdict = Literal["offered", "over budget", "not compressed", "no gain", "failed"]
+Verdict = Literal["offered", "over budget", "not compressed", "no gain", "failed", "left out"]
 
 
 class CompressedCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -15,12 +15,10 @@ from trueline.errors import UsageError
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature
     from trueline.compress.derive.bundles import Derived
+    from trueline.compress.derive.training import Deadline
     from trueline.compress.measure.reference import Reference
     from trueline.compress.search import Search
     from trueline.recipe.contract import Recipe
-
-TEMPERATURE = 2.0
-"""Of a teacher's answers."""
 
 
 def make_plans(reference: Reference, wishes: DeriveWishes) -> list[list[DerivePlan]]:
@@ -90,7 +88,7 @@ def _plan_student(reference: Reference, wishes: DeriveWishes, where: str, start:
     from trueline.storage.location import parse_location
 
     plan = DerivePlan(
-        kind="taught", recipe=where, checkpoint=start, temperature=TEMPERATURE, matches=dict(wishes.matches),
+        kind="taught", recipe=where, checkpoint=start, matches=dict(wishes.matches),
         distance=wishes.distance,
         epochs=reference.recipe.defaults.epochs,
     )  # fmt: skip
@@ -105,25 +103,46 @@ def _plan_student(reference: Reference, wishes: DeriveWishes, where: str, start:
     )
 
 
-def derive_bundles(search: Search, chains: Sequence[Sequence[DerivePlan]]) -> None:
+def derive_bundles(search: Search, chains: Sequence[Sequence[DerivePlan]], ends: float) -> None:
     """Trains and captures the models of each chain; `search` gets their bundles as bases. What chains share is done
-    once."""
-    from trueline.compress.derive.bundles import derive, find_derived
+    once. What would end after `ends`, on the search's clock, is a row that says so, and so is what begins with it."""
+    from trueline.capture.time_limit import OutOfTime
+    from trueline.compress.derive.training import Deadline
 
+    places = {name: search.folder / "derived" / str(at) for at, name in enumerate(name_plans(chains))}
     done: dict[str, Derived] = {}
+    deadline = Deadline(ends, search.clock)
     for chain in chains:
         last: Derived | None = None
+        missing = ""
         for plan in chain:
-            if plan.name not in done:
-                folder = search.folder / "derived" / str(len(done))
-                done[plan.name] = find_derived(folder) or derive(_complete(search, plan, last, folder), folder)
-                check_alike(search.reference.bundle.signature, done[plan.name].bundle.signature)
-                search.bases[plan.name] = done[plan.name].bundle
-            last = done[plan.name]
-        search.finals.append(chain[-1].name)
+            if missing:
+                search.leave_out(plan.name, f"it begins with {missing}, which was not trained in time")
+                continue
+            try:
+                if plan.name not in done:
+                    done[plan.name] = _derive(search, plan, last, places[plan.name], deadline)
+                last = done[plan.name]
+            except OutOfTime as error:
+                missing = plan.name
+                search.leave_out(plan.name, f"{error.message}; {error.hint}")
+        if last is not None and not missing:
+            search.finals.append(last.name)
 
 
-def _complete(search: Search, plan: DerivePlan, last: Derived | None, folder: Path) -> DerivePlan:
+def _derive(search: Search, plan: DerivePlan, last: Derived | None, folder: Path, deadline: Deadline) -> Derived:
+    from trueline.compress.derive.bundles import derive, find_derived
+
+    made = find_derived(folder)
+    if made is None:
+        begun = DerivePlan.read(folder / "recipe.py")  # as its job knows it
+        made = derive(begun or _complete(search, plan, last, folder, deadline), folder, deadline)
+    check_alike(search.reference.bundle.signature, made.bundle.signature)
+    search.bases[made.name] = made.bundle
+    return made
+
+
+def _complete(search: Search, plan: DerivePlan, last: Derived | None, folder: Path, deadline: Deadline) -> DerivePlan:
     """The plan with what is known only now: where it begins, the teacher's answers, ranges, parts that stay."""
     from trueline.checkpoint.checkpoint import load_model
     from trueline.compress.derive.define import choose_parts
@@ -132,9 +151,12 @@ def _complete(search: Search, plan: DerivePlan, last: Derived | None, folder: Pa
     from trueline.storage.location import parse_location
 
     if last is not None:
-        plan = msgspec.structs.replace(plan, recipe=str(last.recipe.absolute()), checkpoint=last.checkpoint)
+        _, follows, rest = plan.title.partition(" > ")
+        title = f"{last.name.partition(' > ')[0]} > {rest}" if follows else plan.title  # a temperature is known now
+        where = str(last.recipe.absolute())
+        plan = msgspec.structs.replace(plan, title=title, recipe=where, checkpoint=last.checkpoint)
     if plan.kind == "taught":
-        return _write_answers(search, plan, folder)
+        return _write_answers(search, plan, folder, deadline)
     recipe = load_recipe(plan.recipe)
     if plan.kind == "qat":
         model = load_model(recipe, parse_location(plan.checkpoint) if plan.checkpoint else None)
@@ -142,12 +164,13 @@ def _complete(search: Search, plan: DerivePlan, last: Derived | None, folder: Pa
     return choose_parts(recipe, plan)
 
 
-def _write_answers(search: Search, plan: DerivePlan, folder: Path) -> DerivePlan:
+def _write_answers(search: Search, plan: DerivePlan, folder: Path, deadline: Deadline) -> DerivePlan:
     from trueline.capture.model.eager import EagerSession
     from trueline.checkpoint.checkpoint import load_model
     from trueline.compress.derive.define import make_student, read_example
+    from trueline.compress.derive.softening import soften
     from trueline.compress.derive.taught import Insides, write_answers
-    from trueline.compress.measure.records import open_records
+    from trueline.compress.measure.records import OutputForm, open_records
     from trueline.recipe.load import load_recipe
     from trueline.storage.location import parse_location
 
@@ -160,8 +183,18 @@ def _write_answers(search: Search, plan: DerivePlan, folder: Path) -> DerivePlan
         teacher = load_model(reference.recipe, parse_location(plan.checkpoint))
         insides = Insides(teacher, list(plan.matches.values()))
     records = open_records(student, "training", signature)
-    answers = write_answers(folder / "answers", reference.session, records, reference.bundle.digest, insides)
-    return msgspec.structs.replace(plan, answers=str(answers.absolute()))
+    answers = write_answers(
+        folder / "answers", reference.session, records, reference.bundle.digest, insides, deadline.check
+    )
+    plan = msgspec.structs.replace(plan, answers=str(answers.absolute()))
+    if plan.distance:
+        return plan
+    form = OutputForm(made, read_example(student), signature)
+    sizes = [sum(one.numel() for one in model.parameters()) for model in (made, reference.model)]
+    return soften(
+        plan, reference.session, records, lambda outputs, labels: student.loss(form.build(outputs), labels),
+        size=sizes[0] / max(1, sizes[1]),
+    )  # fmt: skip
 
 
 def check_alike(parent: Signature, made: Signature) -> None:

@@ -22,7 +22,7 @@ HEADS = (
 
 def sort_rows(rows: Iterable[CompressedCandidate]) -> list[CompressedCandidate]:
     """Parents first, then what is offered, the fastest first."""
-    order = {"offered": 0, "no gain": 1, "over budget": 2, "not compressed": 3, "failed": 4}
+    order = {"offered": 0, "no gain": 1, "over budget": 2, "not compressed": 3, "failed": 4, "left out": 5}
 
     def key(row: CompressedCandidate) -> tuple[bool, int, float]:
         speed = row.vs_fp32.get(min(row.vs_fp32)) if row.vs_fp32 else None

@@ -109,6 +109,11 @@ class Search:
                 return
             self._try(method)
 
+    def leave_out(self, name: str, why: str) -> None:
+        """A row for a derived model that was not trained in time; not on disk, as the next call continues it."""
+        self.rows[name] = CompressedCandidate(name=name, kind=UNCHANGED, base=name, verdict="left out", why=why)
+        events.emit("candidate.judged", name=name, verdict="left out", why=why)
+
     def _is_lost(self, base: str) -> bool:
         return base in self.rows and self.rows[base].verdict == "over budget"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import onnx
@@ -91,7 +92,8 @@ def test_a_ready_student_is_taught_by_answers_and_outputs_inside_and_competes(tm
         tmp_path / "deep.bundle", recipe=recipe, checkpoint=trained.checkpoint, drop="4=0.5", match=["4.1=4.3"],
         out=tmp_path / "small.bundle",
     )  # fmt: skip
-    assert found.row.name == "distill:2,2 of 4,features"
+    assert re.fullmatch(r"distill:[\d.]+,2 of 4,features", found.row.name)
+    assert open_bundle(found.path).lineage()["compression"]["name"] == found.row.name
     parent, small = open_bundle(tmp_path / "deep.bundle"), open_bundle(tmp_path / "small.bundle")
     convolutions = [sum(size == 16 * 16 for size in weights_of(one.program_path("onnx"))) for one in (parent, small)]
     assert convolutions == [4, 2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import onnx
@@ -15,9 +17,11 @@ import trueline
 from trueline.bundle import open_bundle
 from trueline.checkpoint.checkpoint import load_model
 from trueline.compress import search as searching
+from trueline.compress.derive.bundles import Derived
 from trueline.compress.derive.plan import DerivePlan
 from trueline.compress.derive.qat import QatConv2d, QatLinear, measure_ranges
-from trueline.compress.planning import _join, _plan_pruning
+from trueline.compress.derive.training import Deadline
+from trueline.compress.planning import _complete, _join, _plan_pruning
 from trueline.errors import UsageError
 from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program, replay
@@ -53,10 +57,25 @@ def test_a_chain_begins_with_the_parent_and_trains_further_at_one_lower_rate(
     assert [plan.checkpoint for plan in chain] == ["c", "", ""]
     assert 1 - (1 - chain[0].amounts["channels"]) ** 2 == pytest.approx(0.5, abs=0.001)
     assert [plan.epochs for plan in chain[:2]] == [2, 2]
-    taught = DerivePlan(kind="taught", recipe="s.py", temperature=2.0)
+    taught = DerivePlan(kind="taught", recipe="s.py", classes=1, temperature=2.0)
     after = _join([taught, DerivePlan(kind="masks", recipe="", amounts={"conv": 0.2})], taught)
     assert [(plan.name, plan.rate) for plan in after] == [("distill:2", 1.0), ("distill:2 > prune:conv=0.2", 0.1)]
     assert msgspec.json.decode(msgspec.json.encode(after[1]), type=DerivePlan) == after[1]
+
+
+def test_what_follows_a_student_is_named_by_the_temperature_that_it_was_taught_at(
+    trained: compressible.Compressible, tmp_path: Path
+) -> None:
+    student = DerivePlan(kind="taught", recipe="s.py")
+    [first, second, third] = _join([student, *_plan_pruning({"conv": 0.2}, 1, 1, load_recipe(trained.recipe)),
+                                    DerivePlan(kind="masks", recipe="", amounts={"linear": 0.1})], student)  # fmt: skip
+    assert (first.name, third.name) == ("distill", "distill > prune:conv=0.2 > prune:linear=0.1")
+    made = Derived("distill:5.3", trained.bundle, trained.recipe, "c")
+    search: Any = None
+    second = _complete(search, second, made, tmp_path, Deadline())
+    assert (second.name, second.checkpoint) == ("distill:5.3 > prune:conv=0.2", "c")
+    third = _complete(search, third, replace(made, name=second.name), tmp_path, Deadline())
+    assert third.name == "distill:5.3 > prune:conv=0.2 > prune:linear=0.1"
 
 
 def test_masks_in_rounds_are_one_training_of_known_length(trained: compressible.Compressible) -> None:

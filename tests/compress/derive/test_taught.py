@@ -11,11 +11,16 @@ from torch.nn import functional
 
 from trueline.compress.derive import taught
 from trueline.compress.derive.features import FeatureWatch
+from trueline.compress.derive.plan import DerivePlan
 from trueline.compress.measure.records import open_records
 from trueline.errors import RecipeError, UsageError
 from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program
 from worlds import compressible
+
+
+def plan(share: float, classes: int = 1, temperature: float = 2.0) -> DerivePlan:
+    return DerivePlan(kind="taught", recipe="", share=share, classes=classes, temperature=temperature)
 
 
 def test_a_teacher_answers_each_record_once_and_the_student_gets_its_answer(tmp_path: Path) -> None:
@@ -43,7 +48,7 @@ def test_a_teacher_answers_each_record_once_and_the_student_gets_its_answer(tmp_
 
 
 def test_the_loss_is_the_recipes_for_plain_labels_and_least_at_the_teachers_answers_else() -> None:
-    loss = taught.make_loss(functional.cross_entropy, 2.0, 1.0)
+    loss = taught.make_loss(functional.cross_entropy, plan(1.0))
     outputs, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 1, 0])
     assert loss(outputs, labels) == functional.cross_entropy(outputs, labels)
     answers = torch.randn(5, 3)
@@ -52,9 +57,16 @@ def test_the_loss_is_the_recipes_for_plain_labels_and_least_at_the_teachers_answ
 
 
 def test_numbers_are_taught_by_squares() -> None:
-    loss = taught.make_loss(functional.mse_loss, 2.0, 0.5)
+    loss = taught.make_loss(functional.mse_loss, plan(0.5, classes=0))
     outputs, labels, answers = torch.zeros(4), torch.full((4,), 2.0), torch.ones(4)
     assert loss(outputs, (labels, answers)).item() == pytest.approx(0.5 * 4 + 0.5 * 1)
+
+
+def test_classes_of_each_pixel_are_taught_along_their_axis() -> None:
+    loss = taught.make_loss(functional.cross_entropy, plan(1.0, classes=1))
+    labels, answers, drawn = torch.zeros(2, 4, 5, dtype=torch.int64), torch.randn(2, 3, 4, 5), torch.randn(2, 1, 4, 5)
+    assert loss(answers + drawn, (labels, answers)).item() == pytest.approx(0.0, abs=1e-5)
+    assert loss(answers + drawn * torch.randn(2, 3, 1, 1), (labels, answers)) > 0.01
 
 
 def test_a_function_of_the_students_recipe_takes_the_place_of_the_distance(tmp_path: Path) -> None:
@@ -63,7 +75,7 @@ def test_a_function_of_the_students_recipe_takes_the_place_of_the_distance(tmp_p
         compressible.RECIPE + "\n\ndef furthest(outputs, answers):\n    return (outputs - answers).abs().amax(1)\n"
     )
     recipe = load_recipe(file)
-    loss = taught.make_loss(recipe.loss, 2.0, 1.0, distance=taught.find_distance(recipe, "furthest"))
+    loss = taught.make_loss(recipe.loss, plan(1.0), distance=taught.find_distance(recipe, "furthest"))
     outputs, answers, labels = torch.zeros(2, 3), torch.tensor([[1.0, 2, 3], [0, 0, 5]]), torch.tensor([0, 1])
     assert loss(outputs, (labels, answers)).item() == pytest.approx(4.0)
     with pytest.raises(UsageError, match="has no function 'farthest'") as missing:
@@ -73,7 +85,7 @@ def test_a_function_of_the_students_recipe_takes_the_place_of_the_distance(tmp_p
 
 @pytest.mark.parametrize("found", [torch.zeros(2, 3), 0.5])
 def test_a_distance_that_is_no_number_for_each_record_is_refused(found: object) -> None:
-    loss = taught.make_loss(functional.cross_entropy, 2.0, 1.0, distance=lambda outputs, answers: found)  # type: ignore[arg-type,return-value]
+    loss = taught.make_loss(functional.cross_entropy, plan(1.0), distance=lambda outputs, answers: found)  # type: ignore[arg-type,return-value]
     with pytest.raises(RecipeError, match="one for each of 2 records"):
         loss(torch.zeros(2, 3), (torch.tensor([0, 1]), torch.zeros(2, 3)))
 
@@ -90,7 +102,7 @@ class Two(torch.nn.Module):
 def test_a_student_learns_what_a_submodule_of_the_teacher_returns() -> None:
     watch = FeatureWatch({"first": "body.5"}, [0.25])
     student = watch.attach(Two())
-    loss = taught.make_loss(lambda outputs, labels: outputs.sum() * 0, 2.0, 1.0, watch)
+    loss = taught.make_loss(lambda outputs, labels: outputs.sum() * 0, plan(1.0), watch)
     inputs, labels = torch.randn(6, 3), torch.zeros(6)
     outputs = student(inputs)
     right = student.first(inputs).detach()

@@ -73,8 +73,8 @@ trueline compress digits.bundle --quantize static --quantize dynamic -o small.bu
 @click.option("--qat", is_flag=True, help="Train further with weights and inputs rounded to int8.")
 @click.option("--checkpoint", metavar="CHECKPOINT", help="Further training starts with it; else found by its digest.")
 @click.option(
-    "--minutes", type=click.FloatRange(0, min_open=True), default=MINUTES, show_default=True,
-    help="No further candidate is tried afterwards.",
+    "--minutes", type=click.FloatRange(0, min_open=True), metavar="N",
+    help=f"Limit for all of it. Else {MINUTES:g} for candidates, after what is trained.",
 )  # fmt: skip
 @overwrite_option
 def command(bundle: str, checkpoint: str | None, **options: Any) -> Output:

@@ -10,6 +10,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.graph import is_large, multiply, quiet
+from trueline.compress.apply.kept_steps import keep_in_products
 from trueline.compress.apply.saturation import NARROW, saturates
 from trueline.compress.measure.kernels import Kernels
 from trueline.compress.method import CompressMethod
@@ -36,6 +37,8 @@ class DynamicQuantizer:
                     use_external_data_format=is_large(program.path),
                     extra_options={"MatMulConstBOnly": True},
                 )  # fmt: skip
+                if not narrow:
+                    program.notes[method.kind] = keep_in_products(multiply(program), out)
         except Exception as error:
             raise CaptureError(f"ONNX Runtime does not quantize it: {first_line(error)}") from error
 

@@ -13,6 +13,7 @@ import onnx
 
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.graph import multiply, quiet, save
+from trueline.compress.apply.kept_steps import keep_in_blocks
 from trueline.compress.measure.kernels import Kernels
 from trueline.compress.method import CompressMethod
 from trueline.errors import CaptureError, first_line
@@ -41,7 +42,9 @@ class WeightQuantizer:
                     onnx.load(multiply(program)), nodes_to_exclude=list(method.exclude), algo_config=config
                 )
                 quantizer.process()
-            save(quantizer.model.model, out)
+                model, in_8_bits = quantizer.model.model, _BITS[method.words[0]] == 8
+                program.notes[method.kind] = keep_in_blocks(multiply(program), model) if in_8_bits else ""
+            save(model, out)
         except Exception as error:
             raise CaptureError(f"ONNX Runtime does not quantize it: {first_line(error)}") from error
 

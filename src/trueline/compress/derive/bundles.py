@@ -19,18 +19,18 @@ from trueline.checkpoint.checkpoint import load_model
 from trueline.compress.derive import masks
 from trueline.compress.derive.define import derive_model
 from trueline.compress.derive.plan import DerivePlan
+from trueline.compress.derive.training import Deadline, train_in_time
 from trueline.errors import CheckpointError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.storage.location import Location, parse_location
-from trueline.train.api import train
-from trueline.train.job_dir import JobDir
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
     """A derived model: its bundle, and the recipe and checkpoint with which the next plan of a chain begins."""
 
+    name: str
     bundle: Bundle
     recipe: Path
     checkpoint: str
@@ -39,12 +39,15 @@ class Derived:
 def find_derived(folder: Path) -> Derived | None:
     """What was derived in `folder` before; None: nothing, or not to the end."""
     kept, file = folder / "checkpoint", folder / "recipe.py"
-    found = sorted(folder.glob("*.bundle"))
-    return Derived(open_bundle(found[0]), file, kept.read_text()) if found and kept.is_file() else None
+    plan, found = DerivePlan.read(file), sorted(folder.glob("*.bundle"))
+    if plan is None or not found or not kept.is_file():
+        return None
+    return Derived(plan.name, open_bundle(found[0]), file, kept.read_text())
 
 
-def derive(plan: DerivePlan, folder: Path, *, workers: str = "1") -> Derived:
-    """The plan's model, in `folder`. Raises what train and capture raise."""
+def derive(plan: DerivePlan, folder: Path, deadline: Deadline, *, workers: str = "1") -> Derived:
+    """The plan's model, in `folder`. Raises OutOfTime for one that is not trained in time, and what train and capture
+    raise."""
     recipe = load_recipe(plan.recipe)
     out = folder / f"{recipe.name}.bundle"
     file = folder / "recipe.py"
@@ -53,16 +56,14 @@ def derive(plan: DerivePlan, folder: Path, *, workers: str = "1") -> Derived:
     _check(recipe, plan)
     trained: Location | None = None
     if plan.epochs:
-        job = folder / "job"
         events.emit("derived.training", name=plan.name, epochs=plan.epochs)
-        resume = JobDir(job).settings.is_file()
-        trained = train(file, workers=None if resume else workers, job_dir=job, resume=resume).chosen
+        trained = train_in_time(file, folder / "job", deadline, workers)
     trained_at = trained if not isinstance(trained, Path) else trained.absolute()
     files.write_atomic(folder / "checkpoint", str(trained_at or "").encode())
     if plan.kind == "masks":
         trained, derived = _make_permanent(recipe, plan, derived, trained, folder), recipe
-    capture(derived, trained, out, formats=["onnx"])
-    return Derived(open_bundle(out), file, str(trained_at or ""))
+    capture(derived, trained, out, formats=["onnx"], minutes=deadline.minutes)
+    return Derived(plan.name, open_bundle(out), file, str(trained_at or ""))
 
 
 def _check(recipe: Recipe, plan: DerivePlan) -> None:

@@ -144,5 +144,5 @@ def _teach(base: Recipe, plan: DerivePlan, watch: FeatureWatch) -> dict[str, Any
         return taught.TaughtSource(base.source(mode), plan.answers) if mode == "training" else base.source(mode)
 
     distance = taught.find_distance(base, plan.distance) if plan.distance else None
-    loss = taught.make_loss(base.loss, plan.temperature, plan.share, watch, distance)
+    loss = taught.make_loss(base.loss, plan, watch, distance)
     return {"dataset": dataset, "loss": loss}

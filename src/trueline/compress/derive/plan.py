@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import pprint
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -16,6 +18,7 @@ STRUCTURAL = ("channels", "heads", "experts")
 Kind = Literal["masks", "channels", "taught", "qat"]
 SHORTER, RATE = 3, 0.1
 """A model that is trained already gets a third of the recipe's epochs, at a tenth of its learning rate."""
+SHARE = 0.5
 _HINT = (
     "conv=0.2,linear=0.4 sets weights of these layers to zero; channels=0.3, heads=0.25 and experts=0.5 remove what "
     "they name"
@@ -44,11 +47,14 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Times the recipe's learning rate."""
     answers: str = ""
     """Folder of the teacher's answers to the training records."""
-    temperature: float = 1.0
-    share: float = 0.5
+    classes: int = 0
+    """Axis of the answers that has the logits of classes; 0: the answers are numbers."""
+    temperature: float = 0.0
+    """Of these classes; 0: not known before the teacher has answered, or there are none."""
+    share: float = SHARE
     """Of the loss that is the teacher's."""
     distance: str = ""
-    """The recipe's own function of outputs and the teacher's answers; empty: divergence or squares."""
+    """The recipe's own function of outputs and the teacher's answers; empty: divergence of classes, or squares."""
     layers: dict[str, list[int]] = {}
     """Of a ready student, which is the teacher's model: the layers that stay, by the name of their stack."""
     matches: dict[str, str] = {}
@@ -63,9 +69,18 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return self.title
         amounts = ",".join(f"{name}={amount:g}" for name, amount in self.amounts.items())
         kept = "".join(f",{len(places)} of {name or 'the layers'}" for name, places in self.layers.items())
-        taught = f"distill:{self.distance or f'{self.temperature:g}'}{kept}" + ",features" * bool(self.matches)
+        how = self.distance or (f"{self.temperature:g}" if self.temperature else "")
+        taught = f"distill{':' * bool(how)}{how}{kept}" + ",features" * bool(self.matches)
         slowly = f" in {self.rounds} rounds" if self.rounds > 1 else ""
         return {"taught": taught, "qat": "qat"}.get(self.kind, f"prune:{amounts}{slowly}")
+
+    @classmethod
+    def read(cls, file: Path) -> DerivePlan | None:
+        """The plan that stands in the file of a derived recipe; None where there is no such file."""
+        if not file.is_file():
+            return None
+        _, _, rest = file.read_text().partition(_BEGINS)
+        return msgspec.convert(ast.literal_eval(rest.partition(_ENDS)[0]), cls)
 
     @property
     def text(self) -> str:
@@ -76,12 +91,11 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 DERIVED = "A recipe that Trueline derived from another one"
 """How such a file begins."""
-_FILE = '''"""{derived}; PLAN says how."""
+_BEGINS, _ENDS = "\nPLAN = ", "\nglobals()"
+_FILE = f'''"""{{derived}}; PLAN says how."""
 
 from trueline.compress.derive.define import define
-
-PLAN = {plan}
-globals().update(define(PLAN, __file__))
+{_BEGINS}{{plan}}{_ENDS}.update(define(PLAN, __file__))
 '''
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -28,6 +29,7 @@ from trueline.recipe.eager_mode import as_trained
 from trueline.train.worker.measure import call_model
 
 if TYPE_CHECKING:
+    from trueline.compress.derive.plan import DerivePlan
     from trueline.compress.measure.records import ProgramRecords
     from trueline.data.order.permutation import Indices
     from trueline.recipe.contract import Recipe
@@ -58,10 +60,12 @@ class Insides:
 
 
 def write_answers(
-    folder: Path, teacher: Session, records: ProgramRecords, digest: str, insides: Insides | None = None
-) -> Path:
-    """The teacher's first output for every record, in `folder`; what is there already stays. Raises CaptureError for an
-    output that has no fixed shape, StorageError, UsageError for a submodule that is not there."""
+    folder: Path, teacher: Session, records: ProgramRecords, digest: str, insides: Insides | None = None,
+    check: Callable[[str], None] = lambda before: None,
+) -> Path:  # fmt: skip
+    """The teacher's first output for every record, in `folder`; what is there already stays. `check`, of what the time
+    may be over before, is called between batches. Raises CaptureError for an output that has no fixed shape,
+    StorageError, UsageError for a submodule that is not there, and what `check` raises."""
     spec = teacher.signature.outputs[0]
     shape = spec.shape[1:]
     if not all(isinstance(size, int) for size in shape) or spec.dtype.kind != "f":
@@ -81,6 +85,8 @@ def write_answers(
         for batch in records.batches():
             body.write(np.ascontiguousarray(teacher.run(batch.inputs)[spec.name], np.float32).tobytes())
             done += batch.count
+            if done < records.count:
+                check(f"the teacher had answered more than {done} of {records.count} records")
             events.emit("teacher.advanced", done=done, total=records.count)
     files.write_atomic(kept, msgspec.json.encode(head))
     return folder
@@ -107,6 +113,12 @@ def _write_insides(folder: Path, insides: Insides, records: ProgramRecords) -> l
             events.emit("teacher.advanced", done=stop, total=records.count)
     variances = [float(squares / count - (total / count) ** 2) for count, total, squares in sums]
     return [(shapes[name], variance) for name, variance in zip(insides.names, variances, strict=True)]
+
+
+def read_answers(folder: Path) -> npt.NDArray[np.float32]:
+    """[records, *shape], as they lie in the file."""
+    shape = _read_head(str(folder)).shape
+    return np.memmap(folder / _BODY, np.float32, "r").reshape(-1, *shape)
 
 
 def read_variances(folder: str) -> list[float]:
@@ -168,12 +180,12 @@ def find_distance(recipe: Recipe, name: str) -> Distance:
 
 
 def make_loss(
-    loss: Callable[[Any, Any], Any], temperature: float, share: float, watch: FeatureWatch | None = None,
+    loss: Callable[[Any, Any], Any], plan: DerivePlan, watch: FeatureWatch | None = None,
     distance: Distance | None = None,
 ) -> Callable[[Any, Any], Any]:  # fmt: skip
-    """`loss` of the recipe for plain labels; for those of a TaughtSource, (1 - share) of it and `share` of the distance
-    to the teacher: `distance`, else the divergence of softened classes, or the squared difference where there is one
-    number a record; and the distance of the outputs inside that `watch` has seen."""
+    """`loss` of the recipe for plain labels; for those of a TaughtSource, (1 - plan.share) of it and the share of the
+    distance to the teacher: `distance`, else the divergence of classes at the plan's temperature, or the squared
+    difference of numbers; and the distance of the outputs inside that `watch` has seen."""
     parts = 2 + len(watch.matches if watch is not None else ())
 
     def taught_loss(outputs: Any, labels: Any) -> Any:
@@ -183,16 +195,18 @@ def make_loss(
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         if distance is not None:
             each = _check_distance(distance(outputs, answers.to(first)), len(first))
-        elif first.ndim > 1 and first.shape[-1] > 1:
-            told = functional.log_softmax(answers.to(first) / temperature, dim=-1)
-            said = functional.log_softmax(first / temperature, dim=-1)
-            each = (told.exp() * (told - said)).sum(dim=-1).reshape(len(first), -1).mean(dim=1) * temperature**2
+        elif plan.classes:
+            told, said = (
+                functional.log_softmax(one / plan.temperature, dim=plan.classes) for one in (answers.to(first), first)
+            )
+            apart = (told.exp() * (told - said)).sum(dim=plan.classes)
+            each = apart.reshape(len(first), -1).mean(dim=1) * plan.temperature**2
         else:
             each = ((first - answers.to(first).reshape(first.shape)) ** 2).reshape(len(first), -1).mean(dim=1)
         if watch is not None and inside:
             each = each + watch.measure_distance(inside).to(each)
         own = loss(outputs, label)
-        return (1 - share) * own + share * (each if own.ndim else each.mean())
+        return (1 - plan.share) * own + plan.share * (each if own.ndim else each.mean())
 
     return taught_loss
 

@@ -1,0 +1,107 @@
+"""What a student learns of a sure teacher: its answers are softened until they say more than labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from trueline.compress.derive import taught
+from trueline.compress.derive.plan import DerivePlan
+from trueline.compress.derive.softening import TO_FOLLOW, TO_LEAN_ON, choose_temperature, find_class_axis, soften
+from trueline.compress.measure.records import open_records
+from trueline.recipe.load import load_recipe
+from trueline.runtime.open import open_program
+from worlds import compressible
+
+Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+def entropy(logits: np.ndarray) -> float:
+    told = torch.log_softmax(torch.from_numpy(logits), dim=-1)
+    return float(-(told.exp() * told).sum(-1).mean()) / math.log(logits.shape[-1])
+
+
+@pytest.mark.parametrize("classes", [2, 10, 300])
+@pytest.mark.parametrize("sure", [10.0, 40.0, 400.0])
+@pytest.mark.parametrize("wanted", [0.6, 0.9])
+def test_the_answers_of_a_sure_teacher_get_a_set_share_of_the_entropy_of_a_guess(
+    classes: int, sure: float, wanted: float
+) -> None:
+    draw = np.random.default_rng(0)
+    answers = draw.standard_normal((500, classes), np.float32) * np.float32(sure / 10)
+    answers[np.arange(500), draw.integers(0, classes, 500)] += sure
+    assert entropy(answers) < wanted
+    temperature = choose_temperature(answers, 1, wanted)
+    assert entropy(answers / np.float32(temperature)) == pytest.approx(wanted, abs=0.03)
+    assert temperature == float(f"{temperature:.2g}")  # as the row says it
+
+
+def test_answers_that_are_soft_already_stay_as_they_are() -> None:
+    draw = np.random.default_rng(0)
+    assert choose_temperature(0.5 * draw.standard_normal((50, 10), np.float32), 1, 0.9) == 1.0
+    assert choose_temperature(np.zeros((50, 10), np.float32), 1, 0.9) == 1.0
+
+
+def test_the_temperature_is_of_the_axis_of_the_classes() -> None:
+    answers = np.random.default_rng(0).standard_normal((40, 10, 6), np.float32) * 30
+    answers += 100 * np.arange(6, dtype=np.float32)
+    assert choose_temperature(answers, 1, 0.9) == choose_temperature(np.swapaxes(answers, 1, 2).copy(), 2, 0.9)
+    assert choose_temperature(answers, 1, 0.9) != choose_temperature(answers, 2, 0.9)
+
+
+def test_what_the_loss_does_not_see_tells_where_the_classes_are() -> None:
+    draw = torch.Generator().manual_seed(0)
+    flat, pixels = torch.randn(8, 5, generator=draw), torch.randn(8, 5, 4, 4, generator=draw)
+    words = torch.randn(8, 3, 5, generator=draw)
+    labels = torch.randint(0, 5, (8,), generator=draw)
+    cases: list[tuple[Loss, torch.Tensor, int]] = [
+        (lambda made: functional.cross_entropy(made, labels), flat, 1),
+        (lambda made: functional.cross_entropy(made, labels, label_smoothing=0.1), 1000 * flat, 1),
+        (lambda made: functional.cross_entropy(made, labels[:, None, None].expand(8, 4, 4)), pixels, 1),
+        (lambda made: functional.cross_entropy(made.flatten(0, 1), labels.repeat_interleave(3)), words, 2),
+        (lambda made: functional.nll_loss(made, labels), functional.log_softmax(flat, 1), 1),
+        (lambda made: functional.mse_loss(made, torch.zeros(8, 5)), flat, 0),
+        (lambda made: functional.l1_loss(made, torch.zeros(8, 5)), flat, 0),
+        (lambda made: functional.binary_cross_entropy_with_logits(made, torch.ones(8, 5)), flat, 0),
+        (lambda made: functional.mse_loss(made, torch.zeros(8)), flat[:, 0], 0),
+        (lambda made: functional.binary_cross_entropy_with_logits(made, torch.ones(8, 1)), flat[:, :1], 0),
+    ]
+    assert [find_class_axis(loss, outputs) for loss, outputs, _ in cases] == [axis for _, _, axis in cases]
+
+
+def test_a_student_with_a_third_of_the_parameters_follows_its_teacher_and_a_tiny_one_leans_on_it(
+    tmp_path: Path,
+) -> None:
+    made = compressible.make(tmp_path)
+    program, recipe = open_program(made.bundle), load_recipe(made.recipe)
+    records = open_records(recipe, "training", program.signature)
+    folder = taught.write_answers(tmp_path / "answers", program, records, made.bundle.digest)
+    plan = DerivePlan(kind="taught", recipe="", answers=str(folder))
+    able, tiny = (
+        soften(plan, program, records, lambda outputs, labels: recipe.loss(torch.from_numpy(outputs["output"]), labels),
+               size=size) for size in (1 / 3, 1 / 100)
+    )  # fmt: skip
+    assert (able.classes, able.share, tiny.share) == (1, TO_FOLLOW[1], TO_LEAN_ON[1])
+    answers = np.array(taught.read_answers(folder))
+    assert [one.temperature for one in (able, tiny)] == [
+        choose_temperature(answers, 1, entropy) for entropy, _ in (TO_FOLLOW, TO_LEAN_ON)
+    ]
+    assert able.temperature > tiny.temperature > 1
+    assert able.name == f"distill:{able.temperature:g}"
+    numbers = soften(plan, program, records, lambda outputs, _: (outputs["output"] ** 2).mean(), size=1.0)
+    assert (numbers, numbers.name) == (plan, "distill")
+
+
+def test_the_plan_stands_in_the_file_of_its_recipe(tmp_path: Path) -> None:
+    plan = DerivePlan(
+        kind="taught", recipe="s.py", classes=1, temperature=5.3, matches={"a": "b"}, ranges={"x": (0.0, 1.5)}
+    )
+    assert DerivePlan.read(tmp_path / "recipe.py") is None
+    (tmp_path / "recipe.py").write_text(plan.text)
+    assert DerivePlan.read(tmp_path / "recipe.py") == plan
