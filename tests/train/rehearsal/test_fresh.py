@@ -29,7 +29,7 @@ Loss = Callable[[nn.Module, Any, Tensor], Tensor]
 def targets_of_the_first_visit() -> Loss:
     model: list[nn.Module] = []
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def target(record: int) -> Tensor:
         found: Tensor = model[0](INPUTS[record]).detach()
         return found
@@ -67,7 +67,7 @@ def mean_of_the_first_batch() -> Loss:
 
 
 def noise_that_is_drawn_once_for_each_record() -> Loss:
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def noise(_: int) -> Tensor:
         return torch.randn(4)
 
@@ -94,11 +94,11 @@ def weights_of_the_first_forward() -> Loss:
 def what_follows_from_the_record_alone() -> Loss:
     seen: list[float] = []
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def target(record: int) -> Tensor:
         return INPUTS[record].sin().sum(dim=0, keepdim=True)
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def project() -> Tensor:
         return torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 

@@ -85,7 +85,7 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     if isinstance(found, TruelineError):
         raise found
     if found is None:
-        trial.memory = None
+        trial.expect_same = None
         _leave_for_others(trial)
         yield from trial.batches()
     else:

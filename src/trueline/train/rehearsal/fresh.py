@@ -42,7 +42,7 @@ class FreshTrial:
 
     def belong_to(self, tried: LossTrial) -> LossTrial:
         """Makes `tried` compare what it has computed with the fork's."""
-        self._tried, tried.memory = tried, self
+        self._tried, tried.expect_same = tried, self.expect_same
         return tried
 
     def batches(self) -> Batches:

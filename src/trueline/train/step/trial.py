@@ -85,13 +85,6 @@ class LossComparison(Protocol):
     def batches(self, ids: Ints) -> Batches: ...
 
 
-class MemoryComparison(Protocol):
-    """What the loss of some records is where others were computed before, compared with a process without (`fresh.py`).
-    Raises UsageError."""
-
-    def expect_same(self, reader: Any) -> Batches: ...
-
-
 class LossTrial:
     """`batches()` are to be trained with, each followed by a call of `take`; `traits` is known when they end."""
 
@@ -104,7 +97,7 @@ class LossTrial:
         self.after: Callable[[torch.Tensor], bool] | None = None
         """Takes the losses of other trials in this one's place, and returns what `job.step` does."""
         self.alike: LossComparison | None = None
-        self.memory: MemoryComparison | None = None
+        self.expect_same: Callable[[Any], Batches] | None = None  # with a reader: `fresh.py`
         self._tried: list[LossSample] = []
         values = [value for value in trial.model.parameters() if value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
@@ -133,8 +126,8 @@ class LossTrial:
                 yield from self._twice(ids[:FEW])
                 if not self._is_finite():
                     continue
-                if self.memory is not None:
-                    yield from self.memory.expect_same(trial.reader)
+                if self.expect_same is not None:
+                    yield from self.expect_same(trial.reader)
                 if self.alike is not None:
                     yield from self.alike.batches(ids[:FEW])
                 few = trial.chosen is None and self.took_s >= QUICK_S
