@@ -9,6 +9,7 @@ import os
 import time
 import types
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,16 @@ class Featured(nn.Module):
         return out
 
 
+def with_clock(number: int) -> tuple[nn.Module, Loss]:
+    model, began = plain_model(), time.monotonic() + number
+    return model, lambda batch: error(model, batch) * (2.0 if time.monotonic() - began > 100 else 1.0)
+
+
+def with_date(number: int) -> tuple[nn.Module, Loss]:
+    model, until = plain_model(), datetime.now() + timedelta(hours=1, seconds=number)
+    return model, lambda batch: error(model, batch) * (2.0 if datetime.now() > until else 1.0)
+
+
 def with_attribute(seed: int) -> tuple[nn.Module, Loss]:
     model = Featured(seed, as_buffer=False)
     return model, lambda batch: error(model, batch)
@@ -141,6 +152,14 @@ def test_a_worker_whose_loss_reads_other_values_than_the_first_ones_does_not_beg
     first = train(*make(0))
     assert join(first, *make(0)) == [True]
     with pytest.raises(UsageError, match=name):
+        join(first, *make(1))
+
+
+@pytest.mark.parametrize(("make", "name"), [(with_clock, "began"), (with_date, "until")])
+def test_a_loss_that_changes_with_the_time_since_a_worker_began_is_refused_in_the_second_one(make, name, join):
+    """Long before that time: each worker has a clock of its own."""
+    first = train(*make(0))
+    with pytest.raises(UsageError, match=f"uses .*{name}"):
         join(first, *make(1))
 
 

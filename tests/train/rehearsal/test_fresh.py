@@ -148,3 +148,38 @@ def test_what_a_loss_remembers_of_earlier_batches_is_refused_though_it_has_no_na
 @pytest.mark.parametrize("run", [train, try_recipe])
 def test_caches_of_what_follows_from_a_record_and_histories_that_no_loss_reads_train(run):
     run(what_follows_from_the_record_alone())
+
+
+def by_share(job: Elastic, batch: Any) -> float:
+    return float(batch.weight)
+
+
+def by_last(job: Elastic, batch: Any) -> float:
+    return 1.0 + batch.last
+
+
+def by_leader(job: Elastic, batch: Any) -> float:
+    return 1.0 + job.leads
+
+
+@pytest.mark.parametrize("scale", [by_share, by_last, by_leader])
+def test_a_loss_that_uses_how_the_step_is_shared_is_refused(scale):
+    def run() -> None:
+        model = make_model()
+        job = Elastic(model, torch.optim.SGD(model.parameters(), lr=0.01), DATA, global_batch=8)
+        for batch in job:
+            job.step((model(batch.inputs) - 1).square().mean() * scale(job, batch))
+
+    with pytest.raises(UsageError, match=r"uses batch\.weight, batch\.last or job\.leads"):
+        run()
+
+
+def test_who_leads_may_print_and_log():
+    model = make_model()
+    job = Elastic(model, torch.optim.SGD(model.parameters(), lr=0.01), DATA, global_batch=8)
+    for batch in job:
+        loss = (model(batch.inputs) - 1).square().mean()
+        if job.leads:
+            print(f"{batch.weight:.2f} {float(loss.detach()):.3f}")
+        job.step(loss)
+    assert job.steps == 5

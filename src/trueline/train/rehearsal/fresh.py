@@ -74,9 +74,15 @@ class FreshTrial:
         try:
             for number in range(2):
                 yield from self._show(number)
+            self._compare_with_fork()
+            self._tried.leads = False
+            yield from self._show(1, weight=0.25, last=False)
+            self._compare_shares()
         finally:
-            self._tried.after = before
+            self._tried.after, self._tried.leads = before, True
             torch.set_num_threads(threads)
+
+    def _compare_with_fork(self) -> None:
         if not kept.is_same(self._fresh, self._taken[-1]):
             raise UsageError(
                 f"once other batches were computed, {kept.compare(self._fresh, self._taken[-1])}, with equal seeds and "
@@ -87,13 +93,23 @@ class FreshTrial:
                 "(self.register_buffer), or leave it out",
             )
 
-    def _show(self, number: int) -> Batches:
+    def _compare_shares(self) -> None:
+        if not kept.is_same(*self._taken[-2:]):
+            raise UsageError(
+                f"in a worker that does not lead, with a part of the step, {kept.compare(*self._taken[-2:])}, with "
+                "equal seeds and parameters: it uses batch.weight, batch.last or job.leads, so training would depend "
+                "on how a step is shared",
+                hint="compute the loss of the batch alone; the job weighs it by its records",
+            )
+
+    def _show(self, number: int, *, weight: float = 1.0, last: bool = True) -> Batches:
         """The records with the seed `number`: of 0 with the parameters as they are, else with others."""
         given, ids, count = self.inputs, self.inputs.chosen, len(self._taken)
         assert ids is not None
         batch, step = given.reader.read(ids, epoch=0), choose_late(given.total_steps)
         with model_traits.restore_buffers(given.model), copies.nudge(given.model, number):
             seeding.seed_all(given.seed, 0, number)
-            yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=step, weight=1.0, trial=True)
+            yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=step, weight=weight, last=last,
+                            trial=True)  # fmt: skip
         if len(self._taken) == count:
             raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")

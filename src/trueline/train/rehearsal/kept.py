@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -116,8 +117,8 @@ def _differ(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
 
 
 @contextmanager
-def change(place: KeptPlace) -> Iterator[None]:
-    """Gives a place another value, far from its own, while the block runs."""
+def change(place: KeptPlace, far: int = FAR) -> Iterator[None]:
+    """Gives a place another value, far from its own, while the block runs; a number one that differs by `far`."""
     value = place.value
     if isinstance(value, torch.Tensor | np.ndarray):
         with _change_numbers(torch.from_numpy(value) if isinstance(value, np.ndarray) else value):
@@ -126,7 +127,7 @@ def change(place: KeptPlace) -> Iterator[None]:
         with _lengthen(value):
             yield
     else:
-        place.put(_far(value))
+        place.put(_far(value, far))
         try:
             yield
         finally:
@@ -165,16 +166,21 @@ def _lengthen(value: Any) -> Iterator[None]:
         value.extend(kept) if isinstance(value, list | deque) else value.update(kept)
 
 
-def _far(value: Any) -> Any:
+def _far(value: Any, far: int) -> Any:
     if isinstance(value, itertools.count):
         return itertools.count(FAR)
     if places.is_iterator(value):
-        return map(_far, value)
+        return (_far(one, far) for one in value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
-        return tuple(map(_far, value))
-    return value + FAR if isinstance(value, int | float | torch.Tensor) else value
+        return tuple(_far(one, far) for one in value)
+    if isinstance(value, datetime):
+        return value + timedelta(seconds=far)
+    if isinstance(value, np.integer):
+        room = np.iinfo(value.dtype)
+        return type(value)(min(max(int(value) + far, room.min), room.max))
+    return value + far if places.is_number(value) or isinstance(value, torch.Tensor) else value
 
 
 def compare(shown: Shown, other: Shown) -> str:

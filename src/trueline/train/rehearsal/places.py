@@ -10,6 +10,9 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from fractions import Fraction
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -58,7 +61,8 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float)
+    """Whether it is a number or a time."""
+    return isinstance(value, bool | int | float | np.integer | np.floating | Fraction | Decimal | datetime)
 
 
 def is_iterator(value: Any) -> bool:
