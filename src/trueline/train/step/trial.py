@@ -91,8 +91,7 @@ class LossTrial:
     traits: ModelTraits
     failed = False
     """The loop's code raised for one of its batches."""
-    leads = True
-    """What `job.leads` is meanwhile."""
+    leads = True  # what `job.leads` is meanwhile
 
     def __init__(self, trial: TrialInputs) -> None:
         self.inputs, self.taken = trial, False
