@@ -35,7 +35,7 @@ class LoopView:
     _traits: ModelTraits
     _settings: OptimizerSettings
     _tried: TrialInputs
-    _trial: LossTrial | RecordTrial | None
+    _trial: LossTrial | RecordTrial | None = None
     _infinite: InfiniteSteps
     _contribution: Contribution
     _link: Link
