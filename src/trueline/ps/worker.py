@@ -29,6 +29,7 @@ from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.source import Batch
 from trueline.errors import RecipeError, TruelineError
 from trueline.ps.client import PsClient
+from trueline.ps.compared import ServedComparison
 from trueline.ps.gradients import Gradients, Pulled
 from trueline.ps.hot_rows import HotLookup, HotRows
 from trueline.ps.master.ledger import MinibatchGrid
@@ -160,6 +161,7 @@ class WorkerLoop:
     def run(self) -> None:
         """Trains until the job is finished, or this worker leaves."""
         self.link.begin_beats(resident_bytes)
+        ServedComparison(self.recipe, self.served, self.source, self.settings).expect_alike()
         joined = self.link.join(self.served.spec, self.source.num_records, self._blocks)
         batch = self.settings.global_batch
         self._grid = MinibatchGrid(num_records=self.source.num_records, batch=batch, parts=joined.parts)

@@ -35,7 +35,7 @@ class LoopView:
     _traits: ModelTraits
     _settings: OptimizerSettings
     _tried: TrialInputs
-    _trial: LossTrial | RecordTrial | None
+    _trial: LossTrial | RecordTrial | None = None
     _infinite: InfiniteSteps
     _contribution: Contribution
     _link: Link
@@ -131,7 +131,7 @@ class LoopView:
     def leads(self) -> bool:
         """Whether this worker is the first of the current group: the one that prints, logs or draws. It may change at
         each death; true where the process trains alone."""
-        return self._group.rank == 0
+        return self._trial.leads if isinstance(self._trial, LossTrial) else self._group.rank == 0
 
     def log(self, **values: float) -> None:
         """Logs numbers of the last applied step, for the job's events and MLflow; only the worker that

@@ -13,6 +13,7 @@ from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.order.record_orders import WeightedOrder
 from trueline.data.source import Batch
 from trueline.data.sources.mixture import SampledDataset, SampledSource
+from trueline.errors import UsageError
 
 RECORDS = 20
 
@@ -126,3 +127,31 @@ def test_positions_of_an_order_are_looked_up_in_the_epoch_and_draw_by_their_posi
         ((record, *numbers),) = read(reader, 4, epoch=epoch)
         assert record == source.order.at([4], epoch=epoch)[0]
         assert numbers == expected(4, epoch=epoch)[1:]
+
+
+class Kept(Drawing):
+    """A record, or what all of them have in common (`shared`), is drawn when it is read first."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.shared, self.kept = shared, dict[int, list[float]]()
+
+    def read(self, indices: Any) -> Batch:
+        places = [-1 if self.shared else int(index) for index in indices]
+        rows = [[float(index), *self.kept.setdefault(at, drawn() if at not in self.kept else [])]
+                for index, at in zip(indices, places, strict=True)]  # fmt: skip
+        return Batch(torch.tensor(rows, dtype=torch.float64), None)
+
+
+def test_numbers_that_are_drawn_for_a_record_once_and_kept_are_refused_in_every_batch() -> None:
+    reader = SeededReader(Kept(shared=False), 5)
+    for records in ([3, 4, 5], [3, 4, 5], [6]):
+        with pytest.raises(UsageError, match="reading it again draws none"):
+            reader.read(np.array(records), epoch=0)
+
+
+def test_numbers_that_are_drawn_once_for_all_records_are_no_draws_of_each() -> None:
+    reader = SeededReader(Kept(shared=True), 5)
+    first, again = (read(reader, 3, 4, 5) for _ in range(2))
+    assert first == again
+    assert not reader.drawing

@@ -9,6 +9,7 @@ import os
 import time
 import types
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
-from trueline.train.rehearsal import alike, fork
+from trueline.train.rehearsal import alike, contents, fork
+from trueline.train.rehearsal.contents import CollectionItems
 from trueline.train.step.model_traits import ModelTraits
 
 INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -108,6 +110,16 @@ class Featured(nn.Module):
         return out
 
 
+def with_clock(number: int) -> tuple[nn.Module, Loss]:
+    model, began = plain_model(), time.monotonic() + number
+    return model, lambda batch: error(model, batch) * (2.0 if time.monotonic() - began > 100 else 1.0)
+
+
+def with_date(number: int) -> tuple[nn.Module, Loss]:
+    model, until = plain_model(), datetime.now() + timedelta(hours=1, seconds=number)
+    return model, lambda batch: error(model, batch) * (2.0 if datetime.now() > until else 1.0)
+
+
 def with_attribute(seed: int) -> tuple[nn.Module, Loss]:
     model = Featured(seed, as_buffer=False)
     return model, lambda batch: error(model, batch)
@@ -141,6 +153,14 @@ def test_a_worker_whose_loss_reads_other_values_than_the_first_ones_does_not_beg
     first = train(*make(0))
     assert join(first, *make(0)) == [True]
     with pytest.raises(UsageError, match=name):
+        join(first, *make(1))
+
+
+@pytest.mark.parametrize(("make", "name"), [(with_clock, "began"), (with_date, "until")])
+def test_a_loss_that_changes_with_the_time_since_a_worker_began_is_refused_in_the_second_one(make, name, join):
+    """Long before that time: each worker has a clock of its own."""
+    first = train(*make(0))
+    with pytest.raises(UsageError, match=f"uses .*{name}"):
         join(first, *make(1))
 
 
@@ -188,6 +208,52 @@ def test_a_weight_that_few_records_have_is_compared_by_name(join):
     first = train(*make(0))
     with pytest.raises(UsageError, match=r"uses .*weights, which is not that of the first worker"):
         join(first, *make(1))
+
+
+def make_weights(kind: str, number: int) -> Any:
+    weights = [1.0] * 2000
+    weights[1990] += number
+    made = {"list": weights, "dict": dict(enumerate(weights)), "few": {at for at in range(9) if at != 5 + number}}
+    return {"words": {f"{at}" for at in range(2000) if at != 1990 + number}, **made}[kind]
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "words", "few"])
+def test_items_of_long_collections_and_of_sets_are_compared_though_the_records_do_not_read_them(kind, join):
+    def make(number: int) -> tuple[nn.Module, Loss]:
+        model, table = plain_model(), make_weights(kind, number)
+
+        def weigh(record: int) -> float:
+            if isinstance(table, set):
+                return 2.0 if record in table or f"{record}" in table else 1.0
+            return float(table[record])
+
+        def loss(batch: Any) -> Tensor:
+            weights = torch.tensor([weigh(int(one)) for one in batch.records])
+            out: Tensor = weights[:, None] * (model(batch.inputs) - batch.labels) ** 2
+            return out
+
+        return model, loss
+
+    first = train(*make(0))
+    assert join(first, *make(0)) == [True]
+    with pytest.raises(UsageError, match=r"uses .*table"):
+        join(first, *make(1))
+
+
+def test_what_one_worker_had_no_time_for_is_not_compared():
+    whole, other = CollectionItems([1.0] * 1000), CollectionItems([1.0] * 1000 + [2.0])
+    none, all_of_it = contents.digest(whole, 0.0), contents.digest(whole, time.monotonic() + 60)
+    assert none == "list 1000: "
+    assert contents.is_same(none, all_of_it)
+    assert not contents.is_same(all_of_it, contents.digest(other, time.monotonic() + 60))
+
+
+def test_long_collections_that_differ_and_are_not_used_end_nothing(join):
+    def make(number: int) -> tuple[nn.Module, Loss]:
+        model, names = plain_model(), {f"/tmp/{number}/{at}": number for at in range(1000)}
+        return model, lambda batch: error(model, batch) * min(1, len(names))
+
+    assert join(train(*make(0)), *make(1)) == [True]
 
 
 def test_what_no_loss_reads_may_differ(join):

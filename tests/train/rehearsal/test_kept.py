@@ -6,6 +6,9 @@ import copy
 import functools
 import itertools
 from collections import deque
+from datetime import datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -208,6 +211,21 @@ def try_function(weigh: Any, spaces: dict[str, Any]) -> None:
 def test_what_a_function_keeps_is_found_wherever_it_is(made: Any) -> None:
     with pytest.raises(UsageError, match=r"the loss uses the loop's weigh"):
         try_function(made, {"weigh": made})
+
+
+@pytest.mark.parametrize("none", [np.int64(0), np.float32(0), Fraction(0), Decimal(0), datetime(2026, 1, 1)], ids=repr)
+def test_a_counter_of_any_kind_of_number_is_found(none: Any) -> None:
+    one = timedelta(seconds=1) if isinstance(none, datetime) else 1
+
+    class Counter:
+        count, late = none, none + 1000 * one
+
+    def weigh(outputs: Tensor) -> Tensor:
+        Counter.count = Counter.count + one
+        return outputs if Counter.count < Counter.late else 0.5 * outputs
+
+    with pytest.raises(UsageError, match=r"the loss uses the loop's weigh\.Counter\.count"):
+        try_function(weigh, {"weigh": weigh})
 
 
 def test_a_set_of_what_was_seen_is_found_though_the_same_records_do_not_make_it_longer() -> None:

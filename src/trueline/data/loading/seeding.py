@@ -128,7 +128,9 @@ class SeededReader:
                 return self._place(batch)
             if isinstance(self._source, CollatesBatches):
                 self._source.expect_no_mixing(seed=self._seed)
-            self.drawing = True
+            self.drawing = self._draws_again(indices, epoch)
+            if not self.drawing:
+                return self._place(batch)
         self._check_apart(indices, epoch)
         with preserve_generators():
             if isinstance(self._source, CollatesBatches):
@@ -150,6 +152,26 @@ class SeededReader:
                 "draw in the data set's __getitem__ and pad in a collate_fn that draws nothing",
             ) from error
         return self._place(batch)  # a lost device is no fault of the records
+
+    def _draws_again(self, indices: Indices, epoch: int) -> bool:
+        """Whether reading the same records once more draws, too. Raises UsageError, for every batch, if only that of
+        other records does: what was drawn is kept for each of them in this process."""
+        others = np.setdiff1d((indices + len(indices)) % self._source.num_records, indices)
+        moved = []
+        with preserve_generators():
+            for part in (indices, others) if len(others) else (indices,):
+                before = generator_state()
+                self._source.read(self._records(part, epoch))
+                moved.append(generator_state() != before)
+        if not moved[0] and moved[-1]:
+            self._checked = True
+            self._refusal = UsageError(
+                f"reading record {int(indices[0])} draws random numbers, and reading it again draws none: what was "
+                "drawn is kept, and a worker that joins, or has the record in the next epoch, draws other numbers",
+                hint="keep what was read before anything is drawn, and draw each time; or draw from a generator that "
+                "is seeded by the record's number (np.random.default_rng(index))",
+            )
+        return moved[0] or self._refusal is not None
 
     def _check_apart(self, indices: Indices, epoch: int) -> None:
         """Raises UsageError, for every batch, if reading mixes records. The first batch of enough records shows it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +26,8 @@ import torch
 from trueline.data.loading import seeding
 from trueline.errors import UsageError, join_names
 from trueline.train import devices, dynamo
-from trueline.train.rehearsal import kept, places
+from trueline.train.rehearsal import contents, kept, places
+from trueline.train.rehearsal.contents import CollectionItems
 from trueline.train.rehearsal.copies import can_look
 from trueline.train.rehearsal.places import KeptPlace
 from trueline.train.step import model_traits
@@ -34,7 +36,7 @@ from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.plan import Ints, choose_late
 from trueline.train.step.trial import QUICK_S, LossTrial, TrialInputs
 
-WHOLE_BYTES, PARTS = 16 << 20, 1 << 20
+WHOLE_BYTES, PARTS = 16 << 20, 1 << 18
 """Up to which size all of a tensor is hashed, and how many elements of a larger one."""
 ODD_BYTES = 64 << 20
 """A larger model is not tried at made-up parameters, which takes a copy."""
@@ -90,7 +92,8 @@ class AlikeTrial:
 
     def look(self) -> None:
         """Hashes what there is before the first batch."""
-        self._values = {place.name: describe(place.value) for place in self._list_places()}
+        until = time.monotonic() + contents.LOOK_S
+        self._values = {place.name: describe(place.value, until) for place in self._list_places()}
 
     def batches(self, ids: Ints | None = None) -> Generator[StepBatch, None, None]:
         """`ids`: records that the loss could be computed of, if this is the first worker."""
@@ -177,7 +180,7 @@ class AlikeTrial:
         for step, shown in zip(self._first["steps"], usual, strict=True):
             with ExitStack() as stack:
                 for place in changed:
-                    stack.enter_context(kept.change(place))
+                    stack.enter_context(kept.change(place, -kept.FAR))  # the start of a clock is long ago then
                 found = yield from self._show(ids, step)
             if not kept.is_same(shown, found):
                 raise UsageError(
@@ -189,9 +192,9 @@ class AlikeTrial:
     def _list_differing(self) -> dict[str, list[KeptPlace]]:
         """What differs from the first worker's, by the name at its root: a module has many tensors."""
         theirs, found = self._first["values"], dict[str, list[KeptPlace]]()
-        for place in self._list_places():
-            mine = self._values.get(place.name)
-            if mine is not None and theirs.get(place.name, mine) != mine:
+        names = {name for name, mine in self._values.items() if not contents.is_same(theirs.get(name, mine), mine)}
+        for place in self._list_places() if names else ():
+            if place.name in names:
                 found.setdefault(place.root, []).append(place)
         return {name_together([place.name for place in some]): some for some in found.values()}
 
@@ -259,8 +262,9 @@ def name_together(names: list[str]) -> str:
     return names[0][: max(names[0].rfind(".", 0, end), names[0].rfind("/", 0, end))] if end else names[0]
 
 
-def describe(value: Any) -> str:
-    """A digest of a number, a tensor or an array; of a collection its length.
+def describe(value: Any, until: float = math.inf) -> str:
+    """A digest of a number, a tensor or an array; of a collection its length, of a long one that of its items, as far
+    as the time `until` lets.
 
     >>> describe(3), describe([3, 4]), describe(torch.zeros(2)) == describe(torch.zeros(2))
     ('3', 'list 2', True)
@@ -269,6 +273,8 @@ def describe(value: Any) -> str:
         return _hash(value.detach().reshape(-1), f"{value.dtype} {list(value.shape)}")
     if isinstance(value, np.ndarray):
         return _hash(torch.from_numpy(np.ascontiguousarray(value)).reshape(-1), f"{value.dtype} {list(value.shape)}")
+    if isinstance(value, CollectionItems):
+        return contents.digest(value, until)
     if type(value) in places.GROWING:
         return f"{type(value).__name__} {len(value)}"
     words = type(value).__name__ if places.is_iterator(value) else repr(value)

@@ -18,7 +18,6 @@ import math
 import os
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,8 @@ from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.plan import choose_late
 from trueline.train.step.trial import FEW, LossTrial
 
-WILD, NUDGE, SEEN = 1e3, 1.01, copies.SEEN
-"""The parameters' values meanwhile, with either sign, a factor for the second batch, and how many elements of a tensor
-have them or are compared."""
+WILD, SEEN = 1e3, copies.SEEN
+"""The parameters' values meanwhile, with either sign, and how many elements of a tensor have them or are compared."""
 _JOINS = "a worker that joins receives model, optimizer and scheduler, and repeats no line of the loop"
 _AVERAGE = "Options(ema=0.999) averages the weights, in all workers and in checkpoints"
 _SCHEDULE = f"{_JOINS}: give the scheduler to Elastic(scheduler=...), or compute them from batch.step"
@@ -64,8 +62,8 @@ class AppliedTrial:
         count = min(FEW, trial.num_records, trial.global_batch)
         first, other = np.arange(count, dtype=np.int64), np.arange(trial.num_records - count, trial.num_records)
         step = choose_late(trial.total_steps)
-        for ids, factor in ((first, 1.0), (other, NUDGE), (first, 1.0)):
-            with self._nudge(factor):
+        for ids, times in ((first, 0), (other, 1), (first, 0)):
+            with copies.nudge(self._model, times):
                 yield from self._one(ids, step)
             if ids is first:
                 self._memory.look()
@@ -106,21 +104,7 @@ class AppliedTrial:
         return True
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        return (p for p in self._model.parameters() if p.is_floating_point() and p.is_contiguous())
-
-    @contextmanager
-    def _nudge(self, factor: float) -> Iterator[None]:
-        """Changes the parameters a little for a batch: an average that begins as what it averages moves then."""
-        held = [(value, copies.glance(value)) for value in self._parameters()] if factor != 1.0 else []
-        with torch.no_grad():
-            for value, part in held:
-                value.view(-1)[:SEEN].copy_(part * factor)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for value, part in held:
-                    value.view(-1)[:SEEN].copy_(part)
+        return copies.list_weights(self._model)
 
     def _note(self, fault: UsageError | None) -> None:
         self.fault = self.fault or fault

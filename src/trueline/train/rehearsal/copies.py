@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 
 from trueline.train.rehearsal.kept import KeptNames
 
-SEEN = 4096
-"""Elements of a tensor that are compared."""
+SEEN, NUDGE = 4096, 1.01
+"""Elements of a tensor that are compared, or changed, and a factor for these."""
 _ROOMS = (dict, OrderedDict, defaultdict, list)  # and no subclass of a user's, which may compute what it has
 
 
@@ -125,6 +126,26 @@ def glance(value: torch.Tensor) -> torch.Tensor:
     """A copy of the first elements."""
     flat = value.detach()
     return (flat.view(-1) if flat.is_contiguous() else flat.flatten())[:SEEN].clone()
+
+
+def list_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters that can be changed in place."""
+    return (value for value in model.parameters() if value.is_floating_point() and value.is_contiguous())
+
+
+@contextmanager
+def nudge(model: torch.nn.Module, times: int = 1) -> Iterator[None]:
+    """Changes the parameters a little while the block runs: an average that begins as what it averages moves then."""
+    held = [(value, glance(value)) for value in list_weights(model)] if times else []
+    with torch.no_grad():
+        for value, part in held:
+            value.view(-1)[:SEEN].copy_(part * NUDGE**times)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, part in held:
+                value.view(-1)[:SEEN].copy_(part)
 
 
 def are_equal(before: Iterable[torch.Tensor], now: Iterable[torch.Tensor]) -> bool:

@@ -34,6 +34,7 @@ from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
 from trueline.train.rehearsal import applied, joined, places
 from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
+from trueline.train.rehearsal.fresh import FreshTrial
 from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
@@ -75,10 +76,16 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     applied.check_schedulers(optimizer_step.optimizer, optimizer_step.scheduler)
     if joined.needs_trial(optimizer_step.model, optimizer_step.optimizer, optimizer_step.scheduler):
         joined.expect_same_after_join(lambda: joined.copy_step(optimizer_step))
-    found = (yield from _in_fork(trial, optimizer_step.settings)) if _can_fork(trial.inputs.model) else None
+    found = None
+    if can_fork(trial.inputs.model):
+        fresh = FreshTrial(trial.inputs)
+        fresh.belong_to(trial)
+        yield from try_again(fresh, optimizer_step.settings)
+        found = yield from _in_fork(trial, optimizer_step.settings)
     if isinstance(found, TruelineError):
         raise found
     if found is None:
+        trial.expect_same = None
         _leave_for_others(trial)
         yield from trial.batches()
     else:
@@ -97,7 +104,7 @@ def _leave_for_others(trial: LossTrial) -> None:
 def _compare(trial: LossTrial, settings: OptimizerSettings) -> Generator[StepBatch, None, None]:
     """The batches of a comparison with the first worker. Raises UsageError if the loss of this one is another."""
     if trial.traits.reads:
-        forks = _can_fork(trial.inputs.model)
+        forks = can_fork(trial.inputs.model)
         alike = AlikeTrial(trial, places.list_caller_spaces, trial.traits, changes=forks)
         yield from try_again(alike, settings)
         if forks and not alike.compared:  # the fork gave no answer
@@ -105,10 +112,10 @@ def _compare(trial: LossTrial, settings: OptimizerSettings) -> Generator[StepBat
         events.emit("loss.compared", forked=alike.compared)
 
 
-def try_again(trial: ForkedTrial, settings: OptimizerSettings) -> Generator[StepBatch, None, None]:
+def try_again(trial: ForkedTrial, settings: OptimizerSettings | None) -> Generator[StepBatch, None, None]:
     """As `try_loop`, for the records that `trial` names: of a step that differs from those that were tried. A fork that
     gives no answer leaves `trial` without one: a record may be damaged, which the step finds."""
-    if not _can_fork(trial.inputs.model):
+    if not can_fork(trial.inputs.model):
         yield from trial.batches()
         return
     found = yield from _in_fork(trial, settings)
@@ -124,14 +131,14 @@ def end_fork() -> None:
         os._exit(0)
 
 
-def _can_fork(model: torch.nn.Module) -> bool:
+def can_fork(model: torch.nn.Module) -> bool:
     on_host = all(value.is_cpu for value in (*model.parameters(), *model.buffers()))
     alone = all(getattr(part, "works_in_forks", True) for part in model.modules())
     return hasattr(os, "fork") and on_host and alone and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def _in_fork(
-    trial: ForkedTrial, settings: OptimizerSettings
+    trial: ForkedTrial, settings: OptimizerSettings | None
 ) -> Generator[StepBatch, None, dict[str, Any] | TruelineError | None]:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
@@ -154,13 +161,13 @@ def _in_fork(
 
 
 def _rehearse(
-    line: socket.socket, trial: ForkedTrial, settings: OptimizerSettings, parent: int
+    line: socket.socket, trial: ForkedTrial, settings: OptimizerSettings | None, parent: int
 ) -> Generator[StepBatch, None, None]:
     """In the fork: the batches. Does not return; if the loop drops this generator, the fork ends."""
     _here["forked"] = True
     try:
         first = isinstance(trial, LossTrial) and trial.inputs.chosen is None
-        after = applied.AppliedTrial(trial, settings) if isinstance(trial, LossTrial) and first else None
+        after = applied.AppliedTrial(trial, settings) if isinstance(trial, LossTrial) and first and settings else None
         if isinstance(trial, LossTrial) and first:
             _leave_for_others(trial)
         gc.freeze()  # destructors of the parent's objects may wait for threads, which a fork does not have

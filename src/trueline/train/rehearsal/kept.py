@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ import torch
 
 from trueline import events
 from trueline.errors import UsageError
-from trueline.train.rehearsal import places
+from trueline.train.rehearsal import contents, places
+from trueline.train.rehearsal.contents import CollectionItems
 from trueline.train.rehearsal.places import KeptPlace
 
 MOST_PLACES, LONG = 4096, 2048
@@ -43,7 +46,11 @@ class KeptNames:
         self._looks: list[dict[str, tuple[Any, ...]]] = []
 
     def look(self) -> None:
-        self._looks.append({place.name: _describe(place.value) for place in self.list_places()})
+        until = time.monotonic() + contents.LOOK_S
+        self._looks.append({
+            place.name: _describe(place.value, until) for place in self.list_places()
+            if not (isinstance(place.value, CollectionItems) and isinstance(place.value.of, set))  # it grows
+        })  # fmt: skip
 
     def list_changed(self) -> list[KeptPlace]:
         before, after = [{}, {}, *self._looks][-2:]
@@ -89,7 +96,9 @@ def is_same(shown: Shown, other: Shown) -> bool:
     return not all(map(math.isfinite, shown)) or all(close)
 
 
-def _describe(value: Any) -> tuple[Any, ...]:
+def _describe(value: Any, until: float) -> tuple[Any, ...]:
+    if isinstance(value, CollectionItems):
+        return "items", contents.digest(value, until)
     if isinstance(value, torch.Tensor):
         flat = value.detach().reshape(-1)[:SAMPLE]
         return "tensor", id(value), value._version, str(flat.tolist())
@@ -110,23 +119,28 @@ def _has_grown(value: Any, after: tuple[Any, ...]) -> bool:
 def _differ(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
     """Of a tensor that is the same object its version counts: an average may begin as what it averages. An iterator
     does not tell whether it has moved."""
+    if before[0] == after[0] == "items":
+        return not contents.is_same(before[1], after[1])
     if before[0] == after[0] == "tensor" and before[1] != after[1]:
         return bool(before[3] != after[3])
     return before != after
 
 
 @contextmanager
-def change(place: KeptPlace) -> Iterator[None]:
-    """Gives a place another value, far from its own, while the block runs."""
+def change(place: KeptPlace, far: int = FAR) -> Iterator[None]:
+    """Gives a place another value, far from its own, while the block runs; a number one that differs by `far`."""
     value = place.value
     if isinstance(value, torch.Tensor | np.ndarray):
         with _change_numbers(torch.from_numpy(value) if isinstance(value, np.ndarray) else value):
+            yield
+    elif isinstance(value, CollectionItems):
+        with contents.change(value, lambda one: _far(one, far)):
             yield
     elif type(value) in places.GROWING:
         with _lengthen(value):
             yield
     else:
-        place.put(_far(value))
+        place.put(_far(value, far))
         try:
             yield
         finally:
@@ -165,16 +179,21 @@ def _lengthen(value: Any) -> Iterator[None]:
         value.extend(kept) if isinstance(value, list | deque) else value.update(kept)
 
 
-def _far(value: Any) -> Any:
+def _far(value: Any, far: int) -> Any:
     if isinstance(value, itertools.count):
         return itertools.count(FAR)
     if places.is_iterator(value):
-        return map(_far, value)
+        return (_far(one, far) for one in value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
-        return tuple(map(_far, value))
-    return value + FAR if isinstance(value, int | float | torch.Tensor) else value
+        return tuple(_far(one, far) for one in value)
+    if isinstance(value, datetime):
+        return value + timedelta(seconds=far)
+    if isinstance(value, np.integer):
+        room = np.iinfo(value.dtype)
+        return type(value)(min(max(int(value) + far, room.min), room.max))
+    return value + far if places.is_number(value) or isinstance(value, torch.Tensor) else value
 
 
 def compare(shown: Shown, other: Shown) -> str:

@@ -10,14 +10,19 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from fractions import Fraction
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from trueline.train.rehearsal.contents import CollectionItems
+
 MOST_ITEMS, DEEP = 256, 4
-"""Items of a list, and levels below a name, that are looked at."""
+"""Items of a list that are looked at one by one (`contents.py`: those of a longer one), and levels below a name."""
 GROWING = (list, deque, set, dict, OrderedDict, Counter, defaultdict)
 """Collections whose length is looked at."""
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -49,6 +54,8 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -
         seen.add(id(value))
         if not ours and _changes_inside(value):
             yield place
+            if type(value) is set or (type(value) in GROWING and len(value) > MOST_ITEMS):
+                yield KeptPlace(f"{place.name}'s items", CollectionItems(value), _leave, place.root)
         inner = _open(value)
         if inner is not None and depth < DEEP:
             dotted = isinstance(value, list | deque | dict)
@@ -58,7 +65,8 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float)
+    """Whether it is a number or a time."""
+    return isinstance(value, bool | int | float | np.integer | np.floating | Fraction | Decimal | datetime)
 
 
 def is_iterator(value: Any) -> bool:
@@ -144,6 +152,10 @@ def _list_enclosed(function: FunctionType) -> Iterator[tuple[Any, Any, Callable[
     for key, value in (*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()):
         if not is_number(value):
             yield f"default {key}", value, lambda _: None
+
+
+def _leave(_: Any) -> None:
+    """Its items are changed in place."""
 
 
 def _put_item(room: Any, key: Any, value: Any) -> None:

@@ -91,12 +91,14 @@ class LossTrial:
     traits: ModelTraits
     failed = False
     """The loop's code raised for one of its batches."""
+    leads = True  # what `job.leads` is meanwhile
 
     def __init__(self, trial: TrialInputs) -> None:
         self.inputs, self.taken = trial, False
         self.after: Callable[[torch.Tensor], bool] | None = None
         """Takes the losses of other trials in this one's place, and returns what `job.step` does."""
         self.alike: LossComparison | None = None
+        self.expect_same: Callable[[Any], Batches] | None = None  # with a reader: `fresh.py`
         self._tried: list[LossSample] = []
         values = [value for value in trial.model.parameters() if value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
@@ -125,6 +127,8 @@ class LossTrial:
                 yield from self._twice(ids[:FEW])
                 if not self._is_finite():
                     continue
+                if self.expect_same is not None:
+                    yield from self.expect_same(trial.reader)
                 if self.alike is not None:
                     yield from self.alike.batches(ids[:FEW])
                 few = trial.chosen is None and self.took_s >= QUICK_S

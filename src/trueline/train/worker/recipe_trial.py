@@ -18,8 +18,9 @@ from trueline.errors import RecipeError
 from trueline.recipe.contract import Recipe
 from trueline.train import devices
 from trueline.train.link.grpc_client import is_replacement
-from trueline.train.rehearsal import kept
+from trueline.train.rehearsal import fork, kept
 from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
+from trueline.train.rehearsal.fresh import FreshTrial
 from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits, trial
@@ -47,12 +48,14 @@ class RecipeTrial:
             return self._compare(settled, {})
         leaves = AlikeTrial(self._make_trial(), self._list_spaces)
         leaves.look()
+        fresh = None if settled is not None else self._try_fresh()
         traits = self._try_forward()
         settled = load_traits(traits)
         for number in range(trial.ATTEMPTS):
             if settled is not None:
                 break
             tried = leaves.belong_to(self._make_trial(number))
+            tried = tried if fresh is None else fresh.belong_to(tried)
             if self._try_loss(tried):
                 drawn = tried.traits.draws or traits.draws
                 settled = settle_traits(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
@@ -66,6 +69,17 @@ class RecipeTrial:
             model=self._model, reader=self._reader, num_records=self._source.num_records, seed=self._settings.seed,
             global_batch=self._settings.global_batch, options=self._options, attempt=attempt,
         ))  # fmt: skip
+
+    def _try_fresh(self) -> FreshTrial | None:
+        """Computes some records in a fork, before any other is computed here."""
+        if not fork.can_fork(self._model):
+            return None
+        tried = self._make_trial()
+        fresh = FreshTrial(tried.inputs)
+        fresh.belong_to(tried)
+        with contextlib.closing(fork.try_again(fresh, None)) as batches:
+            all(self._take(tried, batch) for batch in batches)
+        return fresh
 
     def _try_forward(self) -> ModelTraits:
         source, batch = self._source, self._settings.global_batch
@@ -93,11 +107,7 @@ class RecipeTrial:
                     raise refused from error
 
     def _list_spaces(self) -> list[tuple[str, Any]]:
-        """Where the recipe's code keeps what it keeps."""
-        recipe = self._recipe
-        functions = [getattr(value, "__func__", value) for value in (recipe.loss, recipe.model, recipe.feed)]
-        spaces = {id(found): found for one in functions if (found := getattr(one, "__globals__", None)) is not None}
-        return [*(("the recipe's ", space) for space in spaces.values()), ("the data set's ", self._source)]
+        return list_spaces(self._recipe, self._source)
 
     def _try_loss(self, tried: trial.LossTrial) -> bool:
         """Whether the recipe's functions take the batches of the trial. Raises what the trial finds."""
@@ -146,3 +156,10 @@ class RecipeTrial:
                     all(self._take(tried, batch) for batch in batches)
                 compared = alike.compared
         return first
+
+
+def list_spaces(recipe: Recipe, source: Source) -> list[tuple[str, Any]]:
+    """Where the recipe's code keeps what it keeps."""
+    functions = [getattr(value, "__func__", value) for value in (recipe.loss, recipe.model, recipe.feed)]
+    spaces = {id(found): found for one in functions if (found := getattr(one, "__globals__", None)) is not None}
+    return [*(("the recipe's ", space) for space in spaces.values()), ("the data set's ", source)]

@@ -1,0 +1,115 @@
+"""Whether some records have the same loss in a process that has computed others before as in one that has not.
+
+A worker that joins begins with empty caches. What a loop remembers of a record that it has seen (a target, noise that
+was drawn for it, a history of its losses), of its first batch (a mean, a projection), or of the weights that it had
+then, need not have a name. So a fork of its own computes the records first of all, at other parameters and seeds; the
+trial computes them after others, as they are and then at those parameters and seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from trueline.data.loading import seeding
+from trueline.errors import UsageError
+from trueline.train import dynamo
+from trueline.train.rehearsal import copies, kept
+from trueline.train.step import model_traits
+from trueline.train.step.contribution import StepBatch
+from trueline.train.step.plan import choose_late
+from trueline.train.step.trial import LossTrial, TrialInputs
+
+RECORDS = 3
+Batches = Generator[StepBatch, None, None]
+
+
+class FreshTrial:
+    """`batches()` in a fork that has computed nothing, and `expect_same()` where something was; each batch is followed
+    by a call of `take`. `belong_to` gives it the trial that takes the losses."""
+
+    def __init__(self, given: TrialInputs) -> None:
+        ids = np.unique(np.linspace(0, given.num_records - 1, RECORDS + 1).astype(np.int64))[-RECORDS:]
+        self.inputs = replace(given, chosen=ids)
+        self._tried: LossTrial
+        self._taken: list[list[float]] = []
+        self._fresh: list[float] = []
+
+    def belong_to(self, tried: LossTrial) -> LossTrial:
+        """Makes `tried` compare what it has computed with the fork's."""
+        self._tried, tried.expect_same = tried, self.expect_same
+        return tried
+
+    def batches(self) -> Batches:
+        before, self._tried.after = self._tried.after, self.take
+        eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
+        try:
+            with seeding.preserve_generators(), eager:
+                yield from self._show(1)
+        finally:
+            self._tried.after = before
+
+    def answer(self) -> dict[str, Any]:
+        return {"shown": self._taken[-1]}
+
+    def accept(self, answer: dict[str, Any]) -> None:
+        self._fresh = answer["shown"]
+
+    def take(self, loss: torch.Tensor) -> bool:
+        self._taken.append(self._tried.show(loss))
+        return False
+
+    def expect_same(self, reader: Any) -> Batches:
+        """The batches in the process of the trial. Raises UsageError if a loss is another than in the fork."""
+        if not self._fresh:
+            return
+        self.inputs = replace(self.inputs, reader=reader)
+        before, self._tried.after, threads = self._tried.after, self.take, torch.get_num_threads()
+        torch.set_num_threads(1)  # as in the fork: with others sums are rounded otherwise
+        try:
+            for number in range(2):
+                yield from self._show(number)
+            self._compare_with_fork()
+            self._tried.leads = False
+            yield from self._show(1, weight=0.25, last=False)
+            self._compare_shares()
+        finally:
+            self._tried.after, self._tried.leads = before, True
+            torch.set_num_threads(threads)
+
+    def _compare_with_fork(self) -> None:
+        if not kept.is_same(self._fresh, self._taken[-1]):
+            raise UsageError(
+                f"once other batches were computed, {kept.compare(self._fresh, self._taken[-1])}, with equal seeds and "
+                "parameters: it uses something that is kept from one batch to the next, such as a cache by record or "
+                "what was made of the first batch",
+                hint="a worker that joins receives model, optimizer and scheduler, and nothing that Python code has "
+                "kept: compute it before the loop, in all workers alike, keep it in a buffer of the model "
+                "(self.register_buffer), or leave it out",
+            )
+
+    def _compare_shares(self) -> None:
+        if not kept.is_same(*self._taken[-2:]):
+            raise UsageError(
+                f"in a worker that does not lead, with a part of the step, {kept.compare(*self._taken[-2:])}, with "
+                "equal seeds and parameters: it uses batch.weight, batch.last or job.leads, so training would depend "
+                "on how a step is shared",
+                hint="compute the loss of the batch alone; the job weighs it by its records",
+            )
+
+    def _show(self, number: int, *, weight: float = 1.0, last: bool = True) -> Batches:
+        """The records with the seed `number`: of 0 with the parameters as they are, else with others."""
+        given, ids, count = self.inputs, self.inputs.chosen, len(self._taken)
+        assert ids is not None
+        batch, step = given.reader.read(ids, epoch=0), choose_late(given.total_steps)
+        with model_traits.restore_buffers(given.model), copies.nudge(given.model, number):
+            seeding.seed_all(given.seed, 0, number)
+            yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=step, weight=weight, last=last,
+                            trial=True)  # fmt: skip
+        if len(self._taken) == count:
+            raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
