@@ -133,6 +133,20 @@ class Digits(nn.Module):
         return x * f"{x.shape[1]:04d}".count("0")
 
 
+class Halved(nn.Module):
+    """Twice as much from 65 records on, which only small values show: a loop halves large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.tensor([64]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * [*map(float, (1, 2))][int(torch.searchsorted(self.edges, len(x)))]
+        while h.abs().max() > 4:
+            h = h / 2
+        return h
+
+
 class Branch(nn.Module):
     """Equal on both sides: the graph has the size free, and the code goes another way."""
 
@@ -204,6 +218,14 @@ def test_a_trace_is_claimed_up_to_the_last_size_that_agrees(tmp_path: Path) -> N
     bundle = captured(Digits, tmp_path / "b", lengths=True)
     assert bundle.signature.dims["length"] == Dim(max=10)  # 5 and 10 have three zeros here, 11 has two
     assert bundle.signature.dims["batch"].probed
+
+
+def test_a_factor_by_size_that_a_loop_over_large_values_hides_ends_the_claim(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    example = torch.randn(5, 4).clamp(-3.5, 3.5)
+    example[0, 0] = 3.5
+    capture(recipes.untrained(Halved, examples=lambda: example), None, tmp_path / "b", formats=["torchscript"])
+    assert open_bundle(tmp_path / "b").signature.dims["batch"].max == 64
 
 
 def test_a_free_size_at_which_the_code_goes_another_way_is_claimed_as_far_as_it_was_compared(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ at which model and program were compared; where they part, the border is found b
 """
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -18,11 +17,15 @@ from trueline.capture.model.code_paths import Edge, edges_of
 from trueline.capture.model.signature import BATCH, Calling
 from trueline.capture.proof.far_sizes import (
     FIRST,
+    GIVEN,
     LARGEST,
+    MIXED,
     PAIRED,
+    SMALL,
     TOGETHER,
     FarAnswer,
     FarSizes,
+    divide_numbers,
     far_sizes,
     numbers_of,
 )
@@ -158,40 +161,42 @@ class _Walk:
     symbol: str
     known: set[Edge]
     """The steps of the user's code at the sizes before."""
-    verdicts: dict[tuple[int, bool], bool | None] = field(default_factory=dict)
-    answers: dict[tuple[int, bool], FarAnswer] = field(default_factory=dict)
+    verdicts: dict[tuple[int, str], bool | None] = field(default_factory=dict)
+    answers: dict[tuple[int, str], FarAnswer] = field(default_factory=dict)
 
     def agrees(
-        self, size: int, *, sizes: dict[str, int] | None = None, mixed: bool = False, share: float = 1.0
+        self, size: int, *, sizes: dict[str, int] | None = None, how: str = GIVEN, share: float = 1.0
     ) -> bool | None:
         """Whether the program answers as the model at `size`; None where neither ran, or the claim has it not. `sizes`:
         of all symbols, if not the example's."""
-        key = size, mixed
+        key = size, how
         if key not in self.verdicts:
             claim = self.program.signature
             sizes = sizes or fit(claim, _base(claim, self.far, self.symbol), {self.symbol: size})
-            self.verdicts[key] = self._compare(size, sizes, mixed, share)
+            self.verdicts[key] = self._compare(size, sizes, how, share)
         return self.verdicts[key]
 
-    def _compare(self, size: int, sizes: dict[str, int] | None, mixed: bool, share: float) -> bool | None:
+    def _compare(self, size: int, sizes: dict[str, int] | None, how: str, share: float) -> bool | None:
         claim = self.program.signature
-        answer = None if sizes is None else self.far.ask(claim, self.symbol, sizes, mixed=mixed, share=share)
+        answer = None if sizes is None else self.far.ask(claim, self.symbol, sizes, how=how, share=share)
         if answer is None:
             return None
-        self.answers[size, mixed] = answer
+        self.answers[size, how] = answer
         # many pairs are tried in little time, and where one is another way the answers differ by more than rounding
         seen = replace(answer.seen, arbitrate=None) if self.symbol == PAIRED else answer.seen
         with self.far.allowance(self.symbol).charging():
             proof = judge(self.program, [seen])
         verdict = proof.evidence[0].verdict
-        return None if verdict == "outside" or (mixed and answer.seen.outputs is None) else verdict == "agrees"
+        if verdict == "agrees" and how == GIVEN and self.symbol != PAIRED:
+            return self.agrees(size, sizes=sizes, how=SMALL, share=share) is not False
+        return None if verdict == "outside" or (how != GIVEN and not answer.answered) else verdict == "agrees"
 
     def is_plain(self, size: int) -> bool:
         """Whether the program agrees at `size`, and the user's code takes no new step there."""
         return self.agrees(size) is True and not self.takes_new_steps(size)
 
     def takes_new_steps(self, size: int) -> bool:
-        answer = self.answers.get((size, False))
+        answer = self.answers.get((size, GIVEN))
         return answer is not None and not answer.edges <= self.known
 
 
@@ -331,13 +336,13 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
     around = {number + step for number in numbers for step in (-1, 0, 1)} - set(doubled) - {here}
     around |= walk.far.sizes_of_examples(walk.program.signature, walk.symbol) - {here}
     if walk.symbol in walk.far.unrolled:  # of another, a guard would tell
-        around |= set(_divide(numbers, walk.program.signature)) - set(doubled) - {here}
+        around |= set(divide_numbers(numbers, walk.program.signature)) - set(doubled) - {here}
     shares = dict.fromkeys(range(1, DENSE + 1 if walk.symbol in walk.far.unrolled else 1), DENSE_SHARE)
     shares |= dict.fromkeys(around, CODE_SHARE) | dict.fromkeys(doubled, 1.0)
     shares = {size: share for size, share in sorted(shares.items()) if dim.allows(size) and size != here}
     if walk.agrees(here) is not True:
         return _Reached(low=dim.min, high=here, parts=False, branches=False, probes=())
-    walk.known |= walk.answers[here, False].edges
+    walk.known |= walk.answers[here, GIVEN].edges
     low = dim.min
     for size in reversed([size for size in shares if size < here]):
         if walk.agrees(size, share=shares[size]) is False:
@@ -358,30 +363,21 @@ def _walk(walk: _Walk, numbers: Sequence[int]) -> _Reached:
                 reached.append(border)
                 parts = True
                 break
-            walk.known |= walk.answers[size, False].edges
+            walk.known |= walk.answers[size, GIVEN].edges
         if found:
             reached.append(size)
     return _with_order(walk, low, reached, parts=parts, branches=branches)
 
 
-def _divide(numbers: Sequence[int], claim: Signature) -> Iterator[int]:
-    """The sizes at which a count of elements is a number of the code, 300 records of 5 are 1,500, and those below."""
-    fixed = [[size for size in spec.shape if isinstance(size, int)] for spec in (*claim.inputs, *claim.outputs)]
-    units = {2, 3, 4, *(size for sizes in fixed for size in sizes), *map(math.prod, fixed)} - {0, 1}
-    for number, unit, step in itertools.product(numbers, units, (0, -1, 1)):
-        size, rest = divmod(number + step, unit)
-        yield from () if rest else (size - 1, size)
-
-
 def _with_order(walk: _Walk, low: int, reached: list[int], *, parts: bool, branches: bool) -> _Reached:
     """The same after the comparison in another order of the records, at the largest size at which that agrees too."""
-    while len(reached) > 1 and walk.agrees(reached[-1], mixed=True) is False:
+    while len(reached) > 1 and walk.agrees(reached[-1], how=MIXED) is False:
         reached.pop()
         parts = True
     sizes = [size for size in reached[1:] if size in (reached[-1], next((s for s in reached if s >= FIRST), 0))]
     probes, below = [], reached[0]
     for size in sizes:
-        asked = [walk.answers[key] for key in ((size, False), (size, True)) if walk.verdicts.get(key)]
+        asked = [walk.answers[size, how] for how in (GIVEN, SMALL, MIXED) if walk.verdicts.get((size, how))]
         needed = walk.symbol in walk.far.unrolled
         seen = [answer.seen for answer in asked if needed or answer.cost[0] < QUICK_S]
         probes += [FarProbe(symbol=walk.symbol, below=below, seen=one) for one in seen]

@@ -2,10 +2,11 @@
 own code compares sizes with.
 
 A call is made only if time and memory are left for it, judged by the smaller ones. The model is called on its example's
-records, repeated, and at the largest size on the same in a random order, so that an answer which depends on a record's
-position shows.
+records, repeated, and on the same 64 times smaller, where a loop or a bound for large values hides no factor; at the
+largest size on the same in a random order, so that an answer which depends on a record's position shows.
 """
 
+import itertools
 import math
 import re
 import time
@@ -33,9 +34,12 @@ FIRST, LARGEST = 64, 4096
 """The first size that is far, and the last: larger ones take minutes."""
 TOGETHER, PAIRED = "together", "paired"
 """In place of a symbol, where several are far: all, or two."""
+GIVEN, MIXED, SMALL = "as given", "in another order", "64 times smaller"
+"""The records of the example: as they are, they and their steps in a random order, their floats divided."""
+SMALLER = 64
 FREE_S, UNROLLED_S = 0.5, 4.0
 """Seconds for the sizes of one symbol; where code was unrolled over it, the claim ends with them."""
-CHEAP_CALLS = 300
+CHEAP_CALLS = 600
 """Calls of model and program at sizes of one symbol that are made without time, where they are cheap."""
 MAX_VALUES = 1 << 24
 """Numbers in the inputs of one call."""
@@ -71,7 +75,7 @@ class FarSizes:
         self.unrolled: frozenset[str] = frozenset()
         """Symbols that get more time."""
         self._allowances: dict[str, Allowance] = {}
-        self._answers: dict[tuple[str, tuple[tuple[str, int], ...], bool], FarAnswer] = {}
+        self._answers: dict[tuple[str, tuple[tuple[str, int], ...], str], FarAnswer] = {}
 
     @cached_property
     def example(self) -> dict[str, Array]:
@@ -97,12 +101,12 @@ class FarSizes:
         return max(allowance.find_left(), CHEAP_S if allowance.allows() else 0.0)
 
     def ask(
-        self, claim: Signature, symbol: str, sizes: Mapping[str, int], *, mixed: bool = False, share: float = 1.0
+        self, claim: Signature, symbol: str, sizes: Mapping[str, int], *, how: str = GIVEN, share: float = 1.0
     ) -> FarAnswer | None:
         """The answer at `sizes`, which cost time of `symbol`; None where there is too little time or memory for it.
-        With `mixed` the records and steps of the example are in a random order. `share`: of the time. Where several
-        symbols are far, `symbol` is TOGETHER or PAIRED, and the largest of their sizes counts."""
-        key = (symbol, tuple(sizes.items()), mixed)
+        `how`: GIVEN, MIXED or SMALL; None for small ones without floats. `share`: of the time. Where several symbols
+        are far, `symbol` is TOGETHER or PAIRED, and the largest of their sizes counts."""
+        key = (symbol, tuple(sizes.items()), how)
         if key not in self._answers:
             allowance = self.allowance(symbol)
             seconds, largest = self._predict(symbol, _far_size(symbol, sizes))
@@ -110,8 +114,11 @@ class FarSizes:
             if many or not allowance.allows(seconds or None, share=share):
                 return None
             inputs, left = self._lengthen(resize(self.example, claim, sizes), sizes), allowance.find_left(share)
+            if how == SMALL and not any(_is_float(one) for one in inputs.values()):
+                return None
+            changed = {GIVEN: lambda: inputs, MIXED: lambda: _mix(inputs, claim), SMALL: lambda: _shrink(inputs)}[how]()
             with allowance.charging():
-                answer = self._call(claim, sizes, _mix(inputs, claim) if mixed else inputs, left, mixed=mixed)
+                answer = self._call(claim, sizes, changed, left, how)
             if answer is None:
                 return None
             self._answers[key] = answer
@@ -152,15 +159,15 @@ class FarSizes:
         return total
 
     def _call(
-        self, claim: Signature, sizes: Mapping[str, int], inputs: dict[str, Array], left: float, *, mixed: bool
+        self, claim: Signature, sizes: Mapping[str, int], inputs: dict[str, Array], left: float, how: str
     ) -> FarAnswer | None:
         named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
         probe = Probe(
-            name=f"{named}, {'in another order' if mixed else 'as given'}",
-            origin="made" if mixed else "given",
+            name=f"{named}, {how}",
+            origin="given" if how == GIVEN else "made",
             num_records=next(iter(sizes.values())),
             inputs=inputs,
-            wild=mixed,  # what a mask in another order hides may be everything
+            wild=how == MIXED,  # what a mask in another order hides may be everything
         )
         started, memory = time.thread_time(), _LargestTensor()
         try:
@@ -207,6 +214,23 @@ def _extrapolate(before: tuple[int, float], last: tuple[int, float], size: int) 
         if power > 1:
             return float(last[1] * (size / last[0]) ** min(power, 4.0))
     return last[1] + max(growth, 0) / steps * (size - last[0])
+
+
+def divide_numbers(numbers: Sequence[int], claim: Signature) -> Iterator[int]:
+    """The sizes at which a count of elements is a number of the code, 300 records of 5 are 1,500, and those below."""
+    fixed = [[size for size in spec.shape if isinstance(size, int)] for spec in (*claim.inputs, *claim.outputs)]
+    units = {2, 3, 4, *(size for sizes in fixed for size in sizes), *map(math.prod, fixed)} - {0, 1}
+    for number, unit, step in itertools.product(numbers, units, (0, -1, 1)):
+        size, rest = divmod(number + step, unit)
+        yield from () if rest else (size - 1, size)
+
+
+def _is_float(array: Array) -> bool:
+    return array.dtype.kind == "f"
+
+
+def _shrink(inputs: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: np.divide(one, SMALLER, dtype=one.dtype) if _is_float(one) else one for name, one in inputs.items()}
 
 
 def _mix(inputs: Mapping[str, Array], claim: Signature) -> dict[str, Array]:
