@@ -13,6 +13,7 @@ from trueline.data.formats.recordio import encode_chunk
 from trueline.recipe.load import load_recipe
 from trueline.serve import start
 from trueline.train.api import train
+from trueline.train.step import features
 from worlds import servers
 from worlds.gates import StepGate
 
@@ -27,6 +28,8 @@ def records(tmp_path, monkeypatch):
     draw = np.random.default_rng(0)
     values = draw.integers(-(2**62), 2**62, (RECORDS, 5))
     values[:, 1] %= 50
+    looked_at = np.linspace(0, RECORDS - 1, features.POOL).astype(np.int64)
+    values[np.setdiff1d(np.arange(RECORDS), looked_at)[50], 1] = 50  # which no record of a trial has
     values[:, 2:] = draw.integers(0, 40, (RECORDS, 3))
     values[:, 0] = (values[:, 2:] < 20).sum(axis=1) > 1
     path = tmp_path / "records.recordio"
@@ -41,7 +44,7 @@ def test_a_recipe_of_the_zoo_as_it_stands_goes_the_whole_line_whoever_dies(tmp_p
     with StepGate(job, (10, "worker-0"), (25, "server-1"), (40, "master")):
         found = train(RECIPE, job_dir=job, strategy=strategy, workers=2, servers=2)
     assert found.summary.exactly_once
-    if strategy == "hybrid":  # labels that no record of the trial had
+    if strategy == "hybrid":  # a user that no record of the trial had
         said = "".join(path.read_text() for path in (job / "logs").glob("worker-*.log"))
         assert "loss.doubted" in said
         assert "loss.untried" not in said
