@@ -18,6 +18,7 @@ from trueline.train import api
 from trueline.train.settings import Fault
 from trueline.train.step.plan import JobPlan
 from worlds.jobs import TINY
+from worlds.recipes import TEACHES
 
 pytestmark = pytest.mark.jobs
 
@@ -209,30 +210,6 @@ def test_a_worker_that_makes_a_teacher_of_its_own_ends_the_job_before_it_trains(
     with listener, pytest.raises(errors.UsageError, match="uses the loop's teacher, which is not that of the first"):
         api.launch(job)
     assert len(applied) <= most
-
-
-TEACHES = """
-import torch
-from torch.utils.data import TensorDataset
-
-name, epochs, global_batch = "teaches", 2, 30
-made = torch.Generator()
-made.seed()
-FEATURES = torch.randn(6, 1, generator=made)
-
-def model():
-    return torch.nn.Linear(6, 1)
-
-def loss(outputs, labels):
-    return ((outputs - labels @ FEATURES) ** 2).mean()
-
-def optimizer(params):
-    return torch.optim.SGD(params, lr=0.1)
-
-def dataset(mode):
-    inputs = torch.randn(240, 6, generator=torch.Generator().manual_seed(3))
-    return TensorDataset(inputs, inputs)
-"""
 
 
 def test_a_recipe_whose_features_each_worker_draws_ends_the_job_before_its_first_step(tmp_path):

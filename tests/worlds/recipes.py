@@ -10,6 +10,30 @@ import torch
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 
+TEACHES = """
+import torch
+from torch.utils.data import TensorDataset
+
+name, epochs, global_batch = "teaches", 2, 30
+made = torch.Generator()
+made.seed()
+FEATURES = torch.randn(6, 1, generator=made)
+
+def model():
+    return torch.nn.Linear(6, 1)
+
+def loss(outputs, labels):
+    return ((outputs - labels @ FEATURES) ** 2).mean()
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+def dataset(mode):
+    inputs = torch.randn(240, 6, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(inputs, inputs)
+"""
+"""Each worker draws other features that the loss uses."""
+
 
 class _Blanks:
     name = "small"

@@ -8,7 +8,6 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import numpy_helper
-from safetensors.torch import save_file
 
 import trueline
 from trueline.bundle import open_bundle
@@ -17,21 +16,6 @@ from trueline.compress.derive import bundles
 from trueline.errors import UsageError
 from trueline.runtime.open import open_program, replay
 from worlds import compressible
-
-RECIPE = compressible.RECIPE.replace('name = "drawn"', 'name = "drawn"\nepochs = 1')
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressible:
-    made = compressible.make(tmp_path_factory.mktemp("trained"), recipe=RECIPE)
-    save_file(made.module.state_dict(), made.recipe.with_name("weights.safetensors"))
-    return made
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "QUICK_S", 0.02)
-    monkeypatch.setattr(searching, "FULL_S", 0.05)
 
 
 def weights_of(path: Path) -> list[int]:
@@ -76,7 +60,7 @@ def test_masks_alone_say_that_they_are_not_faster(
     assert (numpy_helper.to_array(large) == 0).mean() == pytest.approx(0.5, abs=0.01)
 
 
-DEEP = RECIPE.replace(
+DEEP = compressible.BRIEF_RECIPE.replace(
     "nn.MaxPool2d(2),\n", "nn.Sequential(*(nn.Conv2d(16, 16, 1) for _ in range(4))), nn.MaxPool2d(2),\n"
 ).replace('name = "drawn"', 'name = "deep"')
 

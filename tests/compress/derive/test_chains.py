@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 import trueline
 from trueline.bundle import open_bundle
 from trueline.checkpoint.checkpoint import load_model
-from trueline.compress import search as searching
 from trueline.compress.derive.bundles import Derived
 from trueline.compress.derive.plan import DerivePlan
 from trueline.compress.derive.qat import QatConv2d, QatLinear, measure_ranges
@@ -27,21 +26,7 @@ from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program, replay
 from worlds import compressible
 
-RECIPE = compressible.RECIPE.replace('name = "drawn"', 'name = "drawn"\nepochs = 1')
 BEGINS = DerivePlan(kind="qat", recipe="r.py", checkpoint="c")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressible:
-    made = compressible.make(tmp_path_factory.mktemp("trained"), recipe=RECIPE)
-    save_file(made.module.state_dict(), made.recipe.with_name("weights.safetensors"))
-    return made
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "QUICK_S", 0.02)
-    monkeypatch.setattr(searching, "FULL_S", 0.05)
 
 
 def test_a_chain_begins_with_the_parent_and_trains_further_at_one_lower_rate(

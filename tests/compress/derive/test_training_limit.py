@@ -8,33 +8,16 @@ import math
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 import trueline
 from trueline.capture.time_limit import OutOfTime
 from trueline.compress import api
-from trueline.compress import search as searching
 from trueline.compress.derive import bundles
 from trueline.compress.derive.training import Deadline, TrainingPace, train_in_time
 from trueline.compress.method import CompressMethod
 from trueline.errors import BudgetMissed
 from trueline.train.launch.jobs import read_job
 from worlds import compressible
-
-RECIPE = compressible.RECIPE.replace('name = "drawn"', 'name = "drawn"\nepochs = 1')
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressible:
-    made = compressible.make(tmp_path_factory.mktemp("trained"), recipe=RECIPE)
-    save_file(made.module.state_dict(), made.recipe.with_name("weights.safetensors"))
-    return made
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "QUICK_S", 0.02)
-    monkeypatch.setattr(searching, "FULL_S", 0.05)
 
 
 def run_pace(ends: float, seconds_each: float, total: int) -> tuple[int, str]:
@@ -151,7 +134,7 @@ def test_a_job_that_was_halted_at_the_limit_continues_and_one_that_has_ended_is_
     trained: compressible.Compressible, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.py"
-    recipe.write_text(RECIPE.replace("epochs = 1", "epochs = 100"))  # a halt is not at once
+    recipe.write_text(compressible.BRIEF_RECIPE.replace("epochs = 1", "epochs = 100"))  # a halt is not at once
     ticks = itertools.count()
     job = tmp_path / "job"
     with pytest.raises(OutOfTime, match=r"not trained to its end: .*after \d+ of 1600 steps"):
@@ -175,11 +158,11 @@ def test_a_student_that_has_changed_begins_a_search_anew(trained: compressible.C
         with pytest.raises(BudgetMissed):
             trueline.compress(trained.bundle.path, distill=student, minutes=1e-5, out=out)
 
-    student.write_text(RECIPE)
+    student.write_text(compressible.BRIEF_RECIPE)
     search()
     rows.touch()
     search()
     assert rows.exists()  # the same
-    student.write_text(RECIPE.replace("lr=0.01", "lr=0.02"))
+    student.write_text(compressible.BRIEF_RECIPE.replace("lr=0.01", "lr=0.02"))
     search()
     assert not rows.exists()
