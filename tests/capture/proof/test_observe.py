@@ -19,7 +19,7 @@ from trueline.capture.proof.careful import Careful, Unsafe
 from trueline.capture.proof.observe import find_parting, observe, watch_again
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.value_probes import make_value_probes
-from trueline.errors import RequestError
+from trueline.errors import NotProven, RequestError
 from trueline.runtime.open import open_program
 from worlds.models import Eigen
 from worlds.recipes import untrained
@@ -138,6 +138,8 @@ def test_finite_numbers_of_which_a_model_makes_nan_for_lapack_are_refused_by_mod
     assert program.run({"x": examples.numpy()})["output"].shape == (4, 3)
     with pytest.raises(RequestError, match="the input has no finite number"):
         program.run({"x": np.zeros((2, 3, 3), np.float32)})
+    with pytest.raises(NotProven, match="the program would end its process"):
+        capture(recipe, None, tmp_path / "script", formats=["torchscript"])
 
 
 class RowCounts(nn.Module):

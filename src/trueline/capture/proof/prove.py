@@ -16,7 +16,7 @@ import msgspec
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Signature
 from trueline.capture.proof.bounds import ULPS, describe
-from trueline.capture.proof.careful import STOPPED, Careful, care
+from trueline.capture.proof.careful import CRASHING, Careful, care
 from trueline.capture.proof.observe import MORE_DRAWS, Observation, digest, fixed_seed, hidden_state, observe
 from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
@@ -179,11 +179,12 @@ def _judge_refused(program: Session, seen: Observation) -> tuple[str, str]:
         return "unanswered", refused
     if seen.unsafe:
         return "disagrees", refused
+    mode = Careful() if seen.probe.wild else Careful(CRASHING)
     try:
-        with Careful():
+        with mode:
             program.run(seen.probe.inputs)
-    except Exception as error:  # noqa: BLE001 - whatever a runtime raises: it refuses them too
-        if STOPPED in str(error):
+    except Exception:  # noqa: BLE001 - whatever a runtime raises: it refuses them too
+        if mode.stopped and not seen.probe.wild:  # no claim of values excludes them, and nothing stops a served program
             return "disagrees", f"{refused}, and the program would end its process"
         return "unanswered", refused
     return "disagrees", f"{refused}{ANSWERS}"
