@@ -248,7 +248,7 @@ class LeaderDuties:
             self._store.keep_kit(self._launch.number, self._kit)
         if not self._is_due("status", STATUS_S):
             return
-        record, live, now = jobs.read_job(self._folder.path), self._live, time.monotonic()
+        record, live, now = self._keep_checkpoint(), self._live, time.monotonic()
         joined = [host for host in live.get("hosts", ()) if host["cores"]]
         held = self._leader.settings.workers + self._submitted.servers if self._submitted.servers else 0
         self._core_s += (held or sum(host["cores"] for host in joined)) * (now - self._counted_at)
@@ -261,9 +261,6 @@ class LeaderDuties:
             checkpoint=record.checkpoint, core_s=self._core_s, next_host=self._plan.next,
             hosts=self._describe_hosts(joined), at=time.time(),
         ))  # fmt: skip
-        if record.checkpoint != self._kept_step:
-            self._kept_step = record.checkpoint
-            keep_files(self._store, self._folder, journal=True)
 
     def _describe_hosts(self, joined: Sequence[dict[str, Any]]) -> tuple[HostStatus, ...]:
         found = [
@@ -280,8 +277,17 @@ class LeaderDuties:
                 found.append(HostStatus(role=role, state=state, reason=entry.reason))
         return tuple(found)
 
+    def _keep_checkpoint(self) -> jobs.JobRecord:
+        """Keeps what the next launch needs to continue from a checkpoint that is new; the job as it is."""
+        record = jobs.read_job(self._folder.path)
+        if record.checkpoint != self._kept_step:
+            keep_files(self._store, self._folder, journal=True)
+            self._kept_step = record.checkpoint
+        return record
+
     def _copy_logs(self) -> None:
-        """Appends to the store what events and processes have written since the last time."""
+        """Appends to the store what events and processes have written since the last time. A checkpoint is kept before
+        the event that says so is there: a launch that follows continues from each one that users have seen."""
         logs = {f"logs/{path.name}": path for path in sorted(self._folder.logs.glob("*.log"))}
         for name, path in {"logs/events.log": self._folder.events, **logs}.items():
             at = self._offsets.get(name, 0)
@@ -290,6 +296,8 @@ class LeaderDuties:
                 data = file.read()
                 whole = data[: data.rfind(b"\n") + 1]
                 if whole:
+                    if path == self._folder.events and b'"checkpoint.saved"' in whole:
+                        self._keep_checkpoint()
                     self._store.append(name, whole)
                     self._offsets[name] = at + len(whole)
 
