@@ -1,10 +1,10 @@
-"""The compiled search finds what the search by NumPy finds, and compiled steps compute the same bits."""
+"""The compiled search finds what the search by NumPy finds; compiled steps, and unique ids, have the same bits."""
 
 import numpy as np
 import pytest
 
 from trueline.ps.messages import OptimizerSpec, TableSpec
-from trueline.ps.tables import id_index, table
+from trueline.ps.tables import id_index, table, unique
 from trueline.ps.tables.id_index import IdIndex
 from trueline.ps.tables.table import ServerTable
 
@@ -58,3 +58,15 @@ def test_a_step_that_is_not_compiled_is_numpys(monkeypatch, more):
     one.apply(np.arange(700), np.ones((700, 2), np.float32), lr=0.1)
     one.apply(np.arange(700), np.ones((700, 2), np.float32), lr=0.1)
     assert one._index.is_compiled
+
+
+@pytest.mark.parametrize("count", [1, 2, 700])
+@pytest.mark.parametrize("bounds", [(-(2**63), 2**63 - 1), (-300, 300), (0, 2**40), (5, 6)])
+def test_unique_ids_and_their_positions_are_those_of_numpy(monkeypatch, bounds, count):
+    monkeypatch.setattr(unique, "COMPILED_FROM", 1)
+    ids = np.random.default_rng(0).integers(*bounds, count)
+    before = ids.copy()
+    for given in (ids, np.repeat(ids, 2)[::2]):  # also one that is not contiguous
+        found, expected = unique.find_unique(given), np.unique(ids, return_inverse=True)
+        assert [one.tobytes() for one in found] == [one.tobytes() for one in expected]
+    assert np.array_equal(ids, before)

@@ -286,3 +286,36 @@ def test_a_bag_refuses_arguments_that_do_not_go_together():
         bag(torch.tensor([[1]]), per_sample_weights=torch.ones(1, 1))
     with pytest.raises(UsageError, match="mode of a bag is 'median'"):
         EmbeddingBag(4, "median")
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16])
+def test_gradients_of_rows_that_occur_often_have_the_bits_of_torchs_embedding(dim):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 300, (400, 9), generator=generator) ** 2 // 300
+    rows, module, head = Rows(dim), nn.Sequential(Embedding(dim)), torch.randn(400, 9, dim, generator=generator)
+    expected = as_torch(rows, "0", ids)
+    for scale in (1.0, 1e-30):
+        with Tables(module).minibatch(rows) as minibatch:
+            ((module(ids) * head).sin() * scale).sum().backward()
+            (found, sums) = minibatch.gradients()["0"]
+        expected.zero_grad()
+        ((expected(ids) * head).sin() * scale).sum().backward()
+        assert torch.equal(torch.from_numpy(sums), expected.weight.grad[torch.from_numpy(found)])
+
+
+def test_a_penalty_on_the_gradient_of_looked_up_rows_reaches_the_rows():
+    rows, module, ids = Rows(3), nn.Sequential(Embedding(3)), torch.tensor([[5, 2], [5, 9]])
+    expected, sums = as_torch(rows, "0", ids), []
+    for model in (module, expected):
+        with Tables(module).minibatch(rows) as minibatch:
+            looked_up = model(ids)
+            (gradient,) = torch.autograd.grad(looked_up.pow(3).sum(), looked_up, create_graph=True)
+            gradient.pow(2).sum().backward()
+            sums.append(minibatch.gradients()["0"][1] if model is module else expected.weight.grad[[2, 5, 9]].numpy())
+    assert np.allclose(*sums, rtol=1e-6, atol=0)
+
+
+def test_a_lookup_of_no_ids_has_no_rows():
+    module = nn.Sequential(Embedding(4))
+    with Tables(module).minibatch(Rows(4)):
+        assert module(torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3, 4)

@@ -27,6 +27,7 @@ from trueline.ps.gradients import Gradients, Pulled
 from trueline.ps.messages import ModelSpec
 from trueline.ps.partition import Ids
 from trueline.ps.split import Rows
+from trueline.ps.tables.unique import find_unique
 from trueline.ps.tasks import TasksLink
 from trueline.train import settings as job_settings
 from trueline.train.link.grpc_client import resident_bytes
@@ -81,7 +82,7 @@ class ParameterFace:
     async def pull_vectors(self, request: pb.PullEmbeddingVectorRequest) -> pb.PullEmbeddingVectorResponse:
         self._find_table(request.table)
         ids = _read(request.ids, "<i8", "ids")
-        unique, places = np.unique(ids, return_inverse=True)
+        unique, places = find_unique(ids)
         pulled = await self._pull({request.table: unique}, dense=False)
         dim = self._tables[request.table].dim
         rows = pulled.rows[request.table].reshape(-1, dim)[places]

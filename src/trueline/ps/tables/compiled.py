@@ -1,5 +1,5 @@
-"""The search of an `IdIndex`, and steps of SGD and Adagrad, compiled by numba (`pip install 'trueline[numba]'`);
-imported where that is installed.
+"""The search of an `IdIndex`, steps of SGD and Adagrad, and unique ids, compiled by numba; imported where that is
+installed (`pip install 'trueline[numba]'`).
 
 Most of a lookup in a large table is a wait for memory. The slots of a block of ids are prefetched before the first of
 them is compared, so that the waits overlap. A step reads and writes each row once, where NumPy copies the rows, changes
@@ -91,12 +91,43 @@ def _step_adagrad(rows: Any, sums: Any, places: Any, gradients: Any, rate: Any, 
                 rows[at, j] -= gradient * rate / (np.sqrt(sums[at, j]) + eps)
 
 
+def _find_unique(values: Any, others: Any, places: Any, more: Any, positions: Any) -> Any:
+    """The unique `values` in order; `positions`: of each value among them. A radix sort, byte by byte from the last; a
+    byte that all values share costs nothing. The other arrays are as long, for what is in between."""
+    flip, byte = np.uint64(1 << 63), np.uint64(255)  # negative ones come first
+    counts = np.zeros((8, 256), np.int64)
+    for i in range(len(values)):
+        places[i] = i
+        for digit in range(8):
+            counts[digit, ((np.uint64(values[i]) ^ flip) >> np.uint64(8 * digit)) & byte] += 1
+    for digit in range(8):
+        shift = np.uint64(8 * digit)
+        if counts[digit, ((np.uint64(values[0]) ^ flip) >> shift) & byte] == len(values):
+            continue
+        total = 0
+        for which in range(256):
+            counts[digit, which], total = total, total + counts[digit, which]
+        for i in range(len(values)):
+            bucket = np.int64(((np.uint64(values[i]) ^ flip) >> shift) & byte)
+            at = counts[digit, bucket]
+            counts[digit, bucket] = at + 1
+            others[at], more[at] = values[i], places[i]
+        values, others, places, more = others, values, more, places
+    count = 0
+    for i in range(len(values)):
+        if i == 0 or values[i] != others[count - 1]:
+            others[count] = values[i]
+            count += 1
+        positions[places[i]] = count - 1
+    return others[:count].copy()
+
+
 _ROWS, _PLACES, _NUMBER = "float32[:, ::1]", "int64[::1]", "float32"
 
 
-def _compile(function: Any, *kinds: str) -> Any:
+def _compile(function: Any, *kinds: str, returns: str = "void") -> Any:
     """Takes a second or two at the first time, and milliseconds with the cache on the disk."""
-    signature = f"void({', '.join(kinds)})"
+    signature = f"{returns}({', '.join(kinds)})"
     try:
         return numba.njit(signature, cache=True)(function)
     except RuntimeError:  # no folder for the cache can be written
@@ -113,3 +144,8 @@ def compile_step(kind: str) -> Any:
     if kind == "sgd":
         return _compile(_step_sgd, _ROWS, _PLACES, _ROWS, _NUMBER)
     return _compile(_step_adagrad, _ROWS, _ROWS, _PLACES, _ROWS, _NUMBER, _NUMBER)
+
+
+@functools.cache
+def compile_unique() -> Any:
+    return _compile(_find_unique, _PLACES, _PLACES, "int32[::1]", "int32[::1]", _PLACES, returns=_PLACES)
