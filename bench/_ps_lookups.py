@@ -7,7 +7,8 @@ import time
 
 import numpy as np
 
-from trueline.ps.tables.id_index import IdIndex, load_search
+from trueline.ps.tables.id_index import IdIndex
+from trueline.ps.tables.numba_code import find_compiled
 
 ROWS, BATCH, BATCHES = 10_000_000, 1 << 16, 48
 
@@ -23,7 +24,7 @@ def fill(*, compiled: bool) -> tuple[IdIndex, np.ndarray]:
 
 def measure_lookups(rounds: int, *, compiled: bool) -> float:
     """Millions of ids a CPU-second, of random ids that are there; 0 where there is no compiled search."""
-    if compiled and load_search() is None:
+    if compiled and find_compiled("search", wait=True) is None:
         return 0.0
     index, ids = fill(compiled=compiled)
     batches = [np.random.default_rng(n).choice(ids, BATCH) for n in range(BATCHES)]

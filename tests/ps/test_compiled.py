@@ -1,14 +1,24 @@
 """The compiled search finds what the search by NumPy finds; compiled steps, and unique ids, have the same bits."""
 
+import os
+import threading
+
 import numpy as np
 import pytest
 
 from trueline.ps.messages import OptimizerSpec, TableSpec
-from trueline.ps.tables import id_index, table, unique
+from trueline.ps.tables import id_index, numba_code, table, unique
 from trueline.ps.tables.id_index import IdIndex
 from trueline.ps.tables.table import ServerTable
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'trueline[numba]'")
+
+
+@pytest.fixture(autouse=True)
+def loaded():
+    """All of it is there: what is not yet is done by NumPy."""
+    for what in ("search", "sgd", "adagrad", "unique"):
+        assert numba_code.find_compiled(what, wait=True) is not None
 
 
 def test_ids_are_found_as_by_numpy_after_growth_and_removals(monkeypatch):
@@ -32,8 +42,13 @@ def test_ids_are_found_as_by_numpy_after_growth_and_removals(monkeypatch):
 def test_compiled_steps_compute_the_bits_of_numpys(monkeypatch, kind, dim):
     monkeypatch.setattr(id_index, "COMPILED_FROM", 1 << 11)
     draw, compiled = np.random.default_rng(0), []
-    step = table.step_compiled
-    monkeypatch.setattr(table, "step_compiled", lambda *given: (compiled.append(given), step(*given)))
+    find = table.find_step
+
+    def count(spec):
+        compiled.append(find(spec))
+        return compiled[-1]
+
+    monkeypatch.setattr(table, "find_step", count)
     spec, optimizer = TableSpec(name="users", dim=dim, group=0, init="normal"), OptimizerSpec(kind=kind)
     tables = [ServerTable(spec, optimizer, seed=0) for _ in range(2)]
     tables[1]._index = IdIndex(compiled=False)
@@ -45,6 +60,7 @@ def test_compiled_steps_compute_the_bits_of_numpys(monkeypatch, kind, dim):
     ids = np.arange(5_000)
     assert tables[0].get(ids).tobytes() == tables[1].get(ids).tobytes()
     assert len(compiled) > 30
+    assert None not in compiled
     places = [one._index.find(ids) for one in tables]
     for slots in zip(*(one._state for one in tables), strict=True):
         assert slots[0][places[0]].tobytes() == slots[1][places[1]].tobytes()
@@ -53,11 +69,11 @@ def test_compiled_steps_compute_the_bits_of_numpys(monkeypatch, kind, dim):
 @pytest.mark.parametrize("more", [{"momentum": 0.9}, {"weight_decay": 0.1}, {"maximize": True}])
 def test_a_step_that_is_not_compiled_is_numpys(monkeypatch, more):
     monkeypatch.setattr(id_index, "COMPILED_FROM", 1 << 10)
-    monkeypatch.setattr(table, "step_compiled", None)
     one = ServerTable(TableSpec(name="users", dim=2, group=0), OptimizerSpec(kind="sgd", **more), seed=0)
     one.apply(np.arange(700), np.ones((700, 2), np.float32), lr=0.1)
     one.apply(np.arange(700), np.ones((700, 2), np.float32), lr=0.1)
-    assert one._index.is_compiled
+    assert one._index.is_large
+    assert table.find_step(one.optimizer) is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 700])
@@ -70,3 +86,20 @@ def test_unique_ids_and_their_positions_are_those_of_numpy(monkeypatch, bounds, 
         found, expected = unique.find_unique(given), np.unique(ids, return_inverse=True)
         assert [one.tobytes() for one in found] == [one.tobytes() for one in expected]
     assert np.array_equal(ids, before)
+
+
+def test_what_is_still_being_loaded_is_done_by_numpy_and_a_fork_loads_it_for_itself(monkeypatch):
+    monkeypatch.setattr(numba_code, "_loaded", {})
+    begin, load = threading.Event(), numba_code._load
+    monkeypatch.setattr(numba_code, "_load", lambda *given: (begin.wait(), load(*given)))
+    monkeypatch.setattr(unique, "COMPILED_FROM", 1)
+    ids = np.array([3, 1, 3])
+    assert numba_code.find_compiled("unique") is None
+    assert [one.tolist() for one in unique.find_unique(ids)] == [[1, 3], [1, 0, 1]]
+    child = os.fork()
+    if child == 0:
+        begin.set()
+        os._exit(0 if numba_code.find_compiled("unique", wait=True) is not None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    begin.set()
+    assert numba_code.find_compiled("unique", wait=True) is not None

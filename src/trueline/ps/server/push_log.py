@@ -21,7 +21,7 @@ from trueline.ps.wire import Array, FrameError, ReceivedFrame, decode
 ENTRY = struct.Struct("<QQI4x")  # bytes of the frame, its checksum, CRC-32 of both
 LEAST_BYTES = 256 << 20
 """A snapshot is due when the log has more bytes than this and than the state,"""
-WORK_S = 2.0
+WORK_S = 1.25
 """or when it would take longer to apply again than this, and than this for each GB of the state."""
 _HINT = "move the server's folder away: this server then begins with the last checkpoint"
 

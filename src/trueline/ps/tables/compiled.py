@@ -6,7 +6,6 @@ them is compared, so that the waits overlap. A step reads and writes each row on
 the copy in several passes and copies it back; both compute the same bits.
 """
 
-import functools
 from typing import Any
 
 import numba
@@ -123,29 +122,20 @@ def _find_unique(values: Any, others: Any, places: Any, more: Any, positions: An
 
 
 _ROWS, _PLACES, _NUMBER = "float32[:, ::1]", "int64[::1]", "float32"
+FUNCTIONS: dict[str, tuple[Any, tuple[str, ...], str]] = {
+    "search": (_search, ("int64[:, ::1]", "int64", _PLACES, _PLACES), "void"),
+    "sgd": (_step_sgd, (_ROWS, _PLACES, _ROWS, _NUMBER), "void"),
+    "adagrad": (_step_adagrad, (_ROWS, _ROWS, _PLACES, _ROWS, _NUMBER, _NUMBER), "void"),
+    "unique": (_find_unique, (_PLACES, _PLACES, "int32[::1]", "int32[::1]", _PLACES), _PLACES),
+}
+"""By name: what is compiled, the types of its arguments, and that of its result."""
 
 
-def _compile(function: Any, *kinds: str, returns: str = "void") -> Any:
+def compile_function(what: str) -> Any:
     """Takes a second or two at the first time, and milliseconds with the cache on the disk."""
+    function, kinds, returns = FUNCTIONS[what]
     signature = f"{returns}({', '.join(kinds)})"
     try:
         return numba.njit(signature, cache=True)(function)
     except RuntimeError:  # no folder for the cache can be written
         return numba.njit(signature)(function)
-
-
-@functools.cache
-def compile_search() -> Any:
-    return _compile(_search, "int64[:, ::1]", "int64", _PLACES, _PLACES)
-
-
-@functools.cache
-def compile_step(kind: str) -> Any:
-    if kind == "sgd":
-        return _compile(_step_sgd, _ROWS, _PLACES, _ROWS, _NUMBER)
-    return _compile(_step_adagrad, _ROWS, _ROWS, _PLACES, _ROWS, _NUMBER, _NUMBER)
-
-
-@functools.cache
-def compile_unique() -> Any:
-    return _compile(_find_unique, _PLACES, _PLACES, "int32[::1]", "int32[::1]", _PLACES, returns=_PLACES)

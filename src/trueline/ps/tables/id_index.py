@@ -3,14 +3,11 @@
 A large index is searched by `compiled.py`, where numba is installed.
 """
 
-import functools
-import importlib.util
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from trueline.ps.partition import Ids, mix
+from trueline.ps.tables.numba_code import find_compiled
 from trueline.ps.tables.slab import take_rows
 
 Places = npt.NDArray[np.int64]
@@ -19,9 +16,7 @@ _LEAST = 1 << 10
 _FULL = 0.55
 """Part of the slots in use at which the index doubles."""
 COMPILED_FROM = 1 << 20
-"""Slots from which the compiled search is used: for fewer it saves less than the second that loading it takes."""
-
-
+"""Slots from which the compiled search is used: for fewer it saves less than loading it takes."""
 _FEW, _NEXT = 256, np.arange(1, 17)
 """Ids for which the next 16 slots are looked at together."""
 
@@ -30,22 +25,6 @@ def _continues(found: Places, ids: Ids) -> npt.NDArray[np.bool_]:
     """Whether the search for `ids` continues after the slots `found`, (..., 2): they are of others, or were removed."""
     others: npt.NDArray[np.bool_] = (found[..., 0] != ids) & (found[..., 1] != _EMPTY) | (found[..., 1] == _REMOVED)
     return others
-
-
-def load_search() -> Any:
-    """The compiled search; None without numba."""
-    compiled = load_compiled()
-    return compiled and compiled.compile_search()
-
-
-@functools.cache
-def load_compiled() -> Any:
-    """The module of what is compiled; None without numba."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    from trueline.ps.tables import compiled
-
-    return compiled
 
 
 class IdIndex:
@@ -61,12 +40,11 @@ class IdIndex:
         self._slots[:, 1] = _EMPTY
         self._mask = np.int64(slots - 1)
         self._used = 0
-        self._search = load_search() if self._compiled and slots >= COMPILED_FROM else None
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether it is so large, and numba is installed."""
-        return self._search is not None
+    def is_large(self) -> bool:
+        """Whether compiled functions are worth their time."""
+        return self._compiled and len(self._slots) >= COMPILED_FROM
 
     @property
     def nbytes(self) -> int:
@@ -92,9 +70,10 @@ class IdIndex:
 
     def find(self, ids: Ids) -> Places:
         """The place of each id; -1 where it has none."""
-        if self._search is not None:
+        search = find_compiled("search") if self.is_large else None
+        if search is not None:
             places = np.empty(len(ids), np.int64)
-            self._search(self._slots, self._mask, np.ascontiguousarray(ids), places)
+            search(self._slots, self._mask, np.ascontiguousarray(ids), places)
             return places
         at = self._home(ids)
         found = take_rows(self._slots, at)

@@ -5,14 +5,14 @@ reaches keeps its moments, is not decayed, and its step count, which Adam's bias
 the number of its own updates. A row that every step reaches gets what torch.optim computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trueline.ps.messages import OptimizerSpec
-from trueline.ps.tables.id_index import load_compiled
+from trueline.ps.tables.numba_code import find_compiled
 
 Rows = npt.NDArray[np.float32]
 WIDE, NARROW = "dim", "one"
@@ -48,19 +48,25 @@ def update(spec: OptimizerSpec, rows: Rows, gradients: Rows, slots: Sequence[Row
     _STEPS[spec.kind](spec, rows, gradients, slots, lr)
 
 
-def can_compile(spec: OptimizerSpec) -> bool:
-    """Whether `step_compiled` has its steps: plain SGD, and Adagrad without decays."""
+CompiledStep = Callable[[Rows, npt.NDArray[np.int64], Rows, Sequence[Rows], float], None]
+"""Of rows, the places of those that change, their gradients, slots and the learning rate."""
+
+
+def find_step(spec: OptimizerSpec) -> CompiledStep | None:
+    """`update` in one pass, with the same bits; None where it is not compiled: plain SGD is, and Adagrad without
+    decays."""
     plain = not (spec.momentum or spec.weight_decay or spec.maximize)
-    return plain and (spec.kind == "sgd" or (spec.kind == "adagrad" and not spec.lr_decay))
+    step = None
+    if plain and (spec.kind == "sgd" or (spec.kind == "adagrad" and not spec.lr_decay)):
+        step = find_compiled(spec.kind)
+    if step is None:
+        return None
 
+    def run(rows: Rows, places: npt.NDArray[np.int64], gradients: Rows, slots: Sequence[Rows], lr: float) -> None:
+        rest = (np.float32(spec.eps),) if slots else ()
+        step(rows, *slots, places, np.ascontiguousarray(gradients), np.float32(lr), *rest)
 
-def step_compiled(
-    spec: OptimizerSpec, rows: Rows, places: npt.NDArray[np.int64], gradients: Rows, slots: Sequence[Rows], lr: float
-) -> None:
-    """`update`, of the rows and slots at `places`, in one pass, with the same bits. Needs numba."""
-    step = load_compiled().compile_step(spec.kind)
-    rest = (np.float32(spec.eps),) if slots else ()
-    step(rows, *slots, places, np.ascontiguousarray(gradients), np.float32(lr), *rest)
+    return run
 
 
 def _step_sgd(spec: OptimizerSpec, rows: Rows, gradients: Rows, slots: Sequence[Rows], lr: float) -> None:

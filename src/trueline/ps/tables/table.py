@@ -16,7 +16,7 @@ from trueline.ps.partition import Ids, buckets_of
 from trueline.ps.tables.averages import RowAverages, advance
 from trueline.ps.tables.id_index import IdIndex, Places
 from trueline.ps.tables.initial import initial_rows
-from trueline.ps.tables.optimizers import WIDE, Rows, can_compile, slots_of, step_compiled, update
+from trueline.ps.tables.optimizers import WIDE, Rows, find_step, slots_of, update
 from trueline.ps.tables.sights import SightCounter
 from trueline.ps.tables.slab import MOST_ROWS, put_rows, reserve, take_rows
 
@@ -103,8 +103,9 @@ class ServerTable:
                 places, gradients = places[kept], gradients[kept]
         if self._used_at is not None:
             self._used_at[places] = self._clock if self.spec.evict == "lru" else self._used_at[places] + 1
-        if self._index.is_compiled and self._averages is None and can_compile(self.optimizer):
-            step_compiled(self.optimizer, self._rows, places, gradients, self._state, lr)
+        compiled = find_step(self.optimizer) if self._index.is_large and self._averages is None else None
+        if compiled is not None:
+            compiled(self._rows, places, gradients, self._state, lr)
             return
         rows = take_rows(self._rows, places)
         before = rows.copy() if self._averages is not None else rows

@@ -4,10 +4,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.ps.partition import Ids
-from trueline.ps.tables.id_index import load_compiled
+from trueline.ps.tables.numba_code import find_compiled
 
 COMPILED_FROM = 8_192
-"""Ids of which the compiled sort saves so much of a step that loading it (0.5 s, once) is soon paid for."""
+"""Ids of which the compiled sort saves so much of a step that loading it (a second of CPU, once) is soon paid for."""
 
 
 def find_unique(ids: Ids) -> tuple[Ids, npt.NDArray[np.int64]]:
@@ -16,9 +16,9 @@ def find_unique(ids: Ids) -> tuple[Ids, npt.NDArray[np.int64]]:
     >>> find_unique(np.array([7, -2, 7]))
     (array([-2,  7]), array([1, 0, 1]))
     """
-    compiled = load_compiled() if COMPILED_FROM <= len(ids) < 2**31 else None
-    if compiled is None:
+    find = find_compiled("unique") if COMPILED_FROM <= len(ids) < 2**31 else None
+    if find is None:
         return np.unique(ids, return_inverse=True)
     more = [np.empty(len(ids), kind) for kind in (np.int64, np.int32, np.int32)]
     positions = np.empty(len(ids), np.int64)
-    return compiled.compile_unique()(ids.astype(np.int64), *more, positions), positions
+    return find(ids.astype(np.int64), *more, positions), positions
