@@ -12,6 +12,7 @@ from trueline.errors import MissingPackage
 
 EXTRA_OF = {
     "torch": "train",
+    "blake3": "train",
     "pyarrow": "train",
     "onnx": "train",
     "onnxscript": "train",

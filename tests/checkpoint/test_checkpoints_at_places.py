@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trueline import events
-from trueline.checkpoint import checkpoint
+from trueline.checkpoint import checkpoint, manifest
 from trueline.errors import CheckpointError, StorageError, UsageError
 from trueline.storage.location import join_location
 from worlds.recipes import small
@@ -68,9 +68,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before_with_a_wa
 def test_a_damaged_file_is_refused_even_when_its_digest_was_forged(folder, monkeypatch):
     write(folder, 10)
     change(folder, 10, checkpoint.TENSORS, truncated_header)
-    monkeypatch.setattr(
-        checkpoint.files, "sha256_file", lambda file: checkpoint.read_manifest(path)["files"][file.name]
-    )
+    monkeypatch.setattr(manifest, "digest_file", lambda file: checkpoint.read_manifest(path)["files"][file.name])
     path = join_location(folder, "step-00000010")
     with pytest.raises(CheckpointError, match=r"state\.safetensors cannot be read"):
         checkpoint.read(path)

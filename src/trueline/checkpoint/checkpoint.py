@@ -11,7 +11,6 @@ reports it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 import safetensors.torch
 import torch
+from blake3 import blake3
 
 from trueline import clock, files
 from trueline.checkpoint import tree, weights_file
@@ -86,7 +86,7 @@ def write(
 
 
 def _parts(step: int, state: dict[str, Any] | Snapshot, facts: dict[str, Any], sealing: Callable[[], None]) -> Parts:
-    digest = hashlib.sha256()
+    digest = blake3()
     if isinstance(state, Snapshot):
         skeleton, pieces = state.skeleton, tensor_pieces(state.layout, state.pieces)
     else:
@@ -99,7 +99,7 @@ def _parts(step: int, state: dict[str, Any] | Snapshot, facts: dict[str, Any], s
     yield MANIFEST, [json.dumps({"digest": files.sha256_bytes(text.encode()), "body": text}).encode()]
 
 
-def _hash_pieces(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash) -> Iterator[bytes | memoryview]:
+def _hash_pieces(pieces: Iterable[bytes | memoryview], digest: blake3) -> Iterator[bytes | memoryview]:
     for piece in pieces:
         digest.update(piece)
         yield piece
