@@ -28,7 +28,7 @@ from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
 from trueline.runtime import offload
 from trueline.runtime.open import open_session
-from trueline.runtime.session import Session
+from trueline.runtime.session import Session, SessionSettings
 
 WARM_UP, TURNS = 5, 40
 
@@ -117,7 +117,7 @@ def measured(name: str, folder: Path, *, threads: int, batch: int) -> list[objec
         "torch_export": open_session(
             "torch_export", torch_export.emit(exported, folder / "export"), exported.signature
         ),
-        "offload": open_session("offload", path, exported.signature, threads=threads),
+        "offload": open_session("offload", path, exported.signature, settings=SessionSettings(threads=threads)),
     }
     proof = prove(sessions["offload"], eager, make_probes(eager.example, signature=exported.signature))
     if not proof.proven:

@@ -19,7 +19,7 @@ from trueline.errors import BundleError, CaptureError, RequestError, UsageError
 from trueline.runtime import graph, offload
 from trueline.runtime.compare import compare
 from trueline.runtime.open import open_session
-from trueline.runtime.session import Session
+from trueline.runtime.session import Session, SessionSettings
 
 pytestmark = pytest.mark.slow
 
@@ -125,9 +125,9 @@ def test_a_setting_that_the_parts_cannot_keep_is_refused(mlp: tuple[Session, Ses
     path = tmp_path / "plan.json"
     path.write_text("{}")
     with pytest.raises(UsageError, match="runs on the CPU"):
-        open_session("offload", path, mlp[0].signature, device="cuda")
+        open_session("offload", path, mlp[0].signature, settings=SessionSettings(device="cuda"))
     with pytest.raises(UsageError, match="no precision 'bf16'"):
-        open_session("offload", path, mlp[0].signature, precision="bf16")
+        open_session("offload", path, mlp[0].signature, settings=SessionSettings(precision="bf16"))
 
 
 def test_a_plan_that_does_not_fit_its_program_or_leaves_its_folder_is_refused(

@@ -47,3 +47,31 @@ def test_a_run_over_the_bound_is_refused_and_what_a_large_run_left_is_given_back
     tests = str(Path(__file__).parents[1])
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": tests})
     assert done.returncode == 0, done.stderr
+
+
+UNKEPT = """
+import sys
+from pathlib import Path
+import numpy as np
+from trueline.runtime.open import open_session
+from trueline.runtime.session import SessionSettings
+from trueline.serve import host
+from worlds import bundles
+
+bundle = bundles.double_plus(Path(sys.argv[1]))
+unkept = SessionSettings(keeps_memory=False)
+session = open_session("onnx", bundle.program_path("onnx"), bundle.signature_of("onnx"), settings=unkept)
+session.run({"x": np.zeros((1, 3), np.float32)})
+before = host.resident_bytes()
+del (session.run({"x": np.zeros((8_000_000, 3), np.float32)}))["y"]
+host.give_back()
+left = host.resident_bytes() - before
+assert left < 32 * 2**20, left
+"""
+
+
+def test_a_session_that_keeps_no_memory_gives_back_what_a_large_run_needed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNKEPT, str(tmp_path / "b")]
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": tests})
+    assert done.returncode == 0, done.stderr

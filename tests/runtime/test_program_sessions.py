@@ -168,8 +168,9 @@ import sys, msgspec, numpy as np
 import trueline.bundle
 from pathlib import Path
 from trueline.runtime.open import open_session
+from trueline.runtime.session import SessionSettings
 signature = msgspec.json.decode(Path({str(tmp_path / "signature.json")!r}).read_bytes(), type=trueline.bundle.Signature)
-session = open_session({format!r}, Path({str(path)!r}), signature, threads=1)
+session = open_session({format!r}, Path({str(path)!r}), signature, settings=SessionSettings(threads=1))
 assert session.run({{"x": np.zeros((1, 8), np.float32)}})["output"].shape == (1, 4)
 heavy = ("trueline.capture.", "trueline.train.", "onnxscript", *(("torch",) if {format!r} == "onnx" else ()))
 print(", ".join(name for name in sys.modules if name.startswith(heavy)), end="")

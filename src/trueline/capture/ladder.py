@@ -30,7 +30,7 @@ from trueline.capture.time_limit import OutOfTime, TimeLimit
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
 from trueline.runtime import offload
 from trueline.runtime.open import open_session
-from trueline.runtime.session import Format, Session
+from trueline.runtime.session import Format, Session, SessionSettings
 
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "onnx": emit.emit,
@@ -41,6 +41,7 @@ EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
 }
 """All but torchscript, which needs the module and no exported program."""
 TORCH_KERNELS: tuple[Format, ...] = ("torch_export", "torchscript")
+FOR_QUESTIONS = SessionSettings(keeps_memory=False)
 EXACT = "sigmoids by their formula, which is exact where they are small"
 
 
@@ -331,7 +332,7 @@ def _prove(
         events.emit("proof.advanced", format=format, done=done, total=total)
 
     def open_with(signature: Signature) -> Session:
-        return open_session(format, path, signature, native=True)  # this process emitted it
+        return open_session(format, path, signature, native=True, settings=FOR_QUESTIONS)  # emitted here
 
     session, proof, observations = judge_and_narrow(
         open_with, exported.signature, eager, observations, examples=eager.examples, progress=progress

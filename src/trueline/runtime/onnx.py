@@ -142,7 +142,7 @@ def open_model(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSe
     onnxruntime.disable_telemetry_events()
     try:
         session = _open_shared(path, settings) or onnxruntime.InferenceSession(
-            str(path), _options(settings.threads), providers=providers
+            str(path), _options(settings.threads, arena=settings.keeps_memory), providers=providers
         )
     except Exception as error:
         raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {first_line(error)}") from error
@@ -208,12 +208,15 @@ def _providers(settings: SessionSettings) -> _Providers:
     return [(_CUDA, {"device_id": settings.cuda}), _CPU]
 
 
-def _options(threads: int) -> onnxruntime.SessionOptions:
+def _options(threads: int, *, arena: bool = True) -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
-    _share(options)
+    if arena:
+        _share(options)
+    else:
+        options.enable_cpu_mem_arena = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     return options

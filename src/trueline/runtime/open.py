@@ -12,7 +12,7 @@ import numpy as np
 from trueline.bundle.schema import RECORDS_CASE
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotProven, UsageError, join_names
-from trueline.runtime.session import FORMATS, NATIVE, Session, SessionSettings
+from trueline.runtime.session import DEFAULTS, FORMATS, NATIVE, Session, SessionSettings
 from trueline.runtime.shared_weights import SharedDir
 
 if TYPE_CHECKING:
@@ -23,24 +23,15 @@ if TYPE_CHECKING:
 
 
 def open_session(
-    format: str,
-    path: Path,
-    signature: Signature,
-    *,
-    threads: int = 0,
-    native: bool = False,
-    device: str = "",
-    precision: str = "",
-    place: SharedDir | None = None,
+    format: str, path: Path, signature: Signature, *, native: bool = False, settings: SessionSettings = DEFAULTS
 ) -> Session:
-    """Opens the program file `path` in `format`, with the fields of `SessionSettings`. A program is proven on the CPU
-    in its own precision: with other settings, `replay` the golden records before serving. Opening runs no code of the
+    """Opens the program file `path` in `format`. A program is proven on the CPU in its own precision: with other
+    settings, `replay` the golden records before serving. Opening runs no code of the
     file; machine code is opened only with `native`, for callers that trust its maker.
 
     Raises BundleError for a file that is no such program, UsageError for an unknown format, machine code without
     `native`, a setting or device that the runtime does not have, and a runtime that is not installed.
     """
-    settings = SessionSettings(threads=threads, device=device, precision=precision, place=place)
     if format not in FORMATS:
         raise UsageError(f"no runtime here runs format '{format}' (there are: {join_names(FORMATS)})")
     path = Path(path)
@@ -82,16 +73,9 @@ def open_program(
     Processes that open it with one folder `shared` have its weights in memory once, where its runtime can share them.
     """
     entry, path, signature = bundle.program(format), bundle.program_path(format), bundle.signature_of(format)
-    return open_session(
-        entry.format,
-        path,
-        signature,
-        threads=threads,
-        native=native,
-        device=device,
-        precision=precision,
-        place=None if shared is None else SharedDir(folder=shared, key=f"{bundle.digest}.{entry.format}"),
-    )
+    place = None if shared is None else SharedDir(folder=shared, key=f"{bundle.digest}.{entry.format}")
+    settings = SessionSettings(threads=threads, device=device, precision=precision, place=place)
+    return open_session(entry.format, path, signature, native=native, settings=settings)
 
 
 def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:

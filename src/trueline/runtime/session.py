@@ -116,6 +116,8 @@ class SessionSettings:
     place: SharedDir | None = None
     """Where the processes that run this program share its weights; None: each has its own copy, as in runtimes that
     cannot share."""
+    keeps_memory: bool = True
+    """What a run has needed stays for the next one. False: the system has it back, for runs of many sizes."""
 
     def __post_init__(self) -> None:
         if self.threads < 0:
