@@ -20,6 +20,7 @@ from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.stored import store
 from trueline.capture.proof import bounds, limits
 from trueline.capture.proof.bounds import Measures
 from trueline.capture.proof.careful import Unsafe, care
@@ -52,7 +53,7 @@ class Observation:
     """The eager model's answer on a probe, or why there is none, and the way its code took."""
 
     probe: Probe
-    outputs: dict[str, Array] | None
+    outputs: Mapping[str, Array] | None
     error: str
     way: Sequence[Event]
     draws: Mapping[str, Array] | None = None
@@ -275,7 +276,7 @@ def observe_one(
     unsafe = False
     with code_paths.watch(ends=True) if watched else nullcontext(first or ()) as way, care(probe), _bound_memory(probe):
         try:
-            outputs, error = eager.run(probe.inputs), ""
+            outputs, error = store(eager.run(probe.inputs)), ""
         except CaptureError as raised:
             place = code_paths.divergence(first, way) if first is not None else None
             where = f"; see {place}" if place else ""

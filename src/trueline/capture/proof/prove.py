@@ -15,8 +15,10 @@ import msgspec
 
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Signature
+from trueline.capture.model.stored import StoredArrays
 from trueline.capture.proof.bounds import ULPS, describe
 from trueline.capture.proof.careful import CRASHING, Careful, care
+from trueline.capture.proof.limits import release_memory
 from trueline.capture.proof.observe import MORE_DRAWS, Observation, digest, fixed_seed, hidden_state, observe
 from trueline.capture.proof.probes import Probe
 from trueline.errors import RequestError
@@ -155,6 +157,8 @@ def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
             verdict, reason = _judge_refused(program, seen)
         else:
             comparison = _run_guarded(probe, lambda: _compare(program, seen, level))
+            if isinstance(seen.outputs, StoredArrays):  # the next comparison begins without the memory of this one
+                release_memory()
             verdict, reason = ("agrees" if comparison.agrees else "disagrees"), comparison.reason
     return Evidence(
         format=program.format,
