@@ -15,6 +15,7 @@ from torch import nn
 from trueline.bundle import Bundle, Evidence
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim, Signature
+from trueline.bundle.values import Values
 from trueline.capture import sealing
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.attempt import Attempt
@@ -126,6 +127,16 @@ def test_the_program_to_serve_is_the_first_of_the_formats_that_was_proven(
 ) -> None:
     rungs = [rung(tmp_path, format, claim) for format in ("torchscript", "torch_export", "onnx")]
     assert sealed(tmp_path, subject, *rungs).manifest.serve == "onnx"
+
+
+@pytest.mark.parametrize(("most", "served"), [(1.5, "torch_export"), (2.5, "onnx")])
+def test_a_program_that_claims_little_more_than_the_numbers_of_the_example_is_served_where_no_other_is(
+    tmp_path: Path, subject: Subject, claim: Signature, most: float, served: str
+) -> None:
+    end = most * float(np.abs(subject.eager.example["x"]).max())
+    confined = rung(tmp_path, "onnx", claim.with_values({"x": Values(low=-end, high=end)}))
+    assert sealed(tmp_path, subject, confined, rung(tmp_path, "torch_export", claim)).manifest.serve == served
+    assert sealing.seal(RECIPE, None, subject, [confined], tmp_path / "alone", overwrite=False).manifest.serve == "onnx"
 
 
 def test_golden_examples_are_the_models_answers_at_several_batches_and_at_the_smallest_length(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
@@ -94,6 +95,38 @@ def test_what_the_claim_lets_through_is_answered_as_the_model_answers(attack: st
             elif want is not None and (got is None or isinstance(got, str) or difference(want, got)):
                 wrong.append(f"{format}: {what}: {got if isinstance(got, str) else difference(want, got)}")
     assert wrong == []
+
+
+WEIGHTS = torch.rand(64, 8, generator=torch.Generator().manual_seed(0)) / 8
+TAILS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a product of sigmoids": lambda x: torch.log1p(1e-5 * (torch.sigmoid(x) @ WEIGHTS)),
+    "a layer without bias after SiLU": lambda x: F.linear(F.silu(x), WEIGHTS.t()),
+    "a norm over sigmoids": lambda x: F.layer_norm(torch.sigmoid(x), (64,)),
+    "a convolution of gates": lambda x: F.conv1d(F.glu(x, -1)[:, None], WEIGHTS[:3, :1].t()[None]),
+}
+
+
+class Tails(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return TAILS[self.name](x)
+
+
+@pytest.mark.parametrize("name", few(TAILS, 1))
+def test_sums_over_the_tails_of_sigmoids_are_as_exact_as_the_model(name: str, tmp_path: Path) -> None:
+    """Random values of both signs never bring 64 features into their tails at once, so the proof saw none of them."""
+    examples = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    capture(untrained(lambda: Tails(name), examples=lambda: examples), None, tmp_path / "b")
+    bundle = open_bundle(tmp_path / "b")
+    assert "onnx" in [program.format for program in bundle.manifest.programs]
+    for middle in (-5.0, -11.68, -16.5, -19.0, -40.0):
+        x = middle + examples / 100
+        (found,) = open_program(bundle, "onnx").run({"x": x.numpy()}).values()
+        exact = TAILS[name](x).numpy()
+        assert np.abs(found - exact).max() < 1e-4 * np.abs(exact).max(), middle
 
 
 class Rectified(torch.nn.RNN):

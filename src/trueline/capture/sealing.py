@@ -26,10 +26,12 @@ from trueline.checkpoint.checkpoint import read_manifest
 from trueline.errors import CaptureError
 from trueline.recipe.contract import Recipe
 from trueline.runtime import distribution
-from trueline.runtime.session import FORMATS, Session
+from trueline.runtime.session import FORMATS, Format, Session
 from trueline.storage.location import Location
 
 GOLDEN_SIZES = (1, 2, 5)
+CONFINED = 2.0
+"""A range of floats that ends below this many times the largest of the examples is one that requests leave."""
 
 
 def seal(
@@ -65,7 +67,7 @@ def seal(
         name=recipe.name,
         signature=signature,
         programs=[(make_entry(rung), rung.folder) for rung in proven],
-        serve=min((rung.attempt.format for rung in proven), key=FORMATS.index),
+        serve=_choose_served(proven, subject.eager.examples),
         golden=_golden(subject, signature, [rung.signature for rung in proven if rung.signature is not None]),
         evidence=[one for rung in rungs for one in rung.evidence],
         lineage=lineage,
@@ -74,6 +76,24 @@ def seal(
         records=subject.rows,
     )
     return seal_bundle(out, contents, overwrite=overwrite)
+
+
+def _choose_served(proven: Sequence[Rung], examples: Sequence[Mapping[str, Array]]) -> Format:
+    """The first of FORMATS, those last that claim little more than the numbers of the examples."""
+    first = min(proven, key=lambda rung: (_is_confined(rung, examples), FORMATS.index(rung.attempt.format)))
+    return first.attempt.format
+
+
+def _is_confined(rung: Rung, examples: Sequence[Mapping[str, Array]]) -> bool:
+    """A state is no number of a request, and indices end where their tables do."""
+    for name, values in (rung.signature.values if rung.signature is not None else {}).items():
+        if name not in examples[0] or examples[0][name].dtype.kind != "f":
+            continue
+        if values.low is not None and values.high is not None:
+            shown = max(float(np.max(np.abs(one[name]), initial=0.0)) for one in examples)
+            if max(abs(values.low), abs(values.high)) < CONFINED * shown:
+                return True
+    return False
 
 
 def _describe_tables(recipe: Recipe, subject: Subject) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ PATCH = Patch(
     helps=("bert", "gpt2"),
 )
 
+Table = dict[Callable[..., Any], Callable[..., Any]]
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 MOST_DOUBLINGS = 40
 """Along a free size: no tensor has 2 ** 40 elements."""
@@ -110,8 +111,7 @@ def _div_mode(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
     whole = self.dtype.is_integer() and not (isinstance(other, float) or _is_float(other))
     if rounding_mode == "trunc" and whole:
         return op.Div(self, op.CastLike(other, self))
-    self, other = _alike(self, other)
-    return core.aten_div_mode(self, other, rounding_mode)
+    return core.aten_div_mode(*_alike(self, other), rounding_mode)
 
 
 def _signbit(self: Any) -> Any:
@@ -216,8 +216,7 @@ def _expm1(self: Any) -> Any:
     power = op.Exp(self)
     less = op.Sub(power, one)
     found = op.Mul(less, op.Div(self, op.Log(power)))
-    near = op.Less(op.Abs(self), one)
-    return op.Where(near, op.Where(op.Equal(power, one), self, found), less)
+    return op.Where(op.Less(op.Abs(self), one), op.Where(op.Equal(power, one), self, found), less)
 
 
 def _elu(self: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
@@ -235,8 +234,7 @@ def _selu(self: Any) -> Any:
 
 def _quotient(self: Any, above: Any) -> Any:
     """`above` times the sigmoid: ONNX Runtime's is a polynomial, off by 2 % at -12 and by all of it at -18."""
-    one = _like(1.0, self)
-    return op.Div(above, op.Add(one, op.Exp(op.Neg(self))))
+    return op.Div(above, op.Add(_like(1.0, self), op.Exp(op.Neg(self))))
 
 
 def _sigmoid(self: Any) -> Any:
@@ -245,6 +243,10 @@ def _sigmoid(self: Any) -> Any:
 
 def _silu(self: Any) -> Any:
     return _quotient(self, self)
+
+
+def _glu(self: Any, dim: int = -1) -> Any:
+    return _quotient(*reversed(op.Split(self, axis=dim, num_outputs=2)))
 
 
 def _deviation(root: bool) -> Callable[..., Any]:
@@ -363,7 +365,7 @@ def _attention_without_heads(
     return op.MatMul(op.Softmax(weights, axis=-1), value)
 
 
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+TRANSLATIONS: Table = {
     _ATEN.remainder.Scalar: _remainder,
     _ATEN.remainder.Tensor: _remainder,
     _ATEN.fmod.Scalar: _fmod,
@@ -393,5 +395,5 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.roll.default: _roll,
     _ATEN.scaled_dot_product_attention.default: _attention,
 }
-EXACT_TAILS: dict[Callable[..., Any], Callable[..., Any]] = {_ATEN.sigmoid.default: _sigmoid, _ATEN.silu.default: _silu}
+EXACT_TAILS: Table = {_ATEN.sigmoid.default: _sigmoid, _ATEN.silu.default: _silu, _ATEN.glu.default: _glu}
 """Twice as slow as ONNX Runtime's own: for a program that is refused with those."""

@@ -26,6 +26,11 @@ ROUNDED = "whole numbers of all scales"
 ONE_SIGN = "of one sign"
 """What a recurrent layer sums over its steps then grows, and its gates close: its answers are their tails alone."""
 CHANGES: Mapping[str, Callable[[Array], Array]] = {ROUNDED: np.rint, ONE_SIGN: np.abs}
+ONE_SIDE = "far on one side"
+"""Records whose values are all about one number: a sum over sigmoids holds nothing but their tails where each is in its
+own, which values of both signs never reach together."""
+SIDES = (-4.0, -6.0, -9.0, -12.0, -15.0, -17.0, -21.0, -30.0, 6.0, 12.0, 17.0, 30.0)
+ABOUT = 0.02
 MOST_VALUES = 1 << 20
 
 
@@ -57,6 +62,7 @@ def _sweep(
     factors: list[tuple[str, Floats]] = [(f"times {factor:g}", np.full(count, factor)) for count, factor in FEW]
     factors += [("one large record", one_large), ("all scales", mixed), (ROUNDED, mixed)]
     factors += [(ONE_SIGN, np.full(1, 30.0)), (ONE_SIGN, np.full(1, 100.0)), ("tiny", np.full(2, 1e-30))]
+    factors += [(ONE_SIDE, np.array(SIDES))]
     for what, scales in factors:
         sizes = fit(signature, base, {BATCH: len(scales)})
         if sizes is None or not signature.allows(sizes):
@@ -65,15 +71,27 @@ def _sweep(
             continue
         inputs = resize(example, signature, sizes)
         for name in floats:
-            drawn = _draw(inputs[name], spreads[name], scales, axes.get(name), random)
+            about = ABOUT if what == ONE_SIDE else None
+            spread = spreads[name] if about is None else max(spreads[name], 1.0)
+            drawn = _draw(inputs[name], spread, scales, axes.get(name), random, about=about)
             inputs[name] = np.asarray(CHANGES.get(what, np.asarray)(drawn))
         named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
         yield Probe(name=f"{named}, sweep, {what}", origin="made", num_records=len(scales), inputs=inputs)
 
 
-def _draw(array: Array, spread: float, scales: Floats, axis: int | None, random: np.random.Generator) -> Array:
-    """Random values like those of `array`, record by record at another of the `scales`."""
-    drawn = random.standard_normal(array.shape) * spread
+def _draw(
+    array: Array,
+    spread: float,
+    scales: Floats,
+    axis: int | None,
+    random: np.random.Generator,
+    *,
+    about: float | None = None,
+) -> Array:
+    """Random values like those of `array`, record by record at another of the `scales`; with `about`, off from it by
+    that part of it alone."""
+    drawn = random.standard_normal(array.shape)
+    drawn = (drawn if about is None else 1.0 + about * drawn) * spread
     if axis is not None:
         drawn = np.moveaxis(np.moveaxis(drawn, axis, -1) * scales, -1, axis)
     most = float(np.finfo(array.dtype.name).max) if array.dtype.kind == "f" else np.inf
