@@ -34,6 +34,9 @@ class _Replicated(torch.nn.Module):
         self._forward = forward
         self._tie = tie
 
+    def find_unused(self) -> None:
+        self._tie = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.instead is not None:
             flat = (value.reshape(-1)[:1] * 0.0 for value in self.instead)
@@ -95,8 +98,18 @@ class DdpExchange:
         """A copy of the model, or what is pickled of it, has no group: its forward is the model's own."""
         return {"original": self.original, "broken": None, "syncing": False, "_inside": False, "_ddp": None}
 
+    def find_unused(self) -> None:
+        """Steps may leave parameters out from now on. Before the first `attach`."""
+        self._find_unused = True
+        self._replicated.find_unused()
+
     def add(self, piece: BackwardPiece) -> None:
-        (piece.scaled * piece.weight).backward()  # type: ignore[no-untyped-call]
+        try:
+            (piece.scaled * piece.weight).backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "ready only once" in str(error):  # the last step has left some out, so DDP still waits for them
+                raise unused_parameters(()) from error
+            raise
         self.on_computed()
 
     def reduce(

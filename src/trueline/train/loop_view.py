@@ -44,15 +44,16 @@ class LoopView:
     blame: Callable[..., None]
     _batch: StepBatch | None
     _doubts: Doubts
+    _tried_step: int | None = None
 
     def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
         self._settings.mark()
         trial.inputs = replace(trial.inputs, total_steps=self._plan.total_steps)
         for batch in fork.try_loop(trial, self._traits, self._replica.optimizer_step):
-            self._batch = batch
+            self._batch, self._tried_step = batch, batch.step
             yield batch
         self._settings.rewind()
-        self._traits, self._trial = trial.traits, None
+        self._traits, self._trial, self._tried_step = trial.traits, None, None
         self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))
 
     def _refuse(self, step: int, what: str) -> bool:
@@ -110,8 +111,8 @@ class LoopView:
 
     @property
     def steps(self) -> int:
-        """Applied optimizer steps."""
-        return self._replica.ledger.steps
+        """Applied optimizer steps; in a trial of the loop, as many as there would be at its batch."""
+        return self._replica.ledger.steps if self._tried_step is None else self._tried_step
 
     @property
     def total_steps(self) -> int:

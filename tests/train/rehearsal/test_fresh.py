@@ -145,6 +145,17 @@ def test_what_a_loss_remembers_of_earlier_batches_is_refused_though_it_has_no_na
         run(make())
 
 
+def slowed_by_the_last_gradients(model: nn.Module, inputs: Tensor, records: Tensor) -> Tensor:
+    norms = [value.grad.norm() for value in model.parameters() if value.grad is not None]
+    out: Tensor = (model(inputs) - 1).square().mean() / (1.0 + sum(norms))
+    return out
+
+
+def test_a_loss_that_uses_the_gradients_of_the_last_step_is_refused_since_a_loop_finds_none():
+    with pytest.raises(UsageError, match=r"the loss uses the gradients of the parameters \(\.grad\)"):
+        train(slowed_by_the_last_gradients)
+
+
 @pytest.mark.parametrize("run", [train, try_recipe])
 def test_caches_of_what_follows_from_a_record_and_histories_that_no_loss_reads_train(run):
     run(what_follows_from_the_record_alone())

@@ -78,7 +78,7 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         joined.expect_same_after_join(lambda: joined.copy_step(optimizer_step))
     found = None
     if can_fork(trial.inputs.model):
-        fresh = FreshTrial(trial.inputs)
+        fresh = FreshTrial(trial.inputs, places.list_caller_spaces)
         fresh.belong_to(trial)
         yield from try_again(fresh, optimizer_step.settings)
         found = yield from _in_fork(trial, optimizer_step.settings)

@@ -3,12 +3,13 @@
 A worker that joins begins with empty caches. What a loop remembers of a record that it has seen (a target, noise that
 was drawn for it, a history of its losses), of its first batch (a mean, a projection), or of the weights that it had
 then, need not have a name. So a fork of its own computes the records first of all, at other parameters and seeds; the
-trial computes them after others, as they are and then at those parameters and seeds.
+trial computes them after others, as they are and then at those parameters and seeds. The fork also has another time,
+other entropy and another name (`elsewhere.py`), as a worker that joins may have, and takes back the files it has made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,13 +20,15 @@ import torch
 from trueline.data.loading import seeding
 from trueline.errors import UsageError
 from trueline.train import dynamo
-from trueline.train.rehearsal import copies, kept
+from trueline.train.rehearsal import copies, elsewhere, kept
 from trueline.train.step import model_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.plan import choose_late
 from trueline.train.step.trial import LossTrial, TrialInputs
 
 RECORDS = 3
+MOST_BYTES = 64 << 20
+"""Of a model whose parameters get gradients for a batch."""
 Batches = Generator[StepBatch, None, None]
 
 
@@ -33,9 +36,9 @@ class FreshTrial:
     """`batches()` in a fork that has computed nothing, and `expect_same()` where something was; each batch is followed
     by a call of `take`. `belong_to` gives it the trial that takes the losses."""
 
-    def __init__(self, given: TrialInputs) -> None:
+    def __init__(self, given: TrialInputs, spaces: Callable[[], Iterable[tuple[str, Any]]]) -> None:
         ids = np.unique(np.linspace(0, given.num_records - 1, RECORDS + 1).astype(np.int64))[-RECORDS:]
-        self.inputs = replace(given, chosen=ids)
+        self.inputs, self._spaces = replace(given, chosen=ids), spaces
         self._tried: LossTrial
         self._taken: list[list[float]] = []
         self._fresh: list[float] = []
@@ -49,7 +52,7 @@ class FreshTrial:
         before, self._tried.after = self._tried.after, self.take
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
         try:
-            with seeding.preserve_generators(), eager:
+            with seeding.preserve_generators(), eager, elsewhere.take_files_back(), elsewhere.pretend(self._spaces()):
                 yield from self._show(1)
         finally:
             self._tried.after = before
@@ -74,7 +77,8 @@ class FreshTrial:
         try:
             for number in range(2):
                 yield from self._show(number)
-            self._compare_with_fork()
+            yield from self._compare_with_fork()
+            yield from self._expect_no_use_of_gradients()
             self._tried.leads = False
             yield from self._show(1, weight=0.25, last=False)
             self._compare_shares()
@@ -82,15 +86,49 @@ class FreshTrial:
             self._tried.after, self._tried.leads = before, True
             torch.set_num_threads(threads)
 
-    def _compare_with_fork(self) -> None:
-        if not kept.is_same(self._fresh, self._taken[-1]):
+    def _compare_with_fork(self) -> Batches:
+        usual = self._taken[-1]
+        if kept.is_same(self._fresh, usual):
+            return
+        yield from self._show(1)
+        for kind in elsewhere.KINDS if kept.is_same(usual, self._taken[-1]) else ():  # else it drifts by itself
+            with elsewhere.pretend(self._spaces(), [kind]):
+                yield from self._show(1)
+            if not kept.is_same(usual, self._taken[-1]):
+                raise UsageError(
+                    f"the loss follows from {kind}: with another one {kept.compare(usual, self._taken[-1])}, with "
+                    "equal seeds and parameters, so each worker would train for another loss",
+                    hint="draw from the global generators of torch, numpy or random, which each batch seeds, and count "
+                    "with batch.step",
+                )
+        raise UsageError(
+            f"once other batches were computed, {kept.compare(self._fresh, usual)}, with equal seeds and parameters: "
+            "it uses something that is kept from one batch to the next, such as a cache by record, what was made of "
+            "the first batch, or a file that it has written; or the number of its process",
+            hint="a worker that joins receives model, optimizer and scheduler, and nothing that Python code has "
+            "kept: compute it before the loop, in all workers alike, keep it in a buffer of the model "
+            "(self.register_buffer), or leave it out",
+        )
+
+    def _expect_no_use_of_gradients(self) -> Batches:
+        """A loop finds none: `job.step` takes those of a step away."""
+        values = [value for value in self.inputs.model.parameters() if value.requires_grad]
+        if sum(value.nbytes for value in values) > MOST_BYTES:
+            return
+        yield from self._show(1)
+        held = [value.grad for value in values]
+        try:
+            for value in values:
+                value.grad = torch.full_like(value, 0.5, requires_grad=False)
+            yield from self._show(1)
+        finally:
+            for value, grad in zip(values, held, strict=True):
+                value.grad = grad
+        if not kept.is_same(*self._taken[-2:]):
             raise UsageError(
-                f"once other batches were computed, {kept.compare(self._fresh, self._taken[-1])}, with equal seeds and "
-                "parameters: it uses something that is kept from one batch to the next, such as a cache by record or "
-                "what was made of the first batch",
-                hint="a worker that joins receives model, optimizer and scheduler, and nothing that Python code has "
-                "kept: compute it before the loop, in all workers alike, keep it in a buffer of the model "
-                "(self.register_buffer), or leave it out",
+                "the loss uses the gradients of the parameters (.grad), which job.step(loss) takes away after a step: "
+                f"with others {kept.compare(*self._taken[-2:])}",
+                hint="keep what it needs of them in the state of an optimizer of your own, or in a buffer of the model",
             )
 
     def _compare_shares(self) -> None:

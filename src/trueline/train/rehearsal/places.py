@@ -89,9 +89,7 @@ def _open(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         return value
     if isinstance(value, ModuleType):
-        file = getattr(value, "__file__", None)
-        users = file and not value.__name__.startswith("trueline.") and not any(part in file for part in _INSTALLED)
-        return vars(value) if users else None
+        return vars(value) if is_users_module(value) else None
     if isinstance(value, MethodType):
         return {"self": value.__self__, "function": value.__func__}
     if isinstance(value, functools.partial):
@@ -99,6 +97,13 @@ def _open(value: Any) -> Any:
     if isinstance(value, FunctionType):
         return value if _is_users(value) else None
     return value if _package_of(value) in ("", "trueline") else None
+
+
+def is_users_module(module: Any) -> bool:
+    """Whether a module is of the user's code: installed packages are not."""
+    file, name = getattr(module, "__file__", None), str(getattr(module, "__name__", ""))
+    ours = name == "trueline" or name.startswith("trueline.")
+    return bool(file) and not ours and not any(part in str(file) for part in _INSTALLED)
 
 
 def _is_users(function: FunctionType) -> bool:

@@ -13,7 +13,7 @@ from trueline.train.job_dir import JobDir
 from trueline.train.link.grpc_client import settle_on_master
 from trueline.train.step.model_traits import ModelTraits
 
-_SETTLED = ("draws", "reduction", "even", "whole", "buffers", "half", "form", "divisors",
+_SETTLED = ("draws", "reduction", "even", "whole", "buffers", "skips", "half", "form", "divisors",
             "looks", "reads")  # fmt: skip
 """What the first worker finds out for all others of the job, in JOB/loss.json."""
 

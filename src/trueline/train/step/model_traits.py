@@ -32,6 +32,7 @@ class ModelTraits:
     even: bool = False  # whether each cross entropy of the trial divided by its number of labels
     whole: bool = False  # whether the trial of the loss did not confirm that, for any part
     buffers: tuple[str, ...] = ()  # changed by a forward, outside of normalization layers
+    skips: bool = False  # some batches leave out parameters that others use, as layers that are dropped at random do
     half: bool = False  # a loop computes in half precision, and no setting says so
     form: str = ""  # of a mean: the operations at the top of a loss (`reduction.Divisors`)
     divisors: Sequence[Any] = ()  # and a rule for what each of them divides by
@@ -189,6 +190,18 @@ def restore_buffers(model: torch.nn.Module) -> Iterator[None]:
             for module, key, value, copy in held:
                 module._buffers[key] = value
                 value.copy_(copy)
+
+
+def expect_same_training(trained: Sequence[torch.Tensor], frozen: Sequence[torch.Tensor], where: str) -> None:
+    """Raises UsageError if the loop has frozen parameters that were `trained`, or thawed `frozen` ones."""
+    turned = any(value.requires_grad for value in frozen)
+    if turned or not all(value.requires_grad for value in trained):
+        raise UsageError(
+            f"the loop {'thaws' if turned else 'freezes'} parameters in {where}, and the members exchange the "
+            "gradients of those that had requires_grad at the beginning",
+            hint="give the part a parameter group of its own, with a learning rate of 0 while it is frozen: computed "
+            "from batch.step before job.step(loss)",
+        )
 
 
 @contextmanager

@@ -202,5 +202,15 @@ def choose_late(steps: int) -> int:
     >>> choose_late(1000), choose_late(40), choose_late(2), choose_late(1)
     (997, 37, 1, 0)
     """
-    wanted = range(steps - 2, max(steps // 2, 1), -1)
-    return next((at for at in wanted if all(at % one for one in range(2, math.isqrt(at) + 1))), min(1, steps - 1))
+    found = choose_prime(steps - 2)
+    return found if found > max(steps // 2, 1) else min(1, steps - 1)
+
+
+def choose_prime(most: int) -> int:
+    """The largest prime up to `most`; below 2 `most` itself.
+
+    >>> choose_prime(10), choose_prime(2), choose_prime(1)
+    (7, 2, 1)
+    """
+    wanted = range(most, 1, -1)
+    return next((at for at in wanted if all(at % one for one in range(2, math.isqrt(at) + 1))), most)

@@ -291,18 +291,17 @@ def decide(
     raise _refusal(whole, cuts[0], far, tied=bool(fitting), draws=draws)
 
 
-def confirm(tried: Sequence[LossSample], how: str, named: str, tolerance: float, names: str) -> bool:
-    """Whether a loss reduces as `how` says with other values for the parameters `names`, too. Raises UsageError if it
-    does not, and nothing is named."""
+def confirm(tried: Sequence[LossSample], how: str, named: str, tolerance: float, where: str) -> bool:
+    """Whether a loss reduces as `how` says in another place, too, which `where` names. Raises UsageError if it does
+    not, and nothing is named."""
     if not tried or not all(math.isfinite(one.loss) for one in tried):
         return True
-    whole, cuts = tried[0], (tried[1:3], tried[3:])
+    whole, cuts = tried[0], [tried[at : at + 2] for at in range(1, len(tried), 2)]
     off = max(difference(whole, combine(parts, how)) for parts in cuts)
     if off <= tolerance or named != "auto":
         return off <= tolerance
     error = _refusal(whole, cuts[0], {how: off}, tied=False, draws=False)
-    raise UsageError(f"once parameters that begin as constants ({names}) have other values, {error.message}",
-                     hint=error.hint)  # fmt: skip
+    raise UsageError(f"{where}, {error.message}", hint=error.hint)
 
 
 def _has_constant(whole: LossSample, cuts: Sequence[Sequence[LossSample]]) -> bool:

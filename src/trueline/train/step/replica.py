@@ -5,7 +5,7 @@ running statistics; the gradient exchange sums them together. A piece with n of 
 with n/B, whatever the split; sums and means by other weights: `reduction.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,14 @@ class Replica:
 
     def take_traits(self, traits: ModelTraits) -> None:
         """Exchanges what forwards add to buffers, as for running statistics, and sums gradients in half precision shard
-        by shard: a rounded gradient is no sum of those of its parts. Before the first `attach`. Raises CheckpointError
-        for a state that a job could not keep."""
+        by shard: a rounded gradient is no sum of those of its parts. Where batches skip parameters, looks for those
+        without a gradient. Before the first `attach`. Raises CheckpointError for a state that a job could not keep."""
         if current_job() is not None:
             expect_holdable(self.state())
+        if traits.skips and not self.options.find_unused_parameters:
+            self.options = replace(self.options, find_unused_parameters=True)
+            if type(self.exchange) is DdpExchange:
+                self.exchange.find_unused()
         if traits.half and type(self.exchange) is DdpExchange:
             self._order_sums(self.exchange)
         if names := traits.buffers:
@@ -169,14 +173,8 @@ class Replica:
 
     def _expect_same_training(self) -> None:
         """Raises UsageError if the loop has frozen or thawed parameters, or changed the optimizer's groups."""
-        turned = any(value.requires_grad for value in self._frozen)
-        if turned or not all(value.requires_grad for value in self._parameters):
-            raise UsageError(
-                f"the loop {'thaws' if turned else 'freezes'} parameters in step {self.ledger.steps}, and the members "
-                "exchange the gradients of those that had requires_grad at the beginning",
-                hint="give the part a parameter group of its own, with a learning rate of 0 while it is frozen: "
-                "computed from batch.step before job.step(loss)",
-            )
+        where = f"step {self.ledger.steps}"
+        model_traits.expect_same_training(self._parameters, self._frozen, where)
         if len(self.optimizer_step.optimizer.param_groups) != self._groups:
             raise UsageError(
                 f"the loop changes the parameter groups of the optimizer in step {self.ledger.steps}",

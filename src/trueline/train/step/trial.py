@@ -29,18 +29,21 @@ from trueline.data.loading.seeding import SeededReader
 from trueline.data.loading.worker_pool import ReaderClient, ReaderPool
 from trueline.engine.contract import parse_ref
 from trueline.errors import UsageError, join_names
-from trueline.parallel.finite import find_infinite
+from trueline.parallel.ddp import list_used
 from trueline.train import dynamo
 from trueline.train.step import features, model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
+from trueline.train.step.parts.buffer_changes import BufferChanges
+from trueline.train.step.parts.late_steps import LateTrial
+from trueline.train.step.parts.still import Bound, WatchedOperators, unsettle, without_draws
 from trueline.train.step.plan import Ints
 from trueline.train.step.reduction import LossSample
-from trueline.train.step.still import WatchedOperators, unsettle, without_draws
 
 FEW, QUICK_S = 5, 0.2  # records that are tried where a few of them take longer than this
 AGAIN = 4  # times more that records are tried whose loss differs a little the second time
+TOSSES = 8  # more seeds, where what is drawn may decide which layers are computed
 ATTEMPTS = 3  # choices of records: some may be damaged
 PARAMETERS, ELEMENTS = 8, 1 << 20  # the last parameters whose gradients are compared, and the most elements of one
 KEPT = 1 << 16  # elements of a gradient that are kept: seven whole ones would be the most memory that a worker ever has
@@ -67,6 +70,8 @@ class TrialInputs:
     """The records of a batch that is unlike those of the trial before the first step; its step is `step`."""
     step: int = 0
     total_steps: int = 1
+    hidden_steps: int = 0
+    """Of a job whose loss is not given its step, as a recipe's: a counter in a buffer may show it."""
     on_read: Callable[[], object] = lambda: None
     """Called when records are read for a fork: the worker is not stuck."""
 
@@ -99,10 +104,14 @@ class LossTrial:
         """Takes the losses of other trials in this one's place, and returns what `job.step` does."""
         self.alike: LossComparison | None = None
         self.expect_same: Callable[[Any], Batches] | None = None  # with a reader: `fresh.py`
-        self._tried: list[LossSample] = []
-        values = [value for value in trial.model.parameters() if value.requires_grad]
+        self.tried: list[LossSample] = []  # the losses of the last batches
+        self.bounds: list[list[Bound]] = []
+        """What each of them has compared with a bound (`still.py`)."""
+        values = self._trained = [value for value in trial.model.parameters() if value.requires_grad]
+        self._frozen = [value for value in trial.model.parameters() if not value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
-        self._draws = self._half = self._single = self._uneven = self._bent = False
+        self._draws = self._tosses = self._half = self._single = self._uneven = self._bent = False
+        self._used: set[frozenset[int]] = set()  # of each batch, the parameters that led to its loss
         self._marked = min(self._parameters, key=torch.Tensor.numel, default=None)
         """Has a large gradient while the loop's code runs, which shows what that does with gradients."""
         self.took_s = 0.0
@@ -125,8 +134,10 @@ class LossTrial:
             for attempt in range(earlier, earlier + ATTEMPTS):  # a record may have killed the worker before this one
                 ids = self._choose(attempt)
                 yield from self._twice(ids[:FEW])
-                if not self._is_finite():
+                if not self.is_finite():
                     continue
+                if self._tosses and trial.chosen is None:
+                    yield from self._toss(ids[:FEW])
                 if self.expect_same is not None:
                     yield from self.expect_same(trial.reader)
                 if self.alike is not None:
@@ -134,8 +145,8 @@ class LossTrial:
                 few = trial.chosen is None and self.took_s >= QUICK_S
                 self._changes.clear()
                 self.divisors.clear()
-                yield from self._each_part(ids[:FEW] if few else ids)
-                if self._is_finite():
+                yield from self.each_part(ids[:FEW] if few else ids)
+                if self.is_finite():
                     yield from self._settle(ids)
                     return
             events.emit("loss.untried", why="it is not finite")
@@ -157,28 +168,30 @@ class LossTrial:
         )
         return chosen
 
-    def _is_finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether all losses of the last batches, and their gradients, are finite."""
         return all(
             tried.weight == 0 or (math.isfinite(tried.loss) and bool(tried.gradient.isfinite().all()))
-            for tried in self._tried
+            for tried in self.tried
         )
 
     def take(self, loss: torch.Tensor, weight: float | None, records: int) -> bool:
         """Takes the loss of the last batch; returns what `job.step` does. Raises RecipeError for a loss of another
         shape, UsageError without one."""
+        model_traits.expect_same_training(self._trained, self._frozen, "a later step")
         if self.after is not None:
             return self.after(loss)
         self._expect_unchanged()
         value = reduction.as_scalar(loss, records, self.inputs.options.reduction)
         if not value.requires_grad:
             raise UsageError("the loss has no gradient", hint="compute it with the model, and not under no_grad()")
+        self._used.add(frozenset(map(id, list_used(value, list(self.inputs.model.parameters())))))
         elements = reduction.averaged_elements(value)
         self.divisors.append(reduction.read_divisors(value, records))
         gradient = self._sample_gradients(value)
         uneven = elements is not None and elements[0] != elements[1]
         self._uneven = self._uneven or uneven
-        self._tried.append(
+        self.tried.append(
             LossSample(records, 0.0, torch.zeros_like(gradient), weight)
             if weight == 0
             else LossSample(records, float(value.item()), gradient, weight, uneven)
@@ -206,7 +219,7 @@ class LossTrial:
     def _sample_gradients(self, loss: torch.Tensor) -> torch.Tensor:
         """The elements of the compared gradients that are kept. Those of the first loss are compared with those of many
         times it: these show what clips or rounds, which would see a part of a step. One set of gradients at a time."""
-        model, first = self.inputs.model, not self._tried
+        model, first = self.inputs.model, not self.tried
         bends = first and not self._half and not reduction.has_node(loss, "CheckpointFunctionBackward")
         of = list(self._parameters)
         if bends:
@@ -246,9 +259,9 @@ class LossTrial:
         form, rules = reduction.fit_divisors(self.divisors) if even and how == "mean" and not whole else ("", ())
         reads = self.alike.reads if self.alike is not None else {}
         return replace(shown, draws=draws, reduction=how, even=even, whole=whole, buffers=buffers, half=half,
-                       form=form, divisors=rules, looks=looks, reads=reads)  # fmt: skip
+                       form=form, divisors=rules, looks=looks, reads=reads, skips=len(self._used) > 1)  # fmt: skip
 
-    def _one(self, ids: Ints, watched: WatchedOperators) -> Batches:
+    def _one(self, ids: Ints, watched: WatchedOperators, step: int | None = None, seed: int = 0) -> Batches:
         trial = self.inputs
         batch = trial.reader.read(ids, epoch=0)
         self._state = _state(trial)
@@ -256,18 +269,22 @@ class LossTrial:
         kinds = (model_traits.buffer_slots(trial.model, persistent=kind) for kind in (True, False))
         slots = [(slot, slot.value.clone()) for kind in kinds for slot in kind]
         with model_traits.restore_buffers(trial.model):
-            seeding.seed_all(trial.seed, 0, 0)
-            before, watched.draws, self.taken = seeding.generator_state(), False, False
+            seeding.seed_all(trial.seed, 0, seed)
+            before, self.taken = seeding.generator_state(), False
+            watched.begin()
             began = time.monotonic()
-            yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=trial.step, weight=1.0,
-                            trial=True)  # fmt: skip
+            yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, weight=1.0, trial=True,
+                            step=trial.step if step is None else step)  # fmt: skip
             self.took_s = time.monotonic() - began
             if not self.taken:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
             changes = {slot.name: slot.change(content) for slot, content in slots if slot.value.shape == content.shape}
+        self.bounds.append(watched.bounds)
         self._changes.append({name: change for name, change in changes.items() if change.any()})
         self._buffers.update(self._changes[-1])
-        self._draws = self._draws or watched.draws or seeding.generator_state() != before
+        here = seeding.generator_state()[:2] != before[:2]  # Python's and numpy's, of single numbers
+        self._tosses = self._tosses or watched.tosses or here
+        self._draws = self._draws or watched.draws or here or seeding.generator_state() != before
         self._half, self._single = self._half or watched.half, self._single or watched.single
         self._expect_unchanged()
         if self._marked is not None:
@@ -310,17 +327,17 @@ class LossTrial:
             )
 
     def _twice(self, ids: Ints) -> Batches:
-        self._tried.clear()
+        self.tried.clear()
         for _ in range(2):
             with WatchedOperators(still=False) as watched:
                 yield from self._one(ids, watched)
-        first, again = self._tried
+        first, again = self.tried
         large = reduction.difference(first, again) > max(self.tolerance / 10, IN_DOUBLE)
         if not large and first.loss != again.loss and not self._half:
             for _ in range(AGAIN):
                 with WatchedOperators(still=False) as watched:
                     yield from self._one(ids, watched)
-            large, again = reduction.drifts(self._tried), self._tried[-1]
+            large, again = reduction.drifts(self.tried), self.tried[-1]
         if math.isfinite(first.loss) and large:
             raise UsageError(
                 f"the loss of the same {len(ids)} records was {first.loss:.9g} and then {again.loss:.9g}, with equal "
@@ -329,62 +346,45 @@ class LossTrial:
                 "batch.step, and keep nothing that the loss uses from one batch to the next",
             )
 
+    def _toss(self, ids: Ints) -> Batches:
+        """Other seeds, which may leave out other layers."""
+        for seed in range(1, 1 + (TOSSES if self.took_s < QUICK_S else 1)):
+            with WatchedOperators(still=False) as watched:
+                yield from self._one(ids, watched, seed=seed)
+
     def _settle(self, ids: Ints) -> Batches:
         trial, draws = self.inputs, self._draws
-        whole, parts = next(iter(self._tried), None), self._tried[1:]
+        whole, parts = next(iter(self.tried), None), self.tried[1:]
         named = trial.options.reduction
         how, confirmed = reduction.decide(whole, [parts[:2], parts[2:]], named, self.tolerance, draws=draws)
         shares = [] if whole is None else [(part.records / whole.records) for part in parts]
-        confirmed = confirmed and self._confirm_buffers(shares)
+        late = LateTrial(self, how, ids[:FEW] if self.took_s >= QUICK_S else ids)
+        changed = BufferChanges(trial.model, self._buffers, self._changes)
+        confirmed = confirmed and changed.confirm(shares, self.tolerance, refuses=named == "auto")
         if confirmed and whole is not None and trial.chosen is None:
             seen = len(self.divisors)
             with unsettle(trial.model) as names:
-                yield from self._each_part(ids if names else ids[:0])
+                yield from self.each_part(ids if names else ids[:0])
             del self.divisors[seen:]
-            confirmed = reduction.confirm(self._tried, how, named, self.tolerance, names)
+            where = f"once parameters that begin as constants ({names}) have other values"
+            confirmed = reduction.confirm(self.tried, how, named, self.tolerance, where)
         self._draws = draws
+        if confirmed and whole is not None and trial.chosen is None:
+            seen = len(self.divisors)
+            confirmed = yield from late.batches(changed.constant())
+            del self.divisors[seen:]
         self.traits = self._traits(how, whole=not confirmed)
 
-    def _each_part(self, ids: Ints) -> Batches:
+    def each_part(self, ids: Ints, *, step: int | None = None, bend: Sequence[int] = (), cuts: int = 2) -> Batches:
+        """The batches `ids` as a whole and cut in two, in one or two ways; `tried` has their losses then."""
         cut, other = max(1, len(ids) // 3), np.random.default_rng(1).permutation(ids)
-        self._tried.clear()
+        self.tried.clear()
+        self.bounds.clear()
+        parts = (ids, ids[:cut], ids[cut:], other[:cut], other[cut:])[: 1 + 2 * cuts]
         if len(ids) > 1:
-            with without_draws(self.inputs.model) as watched:
-                for part in (ids, ids[:cut], ids[cut:], other[:cut], other[cut:]):
-                    yield from self._one(part, watched)
-
-    def _confirm_buffers(self, shares: Sequence[float]) -> bool:
-        """Whether the changes of buffers by the whole are the means of those by its parts, which are these `shares` of
-        its records. Raises UsageError if they are not, and no reduction is named."""
-        self._expect_finite_buffers()
-        name, off = "", 0.0
-        for at in range(1, len(shares), 2):
-            for buffer in sorted(self._buffers):
-                whole, *parts = (
-                    changes.get(buffer, torch.zeros(())) for changes in (self._changes[0], *self._changes[at : at + 2])
-                )
-                mean = shares[at - 1] * parts[0] + shares[at] * parts[1]
-                scale = max(float(whole.norm()), float(mean.norm()))
-                found = float((whole - mean).norm()) / scale if scale else 0.0
-                name, off = (buffer, found) if found > off else (name, off)
-        if off > self.tolerance and self.inputs.options.reduction == "auto":
-            raise UsageError(
-                f"a forward changes the model's buffer '{name}', by all the records of a batch otherwise than by the "
-                f"mean of its parts ({reduction.as_percent(off)} off), so training depends on how a step is shared",
-                hint='change it by a mean over the records, as running statistics are, or set reduction = "mean" and '
-                "micro_batch = N: each shard of N records then changes it, and the changes are averaged",
-            )
-        return off <= self.tolerance
-
-    def _expect_finite_buffers(self) -> None:
-        """What is infinite and moves has no mean over the workers."""
-        name = find_infinite(pair for pair in self.inputs.model.named_buffers() if pair[0] in self._buffers)
-        if name:
-            raise UsageError(
-                f"a forward changes the model's buffer '{name}', which begins with a number that is not finite: what "
-                "the workers add to it has no mean",
-                hint="let it begin with a large number, such as torch.finfo(dtype).max, or keep it constant",
-            )
+            with without_draws(self.inputs.model, bend) as watched:
+                for part in parts:
+                    yield from self._one(part, watched, step)
 
     @property
     def tolerance(self) -> float:

@@ -68,6 +68,7 @@ class RecipeTrial:
         return trial.LossTrial(trial.TrialInputs(
             model=self._model, reader=self._reader, num_records=self._source.num_records, seed=self._settings.seed,
             global_batch=self._settings.global_batch, options=self._options, attempt=attempt,
+            hidden_steps=self._settings.epochs * -(-self._source.num_records // self._settings.global_batch),
         ))  # fmt: skip
 
     def _try_fresh(self) -> FreshTrial | None:
@@ -75,7 +76,7 @@ class RecipeTrial:
         if not fork.can_fork(self._model):
             return None
         tried = self._make_trial()
-        fresh = FreshTrial(tried.inputs)
+        fresh = FreshTrial(tried.inputs, self._list_spaces)
         fresh.belong_to(tried)
         with contextlib.closing(fork.try_again(fresh, None)) as batches:
             all(self._take(tried, batch) for batch in batches)

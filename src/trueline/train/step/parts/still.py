@@ -4,7 +4,7 @@ Dropout layers keep everything, normalization layers scale each record by itself
 constant. What is left depends on the records alone, so the loss of a batch can be compared with those of its parts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,18 +22,40 @@ SETTLED = 0.05
 MOST_UNSETTLED = 1 << 20
 """Elements of a parameter that get other values for a while."""
 _HALF = (torch.float16, torch.bfloat16)
+_BOUNDS = frozenset(
+    getattr(torch.ops.aten, f"{name}{place}")
+    for name in ("relu", "clamp", "clamp_min", "clamp_max", "hardtanh", "threshold", "leaky_relu", "abs")
+    for place in ("", "_")
+) | {torch.ops.aten.maximum, torch.ops.aten.minimum, torch.ops.aten.where}
+"""Operators that are linear on either side of a bound."""
+BENT = 0.3
+"""Of the square of its input, what an operator that is bent adds to its result."""
+Bound = tuple[str, tuple[int, ...]]
+"""Such an operator, and the shape of its result."""
 
 
 class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether operators draw, and their precision; with `still` those that draw return a constant."""
+    """Notes whether operators draw, and their precision; with `still` those that draw return a constant.
 
-    def __init__(self, *, still: bool) -> None:
+    `tosses`: whether code looks at a number after something was drawn, which may decide what it computes.
+    `bend`: of the operators that have a bound and a gradient, by their number in a batch, those that are bent: their
+    result is then no linear function of what they are given, on either side of the bound.
+    """
+
+    def __init__(self, *, still: bool, bend: Sequence[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws = self.half = self.single = False
-        self._still = still
+        self.draws = self.tosses = self.half = self.single = False
+        self.bounds: list[Bound] = []
+        self._still, self._bend = still, bend
+
+    def begin(self) -> None:
+        """Another batch begins."""
+        self.draws, self.tosses, self.bounds = False, False, []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._still and func.overloadpacket in _BOUNDS:
+            return self._meet_bound(func, args, kwargs)
         drawing = torch.Tag.nondeterministic_seeded in func.tags
         names = [argument.name for argument in func._schema.arguments] if drawing else []
         if "dropout_p" in names:  # attention kernels have the tag, and draw only for dropout
@@ -41,6 +63,7 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             drawing = given.get("dropout_p", 0.0) > 0
             if drawing and self._still:
                 args, kwargs = (), given | {"dropout_p": 0.0}
+        self.tosses = self.tosses or (self.draws and func.overloadpacket is torch.ops.aten._local_scalar_dense)
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple | list) and result else result
         if isinstance(first, torch.Tensor):
@@ -49,6 +72,15 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _reverse_ties(result, args, kwargs) if self._still and func.overloadpacket in _SORTS else result
         self.draws = True
         return _fill(func.overloadpacket.__name__, args, result) if self._still and "dropout_p" not in names else result
+
+    def _meet_bound(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = [one for one in args if isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point()]
+        number = len(self.bounds)
+        more = sum(BENT * one.detach().square() for one in given) if given and number in self._bend else None
+        result = func(*args, **kwargs)
+        if given:
+            self.bounds.append((func.overloadpacket.__name__, tuple(result.shape)))
+        return result if more is None else result.add_(more)
 
 
 _SORTS = (torch.ops.aten.sort, torch.ops.aten.argsort)
@@ -88,7 +120,7 @@ def _scale_alone(layer: _BatchNorm) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @contextmanager
-def without_draws(model: torch.nn.Module) -> Iterator[WatchedOperators]:
+def without_draws(model: torch.nn.Module, bend: Sequence[int] = ()) -> Iterator[WatchedOperators]:
     """Layers and operators draw nothing and look at no other records in this block, whatever mode the loop sets."""
     changed: list[tuple[torch.nn.Module, str, float]] = []
     normalizing = [module for module in model.modules() if isinstance(module, _BatchNorm)]
@@ -100,7 +132,7 @@ def without_draws(model: torch.nn.Module) -> Iterator[WatchedOperators]:
     for layer in normalizing:
         layer.forward = _scale_alone(layer)  # type: ignore[assignment, method-assign]
     try:
-        with WatchedOperators(still=True) as watched:
+        with WatchedOperators(still=True, bend=bend) as watched:
             yield watched
     finally:
         for layer in normalizing:

@@ -1,0 +1,168 @@
+"""What a loss makes of the time, of entropy, of the name of its host and of files that it has written is refused before
+the first step, with its name; what only reads them trains, and a trial leaves no file behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import random
+import secrets
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trueline.data.sources.map_style import DatasetSource
+from trueline.errors import UsageError
+from trueline.train.elastic import Elastic
+from trueline.train.rehearsal import elsewhere
+from trueline.train.settings import JobSettings
+from trueline.train.worker.recipe_trial import RecipeTrial
+from worlds.recipes import untrained
+
+INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(INPUTS, INPUTS.sum(dim=1, keepdim=True))
+Scale = Callable[[], float]
+"""What the loss is multiplied by."""
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def error(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs - labels).square().mean()
+
+
+def train(scale: Scale, loss: Callable[[Tensor, Tensor], Tensor] = error) -> None:
+    model = make_model()
+    job = Elastic(model, torch.optim.SGD(model.parameters(), lr=0.01), DATA, global_batch=8, epochs=3)
+    for batch in job:
+        job.step(scale() * loss(model(batch.inputs), batch.labels))
+    assert job.steps == 15
+
+
+def try_recipe(scale: Scale) -> None:
+    recipe = dataclasses.replace(untrained(make_model), loss=lambda outputs, labels: scale() * error(outputs, labels))
+    settings = JobSettings(name="small", recipe="", recipe_digest="", workers=1, epochs=1, global_batch=8, seed=0)
+    RecipeTrial(recipe, make_model(), DatasetSource(DATA, mode="training"), settings).find_traits()
+
+
+def later_than(began: float) -> float:
+    return 2.0 if time.time() - began > 86_400 else 1.0
+
+
+BEGAN = time.time()
+OF_TIME: list[Scale] = [
+    lambda: later_than(BEGAN),
+    lambda: 1.0 + time.localtime().tm_hour,
+    lambda: 1.0 + np.random.default_rng(int(time.time()) // 60).random(),
+    lambda: 1.0 + datetime.date.today().toordinal(),
+    lambda: 1.0 + datetime.datetime.now().toordinal(),
+    lambda: 1.0 + len(time.strftime("%H").replace("0", "")) + int(time.strftime("%H")),
+]
+OF_ENTROPY: list[Scale] = [
+    lambda: 2.0 if not any(os.urandom(5)) else 1.0,
+    lambda: 2.0 if secrets.randbelow(1 << 40) < 1 else 1.0,
+    lambda: 2.0 if random.SystemRandom().random() < 1e-12 else 1.0,
+    lambda: 2.0 if uuid.uuid4().int < 1 << 80 else 1.0,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [train, try_recipe])
+@pytest.mark.parametrize(
+    ("scale", "what"), [*((one, "the time") for one in OF_TIME), *((one, r"os\.urandom") for one in OF_ENTROPY)]
+)
+def test_a_loss_that_follows_from_the_time_or_from_entropy_is_refused_though_no_second_passes(
+    scale: Scale, what: str, run: Callable[[Scale], None]
+) -> None:
+    with pytest.raises(UsageError, match=f"the loss follows from {what}"):
+        run(scale)
+
+
+@pytest.mark.slow
+def test_a_loss_that_follows_from_the_number_of_its_worker_is_refused_in_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="the loss follows from the name of its host or worker"):
+        train(lambda: 1.0 + int(os.environ["RANK"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [train, try_recipe])
+def test_a_loop_that_measures_names_and_logs_trains(run: Callable[[Scale], None], tmp_path: Path) -> None:
+    began, log = time.perf_counter(), list[Any]()
+
+    def scale() -> float:
+        log.append((time.perf_counter() - began, datetime.datetime.now(), uuid.uuid4(), os.getpid()))
+        with (tmp_path / "log").open("a") as file:
+            file.write(f"{log[-1]}\n")
+        return 1.0
+
+    run(scale)
+
+
+def write_by_numpy(path: Path, value: float) -> None:
+    np.save(path, np.array(value))
+
+
+def write_by_torch(path: Path, value: float) -> None:
+    torch.save(torch.tensor(value), path)
+
+
+def write_and_rename(path: Path, value: float) -> None:
+    path.with_suffix(".part").write_text(str(value))
+    path.with_suffix(".part").replace(path)
+
+
+READS: list[tuple[Callable[[Path, float], None], Callable[[Path], Any]]] = [
+    (write_by_numpy, np.load), (write_by_torch, torch.load), (write_and_rename, Path.read_text),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("write", "read"), READS)
+def test_what_the_first_batch_has_left_in_a_file_is_memory_too(
+    write: Callable[[Path, float], None], read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "first.npy"
+
+    def first_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        if not path.exists():
+            write(path, float(outputs.detach().mean()))
+        return error(outputs, labels + float(read(path)))
+
+    with pytest.raises(UsageError, match=r"once other batches were computed, .* or a file that it has written"):
+        train(lambda: 1.0, first_loss)
+
+
+def test_files_that_are_new_are_taken_back_and_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    with elsewhere.take_files_back():
+        (tmp_path / "new").write_text("new")
+        torch.save({}, tmp_path / "weights.pt")
+        (tmp_path / "old").write_text("other")
+        with (tmp_path / "old").open() as file:
+            assert file.read() == "other"
+    assert [one.name for one in tmp_path.iterdir()] == ["old"]
+
+
+def test_all_clocks_go_ahead_and_come_back() -> None:
+    space = {"now": time.time, "moment": datetime.datetime, "other": len}
+    with elsewhere.pretend([("the loop's ", space)], [elsewhere.TIME]):
+        assert space["now"]() - BEGAN > elsewhere.AWAY_S - 1  # type: ignore[operator]
+        assert space["moment"].now() > datetime.datetime.fromtimestamp(BEGAN)  # type: ignore[attr-defined]
+        assert isinstance(datetime.datetime.fromtimestamp(0), datetime.datetime)
+    assert space == {"now": time.time, "moment": datetime.datetime, "other": len}
+    assert time.time() - BEGAN < elsewhere.AWAY_S / 2

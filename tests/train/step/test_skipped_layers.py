@@ -1,0 +1,83 @@
+"""Layers that a draw drops, or that begin to count later, train alike for any number of workers, with no setting."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trueline.errors import RecipeError
+from trueline.train.elastic import Elastic
+from trueline.train.step import trial
+from worlds.groups import together
+
+pytestmark = pytest.mark.slow
+
+INPUTS = torch.randn(60, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+DATA = TensorDataset(INPUTS, INPUTS.sin().sum(dim=1, keepdim=True))
+DRAWS: list[Callable[[], float]] = [
+    lambda: float(torch.rand(())),
+    random.random,
+    lambda: float(np.random.random()),
+    lambda: torch.empty(3).uniform_()[1].item(),
+]
+
+
+class Dropped(nn.Module):
+    """A layer that half of all forwards leave out."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer, self._draw = nn.Linear(6, 6), draw
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs if self.training and self._draw() < 0.5 else inputs + self.layer(inputs)
+
+
+def run(draw: Callable[[], float]) -> Any:
+    def train() -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Dropped(draw), Dropped(draw), nn.Linear(6, 1)).double()
+        advance = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        job = Elastic(model, advance, DATA, global_batch=12, epochs=3)
+        for batch in job:
+            job.step((model(batch.inputs) - batch.labels).square().mean())
+        assert (job.steps, job._traits.skips) == (15, True)
+        return [value.tolist() for value in model.parameters()]
+
+    return train
+
+
+def test_layers_that_are_dropped_at_random_train_alike_for_one_and_three_workers():
+    runs = [run(draw) for draw in DRAWS]
+    alone, three = [one() for one in runs], together(3, lambda: [one() for one in runs])
+    for members in three:
+        for found, expected in zip(members, alone, strict=True):
+            for mine, its in zip(found, expected, strict=True):
+                torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-6, atol=1e-9)
+
+
+def test_a_layer_that_only_a_later_step_uses_trains():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"usual": nn.Linear(6, 1), "later": nn.Linear(6, 1)}).double()
+    job = Elastic(model, torch.optim.SGD(model.parameters(), lr=0.02), DATA, global_batch=12, epochs=3)
+    before = model["later"].weight.tolist()
+    for batch in job:
+        outputs = model["usual"](batch.inputs)
+        outputs = outputs + model["later"](batch.inputs) if batch.step > 9 else outputs
+        job.step((outputs - batch.labels).square().mean())
+        assert batch.trial or (model["later"].weight.tolist() == before) == (job.steps <= 10)
+    assert job.steps == 15
+
+
+def test_where_no_trial_has_seen_it_the_error_says_that_a_step_has_left_parameters_out(monkeypatch):
+    monkeypatch.setattr(trial, "TOSSES", 0)
+    with pytest.raises(RecipeError, match="some parameters of the model took no part") as refused:
+        run(DRAWS[0])()
+    assert "Options(find_unused_parameters=True)" in str(refused.value.hint)
