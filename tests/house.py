@@ -54,6 +54,7 @@ MAX_LINES += 560  # steps that are not finite, averages of any form, what closur
 MAX_LINES += 700  # what a loss reads is that of the first worker, scales of training, compilers on demand (0021, 0025)
 MAX_LINES += 420  # what a loss remembers without a name, items of collections, comparing under ps (0021, 0024)
 MAX_LINES += 130  # a teacher's temperature, limits of trainings, steps that stay, small values at far sizes (0025)
+MAX_LINES += 300  # what needs no training first, why none is faster (0025)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
