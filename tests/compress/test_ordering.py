@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 import trueline
+from trueline import events
 from trueline.bundle import open_bundle
 from trueline.capture.time_limit import OutOfTime
 from trueline.compress import api, ordering, planning
@@ -77,8 +78,14 @@ def test_a_search_that_is_stopped_in_its_first_training_has_the_best_of_what_nee
 
     monkeypatch.setattr(ordering, "list_usual", lambda program, target: WAYS)
     monkeypatch.setattr(bundles, "train_in_time", stop)
-    with pytest.raises(KeyboardInterrupt):
+    told: dict[str, events.Field] = {}
+
+    def hear(name: str, fields: dict[str, events.Field]) -> None:
+        told.update(fields if name == "search.stopped" else {})
+
+    with events.listening(hear), pytest.raises(KeyboardInterrupt):
         search()
+    assert told == {"best": "static:u8s8,minmax", "path": str(folder / "best.bundle")}
     assert names_of(folder) == ["float16", "static:u8s8,minmax"]
     best = open_bundle(folder / "best.bundle")
     assert best.lineage()["compression"]["name"] == "static:u8s8,minmax"

@@ -127,11 +127,15 @@ def _run(search: Search, chains: Sequence[Sequence[DerivePlan]], order: Candidat
     def quantize(base: str) -> None:
         shares.try_early(partial(search.try_each, order.list_next(base)))
 
-    if order.competes:
-        prepare_first(search, chains)
-        shares.try_early(partial(search.try_each, order.list_early()))
-    derive_bundles(search, chains, lambda: shares.trainings_end, quantize)
-    search.run_until(shares.end, order.list_all())
+    try:
+        if order.competes:
+            prepare_first(search, chains)
+            shares.try_early(partial(search.try_each, order.list_early()))
+        derive_bundles(search, chains, lambda: shares.trainings_end, quantize)
+        search.run_until(shares.end, order.list_all())
+    except (KeyboardInterrupt, StorageError):
+        search.announce_best()
+        raise
 
 
 def _finish(search: Search, place: Path) -> Compressed:

@@ -280,6 +280,12 @@ class Search:
             return row.memory_bytes
         return row.size_bytes
 
+    def announce_best(self) -> None:
+        """Says where the best so far lies, for a search that is stopped."""
+        best, sealed = self.best(), self.folder / "best.bundle"
+        if best is not None and (sealed / "bundle.json").is_file():
+            events.emit("search.stopped", best=best.name, path=str(sealed))
+
     def best(self) -> CompressedCandidate | None:
         offered = [row for row in self.rows.values() if row.verdict == "offered"]
         return min(offered, key=self.cost, default=None)
