@@ -14,12 +14,12 @@ from torch import nn
 import trueline
 from trueline.bundle import open_bundle
 from trueline.compress import search as searching
-from trueline.compress.api import _list_usual
 from trueline.compress.apply import inductor
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.inductor import InductorQuantizer
 from trueline.compress.measure.kernels import count_kernels
 from trueline.compress.method import CompressMethod
+from trueline.compress.ordering import list_usual
 from trueline.errors import BudgetMissed, CaptureError, MissingPackage, UsageError
 from trueline.runtime.open import open_program, replay
 from trueline.runtime.torch_export import FILE
@@ -41,7 +41,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_search_tries_machine_code_by_itself(trained: compressible.Compressible, tmp_path: Path) -> None:
     program = ParentProgram(trained.bundle.program_path("onnx"), tmp_path, list)
-    assert "inductor" not in {method.kind for method in _list_usual(program)}
+    assert "inductor" not in {method.kind for method in list_usual(program, "latency")}
 
 
 def test_a_bundle_without_an_exported_program_is_a_row_that_says_so(

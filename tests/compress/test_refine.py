@@ -168,11 +168,11 @@ def test_a_part_of_the_time_is_kept_for_leaving_operators_out(
 def test_each_model_is_quantized_in_one_way_before_the_next_and_a_model_that_lost_too_much_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trueline.compress import api
+    from trueline.compress import ordering
     from trueline.compress import search as searching
 
     ways = [FIRST, CompressMethod("dynamic", ("u8",))]
-    monkeypatch.setattr(api, "_list_usual", lambda program: ways)
+    monkeypatch.setattr(ordering, "list_usual", lambda program, target: ways)
     monkeypatch.setattr(searching, "size_of", lambda path: 1)
     monkeypatch.setattr(Search, "program", lambda self, base="": None)
     bundle: Any = SimpleNamespace(program_path=lambda format: tmp_path)
@@ -189,7 +189,7 @@ def test_each_model_is_quantized_in_one_way_before_the_next_and_a_model_that_los
     monkeypatch.setattr(Search, "_try", note)
     bases = {"prune:heads=0.5": bundle, "prune:heads=0.9": bundle}
     search = Search(reference, tmp_path, "latency", math.inf, lambda: 0.0, bases=bases)
-    search.run_until(90.0, api._choose_methods(search, [], budgeted=True))
+    search.run_until(90.0, ordering.CandidateOrder(search, [], True, True).list_all())
     assert tried == [
         "prune:heads=0.5", "prune:heads=0.9", "static:u8s8,minmax", "prune:heads=0.5 + static:u8s8,minmax",
         "dynamic:u8", "prune:heads=0.5 + dynamic:u8", "prune:heads=0.9 + static:u8s8,minmax",

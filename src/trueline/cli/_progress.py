@@ -49,6 +49,7 @@ _WORDS = {
     "compress.started": "  {bundle}: {metric} {value:.4f} over {records} evaluation records",
     "search.restored": "  continues with {rows} candidates in {folder}",
     "search.ended": "  {why}: {tried} candidates were tried",
+    "search.stopped": "  stopped: the best so far, {best}, is {path}; the same command continues",
     "candidate.started": "  {name} ...",
     "candidate.judged": "  {name}: {verdict} {why}",
     "job.started": "  job {job}: {workers} workers, {epochs} epochs",

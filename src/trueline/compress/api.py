@@ -6,8 +6,8 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,42 +16,18 @@ import msgspec
 from trueline import events, files
 from trueline.bundle import Bundle, open_bundle
 from trueline.compress.derive.wishes import DeriveWishes
-from trueline.compress.method import (
-    BY_DEFAULT,
-    BY_HAND,
-    MINUTES,
-    TARGETS,
-    UNCHANGED,
-    Budget,
-    CompressMethod,
-    Target,
-    parse_budget,
-    parse_method,
-)
-from trueline.compress.planning import derive_bundles, make_plans, name_plans
-from trueline.errors import (
-    BudgetMissed,
-    BundleError,
-    CaptureError,
-    NotProven,
-    StorageError,
-    UsageError,
-    closest,
-    join_names,
-)
+from trueline.compress.method import BY_DEFAULT, TARGETS, Budget, CompressMethod, Target, parse_budget, parse_method
+from trueline.compress.ordering import CandidateOrder, TimeShares, sort_chains
+from trueline.compress.planning import derive_bundles, make_plans, name_plans, prepare_first
+from trueline.errors import BudgetMissed, BundleError, NotProven, StorageError, UsageError, closest, join_names
 
 if TYPE_CHECKING:
-    from trueline.compress.apply.contract import ParentProgram
     from trueline.compress.candidate import CompressedCandidate
     from trueline.compress.derive.plan import DerivePlan
     from trueline.compress.measure.reference import Reference
     from trueline.compress.search import Search
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location
-
-
-TRAINING = 2 / 3
-"""Of a time limit, for models that are trained first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +107,7 @@ def compress(
     Raises BudgetMissed with the table of all candidates when none keeps the budget, UsageError, RecipeError, DataError,
     BundleError, StorageError, and what training and capture raise; then nothing is at `out`. The parent never changes.
     """
-    began, methods = time.monotonic(), _check(quantize, target, minutes)
+    shares, methods = TimeShares(time.monotonic(), minutes, time.monotonic), _check(quantize, target, minutes)
     wishes = DeriveWishes.of(prune=prune, rounds=rounds, distill=distill, drop=drop, match=match, distance=distill_loss,
                              qat=qat, checkpoint=checkpoint)  # fmt: skip
     wanted = _read_budget(budget, by_hand=bool(quantize or wishes))
@@ -139,20 +115,32 @@ def compress(
     place = _check_free(parent, out, target, overwrite=overwrite)
     _check_parent(parent)
     reference = _open_reference(parent, recipe, wanted)
-    chains = make_plans(reference, wishes)
+    chains = sort_chains(make_plans(reference, wishes))
     search = _open_search(reference, place, target, methods, chains)
-    derive_bundles(search, chains, math.inf if minutes is None else began + TRAINING * 60 * minutes)
-    search.run_until(_end(began, minutes), _choose_methods(search, methods, chains, budgeted=budget is not None))
+    _run(search, chains, CandidateOrder(search, methods, bool(chains), budget is not None), shares)
     return _finish(search, place)
 
 
-def _end(began: float, minutes: float | None) -> float:
-    """When no further candidate is tried."""
-    return began + 60 * minutes if minutes is not None else time.monotonic() + 60 * MINUTES
+def _run(search: Search, chains: Sequence[Sequence[DerivePlan]], order: CandidateOrder, shares: TimeShares) -> None:
+    """Tries what needs no training, then trains, then tries the rest."""
+
+    def quantize(base: str) -> None:
+        shares.try_early(partial(search.try_each, order.list_next(base)))
+
+    try:
+        if order.competes:
+            prepare_first(search, chains)
+            shares.try_early(partial(search.try_each, order.list_early()))
+        derive_bundles(search, chains, lambda: shares.trainings_end, quantize)
+        search.run_until(shares.end, order.list_all())
+    except (KeyboardInterrupt, StorageError):
+        search.announce_best()
+        raise
 
 
 def _finish(search: Search, place: Path) -> Compressed:
     """Measures all together, writes the report and seals the best. Raises BudgetMissed."""
+    from trueline.compress.no_gain import explain_no_gain
     from trueline.compress.ruin import explain_ruin
     from trueline.compress.search import refuse
 
@@ -167,6 +155,8 @@ def _finish(search: Search, place: Path) -> Compressed:
     ruined = explain_ruin(search, best) if best is not None and search.by_hand else ""
     if best is not None and ruined:
         best = search.rows[best.name] = msgspec.structs.replace(best, why=f"ruined: {ruined}")
+    if best is None and (why := explain_no_gain(search)):
+        facts["none_is_faster"] = why
     report = _write_report(search, facts)
     if best is None:
         raise _make_missed(search, facts, report)
@@ -269,21 +259,6 @@ def _check_promise(reference: Reference) -> None:
     )
 
 
-def _choose_methods(
-    search: Search, methods: Sequence[CompressMethod], chains: Sequence[Sequence[DerivePlan]] = (), *, budgeted: bool
-) -> list[CompressMethod]:
-    """By hand: the derived models alone, or quantized as the user says. Else every way, of every model; each way of all
-    models before the next way, as the time may end."""
-    bases = list(search.bases if budgeted else search.finals)
-    if methods:
-        return [replace(method, base=base) for base in (bases if chains else [""]) for method in methods]
-    alone = [CompressMethod(UNCHANGED, base=base) for base in bases]
-    if chains and not budgeted:
-        return alone
-    ways = [[replace(one, base=base) for one in _list_usual(search.program(base))] for base in ("", *search.bases)]
-    return alone + [one for turn in zip_longest(*ways) for one in turn if one is not None]
-
-
 def _open_search(
     reference: Reference, place: Path, target: Target, methods: Sequence[CompressMethod],
     chains: Sequence[Sequence[DerivePlan]],
@@ -306,20 +281,6 @@ def _open_search(
     except OSError as error:
         raise files.storage_error(error, folder) from error
     return search
-
-
-def _list_usual(program: ParentProgram) -> list[CompressMethod]:
-    """What a search tries of a program: of one that has its own scales, no second way to choose them."""
-    from trueline.compress.apply.own_scales import keeps_scales
-    from trueline.compress.apply.quantizers import QUANTIZERS
-    from trueline.compress.refine import REFINED
-
-    try:
-        own = keeps_scales(program)
-    except CaptureError:  # each row will say why
-        own = False
-    usual = {kind: quantizer.list_variants() for kind, quantizer in QUANTIZERS.items() if kind not in BY_HAND}
-    return [method for kind, ways in usual.items() for method in (ways[:1] if own and kind in REFINED else ways)]
 
 
 def _facts(reference: Reference, search: Search) -> dict[str, Any]:
@@ -360,6 +321,9 @@ def _make_missed(search: Search, facts: dict[str, Any], report: Path) -> BudgetM
     more = "a larger budget or more evaluation records may let one pass"
     if "over budget" not in verdicts:
         more = "the last lines of the table say what each one lacks"
+    if "none_is_faster" in facts:
+        table += f"\n\nnone is faster: {facts['none_is_faster']}"
+        more = "--target size looks for the smallest, --target memory for the one that takes least"
     return BudgetMissed(f"no candidate {what}; nothing is sealed\n{table}", hint=f"{report} has the plots; {more}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,15 +103,42 @@ def _plan_student(reference: Reference, wishes: DeriveWishes, where: str, start:
     )
 
 
-def derive_bundles(search: Search, chains: Sequence[Sequence[DerivePlan]], ends: float) -> None:
-    """Trains and captures the models of each chain; `search` gets their bundles as bases. What chains share is done
-    once. What would end after `ends`, on the search's clock, is a row that says so, and so is what begins with it."""
+def prepare_first(search: Search, chains: Sequence[Sequence[DerivePlan]]) -> None:
+    """Raises at once what is wrong with what a chain begins with: a student that is not called as the bundle, a model
+    of which nothing can be removed. What was chosen is kept for its training."""
+    from trueline.capture.model.eager import EagerSession
+    from trueline.compress.derive.bundles import prepare
+    from trueline.compress.derive.define import make_student, read_example
+    from trueline.compress.derive.training import Deadline
+    from trueline.recipe.load import load_recipe
+
+    places, signature = _place_plans(search, chains), search.reference.bundle.signature_of("onnx")
+    for plan in {chain[0].name: chain[0] for chain in chains}.values():
+        folder = places[plan.name]
+        if (folder / "recipe.py").is_file():
+            continue
+        if plan.kind == "taught":
+            student = load_recipe(plan.recipe)
+            check_alike(signature, EagerSession(make_student(student, plan).eval(), read_example(student)).signature)
+        elif plan.kind != "qat":
+            prepare(_complete(search, plan, None, folder, Deadline()), folder)
+
+
+def _place_plans(search: Search, chains: Sequence[Sequence[DerivePlan]]) -> dict[str, Path]:
+    return {name: search.folder / "derived" / str(at) for at, name in enumerate(name_plans(chains))}
+
+
+def derive_bundles(
+    search: Search, chains: Sequence[Sequence[DerivePlan]], ends: Callable[[], float], after: Callable[[str], None]
+) -> None:
+    """Trains and captures the models of each chain; `search` gets their bundles as bases, and `after` each one's name.
+    What chains share is done once. What would end after `ends()`, on the search's clock, is a row that says so, and so
+    is what begins with it."""
     from trueline.capture.time_limit import OutOfTime
     from trueline.compress.derive.training import Deadline
 
-    places = {name: search.folder / "derived" / str(at) for at, name in enumerate(name_plans(chains))}
+    places = _place_plans(search, chains)
     done: dict[str, Derived] = {}
-    deadline = Deadline(ends, search.clock)
     for chain in chains:
         last: Derived | None = None
         missing = ""
@@ -121,7 +148,9 @@ def derive_bundles(search: Search, chains: Sequence[Sequence[DerivePlan]], ends:
                 continue
             try:
                 if plan.name not in done:
+                    deadline = Deadline(ends(), search.clock)
                     done[plan.name] = _derive(search, plan, last, places[plan.name], deadline)
+                    after(done[plan.name].name)
                 last = done[plan.name]
             except OutOfTime as error:
                 missing = plan.name

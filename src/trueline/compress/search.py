@@ -65,9 +65,9 @@ class Search:
 
     def program(self, base: str = "") -> ParentProgram:
         """The program that methods of `base` begin with."""
-        work = self.folder / "work" / str([*self.bases].index(base) if base else "parent")
-        work.mkdir(parents=True, exist_ok=True)
         bundle = self.bundle_of(base)
+        work = self.folder / "work" / bundle.digest[:16]  # the next call may have trained other models beside it
+        work.mkdir(parents=True, exist_ok=True)
         exported = [one.format for one in bundle.manifest.programs if one.format == "torch_export"]
         return ParentProgram(
             bundle.program_path("onnx"), work, self.reference.calibration, signature=bundle.signature_of("onnx"),
@@ -108,6 +108,14 @@ class Search:
                 events.emit("search.ended", why="the time is over", tried=len(self.rows))
                 return
             self._try(method)
+
+    def try_each(self, methods: Sequence[CompressMethod], ends: float) -> None:
+        """Tries `methods` that were not tried, until `ends`, and those of a model that itself loses too much not."""
+        for method in methods:
+            if self.clock() >= ends:
+                return
+            if method.name not in self.rows and not self._is_lost(method.base):
+                self._try(method)
 
     def leave_out(self, name: str, why: str) -> None:
         """A row for a derived model that was not trained in time; not on disk, as the next call continues it."""
@@ -174,7 +182,7 @@ class Search:
 
     def _measure(self, method: CompressMethod) -> CompressedCandidate:
         reference, quantizer = self.reference, QUANTIZERS[method.kind]
-        place = f"programs/{len(self.rows)}-{method.kind}"
+        place = f"programs/{self._next_number()}-{method.kind}"
         out = self.folder / place / file_of(method.format)
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir(parents=True)
@@ -203,6 +211,11 @@ class Search:
             _add_times(facts, rounds, method.name, batch)
         row = _row_of(method, verdict="offered", **facts)
         return self._weigh(row, self._lacks(row))
+
+    def _next_number(self) -> int:
+        """Of a folder that no row has; rows are fewer than folders where some were not kept."""
+        known = [row.folder.partition("/")[2] for row in self.rows.values() if row.folder]
+        return max((int(folder.partition("-")[0]) for folder in known), default=-1) + 1
 
     def _weigh(self, row: CompressedCandidate, why: str) -> CompressedCandidate:
         """The row with its verdict if it keeps the budget. A choice by hand is offered; its row says what it lacks."""
@@ -266,6 +279,12 @@ class Search:
         if self.target == "memory" and row.memory_bytes is not None:
             return row.memory_bytes
         return row.size_bytes
+
+    def announce_best(self) -> None:
+        """Says where the best so far lies, for a search that is stopped."""
+        best, sealed = self.best(), self.folder / "best.bundle"
+        if best is not None and (sealed / "bundle.json").is_file():
+            events.emit("search.stopped", best=best.name, path=str(sealed))
 
     def best(self) -> CompressedCandidate | None:
         offered = [row for row in self.rows.values() if row.verdict == "offered"]

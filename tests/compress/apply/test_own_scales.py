@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from torch import nn
 
 import trueline
-from trueline.compress import api
+from trueline.compress import ordering
 from trueline.compress import search as searching
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.equalize import equalize
@@ -90,7 +90,7 @@ def test_a_search_tries_one_way_of_a_program_that_has_its_own_scales(
     trained: compressible.Compressible, programs: Programs
 ) -> None:
     def list_static(model: onnx.ModelProto) -> int:
-        return sum(one.kind == "static" for one in api._list_usual(programs(model)))
+        return sum(one.kind == "static" for one in ordering.list_usual(programs(model), "latency"))
 
     assert list_static(fake_quantized.make_program(trained.module)) == 1
     for file in programs(onnx.ModelProto()).work.glob("folded/*"):

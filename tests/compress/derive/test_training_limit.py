@@ -11,7 +11,7 @@ import pytest
 
 import trueline
 from trueline.capture.time_limit import OutOfTime
-from trueline.compress import api
+from trueline.compress import ordering
 from trueline.compress.derive import bundles
 from trueline.compress.derive.training import Deadline, TrainingPace, train_in_time
 from trueline.compress.method import CompressMethod
@@ -100,7 +100,7 @@ def test_beside_a_model_that_was_not_trained_in_time_the_best_of_the_others_is_s
         raise OutOfTime("not trained to its end: the time was over after 3 of 16 steps", hint="more --minutes")
 
     monkeypatch.setattr(bundles, "train_in_time", halt)
-    monkeypatch.setattr(api, "_list_usual", lambda program: [CompressMethod("dynamic", ("u8",))])
+    monkeypatch.setattr(ordering, "list_usual", lambda program, target: [CompressMethod("dynamic", ("u8",))])
     found = trueline.compress(
         trained.bundle.path, qat=True, budget="accuracy=3%", target="size", minutes=5, out=tmp_path / "small.bundle",
         checkpoint=trained.recipe.with_name("weights.safetensors"),

@@ -40,7 +40,9 @@ def ranges(program: ParentProgram, how: str) -> Path:
     if not out.is_file():
         found = {name: _range(one, how) for name, one in _histograms(program).items()}
         data = {name: tuple(np.array(end, np.float32) for end in one) for name, one in found.items()}
-        save_tensors_data(TensorsData(CalibrationMethod.MinMax, data), out)
+        partial = out.with_suffix(".partial")
+        save_tensors_data(TensorsData(CalibrationMethod.MinMax, data), partial)
+        partial.replace(out)
     return out
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
@@ -21,6 +22,7 @@ import onnxruntime
 from onnx import helper, numpy_helper
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
+from trueline import files
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.measure.kernels import walk
 from trueline.errors import CaptureError, first_line
@@ -72,10 +74,17 @@ def multiply(program: ParentProgram) -> Path:
 
 
 def save(model: Any, out: Path) -> None:
-    """Writes `model` to `out`, with its weights beside it where they are large."""
+    """Writes `model` to `out`, with its weights beside it where they are large. The graph appears last and whole: one
+    that a kill has torn would be taken for what was made once."""
     out.parent.mkdir(parents=True, exist_ok=True)
     large = sum(len(one.raw_data) for one in model.graph.initializer) > _LARGE
-    onnx.save_model(model, str(out), save_as_external_data=large, location=f"{out.name}.data" if large else None)
+    with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=out.parent) as folder:
+        partial = Path(folder) / out.name
+        onnx.save_model(
+            model, str(partial), save_as_external_data=large, location=f"{out.name}.data" if large else None
+        )
+        for written in sorted(partial.parent.iterdir(), key=lambda path: path == partial):
+            written.replace(out.parent / written.name)
 
 
 def is_large(path: Path) -> bool:

@@ -48,12 +48,9 @@ def find_derived(folder: Path) -> Derived | None:
 def derive(plan: DerivePlan, folder: Path, deadline: Deadline, *, workers: str = "1") -> Derived:
     """The plan's model, in `folder`. Raises OutOfTime for one that is not trained in time, and what train and capture
     raise."""
-    recipe = load_recipe(plan.recipe)
+    recipe, file = load_recipe(plan.recipe), folder / "recipe.py"
     out = folder / f"{recipe.name}.bundle"
-    file = folder / "recipe.py"
-    files.write_atomic(file, plan.text.encode())
-    derived = load_recipe(file)
-    _check(recipe, plan)
+    derived = prepare(plan, folder)
     trained: Location | None = None
     if plan.epochs:
         events.emit("derived.training", name=plan.name, epochs=plan.epochs)
@@ -66,10 +63,13 @@ def derive(plan: DerivePlan, folder: Path, deadline: Deadline, *, workers: str =
     return Derived(plan.name, open_bundle(out), file, str(trained_at or ""))
 
 
-def _check(recipe: Recipe, plan: DerivePlan) -> None:
-    """Raises before anything is trained, if the model cannot be pruned so."""
+def prepare(plan: DerivePlan, folder: Path) -> Recipe:
+    """The derived recipe, written to `folder`. Raises before anything is trained, if the model cannot be pruned so."""
+    file = folder / "recipe.py"
+    files.write_atomic(file, plan.text.encode())
     if plan.kind != "taught":
-        derive_model(recipe, plan)
+        derive_model(load_recipe(plan.recipe), plan)
+    return load_recipe(file)
 
 
 def _make_permanent(

@@ -40,11 +40,12 @@ HEAVY = frozenset({"Conv", "MatMul", "Gemm", "ConvTranspose", "LSTM", "GRU", "RN
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Heavy kernels of an opened program. `half`: weights that are stored in 16 bits; `left`: names of the first
-    operators in float32."""
+    operators in float32; `operators`: of any kind, where the runtime tells."""
 
     quantized: int
     floating: int
     half: int = 0
+    operators: int = 0
     left: tuple[str, ...] = ()
 
     @property
@@ -74,8 +75,9 @@ def count_kernels(path: Path, format: str = "onnx") -> Kernels:
     stored = onnx.load(path, load_external_data=False).graph.initializer
     half = sum(one.data_type in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16) for one in stored)
     return Kernels(
-        quantized=sum(counts[name] for name in QUANTIZED), floating=len(left), half=half, left=tuple(left[:NAMED])
-    )
+        quantized=sum(counts[name] for name in QUANTIZED), floating=len(left), half=half, left=tuple(left[:NAMED]),
+        operators=len(nodes),
+    )  # fmt: skip
 
 
 def _count_in_package(path: Path) -> Kernels:
