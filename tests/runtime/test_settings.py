@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -50,11 +51,11 @@ def threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def opened(programs: Programs, format: str, **settings: object) -> Session:
+def opened(programs: Programs, format: str, **settings: Any) -> Session:
     if format == "openvino" and importlib.util.find_spec("openvino") is None:
         pytest.skip("openvino is not installed: pip install 'trueline[openvino]'")
     eager, paths = programs
-    return open_session(format, paths[format], eager.signature, **settings)  # type: ignore[arg-type]
+    return open_session(format, paths[format], eager.signature, settings=SessionSettings(**settings))
 
 
 @pytest.mark.slow
