@@ -66,3 +66,20 @@ def test_what_it_keeps_is_enough_to_find_a_loss_that_is_not_made_of_its_parts(mo
 
     with pytest.raises(UsageError, match="not made of its parts"):
         attempt(by_batch, monkeypatch)
+
+
+def test_a_trial_that_ends_at_a_record_leaves_no_gradient_for_the_next_one() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    data = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.zeros(30, dtype=torch.int64))
+    tried = trial.LossTrial(
+        trial.TrialInputs(
+            model=model, reader=SeededReader(DatasetSource(data, mode="training"), 0), num_records=30, seed=0,
+            global_batch=16, options=Options(),
+        )
+    )  # fmt: skip
+    batches = tried.batches()
+    for _ in range(3):
+        batch = next(batches)
+        tried.take(scores(model(batch.inputs), batch.labels).mean(), None, len(batch.records))
+    batches.close()  # code of the loop has raised for this one
+    assert [value.grad for value in model.parameters()] == [None, None]

@@ -20,11 +20,12 @@ def find_compiled(what: str, *, wait: bool = False) -> Any:
         if importlib.util.find_spec("numba") is None:
             future.set_result(None)
         else:
-            threading.Thread(target=_load, args=(what, future), name="numba", daemon=True).start()
+            threading.Thread(target=_load, args=(what, future), name="numba").start()
     return future.result() if wait or future.done() else None
 
 
 def _load(what: str, future: "Future[Any]") -> None:
+    """In a thread that ends before its process does: a daemon that is ended within LLVM would end it by SIGABRT."""
     function = None
     try:
         from trueline.ps.tables.compiled import compile_function

@@ -94,8 +94,7 @@ class LossTrial:
     """`batches()` are to be trained with, each followed by a call of `take`; `traits` is known when they end."""
 
     traits: ModelTraits
-    failed = False
-    """The loop's code raised for one of its batches."""
+    failed = False  # whether the loop's code raised for one of its batches
     leads = True  # what `job.leads` is meanwhile
 
     def __init__(self, trial: TrialInputs) -> None:
@@ -115,9 +114,9 @@ class LossTrial:
         self._marked = min(self._parameters, key=torch.Tensor.numel, default=None)
         """Has a large gradient while the loop's code runs, which shows what that does with gradients."""
         self.took_s = 0.0
+        self.earlier = trial.attempt + parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[2]
         self._state: tuple[Any, ...] = ()
-        self._changes: list[dict[str, torch.Tensor]] = []
-        """What each try added to the model's buffers."""
+        self._changes: list[dict[str, torch.Tensor]] = []  # what each try added to the model's buffers
         self._buffers: set[str] = set()
         self._looks: list[features.Column] = []
         self.divisors: list[reduction.Divisors] = []
@@ -130,8 +129,7 @@ class LossTrial:
         trial = self.inputs
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
         with seeding.preserve_generators(), eager:
-            earlier = trial.attempt + parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[2]
-            for attempt in range(earlier, earlier + ATTEMPTS):  # a record may have killed the worker before this one
+            for attempt in range(self.earlier, self.earlier + ATTEMPTS):
                 ids = self._choose(attempt)
                 yield from self._twice(ids[:FEW])
                 if not self.is_finite():
@@ -266,29 +264,31 @@ class LossTrial:
         batch = trial.reader.read(ids, epoch=0)
         self._state = _state(trial)
         self._mark_gradient()
-        kinds = (model_traits.buffer_slots(trial.model, persistent=kind) for kind in (True, False))
-        slots = [(slot, slot.value.clone()) for kind in kinds for slot in kind]
-        with model_traits.restore_buffers(trial.model):
-            seeding.seed_all(trial.seed, 0, seed)
-            before, self.taken = seeding.generator_state(), False
-            watched.begin()
-            began = time.monotonic()
-            yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, weight=1.0, trial=True,
-                            step=trial.step if step is None else step)  # fmt: skip
-            self.took_s = time.monotonic() - began
-            if not self.taken:
-                raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
-            changes = {slot.name: slot.change(content) for slot, content in slots if slot.value.shape == content.shape}
-        self.bounds.append(watched.bounds)
-        self._changes.append({name: change for name, change in changes.items() if change.any()})
-        self._buffers.update(self._changes[-1])
-        here = seeding.generator_state()[:2] != before[:2]  # Python's and numpy's, of single numbers
-        self._tosses = self._tosses or watched.tosses or here
-        self._draws = self._draws or watched.draws or here or seeding.generator_state() != before
-        self._half, self._single = self._half or watched.half, self._single or watched.single
-        self._expect_unchanged()
-        if self._marked is not None:
-            self._marked.grad = None
+        try:
+            kinds = (model_traits.buffer_slots(trial.model, persistent=kind) for kind in (True, False))
+            slots = [(slot, slot.value.clone()) for kind in kinds for slot in kind]
+            with model_traits.restore_buffers(trial.model):
+                seeding.seed_all(trial.seed, 0, seed)
+                before, self.taken = seeding.generator_state(), False
+                watched.begin()
+                began = time.monotonic()
+                yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, weight=1.0, trial=True,
+                                step=trial.step if step is None else step)  # fmt: skip
+                self.took_s = time.monotonic() - began
+                if not self.taken:
+                    raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
+                changes = {slot.name: slot.change(old) for slot, old in slots if slot.value.shape == old.shape}
+            self.bounds.append(watched.bounds)
+            self._changes.append({name: change for name, change in changes.items() if change.any()})
+            self._buffers.update(self._changes[-1])
+            here = seeding.generator_state()[:2] != before[:2]  # Python's and numpy's, of single numbers
+            self._tosses = self._tosses or watched.tosses or here
+            self._draws = self._draws or watched.draws or here or seeding.generator_state() != before
+            self._half, self._single = self._half or watched.half, self._single or watched.single
+            self._expect_unchanged()
+        finally:  # also after a record that code of the loop refuses: another trial follows
+            if self._marked is not None:
+                self._marked.grad = None
 
     def _mark_gradient(self) -> None:
         if self._marked is not None:

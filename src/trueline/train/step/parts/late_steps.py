@@ -36,6 +36,8 @@ class PartsTrial(Protocol):
     tried: list[LossSample]
     bounds: list[list[Bound]]
     took_s: float
+    earlier: int
+    """Trials before this one that a record has ended, with the worker or without."""
 
     @property
     def tolerance(self) -> float: ...
@@ -84,7 +86,7 @@ class LateTrial:
         the loop may raise: in a fork, and in a recipe's first attempt."""
         given, ids = self._trial.inputs, self._ids
         count = min(given.most, MOST_RECORDS)
-        spared = isinstance(given.reader, ReaderClient) or (given.hidden_steps and not given.attempt)
+        spared = isinstance(given.reader, ReaderClient) or (given.hidden_steps and not self._trial.earlier)
         if not spared or count <= len(ids) or self._trial.took_s / len(ids) * count > PROBE_S / 2:
             return ids
         others = np.setdiff1d(np.arange(min(given.num_records, 4 * count)), ids)
