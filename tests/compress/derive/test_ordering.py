@@ -8,14 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
 import trueline
 from trueline import events
 from trueline.bundle import open_bundle
 from trueline.capture.time_limit import OutOfTime
 from trueline.compress import api, ordering, planning
-from trueline.compress import search as searching
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.candidate import CompressedCandidate
 from trueline.compress.derive import bundles
@@ -27,19 +25,6 @@ from trueline.compress.search import Search, read_rows
 from trueline.errors import CaptureError, UsageError
 from trueline.runtime.open import open_program, replay
 from worlds import compressible
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressible:
-    made = compressible.make(tmp_path_factory.mktemp("trained"), recipe=compressible.BRIEF_RECIPE)
-    save_file(made.module.state_dict(), made.recipe.with_name("weights.safetensors"))
-    return made
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "QUICK_S", 0.02)
-    monkeypatch.setattr(searching, "FULL_S", 0.05)
 
 
 def names_of(folder: Path) -> list[str]:
