@@ -1,4 +1,4 @@
-"""Where no candidate is faster, the user is told what a call costs and what int8 adds to it."""
+"""Where no candidate is faster, the report says what a call costs and what int8 adds to it."""
 
 from __future__ import annotations
 

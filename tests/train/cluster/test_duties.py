@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from trueline.engine.cluster.settings import LocalSettings
+from trueline.errors import StorageError
+from trueline.train.cluster import duties as duties_module
 from trueline.train.cluster import kept
 from trueline.train.cluster.duties import LeaderDuties
 from trueline.train.cluster.store import JobLaunch, JobStore, SubmittedJob
@@ -40,10 +42,26 @@ def duties(tmp_path):
     )
     launch = JobLaunch(number=1, on="local", engine=engine, submitted=0.0)
     assert store.begin_launch(launch)
-    leader = SimpleNamespace(folder=folder, inherited_bytes=0, emit=lambda *_, **__: None, on_event=None)
+    leader = SimpleNamespace(
+        folder=folder, settings=SimpleNamespace(workers=1), inherited_bytes=0, emit=lambda *_, **__: None, on_event=None
+    )
     made = LeaderDuties(store, job, launch, SimpleNamespace(list=lambda _: []), role="head", leader=leader)
     yield made, store, folder
     made.end(None)
+
+
+def test_a_checkpoint_that_cannot_be_kept_does_not_make_a_job_look_dead(duties, monkeypatch):
+    made, store, _ = duties
+
+    def refuse(*_, **__):
+        raise StorageError("the checkpoints change faster than they can be copied")
+
+    keep = duties_module.keep_files
+    monkeypatch.setattr(duties_module, "keep_files", lambda *given, journal: refuse() if journal else None)
+    made.begin()
+    until(lambda: store.read_status(1) is not None, lambda: made._away)
+    assert list(made._away) == ["the copy of a checkpoint"]
+    monkeypatch.setattr(duties_module, "keep_files", keep)
 
 
 def test_what_continues_from_a_checkpoint_is_in_the_store_before_users_see_that_it_is_saved(duties):

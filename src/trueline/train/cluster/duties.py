@@ -248,7 +248,9 @@ class LeaderDuties:
             self._store.keep_kit(self._launch.number, self._kit)
         if not self._is_due("status", STATUS_S):
             return
-        record, live, now = self._keep_checkpoint(), self._live, time.monotonic()
+        with self._noting("the copy of a checkpoint"):  # without it the job still shows that it lives
+            self._keep_checkpoint()
+        record, live, now = jobs.read_job(self._folder.path), self._live, time.monotonic()
         joined = [host for host in live.get("hosts", ()) if host["cores"]]
         held = self._leader.settings.workers + self._submitted.servers if self._submitted.servers else 0
         self._core_s += (held or sum(host["cores"] for host in joined)) * (now - self._counted_at)
@@ -277,13 +279,12 @@ class LeaderDuties:
                 found.append(HostStatus(role=role, state=state, reason=entry.reason))
         return tuple(found)
 
-    def _keep_checkpoint(self) -> jobs.JobRecord:
-        """Keeps what the next launch needs to continue from a checkpoint that is new; the job as it is."""
-        record = jobs.read_job(self._folder.path)
-        if record.checkpoint != self._kept_step:
+    def _keep_checkpoint(self) -> None:
+        """Keeps what the next launch needs to continue from a checkpoint that is new."""
+        step = jobs.read_job(self._folder.path).checkpoint
+        if step != self._kept_step:
             keep_files(self._store, self._folder, journal=True)
-            self._kept_step = record.checkpoint
-        return record
+            self._kept_step = step
 
     def _copy_logs(self) -> None:
         """Appends to the store what events and processes have written since the last time. A checkpoint is kept before
