@@ -57,6 +57,7 @@ MAX_LINES += 185  # unique ids by a compiled sort, large answers in a file (0020
 MAX_LINES += 130  # a teacher's temperature, limits of trainings, steps that stay, small values at far sizes (0025)
 MAX_LINES += 50  # sums over the tails of sigmoids, a program with a wide range is served (0020)
 MAX_LINES += 480  # losses of later steps and beyond bounds, other times and entropy, layers that are dropped (0021)
+MAX_LINES += 50  # rows copied by compiled code, ids entered in pieces
 MAX_LINES += 300  # what needs no training first, why none is faster (0025)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trueline.ps.messages import OptimizerSpec, TableSpec
-from trueline.ps.tables import id_index, numba_code, table, unique
+from trueline.ps.tables import id_index, numba_code, slab, table, unique
 from trueline.ps.tables.id_index import IdIndex
 from trueline.ps.tables.table import ServerTable
 
@@ -17,7 +17,7 @@ pytest.importorskip("numba", reason="numba is not installed: pip install 'trueli
 @pytest.fixture(autouse=True)
 def loaded():
     """All of it is there: what is not yet is done by NumPy."""
-    for what in ("search", "sgd", "adagrad", "unique"):
+    for what in ("search", "take", "sgd", "adagrad", "unique"):
         assert numba_code.find_compiled(what, wait=True) is not None
 
 
@@ -35,6 +35,16 @@ def test_ids_are_found_as_by_numpy_after_growth_and_removals(monkeypatch):
         assert np.array_equal(compiled.find(asked), plain.find(asked))
     assert np.array_equal(compiled.find(ids[::2]), plain.find(ids[::2]))
     assert len(compiled.find(np.empty(0, np.int64))) == 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 500])
+@pytest.mark.parametrize("dim", [1, 3, 16])
+def test_compiled_copies_of_rows_are_numpys_with_the_first_row_where_there_is_none(dim, count):
+    draw = np.random.default_rng(count)
+    rows = draw.standard_normal((400, dim)).astype(np.float32)
+    places, taken = draw.integers(-1, 400, count), np.full((count, dim), np.nan, np.float32)
+    numba_code.find_compiled("take")(rows, places, taken)
+    assert np.array_equal(taken, slab.take_rows(rows, places))
 
 
 @pytest.mark.parametrize("dim", [1, 3, 16])

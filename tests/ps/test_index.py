@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from trueline.ps.tables import id_index
 from trueline.ps.tables.id_index import IdIndex
 from trueline.ps.tables.slab import put_rows, reserve, take_rows
 
@@ -21,6 +22,14 @@ def test_ids_are_found_at_their_places_after_removals(queries):
         known = random.choice([*there, *gone.tolist()], queries)
         wanted = np.concatenate((known, random.integers(-(2**63), 2**63 - 1, queries, dtype=np.int64)))
         assert index.find(wanted).tolist() == [there.get(one, -1) for one in wanted.tolist()]
+
+
+def test_ids_that_are_entered_in_pieces_are_all_found():
+    ids = np.unique(np.random.default_rng(2).integers(-(2**63), 2**63 - 1, 3 * id_index._PIECE, dtype=np.int64))[:-7]
+    index = IdIndex(compiled=False)
+    index.add(ids, np.arange(len(ids)))
+    assert index.count == len(ids)
+    assert np.array_equal(index.find(ids), np.arange(len(ids)))
 
 
 def test_a_chain_that_is_longer_than_a_look_and_goes_round_the_end_is_followed():

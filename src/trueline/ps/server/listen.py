@@ -167,9 +167,11 @@ class CallerLines:
             self.drop(line)
 
     def reply(
-        self, line: CallerLine, number: int, body: object = None, arrays: Sequence[Array] = (), *, kind: Call = Call.OK
-    ) -> None:
-        """Sends a reply, as far as the connection takes it now; the arrays may change afterwards."""
+        self, line: CallerLine, number: int, body: object = None, arrays: Sequence[Array] = (), *,
+        kind: Call = Call.OK, given: bool = False,
+    ) -> None:  # fmt: skip
+        """Sends a reply, as far as the connection takes it now; the arrays may change afterwards, unless they are
+        `given` away."""
         if line.closed:
             return
         line.outbox.add(encode(kind, number, body, arrays))
@@ -177,7 +179,7 @@ class CallerLines:
             self._send(line)
         except OSError:
             self.drop(line)
-        if arrays and line.outbox:
+        if arrays and line.outbox and not given:
             line.outbox.copy_rest()
 
     def _send(self, line: CallerLine) -> None:

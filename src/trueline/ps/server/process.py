@@ -286,7 +286,7 @@ class ParameterServer:
         if request.half:
             rows = [one.astype("<f2") for one in rows]
         self._pulls += 1
-        self._lines.reply(line, frame.number, PullReply(held.steps), [*rows, *dense])
+        self._lines.reply(line, frame.number, PullReply(held.steps), [*rows, *dense], given=not dense)
 
     def _sum_squares(self, line: CallerLine, frame: ReceivedFrame) -> None:
         request = frame.read(SquaresRequest)

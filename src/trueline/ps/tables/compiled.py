@@ -1,9 +1,9 @@
-"""The search of an `IdIndex`, steps of SGD and Adagrad, and unique ids, compiled by numba; imported where that is
-installed (`pip install 'trueline[numba]'`).
+"""The search of an `IdIndex`, the copy of rows, steps of SGD and Adagrad, and unique ids, compiled by numba; imported
+where that is installed (`pip install 'trueline[numba]'`).
 
-Most of a lookup in a large table is a wait for memory. The slots of a block of ids are prefetched before the first of
-them is compared, so that the waits overlap. A step reads and writes each row once, where NumPy copies the rows, changes
-the copy in several passes and copies it back; both compute the same bits.
+Most of a lookup in a large table is a wait for memory. What an id needs is prefetched while those before it are
+computed, so that many waits overlap at any moment. A step reads and writes each row once, where NumPy copies the rows,
+changes the copy in several passes and copies it back; both compute the same bits.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from numba.extending import intrinsic
 
 from trueline.ps.partition import Ids
 
-_BLOCK = 32
+_AHEAD = 32
+"""Ids between the one that is prefetched and the one that is computed."""
 _SLOT = 16  # bytes: id and place
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -41,51 +42,60 @@ _prefetch: Any = intrinsic(_make_prefetch)
 
 def _search(slots: Any, mask: Any, ids: Ids, places: Any) -> None:
     """Writes the place of each id, -1 where it has none. `slots`: (n, 2) id and place; empty: -1, removed: -2."""
-    homes = np.empty(_BLOCK, np.int64)
+    homes = np.empty(_AHEAD, np.int64)
     start = slots.ctypes.data
-    for low in range(0, len(ids), _BLOCK):
-        high = min(low + _BLOCK, len(ids))
-        for i in range(low, high):
+    for i in range(len(ids) + _AHEAD):
+        if i >= _AHEAD:
+            which, at = i - _AHEAD, homes[i % _AHEAD]
+            while slots[at, 1] != -1 and (slots[at, 0] != ids[which] or slots[at, 1] < 0):
+                at = (at + 1) & mask
+            places[which] = slots[at, 1]
+        if i < len(ids):
             mixed = np.uint64(ids[i])  # as `partition.mix`
             mixed ^= mixed >> _SHIFTS[0]
             mixed *= _FACTORS[0]
             mixed ^= mixed >> _SHIFTS[1]
             mixed *= _FACTORS[1]
             mixed ^= mixed >> _SHIFTS[2]
-            homes[i - low] = np.int64(mixed & np.uint64(mask))
-            _prefetch(start + homes[i - low] * _SLOT)
-        for i in range(low, high):
-            at = homes[i - low]
-            while slots[at, 1] != -1 and (slots[at, 0] != ids[i] or slots[at, 1] < 0):
-                at = (at + 1) & mask
-            places[i] = slots[at, 1]
+            homes[i % _AHEAD] = np.int64(mixed & np.uint64(mask))
+            _prefetch(start + homes[i % _AHEAD] * _SLOT)
+
+
+def _take(rows: Any, places: Any, taken: Any) -> None:
+    """Writes the row at each place into `taken`; of a place below 0 the first row."""
+    start, width = rows.ctypes.data, rows.shape[1] * 4
+    for i in range(len(places) + _AHEAD):
+        if i < len(places):
+            _prefetch(start + places[i] * width)
+        if i >= _AHEAD:
+            at = max(places[i - _AHEAD], 0)
+            for j in range(rows.shape[1]):
+                taken[i - _AHEAD, j] = rows[at, j]
 
 
 def _step_sgd(rows: Any, places: Any, gradients: Any, rate: Any) -> None:
     """`optimizers.update` of plain SGD for the rows at `places`, which differ."""
     start, width = rows.ctypes.data, rows.shape[1] * 4
-    for low in range(0, len(places), _BLOCK):
-        high = min(low + _BLOCK, len(places))
-        for i in range(low, high):
+    for i in range(len(places) + _AHEAD):
+        if i < len(places):
             _prefetch(start + places[i] * width)
-        for i in range(low, high):
-            at = places[i]
+        if i >= _AHEAD:
+            which, at = i - _AHEAD, places[i - _AHEAD]
             for j in range(rows.shape[1]):
-                rows[at, j] -= gradients[i, j] * rate
+                rows[at, j] -= gradients[which, j] * rate
 
 
 def _step_adagrad(rows: Any, sums: Any, places: Any, gradients: Any, rate: Any, eps: Any) -> None:
     """The same of Adagrad without decays."""
     row, total, width = rows.ctypes.data, sums.ctypes.data, rows.shape[1] * 4
-    for low in range(0, len(places), _BLOCK):
-        high = min(low + _BLOCK, len(places))
-        for i in range(low, high):
+    for i in range(len(places) + _AHEAD):
+        if i < len(places):
             _prefetch(row + places[i] * width)
             _prefetch(total + places[i] * width)
-        for i in range(low, high):
-            at = places[i]
+        if i >= _AHEAD:
+            which, at = i - _AHEAD, places[i - _AHEAD]
             for j in range(rows.shape[1]):
-                gradient = gradients[i, j]
+                gradient = gradients[which, j]
                 sums[at, j] += gradient * gradient
                 rows[at, j] -= gradient * rate / (np.sqrt(sums[at, j]) + eps)
 
@@ -124,6 +134,7 @@ def _find_unique(values: Any, others: Any, places: Any, more: Any, positions: An
 _ROWS, _PLACES, _NUMBER = "float32[:, ::1]", "int64[::1]", "float32"
 FUNCTIONS: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "search": (_search, ("int64[:, ::1]", "int64", _PLACES, _PLACES), "void"),
+    "take": (_take, (_ROWS, _PLACES, _ROWS), "void"),
     "sgd": (_step_sgd, (_ROWS, _PLACES, _ROWS, _NUMBER), "void"),
     "adagrad": (_step_adagrad, (_ROWS, _ROWS, _PLACES, _ROWS, _NUMBER, _NUMBER), "void"),
     "unique": (_find_unique, (_PLACES, _PLACES, "int32[::1]", "int32[::1]", _PLACES), _PLACES),

@@ -16,6 +16,7 @@ from trueline.ps.partition import Ids, buckets_of
 from trueline.ps.tables.averages import RowAverages, advance
 from trueline.ps.tables.id_index import IdIndex, Places
 from trueline.ps.tables.initial import initial_rows
+from trueline.ps.tables.numba_code import find_compiled
 from trueline.ps.tables.optimizers import WIDE, Rows, find_step, slots_of, update
 from trueline.ps.tables.sights import SightCounter
 from trueline.ps.tables.slab import MOST_ROWS, put_rows, reserve, take_rows
@@ -81,13 +82,21 @@ class ServerTable:
         places = self._index.find(ids)
         if 0 < len(ids) <= MOST_RECALLED:
             self._recent.append((ids.copy(), places))
-        rows = take_rows(self._rows, places)
+        rows = self._take(places)
         if averaged_at is not None and self._averages is not None:
             rows = self._averages.read(places, rows, averaged_at)
         missing = np.flatnonzero(places < 0)
         if missing.size:
             rows[missing] = initial_rows(self.spec, self.seed, ids[missing])
         return rows
+
+    def _take(self, places: Places) -> Rows:
+        take = find_compiled("take") if self._index.is_large else None
+        if take is None:
+            return take_rows(self._rows, places)
+        taken = np.empty((len(places), self.spec.dim), np.float32)
+        take(self._rows, places, taken)
+        return taken
 
     def apply(self, ids: Ids, gradients: Rows, lr: float, step: int = 0) -> None:
         """Step `step` of the optimizer for the rows of `ids`, which are unique; makes those that are missing."""
