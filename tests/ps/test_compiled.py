@@ -17,7 +17,7 @@ pytest.importorskip("numba", reason="numba is not installed: pip install 'trueli
 @pytest.fixture(autouse=True)
 def loaded():
     """All of it is there: what is not yet is done by NumPy."""
-    for what in ("search", "take", "sgd", "adagrad", "unique"):
+    for what in ("search", "take", "sum", "sgd", "adagrad", "unique"):
         assert numba_code.find_compiled(what, wait=True) is not None
 
 

@@ -1,5 +1,5 @@
-"""The search of an `IdIndex`, the copy of rows, steps of SGD and Adagrad, and unique ids, compiled by numba; imported
-where that is installed (`pip install 'trueline[numba]'`).
+"""The search of an `IdIndex`, copies and sums of rows, steps of SGD and Adagrad, and unique ids, compiled by numba;
+imported where that is installed (`pip install 'trueline[numba]'`).
 
 Most of a lookup in a large table is a wait for memory. What an id needs is prefetched while those before it are
 computed, so that many waits overlap at any moment. A step reads and writes each row once, where NumPy copies the rows,
@@ -73,6 +73,14 @@ def _take(rows: Any, places: Any, taken: Any) -> None:
                 taken[i - _AHEAD, j] = rows[at, j]
 
 
+def _sum(rows: Any, places: Any, total: Any) -> None:
+    """Adds each row to the row at its place in `total`, in order."""
+    for i in range(len(places)):
+        at = places[i]
+        for j in range(rows.shape[1]):
+            total[at, j] += rows[i, j]
+
+
 def _step_sgd(rows: Any, places: Any, gradients: Any, rate: Any) -> None:
     """`optimizers.update` of plain SGD for the rows at `places`, which differ."""
     start, width = rows.ctypes.data, rows.shape[1] * 4
@@ -135,6 +143,7 @@ _ROWS, _PLACES, _NUMBER = "float32[:, ::1]", "int64[::1]", "float32"
 FUNCTIONS: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "search": (_search, ("int64[:, ::1]", "int64", _PLACES, _PLACES), "void"),
     "take": (_take, (_ROWS, _PLACES, _ROWS), "void"),
+    "sum": (_sum, (_ROWS, _PLACES, _ROWS), "void"),
     "sgd": (_step_sgd, (_ROWS, _PLACES, _ROWS, _NUMBER), "void"),
     "adagrad": (_step_adagrad, (_ROWS, _ROWS, _PLACES, _ROWS, _NUMBER, _NUMBER), "void"),
     "unique": (_find_unique, (_PLACES, _PLACES, "int32[::1]", "int32[::1]", _PLACES), _PLACES),
