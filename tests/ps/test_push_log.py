@@ -107,9 +107,83 @@ def test_a_snapshot_takes_the_place_of_the_log_before_it(folder: Path) -> None:
     log.append(frame(7))  # while it is written
     log.end_snapshot()
     log.close()
-    assert sorted(path.name for path in folder.iterdir()) == ["log-1", "snapshot-1"]
+    assert sorted(path.name for path in folder.iterdir()) == ["log-1", "log-spare", "snapshot-1"]
     numbers, headers, _ = recover(folder)
     assert (numbers, headers) == ([7], [{"a": 1}])
+
+
+@pytest.fixture
+def reused(folder: Path) -> Path:
+    """Two frames in `log-2`, which is the file of an earlier log of six frames of the same size."""
+    _, _, log = recover(folder)
+    for number in (3, 4, 5):
+        log.append(frame(number))
+    for _ in range(2):
+        log.begin_snapshot(lambda: ({}, []))
+        log.end_snapshot()
+    log.append(frame(20))
+    log.append(frame(21))
+    log.close()
+    assert (folder / "log-2").stat().st_size == 6 * (push_log.ENTRY.size + len(frame(0)))
+    return folder
+
+
+def test_what_an_earlier_log_left_in_the_file_is_not_read(reused: Path) -> None:
+    numbers, _, log = recover(reused)
+    log.append(frame(22))
+    log.close()
+    assert numbers == [20, 21]
+    assert recover(reused)[0] == [20, 21, 22]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 9, 17, 21, push_log.ENTRY.size, push_log.ENTRY.size + 100, 2400])
+def test_a_write_that_was_cut_short_over_an_earlier_log_is_left_out(reused: Path, kept: int) -> None:
+    path, entry = reused / "log-2", push_log.ENTRY.size + len(frame(0))
+    whole, earlier = path.read_bytes(), path.read_bytes()[2 * entry : 3 * entry]
+    path.write_bytes(whole[: entry + kept] + earlier[kept:] + whole[2 * entry :])
+    numbers, _, log = recover(reused)
+    assert numbers == [20]
+    log.append(frame(30))
+    log.close()
+    assert recover(reused)[0] == [20, 30]
+
+
+@pytest.mark.parametrize("at", [3, 17, 21, 30, 2000])
+def test_a_torn_middle_over_an_earlier_log_is_named(reused: Path, at: int) -> None:
+    path = reused / "log-2"
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match="log-2 is torn at byte 0"):
+        recover(reused)
+
+
+def test_a_log_that_another_follows_has_nothing_of_an_earlier_one(reused: Path) -> None:
+    def fail() -> tuple[snapshot.Header, list[Array]]:
+        raise MemoryError
+
+    _, _, log = recover(reused)
+    log.begin_snapshot(fail)
+    with pytest.raises(StorageError, match="snapshot-3"):
+        log.end_snapshot()
+    log.append(frame(40))
+    log.close()
+    assert recover(reused)[0] == [20, 21, 40]
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_the_file_that_is_kept_to_be_written_over_gives_way_on_a_full_disk(tmp_path: Path) -> None:
+    _, _, log = recover(tmp_path)
+    log.append(frame(0))
+    log.begin_snapshot(lambda: ({}, []))
+    log.end_snapshot()
+    log.append(frame(1))
+    assert (tmp_path / "log-spare").exists()
+    with pytest.raises(StorageError, match="log-1"):
+        log.append(frame(2))
+    assert not (tmp_path / "log-spare").exists()
+    log.close()
+    assert recover(tmp_path)[0] == [1]
 
 
 def test_without_its_snapshot_all_logs_count(folder: Path) -> None:
