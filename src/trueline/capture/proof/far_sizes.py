@@ -46,8 +46,8 @@ MAX_VALUES = 1 << 24
 MAX_BYTES = 1 << 27
 """Bytes of the largest tensor in one call."""
 NEAR = 1.25
-"""Up to this many times a size at which the tensors of a call were measured, they are not measured again: to follow each
-operator takes several times what a small one takes."""
+"""Up to this many times a size at which the tensors of a call were measured, they are not measured again: to follow
+each operator takes several times what a small one takes."""
 NUMBERS = 12
 """Numbers of the user's code around which sizes are tried."""
 SHORT = 16

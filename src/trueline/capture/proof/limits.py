@@ -50,8 +50,9 @@ def release_memory() -> None:
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """In the block, Python's collector looks at what is made in it alone. An export makes objects by the thousand, and all are
-    looked at several times, the half million of torch's and the caller's among them: a sixth of a small capture."""
+    """In the block, Python's collector looks at what is made in it alone. An export makes objects by the thousand, and
+    all are looked at several times, the half million of torch's and the caller's among them: a sixth of a small
+    capture."""
     if gc.get_freeze_count():  # the caller's own, or a capture beside this one
         yield
         return
