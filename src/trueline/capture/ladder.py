@@ -63,6 +63,7 @@ class FormatTrial:
         return refuse(self.format, error, *given, emitting=emitting, emitted=emitted)
 
 
+@limits.set_aside()
 def climb(
     subject: Subject,
     formats: Sequence[Format],

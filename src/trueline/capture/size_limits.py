@@ -31,7 +31,7 @@ from trueline.capture.proof.far_sizes import (
 )
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import fit
-from trueline.capture.proof.prove import agrees_on_given, judge
+from trueline.capture.proof.prove import agrees_on_given, find_verdict
 from trueline.runtime.session import Session
 
 QUICK_S = 0.25
@@ -185,8 +185,7 @@ class _Walk:
         # many pairs are tried in little time, and where one is another way the answers differ by more than rounding
         seen = replace(answer.seen, arbitrate=None) if self.symbol == PAIRED else answer.seen
         with self.far.allowance(self.symbol).charging():
-            proof = judge(self.program, [seen])
-        verdict = proof.evidence[0].verdict
+            verdict, *_ = find_verdict(self.program, seen)
         if verdict == "agrees" and how == GIVEN and self.symbol != PAIRED:
             return self.agrees(size, sizes=sizes, how=SMALL, share=share) is not False
         return None if verdict == "outside" or (how != GIVEN and not answer.answered) else verdict == "agrees"

@@ -36,10 +36,24 @@ class Paired(nn.Module):
         return self.layer(x, x), nn.functional.scaled_dot_product_attention(x[:, None], keys, keys)
 
 
+class Matrix(nn.Module):
+    """A product with a matrix as it lies in memory, which linear layers turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 5))
+
+    def forward(self, x: Tensor) -> Any:
+        return x @ self.weight
+
+
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "Conv1d": (nn.Conv1d(3, 4, 3), (2, 3, 9)),
     "Conv2d": (nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), (2, 3, 9, 9)),
+    "strided": (nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 3)), (2, 3, 9, 9)),
     "Conv3d": (nn.Conv3d(3, 4, 3), (2, 3, 5, 5, 5)),
+    "Matrix": (Matrix(), (3, 8)),
+    "Linear": (nn.Linear(8, 5), (2, 4, 8)),
     "groups": (nn.Conv2d(4, 8, 3, groups=2), (2, 4, 9, 9)),
     "ConvTranspose2d": (nn.ConvTranspose2d(3, 4, 3), (2, 3, 9, 9)),
     "LSTM": (First(nn.LSTM(8, 5, 2, batch_first=True, bidirectional=True)), (2, 4, 8)),
@@ -50,15 +64,18 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("columns", [0, 1 << 20], ids=["large images", "small images"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_answers_in_float64_whether_its_weights_are_held_so_or_widened_by_parts(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, shape = LAYERS[name]
     eager = EagerSession(module.eval(), torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     held = Arbiter(eager).run(eager.example)
     monkeypatch.setattr(arbiter, "HELD", 0)
     monkeypatch.setattr(arbiter, "PIECE", 16)
+    monkeypatch.setattr(arbiter, "PART", 16)
+    monkeypatch.setattr(arbiter, "COLUMNS", columns)
     found, rounded = Arbiter(eager), Arbiter(eager).run(eager.example, rounded=1)
     for output, want in held.items():
         answer = found.run(eager.example)[output]

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._export.utils import _collect_all_valid_cia_ops
+from torch.export import exported_program
 from torch.export.exported_program import default_decompositions
 
 from trueline.capture.export.tracing import quiet
+from trueline.capture.patches import decomposition_cache
 from trueline.capture.patches.decomposition_cache import cache_operators
 
 pytestmark = pytest.mark.slow  # exports programs
@@ -63,3 +65,25 @@ def test_a_program_is_taken_apart_as_without_and_the_operators_are_left_as_they_
     with cache_operators():
         assert exported(table()) == plain
     assert {op: dict(op.py_kernels) for op in _collect_all_valid_cia_ops()} == kernels
+
+
+def test_an_operator_is_prepared_once_and_again_when_it_gets_another_decomposition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    override, prepared = exported_program._override_composite_implicit_decomp, list[int]()
+
+    def count(wanted: dict[Any, Any]) -> Any:
+        prepared.append(len(wanted))
+        return override(wanted)
+
+    monkeypatch.setattr(decomposition_cache, "_overrides", {})
+    monkeypatch.setattr(exported_program, "_override_composite_implicit_decomp", count)
+    with cache_operators():
+        for _ in range(3):
+            exported(default_decompositions())
+            exported({})
+        few = prepared[-2:]
+        exported({torch.ops.aten.adaptive_avg_pool1d.default: lambda x, size: x})
+    assert max(few) < 10 < 400 < prepared[0]
+    assert prepared[-1] == few[-1] + 1
+    assert exported_program._override_composite_implicit_decomp is count

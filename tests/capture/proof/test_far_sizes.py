@@ -25,12 +25,12 @@ def costing(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> FarSi
     """The table of a model whose calls take so long, by their records: those at the next smaller one of them."""
     call = FarSizes._call
 
-    def slowly(self: FarSizes, claim: object, sizes: dict[str, int], *given: object, **named: object) -> FarAnswer:
-        answer = call(self, claim, sizes, *given, **named)  # type: ignore[arg-type]
+    def slowly(self: FarSizes, sizes: dict[str, int], *given: object, **named: object) -> FarAnswer:
+        answer = call(self, sizes, *given, **named)  # type: ignore[arg-type]
         assert answer is not None
         taken = seconds[max(one for one in seconds if one <= sizes["batch"])]
         self.allowance("batch").charge(taken)
-        return FarAnswer(seen=answer.seen, edges=answer.edges, cost=(taken, 0))
+        return FarAnswer(seen=answer.seen, edges=answer.edges, cost=(taken, 0), measured=answer.measured)
 
     monkeypatch.setattr(FarSizes, "_call", slowly)
     return FarSizes(EagerSession(Table(), torch.randn(5, 4)))
@@ -65,3 +65,14 @@ def test_cost_grows_by_a_power_of_the_size_or_linearly_beside_a_constant(
     before: tuple[int, float], last: tuple[int, float], expected: float
 ) -> None:
     assert far_sizes._extrapolate(before, last, 50) == pytest.approx(expected)
+
+
+def test_tensors_are_measured_again_only_at_sizes_that_are_a_quarter_larger() -> None:
+    far = FarSizes(EagerSession(nn.Linear(4, 4), torch.randn(5, 4)))
+    claim = far.eager.calling.presumed
+    answers = [far.ask(claim, "batch", {"batch": size}) for size in (64, 70, 80, 81)]
+    measured = [(answer.measured, answer.cost[1]) for answer in answers if answer is not None]
+    assert measured == [(True, 64 * 16), (False, 70 * 16), (False, 80 * 16), (True, 81 * 16)]
+    small = far.ask(claim, "batch", {"batch": 81}, how=far_sizes.SMALL)
+    assert small is not None
+    assert not small.measured

@@ -10,6 +10,7 @@ operator's parameters at a time. Source of the second run: stochastic arithmetic
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -34,7 +35,12 @@ WIDE = {
 HELD = 32 << 20
 """Bytes of parameters up to which a model is held in float64."""
 PIECE = 1 << 23
-"""Elements of a matrix that are widened at once."""
+"""Elements of a large tensor that are rounded at once, and of weights from which on they are widened by parts."""
+PART = 1 << 21
+"""Elements of such weights that are widened at once. The memory of larger parts is new to the process each time, and no
+cache holds them until they are multiplied: a linear layer takes eight times as long."""
+COLUMNS = 1 << 23
+"""Elements of the columns of an image, up to which a convolution over large weights is a product of matrices."""
 NOISE = 1 << 18
 """Random factors that are drawn once."""
 _MOVES = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
@@ -162,21 +168,43 @@ class Widened(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 def _multiply_by_parts(args: Any) -> torch.Tensor:
-    """What mm or addmm returns; columns of a large matrix one after the other."""
+    """What mm or addmm returns; parts of a large matrix one after the other, as they lie in memory."""
     matrix, left = args[-1], _widen(args[-2])
-    width = max(PIECE // len(matrix), 1)
-    found = torch.empty(len(left), matrix.shape[1], dtype=left.dtype)
-    parts = zip(torch.split(found, width, dim=1), _widen_parts(torch.split(matrix, width, dim=1)), strict=True)
-    for into, one in parts:
-        torch.mm(left, one, out=into)
+    if matrix.stride(0) < matrix.stride(1):  # the weights of a linear layer, which torch turns
+        found = _multiply_rows(matrix.t(), left.t()).t().contiguous()
+    else:
+        width = max(PART // len(matrix), 1)
+        found = torch.empty(len(left), matrix.shape[1], dtype=left.dtype)
+        parts = zip(torch.split(found, width, dim=1), _widen_parts(torch.split(matrix, width, dim=1)), strict=True)
+        for into, one in parts:
+            torch.mm(left, one, out=into)
     return found.add_(_widen(args[0])) if len(args) > 2 else found
 
 
+def _multiply_rows(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`matrix`, some rows of it in float64 at a time, times `right`."""
+    width = max(PART // matrix.shape[1], 1)
+    found = torch.empty(len(matrix), right.shape[1], dtype=right.dtype)
+    for into, one in zip(torch.split(found, width), _widen_parts(torch.split(matrix, width)), strict=True):
+        torch.mm(one, right, out=into)
+    return found
+
+
 def _convolve_by_parts(func: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: Any, *how: Any) -> torch.Tensor:
-    """What a convolution without groups returns; output channels of large weights one after the other."""
-    wide, width = _widen(inputs), max(PIECE // weight[0].numel(), 1)
-    parts = [func(wide, one, None, *how) for one in _widen_parts(torch.split(weight, width))]
-    found = torch.cat(parts, dim=1)
+    """What a convolution without groups returns; output channels of large weights one after the other. Of small images
+    as a product of matrices: torch does the same for float64, but makes the columns for each part again."""
+    wide, (stride, padding, dilation, *_) = _widen(inputs), how
+    sizes = zip(wide.shape[2:], weight.shape[2:], stride, padding, dilation, strict=False)
+    places = [(size + 2 * pad - apart * (span - 1) - 1) // step + 1 for size, span, step, pad, apart in sizes]
+    if weight.ndim == 4 and weight[0].numel() * len(wide) * math.prod(places) <= COLUMNS:
+        columns = torch.nn.functional.unfold(wide, weight.shape[2:], dilation, padding, stride)
+        flat = columns.transpose(0, 1).reshape(columns.shape[1], -1)
+        found = _multiply_rows(weight.reshape(len(weight), -1), flat)
+        found = found.view(len(weight), len(wide), *places).transpose(0, 1).contiguous()
+    else:
+        width = max(PIECE // weight[0].numel(), 1)
+        parts = [func(wide, one, None, *how) for one in _widen_parts(torch.split(weight, width))]
+        found = torch.cat(parts, dim=1)
     return found if bias is None else found + _widen(bias).reshape(-1, *[1] * (weight.ndim - 2))
 
 

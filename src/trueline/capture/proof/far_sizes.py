@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType, FunctionType
 from typing import Any
@@ -27,7 +27,7 @@ from trueline.capture.model.allowance import CHEAP_S, Allowance
 from trueline.capture.model.code_paths import Edge, Event
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof.observe import Observation, observe_one, with_least_bounds
+from trueline.capture.proof.observe import Observation, observe_one, with_arbiter
 from trueline.capture.proof.probes import Probe, counting, resize
 
 FIRST, LARGEST = 64, 4096
@@ -45,6 +45,9 @@ MAX_VALUES = 1 << 24
 """Numbers in the inputs of one call."""
 MAX_BYTES = 1 << 27
 """Bytes of the largest tensor in one call."""
+NEAR = 1.25
+"""Up to this many times a size at which the tensors of a call were measured, they are not measured again: to follow
+each operator takes several times what a small one takes."""
 NUMBERS = 12
 """Numbers of the user's code around which sizes are tried."""
 SHORT = 16
@@ -61,6 +64,8 @@ class FarAnswer:
     """The steps of the user's code."""
     cost: tuple[float, int]
     """Seconds, and bytes of the largest tensor."""
+    measured: bool
+    """Whether its tensors were; else their bytes are those of a size near it."""
 
     @property
     def answered(self) -> bool:
@@ -118,7 +123,7 @@ class FarSizes:
                 return None
             changed = {GIVEN: lambda: inputs, MIXED: lambda: _mix(inputs, claim), SMALL: lambda: _shrink(inputs)}[how]()
             with allowance.charging():
-                answer = self._call(claim, sizes, changed, left, how)
+                answer = self._call(sizes, changed, left, how, known=self._near(symbol, sizes))
             if answer is None:
                 return None
             self._answers[key] = answer
@@ -158,8 +163,17 @@ class FarSizes:
             total += math.prod(sizes.get(name, size) if isinstance(name, str) else size for name, size in axes)
         return total
 
+    def _near(self, symbol: str, sizes: Mapping[str, int]) -> int | None:
+        """Bytes of the largest tensor at `sizes`, by a size of the symbol that is nearly as large; None where none was
+        measured, or several symbols are far."""
+        if symbol in (TOGETHER, PAIRED):
+            return None
+        size, costs = sizes[symbol], self._costs(symbol)
+        near = max((one for one in costs if one <= size <= NEAR * one), default=0)
+        return costs[near][1] * size // near if near else None
+
     def _call(
-        self, claim: Signature, sizes: Mapping[str, int], inputs: dict[str, Array], left: float, how: str
+        self, sizes: Mapping[str, int], inputs: dict[str, Array], left: float, how: str, *, known: int | None
     ) -> FarAnswer | None:
         named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
         probe = Probe(
@@ -173,22 +187,26 @@ class FarSizes:
         try:
             with ExitStack() as stack:
                 edges = stack.enter_context(code_paths.watch_edges(max(left, 0.1)))
-                stack.enter_context(memory)
+                if known is None:
+                    stack.enter_context(memory)
                 seen = observe_one(self.eager, probe, watched=False)
         except code_paths.TooSlow:
             return None
         if any(word in seen.error for word in _MEMORY) or "MemoryError" in seen.error:
             return None
         # where the usual tolerance is not enough, float64 tells how far rounding takes the model
-        seen = replace(with_least_bounds(self.eager, [seen])[0], bounds=None)
-        return FarAnswer(seen=seen, edges=frozenset(edges), cost=(time.thread_time() - started, memory.num_bytes))
+        cost = time.thread_time() - started, memory.num_bytes if known is None else known
+        seen = with_arbiter(self.eager, seen)
+        return FarAnswer(seen=seen, edges=frozenset(edges), cost=cost, measured=known is None)
+
+    def _costs(self, symbol: str) -> dict[int, tuple[float, int]]:
+        """By the size, of the calls whose tensors were measured: others take less time."""
+        measured = (one for one in self._answers.items() if one[1].measured and one[1].answered)
+        return {_far_size(symbol, dict(sizes)): one.cost for (other, sizes, _), one in measured if other == symbol}
 
     def _predict(self, symbol: str, size: int) -> tuple[float, float]:
         """Seconds and bytes of a call at `size`, from the calls at smaller sizes of the symbol, or else at the next."""
-        asked: dict[int, tuple[float, int]] = {}
-        for (other, sizes, _), answer in self._answers.items():
-            if other == symbol and answer.answered:
-                asked[_far_size(symbol, dict(sizes))] = answer.cost
+        asked = self._costs(symbol)
         below = [one for one in asked if one < size]
         if not below:
             return (asked[min(asked)][0] * size / min(asked), 0.0) if asked else (0.0, 0.0)

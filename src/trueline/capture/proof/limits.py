@@ -1,8 +1,9 @@
-"""Bounds of a call on made-up values: a count of 2**40 must end in an error, not in a machine without memory; and what
-a stage of a capture freed, back to the system before the next one allocates.
+"""Bounds of a call on made-up values: a count of 2**40 must end in an error, not in a machine without memory; what a
+stage of a capture freed, back to the system before the next one allocates; and what need not be collected, set aside.
 """
 
 import ctypes
+import gc
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,3 +46,18 @@ def release_memory() -> None:
     trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """In the block, Python's collector looks at what is made in it alone. An export makes objects by the thousand, and
+    all are looked at several times, the half million of torch's and the caller's among them: a sixth of a small
+    capture."""
+    if gc.get_freeze_count():  # the caller's own, or a capture beside this one
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -213,9 +213,15 @@ class _Arbitration:
 
     def __init__(self, eager: Session, seen: Sequence[Observation]) -> None:
         self._eager, self._seen = eager, seen
-        self._plain: list[Measures] = [bounds.measure(one.outputs or {}, ()) for one in seen]
-        self._keys = [digest(one.probe.inputs) for one in seen]
         self._given = [one.probe.origin == "given" for one in seen]
+
+    @cached_property
+    def _plain(self) -> list[Measures]:
+        return [bounds.measure(one.outputs or {}, ()) for one in self._seen]
+
+    @cached_property
+    def _keys(self) -> list[str]:
+        return [digest(one.probe.inputs) for one in self._seen]
 
     def derive_least(self) -> list[Mapping[str, Bound]]:
         tables = bounds.make_tables(self._plain, self._given)
@@ -257,10 +263,13 @@ class _Arbitration:
 def with_least_bounds(eager: Session, seen: Sequence[Observation]) -> tuple[Observation, ...]:
     """`seen`, answers of `eager`, with the least bounds, and the way to wider ones."""
     group = _Arbitration(eager, seen)
-    return tuple(
-        replace(one, bounds=bound, arbitrate=partial(group.judge, at))
-        for at, (one, bound) in enumerate(zip(seen, group.derive_least(), strict=True))
-    )
+    bounded = enumerate(zip(seen, group.derive_least(), strict=True))
+    return tuple(replace(one, bounds=bound, arbitrate=partial(group.judge, at)) for at, (one, bound) in bounded)
+
+
+def with_arbiter(eager: Session, seen: Observation) -> Observation:
+    """`seen`, an answer of `eager`, without bounds: where the usual tolerance is not enough, float64 tells them."""
+    return replace(seen, arbitrate=partial(_Arbitration(eager, [seen]).judge, 0))
 
 
 def with_bounds(eager: Session, seen: Sequence[Observation]) -> tuple[Observation, ...]:

@@ -89,7 +89,7 @@ def agrees_on_given(program: Session, observations: Sequence[Observation]) -> bo
     started = time.thread_time()
     given = [seen for seen in observations if seen.probe.origin == "given"]
     for seen in sorted(given, key=lambda one: one.probe.volume):
-        if judge(program, [seen]).evidence[0].verdict in ("disagrees", "unanswered"):
+        if find_verdict(program, seen)[0] in ("disagrees", "unanswered"):
             return False
         if time.thread_time() - started > GIVEN_S:
             break
@@ -145,21 +145,25 @@ def disagreement(program: Session, seen: Observation) -> str:
     return _run_guarded(seen.probe, lambda: _compare_once(program, seen)).reason
 
 
+def find_verdict(
+    program: Session, seen: Observation, *, level: float = draws.LEVEL
+) -> tuple[str, str, compare.Comparison | None]:
+    """The verdict on one probe, its reason, and the comparison where there is one: what evidence is made of."""
+    try:
+        program.signature.check(seen.probe.inputs)
+    except RequestError as refused:
+        return "outside", refused.message, None
+    if seen.outputs is None:
+        return *_judge_refused(program, seen), None
+    comparison = _run_guarded(seen.probe, lambda: _compare(program, seen, level))
+    if isinstance(seen.outputs, StoredArrays):  # the next comparison begins without the memory of this one
+        release_memory()
+    return ("agrees" if comparison.agrees else "disagrees"), comparison.reason, comparison
+
+
 def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
     probe = seen.probe
-    comparison: compare.Comparison | None = None
-    try:
-        program.signature.check(probe.inputs)
-    except RequestError as refused:
-        verdict, reason = "outside", refused.message
-    else:
-        if seen.outputs is None:
-            verdict, reason = _judge_refused(program, seen)
-        else:
-            comparison = _run_guarded(probe, lambda: _compare(program, seen, level))
-            if isinstance(seen.outputs, StoredArrays):  # the next comparison begins without the memory of this one
-                release_memory()
-            verdict, reason = ("agrees" if comparison.agrees else "disagrees"), comparison.reason
+    verdict, reason, comparison = find_verdict(program, seen, level=level)
     return Evidence(
         format=program.format,
         against="eager",
