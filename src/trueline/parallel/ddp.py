@@ -18,6 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from trueline.parallel.exchange import BackwardPiece, Overtaken, Shares, is_collective, unused_parameters
 from trueline.parallel.gloo import GlooGroup
 
+BUCKETS_MB = [1, 25]
+"""DDP's usual sizes: a small bucket, then larger ones. Unless they are given, all gradients are one bucket in the first
+step of a group, whose sum begins when the backward has ended. Source: `compute_bucket_size_limits` in torch's
+nn/parallel/distributed.py, which guards models that run collectives in their backward; a job has none."""
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 
@@ -89,6 +93,7 @@ class DdpExchange:
             self._replicated,
             init_sync=False,
             find_unused_parameters=self._find_unused,
+            bucket_cap_mb_list=BUCKETS_MB,
             gradient_as_bucket_view=True,  # spares a copy of every gradient; zero_grad sets to None
             **quiet,  # type: ignore[arg-type]
         )
