@@ -130,3 +130,17 @@ def test_sums_begin_during_the_backward_in_the_first_step_of_a_group_too(monkeyp
         assert first == list(range(len(first)))
         assert len(first) >= 4, "of four parameters and the words"
         assert len(second) >= 4
+
+
+def test_a_job_that_looks_for_unused_parameters_does_not_warn_that_there_were_none(capfd):
+    """In `step` all parameters take part."""
+
+    def work(rank, group):
+        model = model_of()
+        exchange = DdpExchange(model, group, 6, find_unused=True)
+        exchange.attach(WORDS)
+        return [step(exchange, model, [[(0, 3)], [(3, 6)]][rank], Shares([1, 1], [0, 1]), 6) for _ in range(2)]
+
+    (first, again), _ = in_a_group(2, work)
+    assert first == again
+    assert "find_unused_parameters" not in capfd.readouterr().err

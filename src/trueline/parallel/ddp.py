@@ -33,6 +33,9 @@ class _Replicated(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], *, tie: bool) -> None:
         super().__init__()
         self.model = model
+        self.spare: torch.nn.Parameter | None = None
+        """A parameter that no forward uses, where a forward may leave some out: without one DDP warns on stderr, once,
+        that find_unused_parameters=True was not needed, which the job sets by itself."""
         self.instead: Sequence[torch.nn.Parameter] | None = None
         """If set, a sum replaces the forward: it gives these parameters gradients of zeros."""
         self._forward = forward
@@ -89,6 +92,7 @@ class DdpExchange:
         self._host_view = self._contribution.numpy() if self._contribution.is_cpu else None
         self._weight = torch.ones((), device=self._device)
         self._replicated.words = torch.nn.Parameter(torch.zeros_like(self._contribution))
+        self._replicated.spare = torch.nn.Parameter(torch.zeros(1, device=self._device)) if self._find_unused else None
         self._ddp = DistributedDataParallel(
             self._replicated,
             init_sync=False,
