@@ -128,6 +128,7 @@ def test_a_tensor_that_is_changed_while_its_last_piece_is_read_fails_its_reader_
 @pytest.fixture
 def spilling(monkeypatch, tmp_path):
     monkeypatch.setattr(snapshots, "LEAST_SPILLED", 20)
+    monkeypatch.setattr(snapshots, "STILL_S", 0.0)  # nothing reads
     live = {"v": torch.arange(4.0), "w": torch.arange(5.0)}
     return Snapshot(live, live=lambda _: True, spill=tmp_path / "checkpoints"), live
 
@@ -144,6 +145,46 @@ def test_a_large_rest_waits_on_the_disk_and_not_in_memory(spilling, tmp_path, re
     assert list((tmp_path / "checkpoints").iterdir()) == [], "in a file without a name"
     data += map(bytes, first)
     assert np.frombuffer(b"".join(data), np.float32).tolist() == [0, 1, 2, 3]
+    assert np.frombuffer(b"".join(map(bytes, taken.pieces(1))), np.float32).tolist() == [0, 1, 2, 3, 4]
+    taken.close()
+
+
+def test_a_change_waits_for_a_reader_that_writes_until_the_rest_fits_the_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(snapshots, "LEAST_SPILLED", 16)
+    live = {name: torch.arange(4.0) for name in "abcd"}
+    taken = Snapshot(live, live=lambda _: True, spill=tmp_path)
+    taken.shelf = torch.zeros(20, dtype=torch.uint8)
+
+    def read_another(over, limit):
+        assert limit == snapshots.STILL_S
+        while not over():
+            data.append(b"".join(map(bytes, taken.pieces(len(data)))))
+        return over()
+
+    data = []
+    monkeypatch.setattr(taken._changed, "wait_for", read_another)
+    taken.settle()
+    assert len(data) == 3, "of the last two the shelf has room for one"
+    live["d"].zero_()
+    data.append(b"".join(map(bytes, taken.pieces(3))))
+    assert [np.frombuffer(one, np.float32).tolist() for one in data] == [[0, 1, 2, 3]] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_change_waits_no_longer_for_a_reader_that_is_stopped(spilling, monkeypatch):
+    taken, live = spilling
+    first, waits = taken.pieces(0), []
+    next(first)
+
+    def read_a_piece(over, limit):
+        waits.append(next(first, None) is not None)
+        return over()
+
+    monkeypatch.setattr(taken._changed, "wait_for", read_a_piece)
+    taken.settle()
+    assert waits == [True, False, False], "until it has read nothing since the last look"
+    assert taken._spilled, "the rest waits on the disk"
+    live["w"].zero_()
     assert np.frombuffer(b"".join(map(bytes, taken.pieces(1))), np.float32).tolist() == [0, 1, 2, 3, 4]
     taken.close()
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from conformance.gradient_exchange import *  # noqa: F403  its tests
+from conformance.gradient_exchange import WORDS, in_a_group, model_of, step
 from trueline.parallel import ddp
 from trueline.parallel.ddp import DdpExchange
-from trueline.parallel.exchange import Overtaken, is_collective
+from trueline.parallel.exchange import Overtaken, Shares, is_collective
 from trueline.parallel.gloo import GlooGroup
 
 
@@ -107,3 +108,39 @@ def test_a_forward_that_is_given_up_is_not_run_again():
     with pytest.raises(Overtaken):
         exchange._model(torch.ones(1, 2))
     assert not exchange.original.called
+
+
+def test_sums_begin_during_the_backward_in_the_first_step_of_a_group_too(monkeypatch):
+    monkeypatch.setattr(ddp, "BUCKETS_MB", [1e-5, 1e-5])
+
+    def work(rank, group):
+        model = model_of()
+        exchange = DdpExchange(model, group, 6, find_unused=False)
+        exchange.attach(WORDS)
+        found = []
+        for _ in range(2):
+            sent = []
+            send = type(exchange)._send
+            exchange._send = lambda bucket, sent=sent, send=send: sent.append(bucket.index()) or send(exchange, bucket)
+            step(exchange, model, [[(0, 3)], [(3, 6)]][rank], Shares([1, 1], [0, 1]), 6)
+            found.append(sent)
+        return found
+
+    for first, second in in_a_group(2, work):
+        assert first == list(range(len(first)))
+        assert len(first) >= 4, "of four parameters and the words"
+        assert len(second) >= 4
+
+
+def test_a_job_that_looks_for_unused_parameters_does_not_warn_that_there_were_none(capfd):
+    """In `step` all parameters take part."""
+
+    def work(rank, group):
+        model = model_of()
+        exchange = DdpExchange(model, group, 6, find_unused=True)
+        exchange.attach(WORDS)
+        return [step(exchange, model, [[(0, 3)], [(3, 6)]][rank], Shares([1, 1], [0, 1]), 6) for _ in range(2)]
+
+    (first, again), _ = in_a_group(2, work)
+    assert first == again
+    assert "find_unused_parameters" not in capfd.readouterr().err

@@ -1,6 +1,7 @@
 """Promises of reading a peer's memory: what lies there, of that process and no other, or nothing that is believed."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -32,6 +33,32 @@ def test_a_process_reads_the_tensors_of_another_one_in_pieces(monkeypatch, piece
         return memory.pid != os.getpid() and memory.reads(found), [tensor.tolist() for tensor in found]
 
     assert in_processes(1, read) == [(True, [tensor.tolist() for tensor in SOURCE])]
+
+
+def test_threads_read_a_large_state_and_share_its_pieces(monkeypatch):
+    monkeypatch.setattr(peer_memory, "PIECE_BYTES", 8)
+    monkeypatch.setattr(peer_memory.os, "sched_getaffinity", lambda _: range(16))
+    told, all_here, plain = PeerMemory.of(SOURCE), threading.Barrier(peer_memory.MOST_THREADS), peer_memory._read_memory
+    readers = set()
+
+    def read(*given):
+        reader = threading.current_thread()
+        if reader is not threading.main_thread() and reader not in readers:
+            readers.add(reader)
+            all_here.wait(60)
+        return plain(*given)
+
+    monkeypatch.setattr(peer_memory, "_read_memory", read)
+    found = rooms()
+    assert told.reads(found)
+    assert equal(found)
+    assert len(readers) == peer_memory.MOST_THREADS
+    monkeypatch.setattr(peer_memory, "_read_memory", lambda *given: plain(*given) if reads_mark(given) else -1)
+    assert not told.reads(rooms())
+
+
+def reads_mark(given):
+    return given[1]._obj.length == 16
 
 
 def test_another_process_under_that_number_is_not_believed():

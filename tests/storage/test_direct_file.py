@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import threading
 
 import pytest
 
@@ -75,6 +76,63 @@ def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(direct_file.os, "write", full)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "file", DATA)
+
+
+def test_a_buffer_is_filled_while_the_one_before_is_on_its_way_to_the_disk(tmp_path, monkeypatch):
+    went_on, plain = threading.Event(), os.write
+
+    def wait(handle, data):
+        assert went_on.wait(60), "the writer waits for the disk"
+        return plain(handle, data)
+
+    monkeypatch.setattr(direct_file.os, "write", wait)
+    path = tmp_path / "file"
+    with DirectFile(path.open("wb", buffering=0)) as direct:
+        direct.write(DATA[: 2 * ALIGNMENT])  # a buffer
+        direct.write(DATA[2 * ALIGNMENT : 3 * ALIGNMENT])
+        went_on.set()
+        direct.write(DATA[3 * ALIGNMENT :])
+        direct.flush()
+    assert path.read_bytes() == DATA
+
+
+def test_an_error_of_the_disk_meets_the_next_buffer_or_the_flush(tmp_path, monkeypatch):
+    def full(handle, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(direct_file.os, "write", full)
+    with DirectFile((tmp_path / "file").open("wb", buffering=0)) as direct:
+        direct.write(DATA[: 2 * ALIGNMENT])
+        with pytest.raises(OSError, match="No space left"):
+            direct.write(DATA[: 2 * ALIGNMENT])
+    with DirectFile((tmp_path / "file").open("wb", buffering=0)) as direct:
+        direct.write(DATA[: 2 * ALIGNMENT])
+        with pytest.raises(OSError, match="No space left"):
+            direct.flush()
+
+
+def test_a_file_is_closed_after_its_last_write_has_ended(tmp_path, monkeypatch):
+    """A write to a descriptor that was closed may meet another file."""
+    plain, order = os.write, []
+
+    def note(handle, data):
+        count = plain(handle, data)
+        order.append("written")
+        return count
+
+    monkeypatch.setattr(direct_file.os, "write", note)
+    file = (tmp_path / "file").open("wb", buffering=0)
+    with DirectFile(file) as direct:
+        direct.write(DATA[: 2 * ALIGNMENT])  # and what fills it ends early
+    assert (order, file.closed) == (["written"], True)
+
+
+def test_an_interpreter_that_ends_writes_without_a_thread(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(direct_file.ThreadPoolExecutor, "submit", refuse)
+    assert write(tmp_path / "file", DATA) == DATA
 
 
 def test_parts_that_begin_at_a_page_are_read_again_in_place(tmp_path):

@@ -3,8 +3,8 @@
 Parameters and optimizer state change in one place, the optimizer's step. Until then a reader (the writer of a
 checkpoint, the sender of a state) reads them where they are, in pieces. Before the change `settle` copies what was not
 read yet. So neither a whole copy nor its time is needed, and nothing holds the interpreter's lock for a whole state.
-Where the state is written to a disk anyway, a large rest waits there (`spill`), in a file without a name, and not in
-memory.
+Where the state is written to a disk anyway (`spill`), the change waits until the rest fits the memory that there is for
+it: to write it elsewhere would take as long. What a reader that is stopped has left waits in a file without a name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from trueline.checkpoint import tree
 from trueline.errors import CheckpointError
 from trueline.storage.direct_file import ALIGNMENT, DirectFile, make_buffer
 
+_Numbered = list[tuple[int, torch.Tensor]]
 PIECE_BYTES = 8 << 20
 LEAST_LIVE = 1 << 20
 """Bytes of a tensor below which it is copied at once."""
 LEAST_SPILLED = 64 << 20
 """Bytes of a rest below which it is copied in memory."""
+STILL_S = 0.25
+"""A reader that has read nothing for so long is stopped: its disk is full or slow, or another one writes first."""
 
 
 class Snapshot:
@@ -34,7 +37,7 @@ class Snapshot:
 
     `live` tells of a tensor whether it stays as it is until `settle`; all others are copied at once. `patience`:
     how long `settle` waits for the readers before it copies, as a part of the time since the snapshot was taken.
-    `spill`: a folder on a disk, for what `settle` copies if that is much.
+    `spill`: a folder on the disk to which the only reader writes, for what `settle` copies if that is much.
     """
 
     def __init__(
@@ -114,27 +117,49 @@ class Snapshot:
             if self._patience:
                 patience_s = self._patience * (time.monotonic() - self._born)
                 self._changed.wait_for(lambda: not self._live, patience_s)
-            rest = [(index, tensor) for index in self._live if (tensor := self._tensors[index]) is not None]
+            elif self._spill is not None:
+                self._await_reader()
+            rest = self._rest()
             self.torn = self.torn or any(tensor._version != self._live[index] for index, tensor in rest)
-            rest = self._put_on_shelf(rest)
-            spilled = self._spill is not None and sum(tensor.nbytes for _, tensor in rest) >= LEAST_SPILLED
+            shelved, rest = self._split(rest)
+            self._put_on_shelf(shelved)
+            spilled = self._spill is not None and _sum(rest) >= LEAST_SPILLED
             spilled = spilled and self._write(rest)
             for index, tensor in rest:
                 self._tensors[index] = None if spilled else copy(tensor)
             self._live.clear()
 
-    def _put_on_shelf(self, rest: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
-        """Copies there what fits, the last ones first; returns the others."""
-        shelf, others = self.shelf, []
-        for index, tensor in reversed(rest):
-            if len(shelf) >= tensor.nbytes:
-                self._tensors[index] = shelf[: tensor.nbytes].copy_(as_bytes(tensor))
-                shelf = shelf[tensor.nbytes :]
-            else:
-                others.append((index, tensor))
-        return others
+    def _rest(self) -> _Numbered:
+        """The live tensors that some reader has not read to their end."""
+        return [(index, tensor) for index in self._live if (tensor := self._tensors[index]) is not None]
 
-    def _write(self, tensors: list[tuple[int, torch.Tensor]]) -> bool:
+    def _await_reader(self) -> None:
+        """Returns when what is left can be copied in memory, or when the reader is stopped."""
+
+        def fits() -> bool:
+            return _sum(self._split(self._rest())[1]) < LEAST_SPILLED
+
+        moved = -1
+        while not fits() and self.moved > moved:
+            moved = self.moved
+            self._changed.wait_for(fits, STILL_S)
+
+    def _split(self, rest: _Numbered) -> tuple[_Numbered, _Numbered]:
+        """What fits on the shelf, the last ones first, and the others."""
+        room, shelved, others = len(self.shelf), _Numbered(), _Numbered()
+        for index, tensor in reversed(rest):
+            fits = room >= tensor.nbytes
+            room -= tensor.nbytes if fits else 0
+            (shelved if fits else others).append((index, tensor))
+        return shelved, others
+
+    def _put_on_shelf(self, tensors: _Numbered) -> None:
+        shelf = self.shelf
+        for index, tensor in tensors:
+            self._tensors[index] = shelf[: tensor.nbytes].copy_(as_bytes(tensor))
+            shelf = shelf[tensor.nbytes :]
+
+    def _write(self, tensors: _Numbered) -> bool:
         """Copies tensors into a file without a name; False: the disk does not take them."""
         assert self._spill is not None
         places: dict[int, int] = {}
@@ -161,6 +186,10 @@ class Snapshot:
             self._tensors = [None] * len(self._tensors)
             self._live.clear()
             self._changed.notify_all()
+
+
+def _sum(tensors: _Numbered) -> int:
+    return sum(tensor.nbytes for _, tensor in tensors)
 
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:

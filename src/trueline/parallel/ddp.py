@@ -18,6 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from trueline.parallel.exchange import BackwardPiece, Overtaken, Shares, is_collective, unused_parameters
 from trueline.parallel.gloo import GlooGroup
 
+BUCKETS_MB = [1, 25]
+"""DDP's usual sizes: a small bucket, then larger ones. Unless they are given, all gradients are one bucket in the first
+step of a group, whose sum begins when the backward has ended. Source: `compute_bucket_size_limits` in torch's
+nn/parallel/distributed.py, which guards models that run collectives in their backward; a job has none."""
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 
@@ -29,6 +33,9 @@ class _Replicated(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], *, tie: bool) -> None:
         super().__init__()
         self.model = model
+        self.spare: torch.nn.Parameter | None = None
+        """A parameter that no forward uses, where a forward may leave some out: without one DDP warns on stderr, once,
+        that find_unused_parameters=True was not needed, which the job sets by itself."""
         self.instead: Sequence[torch.nn.Parameter] | None = None
         """If set, a sum replaces the forward: it gives these parameters gradients of zeros."""
         self._forward = forward
@@ -85,10 +92,12 @@ class DdpExchange:
         self._host_view = self._contribution.numpy() if self._contribution.is_cpu else None
         self._weight = torch.ones((), device=self._device)
         self._replicated.words = torch.nn.Parameter(torch.zeros_like(self._contribution))
+        self._replicated.spare = torch.nn.Parameter(torch.zeros(1, device=self._device)) if self._find_unused else None
         self._ddp = DistributedDataParallel(
             self._replicated,
             init_sync=False,
             find_unused_parameters=self._find_unused,
+            bucket_cap_mb_list=BUCKETS_MB,
             gradient_as_bucket_view=True,  # spares a copy of every gradient; zero_grad sets to None
             **quiet,  # type: ignore[arg-type]
         )

@@ -64,8 +64,7 @@ class LocalCheckpointStore:
     def write(self, name: str, parts: Parts) -> None:
         with files.atomic_dir(self.folder / name, replace=True) as partial:
             for part, pieces in parts:
-                with (partial / part).open("wb", buffering=0) as file:
-                    direct = DirectFile(file)
+                with DirectFile((partial / part).open("wb", buffering=0)) as direct:
                     for piece in pieces:
                         direct.write(piece)
                     direct.flush()

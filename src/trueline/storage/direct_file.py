@@ -2,13 +2,18 @@
 
 Checkpoints are read rarely and replaced soon. In the page cache each costs more processor time than its digest, and
 displaces other files. Where the file system has no O_DIRECT (tmpfs), or refuses an address, the cache is used.
+
+A thread writes one buffer to the disk while the next one is filled: what fills it (copies, a digest) costs as much time
+as the disk does.
 """
 
 import errno
 import fcntl
 import mmap
 import os
-from typing import BinaryIO
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import BinaryIO, Self
 
 BUFFER_BYTES = 8 << 20
 ALIGNMENT = 4096
@@ -20,11 +25,25 @@ def make_buffer(size: int) -> mmap.mmap:
 
 
 class DirectFile:
-    """Appends to an unbuffered file that is open for writing; nothing is there for a reader before `flush`."""
+    """Appends to an unbuffered file that is open for writing; nothing is there for a reader before `flush`.
+
+    `close`, or the end of a with block, ends the thread before it closes the file.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._buffer, self._filled, self._written = file, make_buffer(BUFFER_BYTES), 0, 0
+        self._length = 0  # of all that `write` was given
         self._direct = False
+        self._spare: mmap.mmap | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+        """Of the other buffer."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
     def write(self, data: bytes | memoryview) -> None:
         """Raises OSError."""
@@ -32,19 +51,40 @@ class DirectFile:
         while left:
             count = min(len(left), BUFFER_BYTES - self._filled)
             self._buffer[self._filled : self._filled + count] = left[:count]
-            self._filled, left = self._filled + count, left[count:]
+            self._filled, self._length, left = self._filled + count, self._length + count, left[count:]
             if self._filled == BUFFER_BYTES:
-                self.flush()
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Writes the buffer in the thread, and continues with the other one."""
+        self._await_written()
+        if self._thread is None:
+            self._thread, self._spare = ThreadPoolExecutor(1, "direct_file"), make_buffer(BUFFER_BYTES)
+        assert self._spare is not None
+        full, self._buffer, self._spare, self._filled = self._buffer, self._spare, self._buffer, 0
+        try:
+            self._writing = self._thread.submit(self._write_out, memoryview(full))
+        except RuntimeError:  # the interpreter ends, and takes no work for its threads any more
+            self._write_out(memoryview(full))
+
+    def _await_written(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def align(self) -> int:
         """Fills up with zeros; returns the position, from which `read` can read."""
-        self.write(bytes(-(self._written + self._filled) % ALIGNMENT))
-        return self._written + self._filled
+        self.write(bytes(-self._length % ALIGNMENT))
+        return self._length
 
     def flush(self) -> None:
         """Raises OSError."""
-        left = memoryview(self._buffer)[: self._filled]
-        self._set_direct(self._filled % ALIGNMENT == 0 == self._written % ALIGNMENT)
+        self._await_written()
+        self._write_out(memoryview(self._buffer)[: self._filled])
+        self._filled = 0
+
+    def _write_out(self, left: memoryview) -> None:
+        self._set_direct(len(left) % ALIGNMENT == 0 == self._written % ALIGNMENT)
         while left:
             try:
                 count = os.write(self._file.fileno(), left)
@@ -56,7 +96,6 @@ class DirectFile:
             left, self._written = left[count:], self._written + count
             if left and count % ALIGNMENT:
                 self._set_direct(False)
-        self._filled = 0
 
     def read(self, room: memoryview, at: int) -> int:
         """Reads into `room` from the flushed position `at`; returns how many bytes there were. Raises OSError."""
@@ -76,4 +115,6 @@ class DirectFile:
                 raise
 
     def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
         self._file.close()
