@@ -29,6 +29,7 @@ PATCH = Patch(
 
 Call = SimpleNamespace
 """The arguments of torch's function, by name."""
+_torch: Any = functional
 _function: Any = functional.multi_head_attention_forward
 _forward: Any = nn.MultiheadAttention.forward
 _OF_FUNCTION, _OF_FORWARD = inspect.signature(_function), inspect.signature(_forward)
@@ -38,7 +39,7 @@ _OF_FUNCTION, _OF_FORWARD = inspect.signature(_function), inspect.signature(_for
 def keep_layout() -> Iterator[None]:
     """In the block, `nn.MultiheadAttention` and the function behind it compute without moves of whole tensors."""
     functional.multi_head_attention_forward = _attend_sequence_first
-    nn.MultiheadAttention.forward = _attend_module  # type: ignore[method-assign]
+    nn.MultiheadAttention.forward = _attend_module  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -86,9 +87,9 @@ _OF_MODULE = (
 
 def attend(call: Call, *, batch_first: bool) -> tuple[Tensor, Tensor | None]:
     """The answer and, where `call` needs them, the weights. Raises what torch's function raises."""
-    batched = functional._mha_shape_check(
+    batched = _torch._mha_shape_check(
         call.query, call.key, call.value, call.key_padding_mask, call.attn_mask, call.num_heads
-    )  # type: ignore[no-untyped-call]
+    )
     axis = 0 if batch_first else 1
     inputs = [one if batched else one.unsqueeze(axis) for one in (call.query, call.key, call.value)]
     batch, length, width = inputs[0].shape[axis], inputs[0].shape[1 - axis], inputs[0].shape[2]
@@ -107,11 +108,11 @@ def attend(call: Call, *, batch_first: bool) -> tuple[Tensor, Tensor | None]:
     if extra:
         mask, padding = (None if one is None else functional.pad(one, (0, extra)) for one in (mask, padding))
     if padding is not None:
-        functional._check_key_padding_mask(padding, parts[1].shape[1 - axis], batch)
+        _torch._check_key_padding_mask(padding, parts[1].shape[1 - axis], batch)
         padding = padding[:, None, None, :]
         mask = padding if mask is None else mask + padding
     to_heads = (0, 2, 1, 3) if batch_first else (1, 2, 0, 3)
-    heads = [one.unflatten(2, (call.num_heads, width // call.num_heads)).permute(to_heads) for one in parts]
+    heads = [one.view(*one.shape[:2], call.num_heads, width // call.num_heads).permute(to_heads) for one in parts]
     mixed, weights = _mix(heads, mask, is_causal, call)
     mixed = mixed.permute((0, 2, 1, 3) if batch_first else (2, 0, 1, 3)).flatten(2)
     answer = functional.linear(mixed, call.out_proj_weight, call.out_proj_bias)
@@ -145,12 +146,10 @@ def _masks(call: Call, batched: bool) -> tuple[Tensor | None, Tensor | None, boo
     if padding is not None and not batched:
         padding = padding.unsqueeze(0)
     dtype = call.query.dtype
-    padding = functional._canonical_mask(
-        padding, "key_padding_mask", functional._none_or_dtype(mask), "attn_mask", dtype
-    )
+    padding = _torch._canonical_mask(padding, "key_padding_mask", _torch._none_or_dtype(mask), "attn_mask", dtype)
     if is_causal and padding is None and not call.need_weights:
         return None, None, True
-    return functional._canonical_mask(mask, "attn_mask", None, "", dtype, check_other=False), padding, False
+    return _torch._canonical_mask(mask, "attn_mask", None, "", dtype, check_other=False), padding, False
 
 
 def _by_head(mask: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
@@ -163,7 +162,7 @@ def _by_head(mask: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
     if mask.shape != (batch * num_heads, length, keys):
         expected = (batch * num_heads, length, keys)
         raise RuntimeError(f"The shape of the 3D attn_mask is {mask.shape}, but should be {expected}.")
-    return mask.unflatten(0, (batch, num_heads))
+    return mask.view(batch, num_heads, length, keys)
 
 
 def _project(call: Call, inputs: list[Tensor]) -> list[Tensor]:
