@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -269,6 +270,36 @@ def test_a_full_disk_in_the_search_leaves_no_bundle(
     with pytest.raises(DiskFull, match="no room left"):
         trueline.compress(trained.bundle.path, quantize=["static"], out=tmp_path / "small.bundle")
     assert not (tmp_path / "small.bundle").exists()
+
+
+def test_a_disk_that_is_full_as_the_last_bundle_is_sealed_costs_no_candidate_and_keeps_what_was_there(
+    trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    from trueline.compress import sealing
+    from trueline.errors import DiskFull
+
+    out, made = tmp_path / "small.bundle", sealing.seal_bundle
+    compress = partial(trueline.compress, trained.bundle.path, quantize=["static"], target="size", out=out)
+
+    def fail_at_last(path, contents, **how):
+        if path == out:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return made(path, contents, **how)
+
+    monkeypatch.setattr(sealing, "seal_bundle", fail_at_last)
+    with pytest.raises(DiskFull, match="no room left"):
+        compress()
+    assert not out.exists()
+    assert {one.name for one in tmp_path.iterdir()} == {"small.bundle.search"}
+    folder = tmp_path / "small.bundle.search"
+    best, rows = open_bundle(folder / "best.bundle"), (folder / "rows.jsonl").read_bytes()
+    monkeypatch.undo()
+    found = compress()
+    assert (folder / "rows.jsonl").read_bytes() == rows
+    assert open_bundle(out).program().file == best.program().file
+    assert found.row.verdict in ("offered", "no gain")
 
 
 def test_a_disk_that_is_full_ends_the_search_also_where_a_quantizer_says_it_in_its_own_words(

@@ -12,7 +12,7 @@ from conformance.session import *  # noqa: F403 - the shared tests
 from trueline.capture.export import torch_export, torchscript
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
-from trueline.capture.onnx.opsets import check_opset, opset_for
+from trueline.capture.opsets import check_opset, opset_for
 from trueline.cli.line import capture as capture_verb
 from trueline.errors import BundleError, UsageError
 from trueline.runtime import openvino

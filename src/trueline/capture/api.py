@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from trueline import events, files
-from trueline.capture.onnx import opsets
+from trueline.capture import opsets
 from trueline.capture.proof.attempt import TABLE_FILE_MB, Attempt, Captured, State, TableRows
 from trueline.errors import NotProven, UsageError, closest, join_names
 from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format

@@ -132,6 +132,18 @@ def compares_a_mask_with_the_causal_one() -> bool:
     return refused(module, X, message=DATA_DEPENDENT)
 
 
+@shows("export/attention")
+def moves_many_whole_tensors_in_an_attention_layer() -> bool:
+    """Queries, keys, values and the answer have to be moved once each, and the batch need not be."""
+    module = Of(lambda layer, x: layer(x, x, x, need_weights=False)[0], nn.MultiheadAttention(4, 2, batch_first=True))
+    moves = [
+        node
+        for node in export(module, X).graph.nodes
+        if "transpose" in str(node.target) or "permute" in str(node.target)
+    ]
+    return len(moves) > 5
+
+
 @shows("patches/symbolic_sizes")
 def fixes_the_sizes_of_grids_ramps_and_distances() -> bool:
     def grid(x: Tensor) -> Tensor:
@@ -348,6 +360,23 @@ def computes_shares_of_sizes_in_single_precision() -> bool:
 def takes_a_small_constant_for_zero() -> bool:
     module, x = Of(lambda x: torch.log(x + 1e-12)), torch.zeros(1, 3)
     return bool(np.isinf(answers(export(module, x, free=()), x)[0]).any())
+
+
+@shows("onnx/weight_parts")
+def leaves_the_split_of_a_weight_to_the_runtime() -> bool:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = self.weight.chunk(2)
+            return F.linear(x, one) * F.linear(x, other)
+
+    with torch.no_grad(), quiet():
+        program = torch.onnx.export(Parts().eval(), (X,), dynamo=True, verbose=False)
+    assert program is not None
+    return any(node.op_type == "Split" for node in program.model.graph)
 
 
 # ---- translations of single operators

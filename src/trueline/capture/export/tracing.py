@@ -12,6 +12,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 
+from trueline.capture.export import attention
 from trueline.capture.model.code_paths import SourceLine, current_line
 from trueline.capture.patches import (
     Patch,
@@ -80,6 +81,7 @@ def apply_patches() -> Iterator[None]:
             recurrent.keep_layers_whole,
             packed_sequence.keep_padded,
             causal_mask.skip_causal_check,
+            attention.keep_layout,
             symbolic_sizes.keep_sizes_free,
             module_to.skip_conversions,
             einsum_order.order_by_example,

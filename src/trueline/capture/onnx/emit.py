@@ -37,10 +37,11 @@ from trueline.capture.onnx import (
     small_constants,
     table_files,
     torchlib_cache,
+    weight_parts,
 )
 from trueline.capture.onnx.numerics import EXACT_TAILS
-from trueline.capture.onnx.opsets import FORMAT_VERSIONS
 from trueline.capture.onnx.translations import TRANSLATIONS
+from trueline.capture.opsets import FORMAT_VERSIONS
 from trueline.capture.patches import decomposition_cache, recurrent
 from trueline.errors import CaptureError
 from trueline.runtime.tensors import restored_vmap_levels
@@ -178,6 +179,7 @@ def translate(
     integer_division.avoid_overflow(found.model)
     kernels.widen_integers(found.model)
     large_integers.compute_exactly(found.model)
+    weight_parts.store_parts(found.model)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 

@@ -321,48 +321,40 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Zeros where the mask hides everything, by False or by minus infinity; the exporter's is the mean there, or NaN.
-    Also without heads, which the exporter requires."""
-    if len(query.shape) == 4:
-        found = nn.aten_scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    else:
-        found = _attention_without_heads(query, key, value, attn_mask, is_causal, scale)
+    """With any number of dimensions, and zeros where the mask hides everything, by False or by minus infinity; the
+    exporter's is the mean there, or NaN. It also turns the key by its shape, which no runtime joins to other moves."""
+    rank = len(query.shape)
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        key, value = nn._attention_repeat_kv_for_group_query(query, key, value)
+    turned = op.Transpose(key, perm=[*range(rank - 2), rank - 1, rank - 2])
+    weights = op.MatMul(op.Mul(query, _scale_of(query, scale)), turned)
+    zero, lowest = (op.Constant(value=ir.tensor(number, dtype=query.dtype)) for number in (0.0, float(query.dtype.min)))
+    if is_causal:
+        weights = op.Add(weights, op.Where(_hides_later(query, key), lowest, zero))
     if attn_mask is None:
-        return found
+        return op.MatMul(op.Softmax(weights, axis=-1), value)
     last = op.Constant(value_ints=[-1])
     if attn_mask.dtype == ir.DataType.BOOL:
+        weights = op.Add(weights, op.Where(attn_mask, zero, lowest))
         shown = op.Cast(op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.INT32), last, keepdims=1), to=ir.DataType.BOOL)
     else:
-        shown = op.Not(op.Equal(op.ReduceMax(attn_mask, last, keepdims=1), _like(float("-inf"), attn_mask)))
-    return op.Where(shown, found, _like(0.0, query))
-
-
-def _attention_without_heads(
-    query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, scale: float | None
-) -> Any:
-    rank = len(query.shape)
-    lowest = op.Constant(value=ir.tensor(query.dtype.min, dtype=query.dtype))
-    if scale is None:
-        size = op.CastLike(op.Squeeze(op.Shape(query, start=rank - 1, end=rank)), query)
-        by = op.Div(_like(1.0, query), op.Sqrt(size))
-    else:
-        by = _like(scale, query)
-    turned = op.Transpose(key, perm=[*range(rank - 2), rank - 1, rank - 2])
-    weights = op.MatMul(op.Mul(query, by), turned)
-    if is_causal:
-        zero, one = (op.Constant(value_int=number) for number in (0, 1))
-        asks, asked = (
-            op.Range(zero, op.Squeeze(op.Shape(each, start=rank - 2, end=rank - 1)), one) for each in (query, key)
-        )
-        before = op.LessOrEqual(asked, op.Unsqueeze(asks, op.Constant(value_ints=[1])))
-        weights = op.Where(before, weights, lowest)
-    if attn_mask is not None and attn_mask.dtype == ir.DataType.BOOL:
-        weights = op.Where(attn_mask, weights, lowest)
-    elif attn_mask is not None:
         weights = op.Add(weights, attn_mask)
-    return op.MatMul(op.Softmax(weights, axis=-1), value)
+        shown = op.Not(op.Equal(op.ReduceMax(attn_mask, last, keepdims=1), _like(float("-inf"), attn_mask)))
+    return op.Where(shown, op.MatMul(op.Softmax(weights, axis=-1), value), _like(0.0, query))
+
+
+def _scale_of(query: Any, scale: float | None) -> Any:
+    if scale is None and not isinstance(query.shape[-1], int):
+        size = op.CastLike(op.Squeeze(op.Shape(query, start=-1)), query)
+        return op.Div(_like(1.0, query), op.Sqrt(size))
+    return op.Constant(value=ir.tensor(query.shape[-1] ** -0.5 if scale is None else float(scale), dtype=query.dtype))
+
+
+def _hides_later(query: Any, key: Any) -> Any:
+    """[queries, keys]: whether the key comes after the query."""
+    zero, one = (op.Constant(value_int=number) for number in (0, 1))
+    asks, asked = (op.Range(zero, op.Squeeze(op.Shape(each, start=-2, end=-1)), one) for each in (query, key))
+    return op.Greater(asked, op.Unsqueeze(asks, op.Constant(value_ints=[1])))
 
 
 TRANSLATIONS: Table = {

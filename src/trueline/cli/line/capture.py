@@ -103,7 +103,7 @@ def command(
     folder; neither takes a CHECKPOINT.
     """
     from trueline.capture.files.program import is_program
-    from trueline.capture.onnx.opsets import opset_for
+    from trueline.capture.opsets import opset_for
     from trueline.runtime.session import FORMATS, formats_for
 
     if weights and checkpoint:

@@ -2,8 +2,10 @@
 
 NNCF quantizes what OpenVINO has int8 kernels for, multiplications inside attention too, and corrects the biases by what
 quantization has moved in their layers. ONNX Runtime does not run every such program, so its format is `openvino`.
-`mixed`: activations that are not symmetric have a zero point; `performance`: none has. `openvino-fp32` is the program
-as it is, so that the report tells the runtime's part from int8's.
+`mixed`: activations that are not symmetric have a zero point; attention keeps its shares in float32, and SmoothQuant
+moves outliers of activations into weights. `performance`: no zero points, both products of attention in int8, and no
+SmoothQuant, whose multiplications stay in the program. `openvino-fp32` is the program as it is, so that the report
+tells the runtime's part from int8's.
 """
 
 from __future__ import annotations
@@ -25,6 +27,14 @@ from trueline.errors import CaptureError, MissingPackage, first_line
 
 _BATCHES = 300
 """Of calibration records, at most; NNCF's own default."""
+_LIGHT = frozenset(
+    """
+    Add AveragePool BatchNormalization Div Equal GlobalAveragePool Greater LayerNormalization Less Max Mul Pow
+    Reciprocal ReduceL2 ReduceMean ReduceSum Softmax Sqrt Squeeze Sub
+    """.split()  # noqa: SIM905 - as prose they take two lines
+)
+"""Operators that stay in float32 in a model with attention: those that NNCF leaves out of a transformer, whose second
+product it leaves out too, and normalizations."""
 
 
 @final
@@ -41,12 +51,15 @@ class OpenVinoQuantizer:
             return
         model = onnx.load(fold(program))
         batches = list(program.calibration())[:_BATCHES]
+        attends, whole = has_attention(model), method.words[0] == "performance"
+        light = sorted({node.op_type for node in model.graph.node}.intersection(_LIGHT)) if attends and whole else []
         try:
             with quiet():
                 found = nncf.quantize(
                     model, nncf.Dataset(batches), subset_size=len(batches),
-                    preset=nncf.QuantizationPreset(method.words[0]), ignored_scope=_leave_out(nncf, method.exclude),
-                    model_type=nncf.ModelType.TRANSFORMER if has_attention(model) else None,
+                    preset=nncf.QuantizationPreset(method.words[0]),
+                    ignored_scope=_leave_out(nncf, method.exclude, light),
+                    model_type=nncf.ModelType.TRANSFORMER if attends and not whole else None,
                 )  # fmt: skip
             save(found, out)
         except Exception as error:
@@ -85,8 +98,8 @@ def has_attention(model: Any) -> bool:
     return False
 
 
-def _leave_out(nncf: Any, names: Sequence[str]) -> Any:
-    return nncf.IgnoredScope(names=list(names)) if names else None
+def _leave_out(nncf: Any, names: Sequence[str], kinds: Sequence[str]) -> Any:
+    return nncf.IgnoredScope(names=list(names), types=list(kinds)) if names or kinds else None
 
 
 def _is_installed() -> bool:
