@@ -139,7 +139,7 @@ def train_ours(
     with serving(servers, spec) as world:
         settings = {
             "job": str(world.job), "secret": SECRET, "tcp": tcp, "seconds": seconds,
-            "routing": msgspec.msgpack.encode(world.routing).hex(),
+            "routing": msgspec.msgpack.encode(world.routing).hex(), "trainers": trainers,
         }  # fmt: skip
         return train(kind, [settings | {"seed": seed} for seed in range(trainers)], world.cpu_s)
 

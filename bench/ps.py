@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of a trainer in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gb", type=float, default=1.0, help="held by the server that is killed")
-    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=3, choices=range(1, 100), metavar="N", help="1 or more")
     given = parser.parse_args()
     rounds = measure_steps(given.seconds, given.rounds)
     cpu_ms = statistics.median(1e3 * one["ours"]["server_cpu_s"] / one["ours"]["steps"] for one in rounds)

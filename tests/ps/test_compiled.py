@@ -86,11 +86,14 @@ def test_a_step_that_is_not_compiled_is_numpys(monkeypatch, more):
     assert table.find_step(one.optimizer) is None
 
 
-@pytest.mark.parametrize("count", [1, 2, 700])
+@pytest.mark.parametrize("count", [1, 2, 700, 9000])
+@pytest.mark.parametrize("factor", [1, 3, 10**12, 2**48])
 @pytest.mark.parametrize("bounds", [(-(2**63), 2**63 - 1), (-300, 300), (0, 2**40), (5, 6)])
-def test_unique_ids_and_their_positions_are_those_of_numpy(monkeypatch, bounds, count):
+def test_unique_ids_and_their_positions_are_those_of_numpy(monkeypatch, bounds, factor, count):
     monkeypatch.setattr(unique, "COMPILED_FROM", 1)
-    ids = np.random.default_rng(0).integers(*bounds, count)
+    draw = np.random.default_rng(0)
+    with np.errstate(over="ignore"):
+        ids = draw.integers(*bounds, count) * np.int64(factor) + draw.integers(0, 40, count)  # in groups, far apart
     before = ids.copy()
     for given in (ids, np.repeat(ids, 2)[::2]):  # also one that is not contiguous
         found, expected = unique.find_unique(given), np.unique(ids, return_inverse=True)

@@ -248,7 +248,7 @@ def test_a_wrong_secret_is_refused_by_both_sides(servers: World) -> None:
     for where in (address.unix, address.tcp):
         with pytest.raises(FrameError, match="secret"):
             dial.dial(where, b"another", 5)
-        dial.dial(where, SECRET, 5).close()
+        dial.dial(where, SECRET, 5)[0].close()
 
 
 def test_a_caller_that_lies_about_its_proof_is_refused(servers: World) -> None:
@@ -267,7 +267,7 @@ def test_what_is_no_frame_closes_its_connection_and_no_other(servers: World) -> 
     client = servers.client(routing)
     address = servers.addresses("server-0")
     assert address is not None
-    with dial.dial(address.preferred, SECRET, 10) as connection:
+    with dial.dial(address.preferred, SECRET, 10)[0] as connection:
         connection.settimeout(10)
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x"[: HEAD.size].ljust(HEAD.size))
         assert connection.recv(1) == b""

@@ -65,6 +65,8 @@ class PsClient:
         self.refused: Key | None = None
         """Of the push whose refusal was raised."""
         self._pulls: set[_Pull] = set()
+        self.row_bytes: dict[str, int] = {}
+        """Of a row as it travels, by table."""
         self._router = _Router(self, on_routing)
 
     def start_pull(self, tables: Mapping[str, Ids], dense: bool = True, *, averaged: bool = False) -> "Future[Pulled]":
@@ -230,12 +232,19 @@ class _Pull:
                 body = PullRequest(routing.version, names, bool(parts), client.half, self._averaged)
                 ids = [self._tables[name][self._splits[name].places(index)] for name in names]
                 done = functools.partial(self._take, self._attempt, index, names, parts)
-                requests.append(PeerRequest(ref, Call.PULL, body, ids, done))
+                reply = self._count_reply(names, ids, parts)
+                requests.append(PeerRequest(ref, Call.PULL, body, ids, done, reply))
         self._left = len(requests)
         if requests:
             client.send_all(requests)
         else:
             self._finish()
+
+    def _count_reply(self, names: tuple[str, ...], ids: list[Ids], parts: list[DensePart]) -> int:
+        """Bytes of the arrays that answer; without those of tables of which no row has come yet."""
+        sizes = self._client.row_bytes
+        rows = sum(len(one) * sizes.get(name, 0) + 8 for name, one in zip(names, ids, strict=True))
+        return rows + sum(4 * (part.stop - part.start) + 8 for part in parts)
 
     def _take(
         self, attempt: int, index: int, names: tuple[str, ...], parts: list[DensePart],
@@ -254,6 +263,7 @@ class _Pull:
         result, routing = self._result, self._routing
         result.steps[routing.servers[index]] = frame.read(PullReply).steps
         rows, dense = frame.arrays[: len(names)], frame.arrays[len(names) :]
+        self._client.row_bytes.update((name, one.strides[0]) for name, one in zip(names, rows, strict=True))
         if len(routing.servers) == 1:
             inbox.detach()
             result.rows.update(zip(names, map(widen, rows), strict=True))

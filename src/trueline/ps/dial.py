@@ -5,8 +5,10 @@
     caller: HMAC("caller", greeting, nonce, address) ──▶
                                      ◀── one byte: the proof is right
 
-HMAC-SHA256 (RFC 2104) of both nonces, of the role, and of the address that the caller dialled, so that nothing can be
-replayed, reflected or passed on. The secret is never sent. A listener holds no memory for who has not proven it.
+On a Unix socket a descriptor of memory to share may come with the proof; the last byte says whether the listener
+takes it. HMAC-SHA256 (RFC 2104) of both nonces, of the role, and of the address that the caller dialled, so that
+nothing can be replayed, reflected or passed on. The secret is never sent. A listener holds no memory for who has not
+proven it.
 """
 
 import hmac
@@ -20,6 +22,7 @@ import msgspec
 from trueline.ps.wire import FrameError
 
 NONCE, MAC = 32, 32
+ACCEPTED, SHARED = b"\1", b"\2"
 _HELLO = b"TLH\1"
 GREETING = len(_HELLO) + NONCE
 _SOCKET_BUFFER = 4 << 20
@@ -69,8 +72,9 @@ def set_options(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def dial(address: str, secret: bytes, timeout_s: float) -> socket.socket:
-    """A connection to the server at `address`, a path or HOST:PORT, proven by both sides, in blocking mode.
+def dial(address: str, secret: bytes, timeout_s: float, share: int = -1) -> tuple[socket.socket, bool]:
+    """A connection to the server at `address`, a path or HOST:PORT, proven by both sides, in blocking mode; and whether
+    the server shares the memory with descriptor `share`, if one was given.
 
     Raises OSError when no server listens, FrameError when it does not have the secret or refuses this one.
     """
@@ -92,14 +96,18 @@ def dial(address: str, secret: bytes, timeout_s: float) -> socket.socket:
         set_options(connection)
         hello = make_greeting()
         connection.sendall(hello)
-        connection.sendall(answer_challenge(secret, address, hello, _receive(connection, NONCE + MAC)))
-        if _receive(connection, 1) != b"\1":
+        proof = answer_challenge(secret, address, hello, _receive(connection, NONCE + MAC))
+        if share >= 0 and connection.family == socket.AF_UNIX:
+            proof = proof[socket.send_fds(connection, [proof], [share]) :]
+        connection.sendall(proof)
+        accepted = _receive(connection, 1)
+        if accepted not in (ACCEPTED, SHARED):
             raise FrameError(f"the server at {address} refuses the secret")
         connection.settimeout(None)
     except BaseException:
         connection.close()
         raise
-    return connection
+    return connection, accepted == SHARED
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from trueline.clock import Clock, monotonic_s
 from trueline.ps.dial import ServerAddress, dial
+from trueline.ps.shared_memory import CallerMemory
 from trueline.ps.wire import Array, Call, Failure, FrameError, Inbox, Outbox, ReceivedFrame, encode
 
 CONNECT_S = 2.0
@@ -34,6 +35,8 @@ class PeerRequest:
     body: object
     arrays: Sequence[Array]
     done: Callable[[ReceivedFrame | None, Failure | None, Inbox], None]
+    reply_bytes: int = 0
+    """Of the arrays of the reply, as far as they are known."""
 
 
 class _Peer:
@@ -48,12 +51,32 @@ class _Peer:
         self.writing = False
         self.retry_at, self.pause_s = 0.0, FIRST_PAUSE_S
         self.trouble = ""
+        self._shared: CallerMemory | None = None
 
     def add(self, request: PeerRequest) -> None:
         self.numbers = (self.numbers + 1) & 0xFFFFFFFF
         self.pending[self.numbers] = request
         if self.connection is not None:
-            self.outbox.add(encode(request.kind, self.numbers, request.body, request.arrays))
+            self._write(self.numbers, request)
+
+    def _write(self, number: int, request: PeerRequest) -> None:
+        pieces = encode(request.kind, number, request.body, request.arrays)
+        place = self._shared.send(number, pieces, request.reply_bytes) if self._shared is not None else None
+        self.outbox.add(pieces if place is None else [place])
+
+    def begin(self, connection: socket.socket, shared: CallerMemory | None) -> None:
+        """Takes a connection, by which all that was not answered is sent again."""
+        self.connection, self._shared = connection, shared
+        self.inbox, self.outbox = Inbox(shared), Outbox()
+        self.trouble, self.pause_s, self.writing = "", FIRST_PAUSE_S, False
+        for number, request in self.pending.items():
+            self._write(number, request)
+
+    def pop(self, number: int) -> PeerRequest | None:
+        """The request that has this reply. Its memory is free."""
+        if self._shared is not None:
+            self._shared.free(number)
+        return self.pending.pop(number, None)
 
 
 class Peers:
@@ -134,18 +157,15 @@ class Peers:
             address = self._addresses(peer.ref)
             if address is None:
                 raise ConnectionError("it has not begun to listen")
-            connection = dial(address.preferred, self._secret, CONNECT_S)
+            connection, shared = _connect(address.preferred, self._secret)
         except OSError as error:
             peer.trouble = str(error)
             peer.retry_at = self._clock() + peer.pause_s
             peer.pause_s = min(2 * peer.pause_s, LONGEST_PAUSE_S)
             return
         connection.setblocking(False)
-        peer.connection, peer.inbox, peer.outbox = connection, Inbox(), Outbox()
-        peer.trouble, peer.pause_s, peer.writing = "", FIRST_PAUSE_S, False
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        for number, request in peer.pending.items():
-            peer.outbox.add(encode(request.kind, number, request.body, request.arrays))
+        peer.begin(connection, shared)
         self._send(peer)
 
     def _advance(self, peer: _Peer, events: int) -> None:
@@ -161,7 +181,7 @@ class Peers:
             self._send(peer)
 
     def _take_reply(self, peer: _Peer, frame: ReceivedFrame) -> None:
-        request = peer.pending.pop(frame.number, None)
+        request = peer.pop(frame.number)
         if request is None:
             raise FrameError(f"{peer.ref} answers request {frame.number}, which it was not sent")
         if frame.kind is Call.OK:
@@ -191,3 +211,15 @@ class Peers:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         peer.connection, peer.trouble, peer.retry_at = None, str(error), 0.0
+
+
+def _connect(address: str, secret: bytes) -> tuple[socket.socket, CallerMemory | None]:
+    """A connection, and the memory that the server shares, on one host. Raises OSError."""
+    try:
+        memory = CallerMemory() if address.startswith("/") else None
+    except OSError:
+        memory = None
+    if memory is None:
+        return dial(address, secret, CONNECT_S)[0], None
+    connection, shared = dial(address, secret, CONNECT_S, memory.handle)
+    return connection, memory if shared else None

@@ -5,8 +5,9 @@
     arrays  as they lie in memory, each padded to 8 bytes
 
 Arrays are sent by sendmsg(2) from where they lie and received into a buffer that the next frame uses again, so what is
-kept of a frame has to be copied, or its buffer taken (`Inbox.detach`). A reply has the number of its request; replies
-may overtake each other. A frame on a disk has the same bytes.
+kept of a frame has to be copied, or its buffer taken (`Inbox.detach`). On one host a large frame lies in memory that
+both sides share. A reply has the number of its request; replies may overtake each other. A frame on a disk has the same
+bytes.
 """
 
 import itertools
@@ -23,6 +24,8 @@ import numpy.typing as npt
 
 from trueline.errors import TrainError, TruelineError, find_error_class
 from trueline.ps.messages import ModelSpec, Routing, Runs
+from trueline.ps.shared_memory import MAGIC as _PLACE
+from trueline.ps.shared_memory import CallerMemory, ListenerMemory, ReplyRoom
 
 Array = npt.NDArray[Any]
 Buffer = memoryview | bytes
@@ -161,6 +164,7 @@ class ReceivedFrame(NamedTuple):
     body: msgspec.Raw
     arrays: list[Array]
     data: memoryview
+    room: ReplyRoom | None = None  # in shared memory, for the reply
 
     def read(self, of: type[_T]) -> _T:
         """Raises FrameError when the message is of another type."""
@@ -236,14 +240,16 @@ def decode(data: memoryview) -> ReceivedFrame:
 
 
 class Inbox:
-    """Receives frames, one at a time, into a buffer that grows and is used again."""
+    """Receives frames, one at a time, into a buffer that grows and is used again, or finds them in shared memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: CallerMemory | ListenerMemory | None = None) -> None:
+        self.shared = shared
         self._take_buffer(1 << 16)
 
     def _take_buffer(self, size: int) -> None:
         self._view = np.empty(size, np.uint8).data
         self._at, self._end, self._in_head = 0, HEAD.size, True
+        self._lent = False
 
     def receive(self, connection: socket.socket) -> ReceivedFrame | None:
         """The next frame; None when the connection has no more of it yet. Its arrays are valid until the next call.
@@ -263,7 +269,11 @@ class Inbox:
             if not self._in_head:
                 frame = decode(self._view[: self._end])
                 self._at, self._end, self._in_head = 0, HEAD.size, True
+                self._lent = True
                 return frame
+            if self.shared is not None and self._view[: len(_PLACE)] == _PLACE:
+                self._at, self._lent = 0, False
+                return self._find(self.shared)
             end = measure(self._view)
             if end > len(self._view) or len(self._view) > max(end, _KEPT_BUFFER):
                 head = bytes(self._view[: HEAD.size])
@@ -272,9 +282,17 @@ class Inbox:
                 self._at = HEAD.size
             self._end, self._in_head = end, False
 
+    def _find(self, shared: CallerMemory | ListenerMemory) -> ReceivedFrame:
+        try:
+            found = shared.find(self._view[: HEAD.size])
+        except ValueError as error:
+            raise FrameError(str(error)) from error
+        return decode(found.data)._replace(room=found.room)
+
     def detach(self) -> None:
         """Leaves the buffer to who holds the last frame; the next one gets another."""
-        self._take_buffer(len(self._view))
+        if self._lent:
+            self._take_buffer(len(self._view))
 
 
 class Outbox:

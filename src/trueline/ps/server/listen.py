@@ -18,13 +18,13 @@ from trueline import events
 from trueline.clock import Clock, monotonic_s
 from trueline.engine.hosts.route import join_address
 from trueline.errors import StorageError
-from trueline.ps.dial import GREETING, MAC, challenge, set_options, short_path
+from trueline.ps.dial import ACCEPTED, GREETING, MAC, SHARED, challenge, set_options, short_path
+from trueline.ps.shared_memory import ListenerMemory, ReplyRoom
 from trueline.ps.wire import Array, Call, FrameError, Inbox, Outbox, ReceivedFrame, encode
 
 PROOF_S = 10.0
 MOST_UNPROVEN = 256
 SOCKET = "socket"
-_ACCEPTED = b"\1"
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
@@ -37,12 +37,13 @@ class CallerLine:
         self.proven = self.closed = self.writing = False
         self._received = b""
         self._expected = b""
+        self._handles: list[int] = []
 
     def prove(self, secret: bytes) -> bool:
         """Reads what there is of the caller's proof; whether it is complete. Raises ConnectionError for a stranger."""
         whole = MAC if self._expected else GREETING
         try:
-            data = self.connection.recv(whole - len(self._received))
+            data = self._receive(whole - len(self._received))
         except BlockingIOError:
             return False
         if not data:
@@ -57,9 +58,29 @@ class CallerLine:
             return False
         if not hmac.compare_digest(self._received, self._expected):
             raise FrameError("a caller does not have the secret of this job")
-        self.connection.sendall(_ACCEPTED)
+        self.connection.sendall(SHARED if self._share() else ACCEPTED)
         self.proven = True
         return True
+
+    def _receive(self, size: int) -> bytes:
+        if not self._expected or self.connection.family != socket.AF_UNIX:
+            return self.connection.recv(size)
+        data, handles, _, _ = socket.recv_fds(self.connection, size, 1, socket.MSG_CMSG_CLOEXEC)
+        self._handles += handles
+        return data
+
+    def _share(self) -> bool:
+        """Maps the memory that came with the proof."""
+        with contextlib.suppress(OSError, ValueError):
+            for handle in self._handles:
+                self.inbox.shared = ListenerMemory(handle)
+        self.close_handles()
+        return self.inbox.shared is not None
+
+    def close_handles(self) -> None:
+        for handle in self._handles:
+            os.close(handle)
+        self._handles.clear()
 
 
 class CallerLines:
@@ -168,13 +189,15 @@ class CallerLines:
 
     def reply(
         self, line: CallerLine, number: int, body: object = None, arrays: Sequence[Array] = (), *,
-        kind: Call = Call.OK, given: bool = False,
+        kind: Call = Call.OK, given: bool = False, room: ReplyRoom | None = None,
     ) -> None:  # fmt: skip
         """Sends a reply, as far as the connection takes it now; the arrays may change afterwards, unless they are
-        `given` away."""
+        `given` away. `room`: where it is written if there is enough."""
         if line.closed:
             return
-        line.outbox.add(encode(kind, number, body, arrays))
+        pieces = encode(kind, number, body, arrays)
+        place = room.write(pieces) if room is not None else None
+        line.outbox.add(pieces if place is None else [place])
         try:
             self._send(line)
         except OSError:
@@ -197,6 +220,7 @@ class CallerLines:
         self._lines.discard(line)
         self._selector.unregister(line.connection)
         line.connection.close()
+        line.close_handles()
         self._forget(line)
 
     def flush(self, timeout_s: float) -> None:

@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from trueline import events, files
 from trueline.clock import Clock, monotonic_s
@@ -282,11 +283,14 @@ class ParameterServer:
             self._holding.check_ready()
         if len(frame.arrays) != len(request.tables):
             raise FrameError(f"a pull of {len(request.tables)} tables has {len(frame.arrays)} arrays of ids")
-        rows, dense = held.pull(list(zip(request.tables, frame.arrays, strict=True)), request.dense, request.averaged)
+        empty = np.empty if frame.room is None or request.half else frame.room.empty
+        tables = list(zip(request.tables, frame.arrays, strict=True))
+        rows, dense = held.pull(tables, request.dense, request.averaged, empty)
         if request.half:
             rows = [one.astype("<f2") for one in rows]
         self._pulls += 1
-        self._lines.reply(line, frame.number, PullReply(held.steps), [*rows, *dense], given=not dense)
+        arrays = [*rows, *dense]
+        self._lines.reply(line, frame.number, PullReply(held.steps), arrays, given=not dense, room=frame.room)
 
     def _sum_squares(self, line: CallerLine, frame: ReceivedFrame) -> None:
         request = frame.read(SquaresRequest)

@@ -108,35 +108,80 @@ def _step_adagrad(rows: Any, sums: Any, places: Any, gradients: Any, rate: Any, 
                 rows[at, j] -= gradient * rate / (np.sqrt(sums[at, j]) + eps)
 
 
-def _find_unique(values: Any, others: Any, places: Any, more: Any, positions: Any) -> Any:
-    """The unique `values` in order; `positions`: of each value among them. A radix sort, byte by byte from the last; a
-    byte that all values share costs nothing. The other arrays are as long, for what is in between."""
-    flip, byte = np.uint64(1 << 63), np.uint64(255)  # negative ones come first
-    counts = np.zeros((8, 256), np.int64)
+def _find_unique(values: Any, slots: Any, found: Any, order: Any, positions: Any) -> Any:
+    """The unique `values` in order; `positions`: of each value among them. `slots`: a power of two of them, twice as
+    many as values or more; `found`, `order`: (2, n), for what is in between."""
+    slots[:] = -1
+    count, least = 0, values[0]
     for i in range(len(values)):
-        places[i] = i
-        for digit in range(8):
-            counts[digit, ((np.uint64(values[i]) ^ flip) >> np.uint64(8 * digit)) & byte] += 1
-    for digit in range(8):
-        shift = np.uint64(8 * digit)
-        if counts[digit, ((np.uint64(values[0]) ^ flip) >> shift) & byte] == len(values):
-            continue
-        total = 0
-        for which in range(256):
-            counts[digit, which], total = total, total + counts[digit, which]
-        for i in range(len(values)):
-            bucket = np.int64(((np.uint64(values[i]) ^ flip) >> shift) & byte)
-            at = counts[digit, bucket]
-            counts[digit, bucket] = at + 1
-            others[at], more[at] = values[i], places[i]
-        values, others, places, more = others, values, more, places
-    count = 0
-    for i in range(len(values)):
-        if i == 0 or values[i] != others[count - 1]:
-            others[count] = values[i]
+        mixed = np.uint64(values[i])
+        mixed ^= mixed >> _SHIFTS[0]
+        mixed *= _FACTORS[0]
+        mixed ^= mixed >> _SHIFTS[2]
+        at = np.int64(mixed & np.uint64(len(slots) - 1))
+        while slots[at] >= 0 and found[0, slots[at]] != values[i]:
+            at = (at + 1) & (len(slots) - 1)
+        if slots[at] < 0:
+            slots[at] = order[0, count] = count
+            found[0, count] = values[i]
+            least = min(least, values[i])
             count += 1
-        positions[places[i]] = count - 1
-    return others[:count].copy()
+        positions[i] = slots[at]
+    last = _sort(found[:, :count], order[:, :count], least)
+    for i in range(count):
+        order[1 - last, order[last, i]] = i
+    for i in range(len(values)):
+        positions[i] = order[1 - last, positions[i]]
+    return found[last, :count].copy()
+
+
+def _sort_by_digits(found: Any, order: Any, least: Any) -> Any:
+    """Sorts the values in `found[0]`, the smallest of which is `least`, and `order[0]` with them; where they then are.
+
+    By digits of the distance to `least`, or to 0 if that is less. Where more than three digits differ, the first two
+    are used, and what is left is sorted by insertion; by all digits after all where that takes many moves.
+    """
+    count, base, differ, digits = found.shape[1], np.uint64(min(least, 0)), np.uint64(0), 0
+    starts, every = np.empty(1 << _DIGIT, np.int64), np.uint64((1 << _DIGIT) - 1)
+    for i in range(count):
+        differ |= (np.uint64(found[0, i]) - base) ^ (np.uint64(found[0, 0]) - base)
+    bits = 0
+    while bits < 64 and differ >> np.uint64(bits):
+        digits += bits % _DIGIT == 0 and (differ >> np.uint64(bits)) & every != 0
+        bits += 1
+    low, last = (max(0, bits - 2 * _DIGIT) if digits > 3 else 0), 0
+    while True:
+        for shift in range(low, bits, _DIGIT):
+            if (differ >> np.uint64(shift)) & every == 0:
+                continue
+            starts[:] = 0
+            for i in range(count):
+                starts[((np.uint64(found[last, i]) - base) >> np.uint64(shift)) & every] += 1
+            total = 0
+            for which in range(len(starts)):
+                starts[which], total = total, total + starts[which]
+            for i in range(count):
+                bucket = ((np.uint64(found[last, i]) - base) >> np.uint64(shift)) & every
+                at = starts[bucket]
+                starts[bucket] = at + 1
+                found[1 - last, at], order[1 - last, at] = found[last, i], order[last, i]
+            last = 1 - last
+        moves = i = 0
+        while i < count and moves <= 2 * count:
+            value, which, at = found[last, i], order[last, i], i
+            while at and found[last, at - 1] > value:
+                found[last, at], order[last, at] = found[last, at - 1], order[last, at - 1]
+                at -= 1
+            found[last, at], order[last, at] = value, which
+            moves += i - at
+            i += 1
+        if i == count:
+            return last
+        low = 0
+
+
+_DIGIT = 11  # bits; counts of 2,048 stay in the first cache
+_sort: Any = numba.njit(_sort_by_digits)
 
 
 _ROWS, _PLACES, _NUMBER = "float32[:, ::1]", "int64[::1]", "float32"
@@ -146,7 +191,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "sum": (_sum, (_ROWS, _PLACES, _ROWS), "void"),
     "sgd": (_step_sgd, (_ROWS, _PLACES, _ROWS, _NUMBER), "void"),
     "adagrad": (_step_adagrad, (_ROWS, _ROWS, _PLACES, _ROWS, _NUMBER, _NUMBER), "void"),
-    "unique": (_find_unique, (_PLACES, _PLACES, "int32[::1]", "int32[::1]", _PLACES), _PLACES),
+    "unique": (_find_unique, (_PLACES, "int32[::1]", "int64[:, ::1]", "int32[:, ::1]", _PLACES), _PLACES),
 }
 """By name: what is compiled, the types of its arguments, and that of its result."""
 

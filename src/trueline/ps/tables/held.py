@@ -19,7 +19,7 @@ from trueline.ps.split import parts_of
 from trueline.ps.tables.applied import AppliedRanges
 from trueline.ps.tables.dense import DenseStore
 from trueline.ps.tables.optimizers import Rows
-from trueline.ps.tables.table import ServerTable
+from trueline.ps.tables.table import MakeEmpty, ServerTable
 
 Array = npt.NDArray[Any]
 
@@ -98,14 +98,14 @@ class Held:
         return self._applied.runs()
 
     def pull(
-        self, tables: Sequence[tuple[str, Ids]], dense: bool, averaged: bool = False
+        self, tables: Sequence[tuple[str, Ids]], dense: bool, averaged: bool = False, empty: MakeEmpty = np.empty
     ) -> tuple[list[Rows], list[Rows]]:
-        """Rows of each table's ids, or their averages, and views of the dense parts. Raises GradientError for
-        an unknown table."""
+        """Rows of each table's ids, or their averages, in arrays that `empty` makes, and views of the dense parts.
+        Raises GradientError for an unknown table."""
         rows = []
         for name, ids in tables:
             table, began = self._table(name), self.clock()
-            rows.append(table.get(ids, self.steps if averaged else None))
+            rows.append(table.get(ids, self.steps if averaged else None, empty))
             table.busy_s += self.clock() - began
         return rows, self._dense.values() if dense else []
 

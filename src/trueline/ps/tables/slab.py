@@ -24,11 +24,17 @@ def reserve(columns: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.frombuffer(space, kind).reshape(MOST_ROWS, columns)
 
 
-def take_rows(array: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """`array[places]`, of a place below 0 the first row: each row is copied in one piece, in two thirds of the time."""
-    whole = np.dtype((np.void, array.strides[0]))
-    taken = array.view(whole)[:, 0].take(places, mode="clip")
-    return taken.view(array.dtype).reshape(len(places), array.shape[1])
+def take_rows(
+    array: npt.NDArray[Any], places: npt.NDArray[np.int64], taken: npt.NDArray[Any] | None = None
+) -> npt.NDArray[Any]:
+    """`array[places]`, of a place below 0 the first row: each row is copied in one piece, in two thirds of the time.
+    `taken`: where they are written."""
+    if taken is None:
+        taken = np.empty((len(places), array.shape[1]), array.dtype)
+    if len(places):
+        whole = np.dtype((np.void, array.strides[0]))
+        array.view(whole)[:, 0].take(places, mode="clip", out=taken.view(whole)[:, 0])
+    return taken
 
 
 def put_rows(array: npt.NDArray[Any], places: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:

@@ -5,7 +5,7 @@ where they were made, so tables grow without a copy; rows that went leave places
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from trueline.ps.tables.sights import SightCounter
 from trueline.ps.tables.slab import MOST_ROWS, put_rows, reserve, take_rows
 
 Array = npt.NDArray[Any]
+MakeEmpty = Callable[[tuple[int, int], npt.DTypeLike], npt.NDArray[Any]]
+"""As numpy.empty."""
 RECENT, MOST_RECALLED = 16, 1 << 17
 """Pulls whose places are kept for the push that follows, and the ids of the largest of them."""
 
@@ -75,14 +77,14 @@ class ServerTable:
             lookups=self.lookups, evicted=self.evicted, refused=self.refused, busy_s=self.busy_s,
         )  # fmt: skip
 
-    def get(self, ids: Ids, averaged_at: int | None = None) -> Rows:
+    def get(self, ids: Ids, averaged_at: int | None = None, empty: MakeEmpty = np.empty) -> Rows:
         """float32 (len(ids), dim): the rows of `ids`, int64 in any order; creates nothing. `averaged_at`: their
-        averages after this number of steps."""
+        averages after this number of steps. `empty` makes the array."""
         self.lookups += len(ids)
         places = self._index.find(ids)
         if 0 < len(ids) <= MOST_RECALLED:
             self._recent.append((ids.copy(), places))
-        rows = self._take(places)
+        rows = self._take(places, empty((len(places), self.spec.dim), np.float32))
         if averaged_at is not None and self._averages is not None:
             rows = self._averages.read(places, rows, averaged_at)
         missing = np.flatnonzero(places < 0)
@@ -90,11 +92,10 @@ class ServerTable:
             rows[missing] = initial_rows(self.spec, self.seed, ids[missing])
         return rows
 
-    def _take(self, places: Places) -> Rows:
+    def _take(self, places: Places, taken: Rows) -> Rows:
         take = find_compiled("take") if self._index.is_large else None
         if take is None:
-            return take_rows(self._rows, places)
-        taken = np.empty((len(places), self.spec.dim), np.float32)
+            return take_rows(self._rows, places, taken)
         take(self._rows, places, taken)
         return taken
 

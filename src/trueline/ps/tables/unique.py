@@ -19,6 +19,7 @@ def find_unique(ids: Ids) -> tuple[Ids, npt.NDArray[np.int64]]:
     find = find_compiled("unique") if COMPILED_FROM <= len(ids) < 2**31 else None
     if find is None:
         return np.unique(ids, return_inverse=True)
-    more = [np.empty(len(ids), kind) for kind in (np.int64, np.int32, np.int32)]
+    slots = np.empty(1 << (2 * len(ids) - 1).bit_length(), np.int32)
+    found, order = np.empty((2, len(ids)), np.int64), np.empty((2, len(ids)), np.int32)
     positions = np.empty(len(ids), np.int64)
-    return find(ids.astype(np.int64), *more, positions), positions
+    return find(ids.astype(np.int64), slots, found, order, positions), positions
