@@ -44,6 +44,7 @@ def measure_steps(seconds: float, rounds: int) -> list[dict[str, Result]]:
             one[name] = ps_servers.train_ours("ours", spec=SPEC, trainers=1, servers=1, seconds=seconds, tcp=tcp)
             peer = name.replace("ours", "rpc")
             one[peer] = ps_servers.train_rpc(peer, seconds=seconds)
+        one["eight"] = ps_servers.train_ours("ours", spec=SPEC, trainers=8, servers=1, seconds=seconds)
         found.append(one)
     return found
 
@@ -126,7 +127,8 @@ def main() -> None:
     rpc_ms = statistics.median(1e3 * one["rpc_tcp"]["server_cpu_s"] / one["rpc_tcp"]["steps"] for one in rounds)
     alone = statistics.median(per_cpu_s(one["ours"]) for one in rounds)
     rpc_alone = statistics.median(per_cpu_s(one["rpc_tcp"]) for one in rounds)
-    eight = ps_servers.train_ours("ours", spec=SPEC, trainers=8, servers=1, seconds=given.seconds)
+    eight = statistics.median(per_cpu_s(one["eight"]) for one in rounds)
+    relative = statistics.median(per_cpu_s(one["eight"]) / per_cpu_s(one["ours"]) for one in rounds)
     best = "best_samples_per_s"
     local = statistics.median(one["ours"][best] / one["rpc"][best] for one in rounds)
     tcp = statistics.median(one["ours_tcp"][best] / one["rpc_tcp"][best] for one in rounds)
@@ -135,8 +137,8 @@ def main() -> None:
     rows = [
         ("server CPU of a step", f"{cpu_ms:.2f} ms", "<= 1.8 ms", f"torch RPC over TCP {rpc_ms:.2f} ms"),
         ("samples per CPU-second", f"{alone:.0f}", ">= 130000", f"torch RPC over TCP {rpc_alone:.0f}"),
-        ("the same, eight trainers", f"{per_cpu_s(eight):.0f}", ">= 104000", "0.8 of 130000"),
-        ("eight trainers / one", f"{per_cpu_s(eight) / alone:.2f}", ">= 0.8", "of what one trainer has here"),
+        ("the same, eight trainers", f"{eight:.0f}", ">= 104000", "0.8 of 130000"),
+        ("eight trainers / one", f"{relative:.2f}", ">= 0.8", "of what one trainer has here, by rounds"),
         ("wall / torch RPC", f"{local:.2f}", ">= 1.0",
          f"{middle(rounds, 'ours', best):.0f} / {middle(rounds, 'rpc', best):.0f} samples/s, one host"),
         ("wall / torch RPC, TCP", f"{tcp:.2f}", ">= 1.3",
@@ -148,7 +150,7 @@ def main() -> None:
         ("acknowledged, repeated", f"{repeated}", "0", "pushes that count twice"),
     ]  # fmt: skip
     result = {
-        "ps_cpu_ms": cpu_ms, "samples_per_cpu_s": alone, "samples_per_cpu_s_eight": per_cpu_s(eight),
+        "ps_cpu_ms": cpu_ms, "samples_per_cpu_s": alone, "samples_per_cpu_s_eight": eight, "eight_relative": relative,
         "vs_torch_rpc": local, "vs_torch_rpc_tcp": tcp, "lookups_m": lookups, "lookups_m_numba": compiled,
         "failover_s": max(took), "lost": lost, "repeated": repeated,
     }  # fmt: skip
