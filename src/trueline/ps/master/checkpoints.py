@@ -6,11 +6,12 @@ import contextlib
 import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trueline import files
-from trueline.engine.contract import make_ref
+from trueline.engine.contract import Seen, make_ref, parse_ref
 from trueline.errors import DiskFull, TrainError, TruelineError
 from trueline.ps.link import ServerLink
 from trueline.ps.master import cuts
@@ -21,6 +22,8 @@ from trueline.ps.messages import ServerReport
 TRIES = 3
 LONGEST_S, FULL_S = 10.0, 1.0
 """Between two tries while cuts break, and while the disk is full."""
+LOOK_S, MOST_ABSENCES = 1.0, 3
+"""Seconds between two questions to the engine whether the saver still runs; answers in a row that it knows no saver."""
 RESULT, FACTS = "checkpoint.json", "facts.json"
 """What the saver leaves in the folder of the parts, and what it finds there."""
 FULL_EXIT = 73
@@ -40,7 +43,8 @@ class Checkpoints:
     ) -> None:
         self._master, self._settle, self._stop, self._conclude = master, settle, stop, conclude
         self.folder = master.job_dir / "ps" / "cuts"
-        self._incarnation = 0
+        self._number = 0
+        """Of the last saver, of a former master too: an engine starts nothing under a ref that it knows."""
         self._writing: asyncio.Task[None] | None = None
         self._exit: asyncio.Future[tuple[int | None, str]] | None = None
         self._ref = ""
@@ -152,11 +156,11 @@ class Checkpoints:
         facts = {"certificates": certificates, "evaluations": []}
         files.write_atomic(folder / FACTS, json.dumps(facts).encode())
         self._exit = asyncio.get_running_loop().create_future()
-        self._ref = make_ref(SAVER, 0, 1000 * step + self._incarnation)
-        self._incarnation += 1
+        self._number = max(self._number + 1, 1000 * step)
+        self._ref = make_ref(SAVER, 0, self._number)
         spec = master.make_spec(self._ref, TRUELINE_PS_PARTS=str(folder), TRUELINE_PS_STEP=str(step))
         await master.engine.add([spec])
-        code, why = await self._exit
+        code, why = await self._wait_for_exit(self._exit)
         if code != 0:
             log = master.folder.log(self._ref)
             tail = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
@@ -173,6 +177,27 @@ class Checkpoints:
         for old in self.folder.glob("step-*"):
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
+
+    async def _wait_for_exit(self, ended: asyncio.Future[tuple[int | None, str]]) -> tuple[int | None, str]:
+        """Asks the engine as well: an agent that ends with its processes reports no end of theirs."""
+        absences = 0
+        while True:
+            try:
+                return await asyncio.wait_for(asyncio.shield(ended), LOOK_S)
+            except TimeoutError:
+                with contextlib.suppress(OSError):
+                    found = [one for one in await self._master.engine.list() if one.ref == self._ref]
+                    if found and not found[0].alive:
+                        return found[0].code, found[0].reason
+                    absences = 0 if found else absences + 1
+            if absences >= MOST_ABSENCES:
+                return None, "the engine knows nothing of it"
+
+    async def adopt(self, seen: Seen) -> None:
+        """Ends a process that a former master started: the checkpoint is written again, of new parts."""
+        self._number = max(self._number, parse_ref(seen.ref)[2])
+        if seen.alive:
+            await self._master.order(partial(self._master.engine.kill, seen.ref))
 
     def note_exit(self, ref: str, code: int | None, why: str) -> None:
         """The process that makes the checkpoint has ended."""

@@ -56,7 +56,9 @@ class PsMaster(JobShell):
         """Takes over what the engine runs."""
         for seen in await self.engine.list():
             role = parse_ref(seen.ref)[0]
-            if seen.alive and role in self.rosters:
+            if role == SAVER:
+                await self.checkpoints.adopt(seen)
+            elif seen.alive and role in self.rosters:
                 self.rosters[role].adopt(seen.ref)
                 self.heard[seen.ref] = self.now()
         if self.routing is not None:  # those that will be added or taken are there as well

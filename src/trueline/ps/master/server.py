@@ -85,9 +85,9 @@ class TasksService:
         while True:
             changed = master.changed
             master.heard[request.ref] = master.now()
-            if master.ready.is_set() and master.ledger is not None:
-                if master.ledger.finished:
-                    return _encode(LeaseReply(finished=master.phase == "finished", step=master.ledger.steps))
+            if master.phase == "finished":
+                return _encode(LeaseReply(finished=True))
+            if master.ready.is_set() and master.ledger is not None and not master.ledger.finished:
                 ends = master.halting and not master.ledger.is_fenced  # of a cut that begins, leases are still needed
                 grant = None if ends else master.ledger.lease(request.ref, master.now())
                 if grant is not None:
