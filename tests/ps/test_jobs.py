@@ -1,5 +1,7 @@
 """Promises of jobs with parameter servers: whatever dies, each record counts once. The model counts them itself."""
 
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import torch
 
 from trueline import events
 from trueline.checkpoint import checkpoint
+from trueline.engine.contract import make_ref
 from trueline.errors import JobStopped, TrainError
 from trueline.train.api import train
 from trueline.train.launch import jobs
@@ -44,6 +47,27 @@ def test_a_server_that_dies_after_the_last_checkpoint_is_counted_when_it_is_back
     with LateGate(tmp_path / "job", (last, "server-0"), slack=0):
         found = train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2)
     assert found.summary.exactly_once
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_a_master_that_dies_while_a_process_writes_the_checkpoint_leaves_a_job_that_ends(tmp_path, also):
+    """The last checkpoint: its step is the next master's too. `also`: that process dies as well."""
+    last = make_ref("saver", 0, 1000 * 2 * STEPS)
+
+    class SaverGate(StepGate):
+        def __call__(self, name, fields):
+            super().__call__(name, fields)
+            if name == "worker.running" and fields["worker"] == last and not self.killed:
+                self.kill("master")
+                if also:
+                    os.kill(fields["pid"], signal.SIGKILL)
+
+    with SaverGate(tmp_path / "job", (2 * STEPS, lambda: None)) as gate:
+        found = train(COUNTING, job_dir=tmp_path / "job", strategy="ps", workers=2, servers=2)
+    assert gate.killed == ["master"]
+    assert found.summary.exactly_once
+    assert count_wrong(found) == 0
+    assert checkpoint.latest(tmp_path / "job" / "checkpoints").step == 2 * STEPS
 
 
 def test_a_halted_job_goes_on_with_other_numbers_of_workers_and_servers(tmp_path):
