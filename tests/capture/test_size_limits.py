@@ -121,6 +121,7 @@ class Counts(nn.Module):
         return rows * 2 if rows.numel() == 1500 else rows
 
 
+@pytest.mark.long
 def test_records_one_by_one_are_compared_where_all_their_numbers_are_a_number_of_the_code(tmp_path: Path) -> None:
     bundle = captured(Counts, tmp_path / "b")
     assert bundle.signature.dims["batch"].max == 374
@@ -220,6 +221,7 @@ def test_a_trace_is_claimed_up_to_the_last_size_that_agrees(tmp_path: Path) -> N
     assert bundle.signature.dims["batch"].probed
 
 
+@pytest.mark.long
 def test_a_factor_by_size_that_a_loop_over_large_values_hides_ends_the_claim(tmp_path: Path) -> None:
     torch.manual_seed(0)
     example = torch.randn(5, 4).clamp(-3.5, 3.5)
@@ -344,7 +346,7 @@ class Spelt(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "length"), [(At, 93, 1871), (Between, 31, 400), (Keyed, 33, 450), (Spelt, 33, 450)]
+    ("model", "batch", "length"), few([(At, 93, 1871), (Spelt, 33, 450), (Keyed, 33, 450), (Between, 31, 400)], 2)
 )
 def test_two_sizes_that_agree_alone_are_compared_together(
     tmp_path: Path, model: type[nn.Module], batch: int, length: int

@@ -272,6 +272,7 @@ def test_a_full_disk_in_the_search_leaves_no_bundle(
     assert not (tmp_path / "small.bundle").exists()
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_as_the_last_bundle_is_sealed_costs_no_candidate_and_keeps_what_was_there(
     trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,9 @@ ROWS = torch.randn(len(KNOWN), 4, generator=torch.Generator().manual_seed(2)) * 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "bound"), [("float16", 2.0**-11), ("int8", 1 / 127)])
+@pytest.mark.parametrize(
+    ("kind", "bound"), [pytest.param("float16", 2.0**-11, marks=pytest.mark.long), ("int8", 1 / 127)]
+)
 def test_narrow_rows_are_as_near_as_the_lineage_states_and_make_the_programs_smaller(tmp_path, kind, bound):
     rows = ROWS.clone()
     rows[0] = 0.0

@@ -66,11 +66,12 @@ USES = (
 )
 
 
-def test_whatever_else_is_used_of_it_is_the_real_one_and_runs_once() -> None:
+@pytest.mark.parametrize("uses", [USES[:2], pytest.param(USES[2:], marks=pytest.mark.long)])
+def test_whatever_else_is_used_of_it_is_the_real_one_and_runs_once(uses: tuple[str, ...]) -> None:
     check = f"""
 import os, torch.utils.checkpoint
 deferred = sys.modules["torch._dynamo"]
-for use in {USES!r}:
+for use in {uses!r}:
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == 0, use

@@ -280,7 +280,7 @@ def add_otherwise(model: nn.Module) -> Formula:
     return answer
 
 
-@pytest.mark.parametrize("time_s", [8.0, 0.0])
+@pytest.mark.parametrize("time_s", [8.0, pytest.param(0.0, marks=pytest.mark.long)])
 def test_one_of_many_numbers_that_is_small_by_cancelling_is_no_reason_to_refuse(
     time_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,7 @@ def train_all(size: int, runs: list[Any]) -> list[list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, pytest.param(5, marks=pytest.mark.jobs)])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.jobs) for size in (2, 5))])
 def test_one_two_and_five_workers_train_as_plain_torch_does_with_the_whole_batch(size):
     found = train_all(size, [loop(*known[:3]) for known in KNOWN.values()])
     for (model, kind, loss, how), members in zip(KNOWN.values(), found, strict=True):

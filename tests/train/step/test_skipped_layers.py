@@ -54,6 +54,7 @@ def run(draw: Callable[[], float]) -> Any:
     return train
 
 
+@pytest.mark.jobs
 def test_layers_that_are_dropped_at_random_train_alike_for_one_and_three_workers():
     runs = [run(draw) for draw in DRAWS]
     alone, three = [one() for one in runs], together(3, lambda: [one() for one in runs])
