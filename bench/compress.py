@@ -145,17 +145,15 @@ def measure_speed(quick: bool) -> Figures:
 def _time_variants(model: nn.Module, shape: tuple[int, ...], folder: Path, seconds: float) -> Figures:
     from trueline.compress.measure.kernels import size_of
     from trueline.compress.measure.latency import measure_alternately
-    from trueline.runtime.onnx import open_model
-    from trueline.runtime.session import DEFAULTS
+    from trueline.runtime.open import open_session
 
     example = torch.randn(shape)
-    path = _export(model, example, folder)
+    path, signature = _export(model, example, folder)
     batches = [{"x": np.random.default_rng(seed).standard_normal(shape, np.float32)} for seed in range(16)]
     paths = {"parent": path, **_make_variants(path, batches, folder)}
-    sessions = {name: open_model(one, DEFAULTS) for name, one in paths.items() if not name.startswith("openvino")}
-    compiled = {name: _compile(one) for name, one in paths.items() if name.startswith("openvino")}
-    runs = {name: partial(session.run, None, batches[0]) for name, session in sessions.items()}
-    runs |= {name: partial(request.infer, batches[0]) for name, request in compiled.items()}
+    formats = {name: "openvino" if name.startswith("openvino") else "onnx" for name in paths}
+    sessions = {name: open_session(formats[name], one, signature) for name, one in paths.items()}  # as a server does
+    runs = {name: partial(session.run, batches[0]) for name, session in sessions.items()}
     how, eager = _faster_eager(model, example, seconds / 4)
     first = measure_alternately({**runs, "eager": eager}, seconds=seconds / 2, slow="eager")
     rounds = measure_alternately({**runs, "eager": eager}, seconds=seconds, slow="eager")
@@ -183,14 +181,15 @@ class Named(nn.Module):
         return found
 
 
-def _export(model: nn.Module, example: torch.Tensor, folder: Path) -> Path:
-    """The ONNX program that `trueline capture` writes of `model`, without the proof."""
+def _export(model: nn.Module, example: torch.Tensor, folder: Path) -> tuple[Path, Any]:
+    """The ONNX program that `trueline capture` writes of `model`, without the proof, and its signature."""
     from trueline.capture.export.torch_export import export
     from trueline.capture.model.eager import EagerSession
     from trueline.capture.onnx.emit import emit
 
     users = Named(model).eval()
-    return emit(export(users, EagerSession(users, example).calling), folder)
+    exported = export(users, EagerSession(users, example).calling)
+    return emit(exported, folder), exported.signature
 
 
 def _make_variants(path: Path, batches: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
@@ -239,14 +238,6 @@ def _faster_eager(model: nn.Module, example: torch.Tensor, seconds: float) -> tu
         print(f"  eager, {name}: {rounds.timing(name).median_ms:.2f} ms")
     faster = min(ways, key=lambda name: rounds.timing(name).median_ms)
     return faster, ways[faster]
-
-
-def _compile(path: Path) -> Any:
-    """A request of the program in OpenVINO, as a server opens it."""
-    import openvino
-
-    how = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    return openvino.Core().compile_model(path, "CPU", how).create_infer_request()
 
 
 RECIPE = """

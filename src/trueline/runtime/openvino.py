@@ -80,7 +80,7 @@ class OpenVinoSession:
             request = self._local.request = self._compiled.create_infer_request()
         feeds = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in inputs.items()}
         try:
-            found = request.infer(feeds, share_inputs=False, share_outputs=False)
+            found = request.infer(feeds, share_inputs=True, share_outputs=True)  # what is returned is copied below
         except Exception as error:
             raise refusal_of(error, inputs) from error
         return {

@@ -90,3 +90,17 @@ def test_neither_rounds_what_is_added_or_normalized_and_both_answer_as_int8_does
         assert count_kernels(path, "openvino").floating == 0
         found = core.compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(given)[0]
         assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def test_keys_move_by_whole_rows_and_openvino_turns_them_inside_of_the_product(
+    program: ParentProgram, tmp_path: Path
+) -> None:
+    import openvino
+
+    for word in ("performance", "mixed"):
+        compiled = openvino.Core().compile_model(compressed(program, word, tmp_path), "CPU")
+        kinds = [(node.get_rt_info()["layerType"].astype(str), node) for node in compiled.get_runtime_model().get_ops()]
+        moves = [node.get_output_partial_shape(0) for kind, node in kinds if kind == "Transpose"]
+        moved = [shape for shape in moves if shape.rank.get_length() == 4]  # the others are weights
+        assert moved
+        assert not [shape for shape in moved if shape[3] != WIDTH // 4]

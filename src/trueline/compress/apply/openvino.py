@@ -20,6 +20,7 @@ import onnx
 
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.graph import fold, quiet, save
+from trueline.compress.apply.key_rows import keep_rows
 from trueline.compress.apply.own_scales import KEPT, keeps_scales, write_with_own_scales
 from trueline.compress.measure.kernels import Kernels, walk
 from trueline.compress.method import CompressMethod
@@ -48,6 +49,9 @@ class OpenVinoQuantizer:
         if keeps_scales(program):  # OpenVINO computes these in int8 as they are
             program.notes[method.kind] = KEPT
             write_with_own_scales(program, method.exclude, out)
+            own = onnx.load(out)
+            keep_rows(own)
+            save(own, out)
             return
         model = onnx.load(fold(program))
         batches = list(program.calibration())[:_BATCHES]
@@ -61,6 +65,7 @@ class OpenVinoQuantizer:
                     ignored_scope=_leave_out(nncf, method.exclude, light),
                     model_type=nncf.ModelType.TRANSFORMER if attends and not whole else None,
                 )  # fmt: skip
+            keep_rows(found)
             save(found, out)
         except Exception as error:
             raise CaptureError(f"NNCF does not quantize it: {first_line(error)}") from error
