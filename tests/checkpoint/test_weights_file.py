@@ -60,7 +60,10 @@ def test_a_state_dict_is_loaded_whole(name: str, tmp_path: Path) -> None:
         safetensors.torch.save_file(net.state_dict(), tmp_path / name)
     else:
         torch.save(net.state_dict(), tmp_path / name)
-    assert same(checkpoint.load_model(recipe(), tmp_path / name), net)
+    for path in (tmp_path / name, str(tmp_path / name), (tmp_path / name).as_uri()):
+        assert same(checkpoint.load_model(recipe(), path), net)
+        assert checkpoint.exists(path)
+        assert checkpoint.read_manifest(path)["file"] == name
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model"])

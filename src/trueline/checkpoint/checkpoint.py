@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors
@@ -38,7 +37,7 @@ from trueline.checkpoint.snapshot import Snapshot, as_bytes
 from trueline.columns import fitted as columns
 from trueline.errors import CheckpointError, RecipeError
 from trueline.storage.checkpoint_store import Parts
-from trueline.storage.location import Location, join_location, split_location
+from trueline.storage.location import Location, join_location, local_path, split_location
 
 if TYPE_CHECKING:
     from trueline.recipe.contract import Recipe
@@ -168,7 +167,7 @@ def read_manifest(path: Location) -> dict[str, Any]:
     """The manifest without the state: schema, step, recipe, progress, certificates, digests; and `digest`, its own.
     Of a file of weights, its digest and name."""
     if weights_file.is_weights_file(path):
-        return weights_file.describe_file(Path(str(path)))
+        return weights_file.describe_file(local_path(path))
     return {key: value for key, value in read_body(path).items() if key != "state"}
 
 
@@ -236,7 +235,7 @@ def load_model(recipe: Recipe, checkpoint: Location | None) -> torch.nn.Module:
             hint=f"return an instance: return {model.__name__}(...)" if isinstance(model, type) else "return the model",
         )
     if checkpoint is not None and weights_file.is_weights_file(checkpoint):
-        weights_file.load_into(model, Path(str(checkpoint)), recipe=recipe.name)
+        weights_file.load_into(model, local_path(checkpoint), recipe=recipe.name)
     elif checkpoint is not None:
         saved = read(checkpoint)
         try:

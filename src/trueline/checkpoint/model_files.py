@@ -19,7 +19,7 @@ import torch
 from trueline import files
 from trueline.checkpoint import checkpoint, weights_file
 from trueline.storage.checkpoint_store import Parts, open_checkpoint_store
-from trueline.storage.location import Location, join_location
+from trueline.storage.location import Location, join_location, local_path
 
 FOLDER = "model"
 TENSORS = "model.safetensors"
@@ -71,7 +71,8 @@ def store_weights(
     Raises CheckpointError for weights that do not fit, StorageError.
     """
     if weights_file.is_weights_file(source):
-        tensors, facts = weights_file.read_tensors(Path(str(source))), weights_file.describe_file(Path(str(source)))
+        given = local_path(source)
+        tensors, facts = weights_file.read_tensors(given), weights_file.describe_file(given)
     else:
         saved = checkpoint.read(source)
         tensors = {**saved.state["model"], **(saved.state.get("ema") or {})}

@@ -17,7 +17,7 @@ import torch
 
 from trueline import files
 from trueline.errors import CheckpointError, closest, first_line, join_names
-from trueline.storage.location import Location
+from trueline.storage.location import Location, is_remote, local_path
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SAFE = ".safetensors"
@@ -46,9 +46,10 @@ class Fit:
 
 def is_weights_file(path: Location) -> bool:
     """Whether `path` is a file with the suffix of weights or a Hugging Face folder, and no checkpoint of a job."""
-    if not isinstance(path, Path):
+    if is_remote(path):
         return False
-    return (path.suffix.lower() in (*PICKLED, SAFE) and path.is_file()) or _in_folder(path) is not None
+    local = local_path(path)
+    return (local.suffix.lower() in (*PICKLED, SAFE) and local.is_file()) or _in_folder(local) is not None
 
 
 def describe_file(path: Path) -> dict[str, Any]:

@@ -149,6 +149,7 @@ class FakeQuantizing(nn.Module):
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's exporter
 def test_what_capture_writes_of_a_model_with_fake_quantization_is_recognized(tmp_path: Path) -> None:
     from trueline.capture.patches.fake_quantization import keep_steps
 
