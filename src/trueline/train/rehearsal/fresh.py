@@ -33,7 +33,7 @@ MOST_BYTES = 64 << 20
 """Of a model whose parameters get gradients for a batch."""
 LEAST_OTHERS = 3
 """Other values of what the loop reads, however long they take."""
-OTHERS = {pretence.TIME: (64, 1.0), pretence.ENTROPY: (512, 1.0), pretence.PROCESS: (64, 1.0), pretence.HOST: (5, 0.25)}
+OTHERS = {pretence.TIME: (64, 1.0), pretence.ENTROPY: (320, 2.5), pretence.PROCESS: (64, 1.0), pretence.HOST: (5, 0.25)}
 """By kind the most other values, and for how many seconds of the processor they are tried."""
 MANY, TOGETHER, MANY_S = 512, 64, 0.2
 """Records, as few of them may meet a branch, with two values of each kind: in all, in a batch, and for how long."""
