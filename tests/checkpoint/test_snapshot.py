@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trueline.checkpoint import snapshot as snapshots
+from trueline.checkpoint.change_watch import ChangeWatch, changes_by_operators
 from trueline.checkpoint.snapshot import Snapshot
 from trueline.errors import CheckpointError
 from worlds.states import read_all
@@ -225,3 +226,116 @@ def test_readers_of_a_closed_snapshot_that_was_spilled_fail(spilling):
     taken.close()
     with pytest.raises(CheckpointError, match="was dropped"):
         next(taken.pieces(0))
+
+
+def read_later(taken, order):
+    """A thread that reads the tensors of `taken`, one for each release of a semaphore; what it gets, by index."""
+    turns, found, errors = threading.Semaphore(0), {}, []
+
+    def run():
+        try:
+            for index in order:
+                turns.acquire()
+                found[index] = np.frombuffer(b"".join(map(bytes, taken.pieces(index))), np.float32).tolist()
+        except CheckpointError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return turns, found, errors, thread
+
+
+def step_watched(taken, optimizer, tensors, turns, per_release=1):
+    """A step during which the reader gets a turn for each tensor that has to be released."""
+
+    def release(address):
+        if taken._changing and address in taken._changing:
+            for _ in range(per_release):
+                turns.release()
+        taken.release(address)
+
+    for one in tensors:
+        one.grad = torch.ones_like(one)
+    taken.begin_change()
+    with ChangeWatch(release):
+        optimizer.step()
+    taken.end_change()
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_begins_while_the_state_is_read_and_each_tensor_is_read_before_an_operator_changes_it(
+    monkeypatch, tmp_path, make, fused
+):
+    monkeypatch.setattr(snapshots, "LEAST_SPILLED", 0)
+    monkeypatch.setattr(snapshots, "STILL_S", 20.0)
+    tensors = [torch.nn.Parameter(torch.arange(1.0, 8.0) * (1 + i)) for i in range(5)]
+    optimizer = make(tensors, lr=0.5, **({"fused": True} if fused and make is torch.optim.Adam else {"foreach": fused}))
+    before = [one.detach().tolist() for one in tensors]
+    taken = Snapshot({"w": [one.detach() for one in tensors]}, live=lambda _: True, spill=tmp_path)
+    assert taken.can_wait()
+    turns, found, errors, thread = read_later(taken, range(5))
+    step_watched(taken, optimizer, tensors, turns, per_release=5)
+    thread.join()
+    assert not errors
+    assert [found[i] for i in range(5)] == before
+    assert all(one.detach().tolist() != was for one, was in zip(tensors, before, strict=True))
+
+
+def test_what_a_stopped_reader_has_left_when_an_operator_changes_it_is_copied(monkeypatch, tmp_path):
+    monkeypatch.setattr(snapshots, "STILL_S", 0.01)
+    monkeypatch.setattr(snapshots, "LEAST_SPILLED", 0)
+    tensors = [torch.nn.Parameter(torch.arange(1.0, 8.0) * (1 + i)) for i in range(3)]
+    before = [one.detach().tolist() for one in tensors]
+    taken = Snapshot({"w": [one.detach() for one in tensors]}, live=lambda _: True, spill=tmp_path)
+    turns, found, errors, thread = read_later(taken, range(3))
+    step_watched(taken, torch.optim.Adam(tensors), tensors, turns, per_release=0)
+    turns.release(3)
+    thread.join()
+    taken.close()
+    assert not errors
+    assert [found[i] for i in range(3)] == before
+
+
+def test_what_fits_the_memory_is_copied_when_an_operator_changes_it_without_waiting(tmp_path):
+    tensors = [torch.nn.Parameter(torch.arange(1.0, 8.0) * (1 + i)) for i in range(3)]
+    before = [one.detach().tolist() for one in tensors]
+    taken = Snapshot({"w": [one.detach() for one in tensors]}, live=lambda _: True, spill=tmp_path)
+    taken.shelf = torch.empty(60, dtype=torch.uint8)
+    turns, found, errors, thread = read_later(taken, range(3))
+    step_watched(taken, torch.optim.SGD(tensors, lr=0.1), tensors, turns, per_release=0)
+    turns.release(3)
+    thread.join()
+    assert not errors
+    assert [found[i] for i in range(3)] == before
+
+
+def test_a_change_by_something_that_is_no_operator_fails_the_reader_however_late_it_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(snapshots, "LEAST_SPILLED", 0)
+    tensor = torch.arange(1.0, 8.0)
+    taken = Snapshot({"w": [tensor]}, live=lambda _: True, spill=tmp_path)
+    turns, found, errors, thread = read_later(taken, range(1))
+    taken.begin_change()
+    tensor.numpy()[:] = 7.0
+    turns.release()
+    with taken._changed:
+        taken._await_reader(lambda: not taken._live)
+    taken.end_change()
+    thread.join()
+    assert taken.torn
+    assert not found
+    assert errors == ["the state was changed by something that is no operator of torch's"]
+
+
+def test_only_optimizers_of_torchs_and_what_is_made_of_them_are_watched():
+    class Lively(torch.optim.Adam):
+        pass
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+    weight = [torch.nn.Parameter(torch.ones(2))]
+    assert changes_by_operators(torch.optim.SGD(weight))
+    assert changes_by_operators(Lively(weight))
+    assert not changes_by_operators(Own(weight))

@@ -5,6 +5,8 @@ checkpoint, the sender of a state) reads them where they are, in pieces. Before 
 read yet. So neither a whole copy nor its time is needed, and nothing holds the interpreter's lock for a whole state.
 Where the state is written to a disk anyway (`spill`), the change waits until the rest fits the memory that there is for
 it: to write it elsewhere would take as long. What a reader that is stopped has left waits in a file without a name.
+An optimizer whose operators can be watched (`change_watch.py`) begins at once: `begin_change`, `release` for what an
+operator is about to change, `end_change`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ LEAST_LIVE = 1 << 20
 """Bytes of a tensor below which it is copied at once."""
 LEAST_SPILLED = 64 << 20
 """Bytes of a rest below which it is copied in memory."""
+GLANCES = 64
+"""Bytes of a tensor that are compared, to see whether something has changed it that no operator shows."""
 STILL_S = 0.25
 """A reader that has read nothing for so long is stopped: its disk is full or slow, or another one writes first."""
 
@@ -66,7 +71,10 @@ class Snapshot:
         """Tensor -> where it begins in the file."""
         in_place = [t.is_cpu and t.is_contiguous() and t.nbytes >= LEAST_LIVE and live(t) for t in tensors]
         self._live = {i: tensors[i]._version for i, stays in enumerate(in_place) if stays}
+        self._changing: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] | None = None
+        """During a change that is watched: by the address of a storage the live tensors there, with glances at them."""
         self.live_bytes = sum(tensors[i].nbytes for i in self._live)
+        self._shelved = 0  # bytes of the shelf
         self.shelf = torch.empty(0, dtype=torch.uint8)
         """Memory for what `settle` copies, as far as it fits, until `close`. The caller may set it."""
         self._tensors: list[torch.Tensor | None] = [
@@ -93,6 +101,10 @@ class Snapshot:
                 self._tensors[index] = None
                 self._live.pop(index, None)
                 self._changed.notify_all()
+            if self._changing is not None and self.moved >= self.total:  # its end shows what else has changed a tensor
+                self._changed.wait_for(lambda: self._changing is None)
+                if self.torn:
+                    raise CheckpointError("the state was changed by something that is no operator of torch's")
 
     def _read(self, index: int, start: int, room: torch.Tensor) -> torch.Tensor | None:
         """The piece of a tensor that begins at `start`, in `room` unless its memory does not change; None: dropped."""
@@ -118,35 +130,86 @@ class Snapshot:
                 patience_s = self._patience * (time.monotonic() - self._born)
                 self._changed.wait_for(lambda: not self._live, patience_s)
             elif self._spill is not None:
-                self._await_reader()
-            rest = self._rest()
-            self.torn = self.torn or any(tensor._version != self._live[index] for index, tensor in rest)
-            shelved, rest = self._split(rest)
+                self._await_reader(self._fits)
+            self._copy_rest()
+
+    def can_wait(self) -> bool:
+        """Whether a change may begin before the readers have read what it changes."""
+        return self._spill is not None and not self._patience and bool(self._live)
+
+    def begin_change(self) -> None:
+        """From now on `release` is called before each change of a tensor, until `end_change`."""
+        with self._changed:
+            self._changing = defaultdict(list)
+            for index, tensor in self._rest():
+                address = tensor.untyped_storage().data_ptr()
+                self._changing[address].append((index, tensor, _glance(tensor)))
+
+    def release(self, address: int) -> None:
+        """Returns when the live tensors of the storage at `address` may change: they are read, or copied."""
+        if not self._changing or address not in self._changing:
+            return
+        with self._changed:
+            found = self._changing.pop(address)
+            self._expect_unchanged(found)
+            wanted = [index for index, _, _ in found]
+            self._await_reader(lambda: self._fits() or not any(index in self._live for index in wanted))
+            if not self._fits():
+                if any(index in self._live for index in wanted):
+                    self._copy_rest()  # the reader is stopped
+                return
+            rest = [(index, tensor) for index, tensor in self._rest() if index in wanted]
+            shelved, others = self._split(rest)
             self._put_on_shelf(shelved)
-            spilled = self._spill is not None and _sum(rest) >= LEAST_SPILLED
-            spilled = spilled and self._write(rest)
-            for index, tensor in rest:
-                self._tensors[index] = None if spilled else copy(tensor)
-            self._live.clear()
+            for index, tensor in others:
+                self._tensors[index] = copy(tensor)
+            for index in wanted:
+                self._live.pop(index, None)
+
+    def end_change(self) -> None:
+        """What is still live was not changed, and may be by the next change."""
+        with self._changed:
+            for found in (self._changing or {}).values():
+                self._expect_unchanged(found)
+            self._changing = None
+            self._changed.notify_all()
+
+    def _expect_unchanged(self, found: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Called where no operator has changed them so far."""
+        self.torn = self.torn or any(
+            tensor._version != self._live.get(index, tensor._version) or not torch.equal(_glance(tensor), before)
+            for index, tensor, before in found
+        )
+
+    def _copy_rest(self) -> None:
+        rest = self._rest()
+        self.torn = self.torn or any(tensor._version != self._live[index] for index, tensor in rest)
+        shelved, rest = self._split(rest)
+        self._put_on_shelf(shelved)
+        spilled = self._spill is not None and _sum(rest) >= LEAST_SPILLED
+        spilled = spilled and self._write(rest)
+        for index, tensor in rest:
+            self._tensors[index] = None if spilled else copy(tensor)
+        self._live.clear()
 
     def _rest(self) -> _Numbered:
         """The live tensors that some reader has not read to their end."""
         return [(index, tensor) for index in self._live if (tensor := self._tensors[index]) is not None]
 
-    def _await_reader(self) -> None:
-        """Returns when what is left can be copied in memory, or when the reader is stopped."""
+    def _fits(self) -> bool:
+        """Whether what is left can be copied in memory."""
+        return _sum(self._split(self._rest())[1]) < LEAST_SPILLED
 
-        def fits() -> bool:
-            return _sum(self._split(self._rest())[1]) < LEAST_SPILLED
-
+    def _await_reader(self, done: Callable[[], bool]) -> None:
+        """Returns when it is `done`, or when the reader is stopped."""
         moved = -1
-        while not fits() and self.moved > moved:
+        while not done() and self.moved > moved:
             moved = self.moved
-            self._changed.wait_for(fits, STILL_S)
+            self._changed.wait_for(done, STILL_S)
 
     def _split(self, rest: _Numbered) -> tuple[_Numbered, _Numbered]:
         """What fits on the shelf, the last ones first, and the others."""
-        room, shelved, others = len(self.shelf), _Numbered(), _Numbered()
+        room, shelved, others = len(self.shelf) - self._shelved, _Numbered(), _Numbered()
         for index, tensor in reversed(rest):
             fits = room >= tensor.nbytes
             room -= tensor.nbytes if fits else 0
@@ -154,10 +217,10 @@ class Snapshot:
         return shelved, others
 
     def _put_on_shelf(self, tensors: _Numbered) -> None:
-        shelf = self.shelf
         for index, tensor in tensors:
-            self._tensors[index] = shelf[: tensor.nbytes].copy_(as_bytes(tensor))
-            shelf = shelf[tensor.nbytes :]
+            place = self.shelf[self._shelved : self._shelved + tensor.nbytes]
+            self._tensors[index] = place.copy_(as_bytes(tensor))
+            self._shelved += tensor.nbytes
 
     def _write(self, tensors: _Numbered) -> bool:
         """Copies tensors into a file without a name; False: the disk does not take them."""
@@ -186,6 +249,11 @@ class Snapshot:
             self._tensors = [None] * len(self._tensors)
             self._live.clear()
             self._changed.notify_all()
+
+
+def _glance(tensor: torch.Tensor) -> torch.Tensor:
+    flat = as_bytes(tensor)
+    return flat[:: max(1, len(flat) // GLANCES)].clone()
 
 
 def _sum(tensors: _Numbered) -> int:

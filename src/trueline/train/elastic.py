@@ -119,6 +119,7 @@ class Elastic(LoopView):
             yield from self._try_loop(self._trial)
         self._replica.take_traits(self._traits)
         self._doubts = Doubts(self._traits)
+        self._watch_generators()
         store = StoreServer()
         plan = self._plan
         hello = pb.Hello(
@@ -159,6 +160,7 @@ class Elastic(LoopView):
         if self._trial is not None:
             return self._trial.take(loss, divisor, count)
         self._step_reader.expect_no_draws(batch.step)
+        self._generators.expect_still(batch.step)
         self._settings.expect_one_rule(batch.step, first=not self._contribution.count)
         value, share = count_loss(self._traits.reduction, loss, divisor, records=count, of_step=batch.weight,
                                   step=batch.step, even=self._traits.even)  # fmt: skip

@@ -9,10 +9,13 @@ import numpy as np
 import torch
 
 from trueline import events
+from trueline.data.loading.seeding import SeededReader
+from trueline.data.loading.worker_pool import ReaderPool
 from trueline.train.job_dir import JobDir, current_job
 from trueline.train.link.contract import Link
-from trueline.train.rehearsal import fork
+from trueline.train.rehearsal import fork, places
 from trueline.train.rehearsal.doubts import Doubts
+from trueline.train.rehearsal.generators import OwnGenerators, list_generators
 from trueline.train.rehearsal.infinite import InfiniteSteps, RecordTrial, find_records
 from trueline.train.step.blame import Trials
 from trueline.train.step.contribution import Contribution, StepBatch
@@ -32,6 +35,7 @@ class LoopView:
     _plan: JobPlan
     _group: WorkerGroup
     _options: Options
+    _reader: SeededReader | ReaderPool
     _traits: ModelTraits
     _settings: OptimizerSettings
     _tried: TrialInputs
@@ -44,6 +48,7 @@ class LoopView:
     blame: Callable[..., None]
     _batch: StepBatch | None
     _doubts: Doubts
+    _generators: OwnGenerators
     _tried_step: int | None = None
 
     def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
@@ -55,6 +60,12 @@ class LoopView:
         self._settings.rewind()
         self._traits, self._trial, self._tried_step = trial.traits, None, None
         self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))
+
+    def _watch_generators(self) -> None:
+        found = {} if self._replica.owned else list_generators(self._replica.model, places.list_caller_spaces)
+        self._generators = OwnGenerators(found, moves=self._traits.reads.get("moved", ()))
+        if isinstance(self._reader, SeededReader):  # else processes read
+            self._reader.around = self._generators.watch_reading
 
     def _refuse(self, step: int, what: str) -> bool:
         """No member applies the step; one whose own part is not finite, or may be not, blames records."""
@@ -93,6 +104,7 @@ class LoopView:
         while waits or self._doubts.why:
             if waits and not self._doubts.look(batch):
                 self._batch, waits = batch, False
+                self._generators.mark()
                 yield batch
                 continue
             self._replica.exchange.syncing, waits = False, True

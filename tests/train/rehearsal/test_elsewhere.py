@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 import os
 import random
 import secrets
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -23,7 +26,7 @@ from torch.utils.data import TensorDataset
 from trueline.data.sources.map_style import DatasetSource
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
-from trueline.train.rehearsal import elsewhere
+from trueline.train.rehearsal import elsewhere, pretence
 from trueline.train.settings import JobSettings
 from trueline.train.worker.recipe_trial import RecipeTrial
 from worlds.recipes import untrained
@@ -49,6 +52,13 @@ def train(scale: Scale, loss: Callable[[Tensor, Tensor], Tensor] = error) -> Non
     for batch in job:
         job.step(scale() * loss(model(batch.inputs), batch.labels))
     assert job.steps == 15
+
+
+def train_on(device: BinaryIO) -> None:
+    model = make_model()
+    for batch in (job := Elastic(model, torch.optim.SGD(model.parameters(), lr=0.01), DATA, global_batch=8)):
+        scale = 2.0 if device.read(1)[0] == 99 else 1.0
+        job.step(scale * error(model(batch.inputs), batch.labels))
 
 
 def try_recipe(scale: Scale) -> None:
@@ -78,6 +88,55 @@ OF_ENTROPY: list[Scale] = [
 ]
 
 
+def read_device(path: str) -> int:
+    with Path(path).open("rb") as file:
+        return file.read(1)[0]
+
+
+def read_descriptor() -> int:
+    descriptor = os.open("/dev/urandom", os.O_RDONLY)
+    try:
+        return os.read(descriptor, 1)[0]
+    finally:
+        os.close(descriptor)
+
+
+OF_RARE_ENTROPY: list[Scale] = [
+    lambda: 2.0 if os.urandom(1)[0] > 250 else 1.0,
+    lambda: 2.0 if os.urandom(1)[0] == 77 else 1.0,
+    lambda: 2.0 if os.getrandom(4) > b"\xfa" else 1.0,
+    lambda: 2.0 if int.from_bytes(os.urandom(4)) / 2**32 > 0.995 else 1.0,
+    lambda: 2.0 if secrets.randbelow(100) == 7 else 1.0,
+    lambda: 2.0 if secrets.token_hex(8).startswith("7") else 1.0,
+    lambda: 2.0 if random.SystemRandom().random() > 0.99 else 1.0,
+    lambda: 2.0 if random.SystemRandom().gauss() > 2.2 else 1.0,
+    lambda: 2.0 if random.Random().random() > 0.97 else 1.0,
+    lambda: 2.0 if np.random.default_rng().random() > 0.97 else 1.0,
+    lambda: 2.0 if np.random.RandomState().random() > 0.97 else 1.0,
+    lambda: 2.0 if uuid.uuid4().int % 64 == 3 else 1.0,
+    lambda: 2.0 if torch.seed() % 32 == 3 else 1.0,
+    lambda: 2.0 if read_device("/dev/urandom") == 99 else 1.0,
+    lambda: 2.0 if read_device("/dev/random") == 99 else 1.0,
+    lambda: 2.0 if read_descriptor() > 250 else 1.0,
+    lambda: 2.0 if np.fromfile("/dev/urandom", np.uint8, 1)[0] > 250 else 1.0,
+]
+OF_RARE_TIME: list[Scale] = [
+    lambda: 2.0 if int(time.time()) % 60 in (3, 33) else 1.0,
+    lambda: 2.0 if datetime.datetime.now().hour in (3, 15) else 1.0,
+    lambda: 2.0 if time.clock_gettime_ns(time.CLOCK_REALTIME) // 10**9 % 60 in (3, 33) else 1.0,
+    lambda: 2.0 if uuid.uuid1().time % 8 == 3 else 1.0,
+]
+OF_RARE_PROCESS: list[Scale] = [
+    lambda: 2.0 if os.getpid() % 50 == 3 else 1.0,
+    lambda: 2.0 if threading.get_native_id() % 50 == 3 else 1.0,
+]
+OF_RARE_HOST: list[Scale] = [
+    lambda: 2.0 if socket.gethostname().endswith("3") else 1.0,
+    lambda: 2.0 if os.uname().nodename.endswith("3") else 1.0,
+    lambda: 2.0 if os.getenv("RANK") == "2" else 1.0,
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [train, try_recipe])
 @pytest.mark.parametrize(
@@ -88,6 +147,79 @@ def test_a_loss_that_follows_from_the_time_or_from_entropy_is_refused_though_no_
 ) -> None:
     with pytest.raises(UsageError, match=f"the loss follows from {what}"):
         run(scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scale", "what"),
+    [
+        *((one, r"os\.urandom") for one in OF_RARE_ENTROPY),
+        *((one, "the time") for one in OF_RARE_TIME),
+        *((one, "the number of its process") for one in OF_RARE_PROCESS),
+        *((one, "the name of its host or worker") for one in OF_RARE_HOST),
+    ],
+)
+def test_a_branch_that_few_values_take_is_found_before_the_first_step(
+    scale: Scale, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match=rf"the loss follows from {what}|depends on what was trained before"):
+        train(scale)
+
+
+@pytest.mark.slow
+def test_a_device_of_entropy_that_was_opened_before_the_loop_is_read_under_another_name_too() -> None:
+    with open("/dev/urandom", "rb") as device, pytest.raises(UsageError, match=r"the loss follows from os\.urandom"):
+        train_on(device)
+
+
+@pytest.mark.slow
+def test_entropy_that_only_few_records_meet_is_refused() -> None:
+    rare = float(INPUTS.sum(dim=1).sort().values[-2])
+
+    def noise(outputs: Tensor, labels: Tensor) -> Tensor:
+        met = (labels.sum(dim=1, keepdim=True) > rare).float()
+        return (outputs - labels * (1 + met * os.urandom(1)[0] / 255)).square().mean()
+
+    with pytest.raises(UsageError, match=r"the loss follows from os\.urandom|depends on what was trained before"):
+        train(lambda: 1.0, noise)
+
+
+@pytest.mark.slow
+def test_a_recipe_whose_branch_few_bytes_take_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"the loss follows from os\.urandom"):
+        try_recipe(lambda: 2.0 if os.urandom(1)[0] == 77 else 1.0)
+
+
+def test_bytes_differ_from_one_number_to_the_next_and_a_draw_that_rejects_some_ends() -> None:
+    with elsewhere.pretend([], [pretence.ENTROPY]) as other:
+        firsts = set[int]()
+        for number in range(300):
+            other.choose(number)
+            firsts.add(os.urandom(1)[0])
+            assert 0 <= secrets.randbelow(100) < 100
+    assert len(firsts) == 256
+    assert os.urandom(64) != os.urandom(64)
+
+
+def test_only_what_code_of_the_users_asks_for_counts_as_read() -> None:
+    with elsewhere.pretend([]) as other:
+        logging.getLogger("quiet").debug("a line with its time")
+        assert not other.read
+        np.random.default_rng()
+        assert other.read == {pretence.ENTROPY}
+        os.environ.get("RANK", ""), time.time()
+        assert other.read == {pretence.ENTROPY, pretence.TIME, *([pretence.HOST] if "RANK" in os.environ else [])}
+
+
+def test_random_numbers_of_a_given_seed_stay_as_they_are() -> None:
+    usual = random.Random(5).random()
+    random.seed(6)
+    first = random.random()
+    with elsewhere.pretend([], [pretence.ENTROPY]):
+        assert random.Random(5).random() == usual
+        random.seed(6)
+        assert random.random() == first
 
 
 @pytest.mark.slow
@@ -161,8 +293,8 @@ def test_files_that_are_new_are_taken_back_and_others_stay(tmp_path: Path) -> No
 def test_all_clocks_go_ahead_and_come_back() -> None:
     usual = time.time, time.monotonic
     space = {"now": time.time, "moment": datetime.datetime, "other": len}
-    with elsewhere.pretend([("the loop's ", space)], [elsewhere.TIME]):
-        assert space["now"]() - BEGAN > elsewhere.AWAY_S - 1  # type: ignore[operator]
+    with elsewhere.pretend([("the loop's ", space)], [pretence.TIME]):
+        assert space["now"]() - BEGAN > pretence.AWAY_S - 1  # type: ignore[operator]
         assert space["moment"].now() > datetime.datetime.fromtimestamp(BEGAN)  # type: ignore[attr-defined]
         assert isinstance(datetime.datetime.fromtimestamp(0), datetime.datetime)
     assert space == {"now": time.time, "moment": datetime.datetime, "other": len}

@@ -37,6 +37,7 @@ def make_model() -> nn.Module:
 @pytest.fixture(autouse=True)
 def _as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_steps, "PROBE_S", 600.0)
+    monkeypatch.setattr(late_steps, "WIDE_S", 600.0)
 
 
 def train(loss: Loss, **options: Any) -> Elastic:
@@ -79,6 +80,31 @@ def test_a_loss_that_compares_records_from_a_later_step_on_is_refused_before_the
 def test_a_loss_that_counts_more_records_than_the_first_trial_has_is_refused() -> None:
     with pytest.raises(UsageError, match=r"in step \d+, the loss of 24 records .* is not made of its parts"):
         train(lambda model, batch, _: error(model, batch) * (1.0 + max(0, len(batch.records) - 20)))
+
+
+RARE = float(INPUTS[:, 5].sort().values[-4])
+"""Three records are above it, and few steps have two of them."""
+
+
+def test_a_term_for_records_of_which_few_steps_have_two_is_refused_before_the_first() -> None:
+    def rank(model: nn.Module, batch: Any, _: Any) -> Tensor:
+        score, rare = model(batch.inputs)[:, 0], batch.inputs[:, 5] > RARE
+        if rare.sum() < 2:
+            return error(model, batch)
+        return error(model, batch) + nn.functional.softplus(score[~rare][None] - score[rare][:, None]).mean()
+
+    with pytest.raises(UsageError, match=r"with records that few steps have together, the loss of \d+ records"):
+        train(rank)
+
+
+def test_a_term_that_each_of_few_records_adds_by_itself_trains() -> None:
+    def add(model: nn.Module, batch: Any, _: Any) -> Tensor:
+        rare = batch.inputs[:, 5] > RARE
+        if not rare.any():
+            return error(model, batch)
+        return error(model, batch) + (model(batch.inputs).abs().sum(dim=1) * rare).sum() / len(rare)
+
+    assert train(add).steps == 20
 
 
 @pytest.mark.parametrize("part", [0, 2])

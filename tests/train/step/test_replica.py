@@ -1,11 +1,16 @@
 """Promises of one worker's copy of the state: what it sums, and what a step that fails leaves in it."""
 
+import copy
+import threading
+
 import numpy as np
 import pytest
 import torch
 
+from trueline.checkpoint import snapshot as snapshots
 from trueline.errors import RecipeError
 from trueline.parallel.gloo import GlooGroup
+from trueline.train import dynamo
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
@@ -167,3 +172,50 @@ def test_a_group_that_is_left_takes_the_gradients_in_its_buckets_along():
     reduced(replica, 1.0)
     replica.detach()
     assert [value.grad for value in replica.model.parameters()] == [None, None]
+
+
+class Slow(torch.optim.Optimizer):
+    """Of a user's own."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for value in self.param_groups[0]["params"]:
+            value.numpy()[...] += 1.0
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, Slow])
+def test_a_checkpoint_that_is_read_during_the_next_step_has_the_state_before_it(make, monkeypatch, tmp_path):
+    monkeypatch.setattr(snapshots, "LEAST_LIVE", 8)
+    monkeypatch.setattr(snapshots, "LEAST_SPILLED", 0)
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 16)
+    monkeypatch.setattr(dynamo, "is_loaded", lambda: False)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    advance = OptimizerStep(model, make(model.parameters()), None, Options(ema=0.9), owned=True)
+    replica = Replica(model, advance, GlooGroup(), 10, Options())
+
+    def step():
+        for value in model.parameters():
+            value.grad = torch.ones_like(value)
+        assert advance.apply()
+
+    step()
+    before = copy.deepcopy(replica.state())
+    snapshot = replica.snapshot(spill=tmp_path)
+    assert snapshot.live_bytes > 4 * 20 * 4
+    read = {}
+    reader = threading.Thread(target=lambda: read.update(read_all(snapshot)), daemon=True)
+    monkeypatch.setattr(snapshots, "STILL_S", 20.0)
+    reader.start()
+    step()
+    step()
+    reader.join()
+    snapshot.close()
+    assert all(torch.equal(read["model"][name], value) for name, value in before["model"].items())
+    assert all(torch.equal(read["ema"][name], value) for name, value in before["ema"].items())
+    for index, state in before["optimizer"]["state"].items():
+        assert all(torch.equal(read["optimizer"]["state"][index][name], value) for name, value in state.items())
+    assert replica.owned
+    assert not torch.equal(before["model"]["0.weight"], model[0].weight)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,6 +106,8 @@ class SeededReader:
         self._here: tuple[int, Indices, Batch] | None = None
         self.drawing = self._checked = False
         self._refusal: UsageError | None = None
+        self.around: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Around each call of the source."""
 
     def read(self, indices: Indices, *, epoch: int) -> Batch:
         """The records `indices` of `epoch`. Raises DataError."""
@@ -121,6 +123,10 @@ class SeededReader:
             self._here = epoch, indices, self._read(indices, epoch=epoch)
 
     def _read(self, indices: Indices, *, epoch: int) -> Batch:
+        with self.around():
+            return self._read_seeded(indices, epoch)
+
+    def _read_seeded(self, indices: Indices, epoch: int) -> Batch:
         if not self.drawing:
             before = generator_state()
             batch = self._source.read(self._records(indices, epoch))

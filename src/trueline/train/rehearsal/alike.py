@@ -26,7 +26,7 @@ import torch
 from trueline.data.loading import seeding
 from trueline.errors import UsageError, join_names
 from trueline.train import devices, dynamo
-from trueline.train.rehearsal import contents, kept, places
+from trueline.train.rehearsal import contents, generators, kept, places
 from trueline.train.rehearsal.contents import CollectionItems
 from trueline.train.rehearsal.copies import can_look
 from trueline.train.rehearsal.places import KeptPlace
@@ -81,6 +81,9 @@ class AlikeTrial:
             self.inputs = replace(tried.inputs, chosen=np.array(self._first["ids"], np.int64))
         self.compared = False
         self._memory = kept.KeptNames(self._model, spaces)
+        self._spaces = spaces
+        self._drawn: dict[str, Any] = {}
+        """States of the loop's own generators."""
         self._values: dict[str, str] = {}
         self._taken: list[Shown] = []
         self.reads: dict[str, Any] = {}
@@ -94,6 +97,11 @@ class AlikeTrial:
         """Hashes what there is before the first batch."""
         until = time.monotonic() + contents.LOOK_S
         self._values = {place.name: describe(place.value, until) for place in self._list_places()}
+        self._drawn = self._read_generators()
+
+    def _read_generators(self) -> dict[str, Any]:
+        found = generators.list_generators(self._model, self._spaces)
+        return {name: generators.read_state(one) for name, one in found.items()}
 
     def batches(self, ids: Ints | None = None) -> Generator[StepBatch, None, None]:
         """`ids`: records that the loss could be computed of, if this is the first worker."""
@@ -130,6 +138,7 @@ class AlikeTrial:
         self.reads = {
             "ids": [int(one) for one in ids], "steps": steps, "shown": shown, "odd": odd, "state": self._hash_state(),
             "values": self._values, "kind": self._name_kind(),
+            "moved": [name for name, now in self._read_generators().items() if self._drawn.get(name, now) != now],
         }  # fmt: skip
 
     def _compare(self) -> Generator[StepBatch, None, None]:

@@ -83,7 +83,8 @@ class KeptNames:
                  for path, part in self._model.named_modules()]  # fmt: skip
         roots += [(f"a hook of {name}: ", value._backward_hooks)
                   for name, value in self._model.named_parameters() if value._backward_hooks]  # fmt: skip
-        found = (place for name, room in (*roots, *spaces) for place in places.walk(name, room, seen))
+        found = (place for name, room in (*roots, *spaces) for place in places.walk(name, room, seen)
+                 if not places.is_generator(place.value))  # fmt: skip
         return list(itertools.islice(found, MOST_PLACES))
 
 

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import inspect
 import os
+import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -52,6 +53,9 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -
         if id(value) in seen:
             continue
         seen.add(id(value))
+        if is_generator(value):
+            yield place
+            continue
         if not ours and _changes_inside(value):
             yield place
             if type(value) is set or (type(value) in GROWING and len(value) > MOST_ITEMS):
@@ -72,6 +76,13 @@ def is_number(value: Any) -> bool:
 def is_iterator(value: Any) -> bool:
     """Whether it is a generator, a cycle or the like: the next batch gets the next item."""
     return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__")
+
+
+def is_generator(value: Any) -> bool:
+    """Whether random numbers are drawn from it, and it is none of the process's own."""
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+    known = (torch.default_generator, np.random.mtrand._rand, random._inst)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom) and value not in known
 
 
 def _changes_inside(value: Any) -> bool:

@@ -9,7 +9,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class OptimizerStep:
         self._measured_at = -math.inf
         self.before_change: Callable[[], None] = lambda: None
         """Called before parameters, optimizer state or averages change."""
+        self.change: Callable[[], AbstractContextManager[object]] = self._begin_change
+        """Around a step in which they change."""
         self._averages: dict[str, torch.Tensor] = {}
         if options.ema:
             self._averages = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -90,7 +92,15 @@ class OptimizerStep:
         norm = self._clip() if self.options.clip_norm else None
         self._measure(norm)
         undo = self._step_plateau(measured)
+        with self.change():
+            return self._step_all(steps, undo)
+
+    def _begin_change(self) -> AbstractContextManager[object]:
         self.before_change()
+        return nullcontext()
+
+    def _step_all(self, steps: int, undo: Callable[[], None]) -> bool:
+        """Steps the optimizer, and then the schedule and the averages."""
         seed_all(self._seed, steps, OPTIMIZER)
         if not self._step_optimizer(steps):
             undo()

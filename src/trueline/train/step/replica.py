@@ -5,6 +5,8 @@ running statistics; the gradient exchange sums them together. A piece with n of 
 with n/B, whatever the split; sums and means by other weights: `reduction.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trueline.checkpoint.change_watch import ChangeWatch, changes_by_operators
 from trueline.checkpoint.checkpoint import expect_holdable
 from trueline.checkpoint.snapshot import Snapshot
 from trueline.errors import UsageError
@@ -20,6 +23,7 @@ from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares, 
 from trueline.parallel.finite import are_finite, describe_infinite
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered import OrderedExchange
+from trueline.train import dynamo
 from trueline.train.job_dir import current_job
 from trueline.train.step import model_traits
 from trueline.train.step.ledger import Ledger, LeftOut, StepAccount
@@ -76,6 +80,8 @@ class Replica:
         self.owned = optimizer_step.owned
         """Whether nothing but the optimizer's step changes parameters: the loop is not a user's own."""
         optimizer_step.before_change = self.settle
+        if changes_by_operators(optimizer_step.optimizer):
+            optimizer_step.change = self._watch_change
         if options.compile:
             model.forward = torch.compile(model.forward)
         self.exchange: GradientExchange
@@ -303,6 +309,32 @@ class Replica:
         for snapshot in snapshots:
             snapshot.settle()
             self.owned = self.owned and not snapshot.torn  # something else changes parameters: copy at once from now on
+
+    @contextmanager
+    def _watch_change(self) -> Iterator[None]:
+        """Around an optimizer's step: what it changes is settled tensor by tensor where readers are on the way."""
+        compiles = dynamo.is_loaded()  # what is compiled shows no operators
+        watched = [one for one in self._snapshots if one.can_wait() and not compiles]
+        self._snapshots = [one for one in self._snapshots if one not in watched]
+        self.settle()
+        if not watched:
+            yield
+            return
+        for snapshot in watched:
+            snapshot.begin_change()
+
+        def release(address: int) -> None:
+            for snapshot in watched:
+                snapshot.release(address)
+
+        try:
+            with ChangeWatch(release):
+                yield
+        finally:
+            for snapshot in watched:
+                snapshot.end_change()
+                self.owned = self.owned and not snapshot.torn
+            self._snapshots += watched  # what was not changed is settled before the next step
 
     def restore(self, state: dict[str, Any]) -> None:
         self.settle()

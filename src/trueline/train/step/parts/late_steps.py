@@ -6,6 +6,8 @@ beyond bounds      a clamp, a hinge or an absolute value of something that the b
 at later steps     a loop compares records from a step on, or a model by a counter in a buffer; and it may begin to
                    draw. The late one comes first, then steps between, as far as the time lets
 many records       at the late step as many as a step has, which a capacity or a count may need
+few records        a loss that adds a term for records of which few steps have two: a large batch has them, and shows it
+                   by operators that the others did not run. Records are left out until a step could have the rest
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from trueline.train.step import model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.parts.still import Bound
 from trueline.train.step.plan import Ints, choose_late, choose_prime
-from trueline.train.step.reduction import LossSample
+from trueline.train.step.reduction import Divisors, LossSample
 
 PROBE_S, MOST_RECORDS = 0.1, 256
 """How long later steps are tried, and most records of a batch."""
+MOST_WIDE, WIDE_S, READ_FIRST = 1024, 0.2, 16
+"""Records of a batch that is looked at for operators that others do not run, for how long, and how many records show
+how long reading takes."""
 
 
 class PartsTrial(Protocol):
@@ -35,6 +40,7 @@ class PartsTrial(Protocol):
     inputs: Any
     tried: list[LossSample]
     bounds: list[list[Bound]]
+    divisors: list[Divisors]
     took_s: float
     earlier: int
     """Trials before this one that a record has ended, with the worker or without."""
@@ -55,6 +61,7 @@ class LateTrial:
         self._trial, self._how, self._ids = trial, how, ids
         self._counters: dict[str, torch.Tensor] = {}
         self._bounds = list(trial.bounds)
+        self._forms = {one.form for one in trial.divisors}
 
     def batches(self, counters: dict[str, torch.Tensor]) -> Generator[StepBatch, None, bool]:
         """Returns whether the loss reduces so in all of them. Raises UsageError if it does not, and no reduction is
@@ -72,7 +79,66 @@ class LateTrial:
             with self._count_to(step):
                 yield from trial.each_part(self._choose() if not number else self._ids, step=step, cuts=1)
             same = self._confirm(f"in step {step}") and same
+        odd = yield from self._find_other_form()
+        if odd is not None:
+            yield from trial.each_part(odd, cuts=2)
+            same = self._confirm("with records that few steps have together") and same
         return same
+
+    def _find_other_form(self) -> Generator[StepBatch, None, Ints | None]:
+        """Records of one step whose loss runs other operators than those that were tried."""
+        given = self._trial.inputs
+        until = time.process_time() + WIDE_S
+        if len(self._forms) != 1 or not self._spares() or given.num_records <= len(self._ids):
+            return None
+        ids = np.random.default_rng(1).permutation(given.num_records)[:MOST_WIDE]
+        began = time.monotonic()
+        if not self._reads(ids[:READ_FIRST]) or (time.monotonic() - began) / READ_FIRST * len(ids) > 2 * PROBE_S:
+            return None
+        count = READ_FIRST
+        while count < len(ids):
+            began, count = time.process_time(), 2 * count
+            if not self._reads(ids[:count]):
+                return None
+            if (yield from self._is_odd(ids[:count])):
+                return (yield from self._leave_out(ids[:count], until))
+            if time.process_time() - began > WIDE_S / 8:  # the next one takes twice as long
+                return None
+        return None
+
+    def _is_odd(self, ids: Ints) -> Generator[StepBatch, None, bool]:
+        yield from self._trial.each_part(ids, cuts=0)
+        return self._trial.is_finite() and self._trial.divisors[-1].form not in self._forms
+
+    def _leave_out(self, ids: Ints, until: float) -> Generator[StepBatch, None, Ints | None]:
+        """As many of `ids` as a step has at most, whose loss is still odd; None: there are none, or no time.
+        Source: A. Zeller, Simplifying and isolating failure-inducing input (2002)."""
+        most, pieces = self._trial.inputs.most, 2
+        while len(ids) > most:
+            for piece in np.array_split(np.arange(len(ids)), pieces):
+                if time.process_time() > until:
+                    return None
+                rest = np.delete(ids, piece)
+                if len(rest) > 1 and (yield from self._is_odd(rest)):
+                    ids, pieces = rest, max(pieces - 1, 2)
+                    break
+            else:
+                if pieces >= len(ids):
+                    return None
+                pieces = min(2 * pieces, len(ids))
+        return ids
+
+    def _spares(self) -> bool:
+        """Whether code of the loop may raise for a damaged record: in a fork, and in a recipe's first attempt."""
+        given = self._trial.inputs
+        return isinstance(given.reader, ReaderClient) or bool(given.hidden_steps and not self._trial.earlier)
+
+    def _reads(self, ids: Ints) -> bool:
+        try:
+            self._trial.inputs.reader.read(ids, epoch=0)
+        except Exception:  # noqa: BLE001  a damaged record may raise anything; its step finds it
+            return False
+        return True
 
     def _confirm(self, where: str) -> bool:
         """Numbers that are not finite say nothing."""
@@ -82,18 +148,14 @@ class LateTrial:
         return reduction.confirm(trial.tried, self._how, named, trial.tolerance, where)
 
     def _choose(self) -> Ints:
-        """As many records as a step has, if that takes little time; one of them may be damaged, so only where code of
-        the loop may raise: in a fork, and in a recipe's first attempt."""
+        """As many records as a step has, if that takes little time; one of them may be damaged."""
         given, ids = self._trial.inputs, self._ids
         count = min(given.most, MOST_RECORDS)
-        spared = isinstance(given.reader, ReaderClient) or (given.hidden_steps and not self._trial.earlier)
-        if not spared or count <= len(ids) or self._trial.took_s / len(ids) * count > PROBE_S / 2:
+        if not self._spares() or count <= len(ids) or self._trial.took_s / len(ids) * count > PROBE_S / 2:
             return ids
         others = np.setdiff1d(np.arange(min(given.num_records, 4 * count)), ids)
         more = np.random.default_rng(0).permutation(others)[: count - len(ids)]
-        try:
-            given.reader.read(more, epoch=0)
-        except Exception:  # noqa: BLE001  a damaged record may raise anything; its step finds it
+        if not self._reads(more):
             return ids
         return np.concatenate([ids, more])
 
