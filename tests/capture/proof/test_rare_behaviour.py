@@ -136,8 +136,8 @@ class Toggles(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         global MODE
         if float(x.abs().max()) > 1e4:
-            MODE = 2  # toggled
-        return x * MODE
+            MODE = 2
+        return x * MODE  # toggled
 
 
 class TakesNotes(nn.Module):
@@ -184,7 +184,7 @@ def captured(model: Any, out: Path, **options: Any) -> Bundle:
         (WorksInABuffer, r"works in its own buffers when it is called \(rows\)", "working room"),
         (KeepsAMean, r"\(means\): it answers differently after another input", "mean of a size"),
         (TakesAPlainScale, r"\(scale\): it answers differently after another input", "plain scale"),
-        (Toggles, r"\(MODE\): it answers differently after another input", "toggled"),
+        (Toggles, r"MODE\): it answers differently after another input", "toggled"),
         (TakesNotes, r"\(notes.first\): it answers differently after another input", "notes"),
     ],
 )
