@@ -63,9 +63,7 @@ MAX_LINES += 200  # captures in less time: operators prepared once, weights wide
 MAX_LINES += 60  # checkpoints whose disk and digest work at once, states read in threads (0021)
 MAX_LINES += 230  # attention in the layout of its inputs, parts of weights (0025)
 MAX_LINES += 180  # frames in memory that a worker and a server share (0024)
-MAX_LINES += (
-    330  # outputs by their places, answers that follow the process or the machine, far calls of dear models (0020)
-)
+MAX_LINES += 380  # outputs by their places, answers of one process, far calls of dear models (0020)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
