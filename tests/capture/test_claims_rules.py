@@ -11,7 +11,7 @@ import pytest
 
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.capture import claims, size_limits
+from trueline.capture import claims, size_limits, size_walk
 from trueline.capture.export.exported import Exported
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe
@@ -75,8 +75,8 @@ def test_the_last_size_that_is_answered_is_found_on_either_side(first: int, last
         return first <= size <= last
 
     last -= last % step
-    assert size_limits._edge(answers, first, 64, step) == last
-    assert size_limits._edge(answers, last, 0, step) == first
+    assert size_walk.find_edge(answers, first, 64, step) == last
+    assert size_walk.find_edge(answers, last, 0, step) == first
 
 
 @pytest.mark.parametrize(

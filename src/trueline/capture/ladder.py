@@ -25,6 +25,7 @@ from trueline.capture.proof.observe import Observation, hidden_state
 from trueline.capture.proof.prove import Proof, judge
 from trueline.capture.proof.torchscript import DEPRECATED, climb_scripted
 from trueline.capture.rung import Rung, find_probe, make_rung, refuse, size_of, with_how, with_line
+from trueline.capture.size_walk import FarProbe
 from trueline.capture.subject import Subject
 from trueline.capture.time_limit import OutOfTime, TimeLimit
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
@@ -117,7 +118,7 @@ def climb(
 
 def _extend(
     exported: Exported | CaptureError, far: FarSizes, observations: Sequence[Observation], limit: TimeLimit
-) -> tuple[Exported | CaptureError, tuple[size_limits.FarProbe, ...]]:
+) -> tuple[Exported | CaptureError, tuple[FarProbe, ...]]:
     """The claims up to where model and program were compared, and the comparisons to repeat for each format."""
     if isinstance(exported, CaptureError):
         return exported, ()
@@ -200,7 +201,7 @@ def _check_first_calls(subject: Subject, limit: TimeLimit) -> bool:
 
 def _climb_claims(
     exported: Exported | CaptureError,
-    extended: Sequence[size_limits.FarProbe],
+    extended: Sequence[FarProbe],
     climb_all: Callable[[Exported | CaptureError, Sequence[Format], int], list[Rung]],
     formats: Sequence[Format],
     otherwise: Sequence[Format],
@@ -227,9 +228,7 @@ def _any(rungs: Sequence[Rung], verdict: str) -> bool:
     return any(rung.attempt.verdict == verdict for rung in rungs)
 
 
-def _narrow(
-    exported: Exported | CaptureError, rungs: Sequence[Rung], extended: Sequence[size_limits.FarProbe]
-) -> Exported | None:
+def _narrow(exported: Exported | CaptureError, rungs: Sequence[Rung], extended: Sequence[FarProbe]) -> Exported | None:
     """The next stricter claim, where an emitted program disagrees on what only the present claim covers; else None."""
     if isinstance(exported, CaptureError):
         return None

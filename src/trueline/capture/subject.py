@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from trueline.capture.model import code_paths, explicit_state
-from trueline.capture.model.arguments import as_arguments, register_dataclasses
+from trueline.capture.model.arguments import as_arguments, register_containers
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.max_norm import shorten_rows
 from trueline.capture.proof.attempt import TABLE_FILE_MB, State, TableRows
@@ -259,5 +259,5 @@ def _as_tensors(inputs: Any) -> Any:
             return torch.from_numpy(leaf)
         return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
-    register_dataclasses(inputs)
+    register_containers(inputs)
     return pytree.tree_map(change, inputs)

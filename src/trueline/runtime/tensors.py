@@ -28,14 +28,21 @@ def to_tensors(
     return tuple(made if device is None else (tensor.to(device) for tensor in made))
 
 
+def to_array(tensor: torch.Tensor) -> Array:
+    """The numbers of `tensor`, in its own memory where they lie there as they are: `z.conj().imag` is a view of others,
+    whose signs are changed when it is read, and numpy has no such array."""
+    found: Array = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
+    return found
+
+
 def to_arrays(signature: Signature, found: tuple[torch.Tensor, ...], *, cast: bool = False) -> dict[str, Array]:
     """Names the outputs. They are copied: a module may later write into a buffer that it returned. `cast` converts
     outputs of autocast back to the signature's dtypes."""
     named = zip(signature.outputs, found, strict=True)
     if cast:  # numpy has no bfloat16
         plain = ((spec, tensor.double() if tensor.is_floating_point() else tensor) for spec, tensor in named)
-        return {spec.name: tensor.detach().cpu().numpy().astype(spec.dtype) for spec, tensor in plain}
-    return {spec.name: tensor.detach().cpu().numpy().copy() for spec, tensor in named}
+        return {spec.name: to_array(tensor).astype(spec.dtype) for spec, tensor in plain}
+    return {spec.name: to_array(tensor).copy() for spec, tensor in named}
 
 
 def casts(settings: SessionSettings) -> bool:

@@ -1,13 +1,19 @@
 """How long a call at a far size will take is predicted from the smaller ones."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.bundle import open_bundle
+from trueline.bundle.describe import range_text
+from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import far_sizes
 from trueline.capture.proof.far_sizes import FarAnswer, FarSizes
 from trueline.capture.size_limits import find_range
+from worlds import recipes
 
 
 class Table(nn.Module):
@@ -76,3 +82,39 @@ def test_tensors_are_measured_again_only_at_sizes_that_are_a_quarter_larger() ->
     small = far.ask(claim, "batch", {"batch": 81}, how=far_sizes.SMALL)
     assert small is not None
     assert not small.measured
+
+
+class Positions(nn.Module):
+    """Of a hundred steps at most, which no guard of an export says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(100, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.positions(torch.arange(x.shape[1]))
+        return found
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "dear_s", "claimed"),
+    [
+        (Plain, 20.0, "batch from 1 up, no bound; length from 1 up, no bound"),
+        (Plain, 0.0, "batch from 1 to 256 (probed so far); length from 1 to 10 (probed so far)"),
+        (Positions, 20.0, "batch from 1 up, no bound; length from 1 to 100"),
+    ],
+)
+def test_a_model_whose_calls_take_all_the_time_is_claimed_without_a_bound_after_one_far_call_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: type[nn.Module], dear_s: float, claimed: str
+) -> None:
+    for name, value in {"FREE_S": 0.0, "CHEAP_CALLS": 0, "DEAR_S": dear_s}.items():
+        monkeypatch.setattr(far_sizes, name, value)
+    recipe = recipes.untrained(model, examples=lambda: iter([torch.randn(3, 5, 4), torch.randn(2, 8, 4)]))
+    capture(recipe, None, tmp_path / "b", formats=["torch_export"])
+    assert range_text(open_bundle(tmp_path / "b").signature) == claimed

@@ -127,6 +127,19 @@ class Notes:
         self.first: Tensor | None = None
 
 
+MODE = 1
+
+
+class Toggles(nn.Module):
+    """For good, at the first large input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        global MODE
+        if float(x.abs().max()) > 1e4:
+            MODE = 2
+        return x * MODE  # toggled
+
+
 class TakesNotes(nn.Module):
     """In an object of its own."""
 
@@ -171,6 +184,7 @@ def captured(model: Any, out: Path, **options: Any) -> Bundle:
         (WorksInABuffer, r"works in its own buffers when it is called \(rows\)", "working room"),
         (KeepsAMean, r"\(means\): it answers differently after another input", "mean of a size"),
         (TakesAPlainScale, r"\(scale\): it answers differently after another input", "plain scale"),
+        (Toggles, r"MODE\): it answers differently after another input", "toggled"),
         (TakesNotes, r"\(notes.first\): it answers differently after another input", "notes"),
     ],
 )

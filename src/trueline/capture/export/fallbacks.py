@@ -27,6 +27,7 @@ from trueline.capture.patches import (
 from trueline.errors import CaptureError
 from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import compare
+from trueline.runtime.tensors import to_array
 
 BY_RECORDS = f"{BY_RECORD}: `trueline doctor` may show a rewrite that takes a batch at once"
 LENGTHS = "lengths stay functions of a size"
@@ -144,7 +145,7 @@ def _agree(one: torch.nn.Module, other: torch.nn.Module, calling: Calling, more:
     tensors = [resize_tensor(tensor, {0: tensor.shape[0] + more}) for tensor in calling.example]
     with torch.no_grad(), as_trained():
         answers = [
-            {str(at): tensor.numpy() for at, tensor in enumerate(module(*(tensor.clone() for tensor in tensors)))}
+            {str(at): to_array(tensor) for at, tensor in enumerate(module(*(tensor.clone() for tensor in tensors)))}
             for module in (one, other)
         ]
     return compare.compare(*answers).agrees

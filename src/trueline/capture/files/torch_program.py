@@ -27,7 +27,7 @@ from trueline.capture.proof.observe import seen_signature
 from trueline.capture.proof.probes import BATCH, make_probes
 from trueline.errors import BundleError, CaptureError, UsageError, join_names
 from trueline.runtime import torch_export_archive, torchscript_archive
-from trueline.runtime.tensors import to_tensors
+from trueline.runtime.tensors import to_array, to_tensors
 from trueline.runtime.torch_export import load
 from trueline.runtime.torchscript import FILE as TORCHSCRIPT
 from trueline.runtime.torchscript import first, ignore_deprecation
@@ -250,4 +250,4 @@ def _name_outputs(signature: Signature, leaves: Sequence[torch.Tensor]) -> dict[
     inputs = {spec.name for spec in signature.inputs}
     plain = ["output"] if len(leaves) == 1 else [f"output_{i}" for i in range(len(leaves))]
     names = [name if name not in inputs else f"{name}_2" for name in plain]
-    return {name: leaf.detach().numpy().copy() for name, leaf in zip(names, leaves, strict=True)}
+    return {name: to_array(leaf).copy() for name, leaf in zip(names, leaves, strict=True)}

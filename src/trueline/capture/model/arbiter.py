@@ -23,7 +23,7 @@ from trueline.bundle.signature import Array
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.recipe.eager_mode import as_trained
-from trueline.runtime.tensors import to_tensors
+from trueline.runtime.tensors import to_array, to_tensors
 
 WIDE = {
     torch.float32: torch.float64,
@@ -279,7 +279,7 @@ class Arbiter:
         with torch.no_grad(), as_trained(), _WidenedFunctions(), mode:
             outputs = self._eager.calling.call(self._module, tensors)
         named = zip(self._eager.signature.outputs, outputs, strict=True)
-        return {spec.name: _widen(tensor.detach()).numpy() for spec, tensor in named}
+        return {spec.name: to_array(_widen(tensor.detach())) for spec, tensor in named}
 
 
 def _copy(module: torch.nn.Module, *, held: bool) -> torch.nn.Module:

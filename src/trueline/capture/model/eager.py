@@ -12,11 +12,10 @@ from trueline.bundle.signature import Array, Signature
 from trueline.capture.model.explicit_state import Explicit, users_own
 from trueline.capture.model.python_state import Recall
 from trueline.capture.model.signature import BATCH, Calling, learn
-from trueline.errors import CaptureError
 from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import tensors
 from trueline.runtime.session import DEFAULTS, SessionSettings
-from trueline.runtime.tensors import to_arrays, to_tensors
+from trueline.runtime.tensors import to_array, to_arrays, to_tensors
 
 
 @final
@@ -65,7 +64,7 @@ class EagerSession:
         return [self._by_name(tensors) for tensors in self.calling.batches]
 
     def _by_name(self, tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
-        return {spec.name: tensor.numpy() for spec, tensor in zip(self.signature.inputs, tensors, strict=True)}
+        return {spec.name: to_array(tensor) for spec, tensor in zip(self.signature.inputs, tensors, strict=True)}
 
     @property
     def initial_state(self) -> dict[str, Array]:
@@ -73,7 +72,7 @@ class EagerSession:
         if not isinstance(self.module, Explicit):
             return {}
         state = self.module.initial_for(self.signature.sizes(self.example)[BATCH])
-        return {name: value.detach().cpu().numpy() for name, value in state.items()}
+        return {name: to_array(value) for name, value in state.items()}
 
     def run(self, inputs: Mapping[str, Array], *, fast_path: bool = False) -> dict[str, Array]:
         """Outputs by name. The caller's arrays are copied first: a module may write into its inputs. With `fast_path`
@@ -82,12 +81,6 @@ class EagerSession:
         mode = nullcontext() if fast_path else as_trained()
         with torch.no_grad(), mode, tensors.autocast(self._settings, self._device):
             outputs = self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
-        if len(outputs) != len(self.signature.outputs):
-            raise CaptureError(
-                f"the model returned {len(outputs)} tensors, and {len(self.signature.outputs)} on its example",
-                hint="a bundle has the same outputs for every request: return all of them always, and a flag for "
-                "those that are valid",
-            )
         return to_arrays(self.signature, outputs, cast=tensors.casts(self._settings))
 
 

@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths, dynamic_dims
-from trueline.capture.model.arguments import as_arguments, register_dataclasses
+from trueline.capture.model.arguments import as_arguments
 from trueline.capture.model.dynamic_dims import BATCH as BATCH
 from trueline.capture.model.dynamic_dims import Free, Place
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit, preserve_buffers, users_own
+from trueline.capture.model.output_places import OutputPlaces, name_output, name_step
 from trueline.errors import CaptureError
 from trueline.recipe.eager_mode import as_trained
 
@@ -40,11 +41,13 @@ class Calling:
     """torch's TreeSpec of (args, kwargs)."""
     batches: tuple[tuple[torch.Tensor, ...], ...]
     """The tensors of every example; `example` is one of them."""
+    outputs: OutputPlaces
 
     def call(self, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Calls `module` with `tensors` in their places; returns the tensors of its outputs in order."""
+        """Calls `module` with `tensors` in their places; returns the tensors of its outputs in order. Raises
+        CaptureError where these are others than those of its example."""
         args, kwargs = self.arguments(tensors)
-        return tuple(leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
+        return self.outputs.take(module(*args, **kwargs))
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the module, with `tensors` in their places."""
@@ -114,7 +117,9 @@ def _learn(
     leads = free.leads
     alone = {place: BATCH if place in leads else f"{place[0]}.{place[1]}" for place in free.places}
     specs = _symbolic(base.specs, alone)
-    outputs = _outputs(module, _call_example(module, (inputs, *others)[at]), specs, counts[at], free)
+    answer = _call_example(module, (inputs, *others)[at])
+    places = OutputPlaces.learn(answer)
+    outputs = _outputs(module, answer, specs, counts[at], free)
     kinds = {place: (place in leads or place in follows, place in grows) for place in free.places}
     sizes = {place: (*kinds[place], *(_size(one, place) for one in batches)) for place in free.places}
     groups = free.group(sizes)
@@ -129,6 +134,7 @@ def _learn(
         leaves=tuple(base.leaves),
         spec=base.spec,
         batches=tuple(tuple(one.tensors) for one in batches),
+        outputs=places,
     )
 
 
@@ -226,7 +232,6 @@ def _call_example(module: torch.nn.Module, inputs: Any) -> Any:
             f"the model cannot be called with its own example: {type(error).__name__}: {error}",
             hint=_ELSEWHERE if any(word in str(error) for word in ("CUDA", "cuda", "device")) else _CALLED_WITH,
         ) from error
-    register_dataclasses(outputs)
     return outputs
 
 
@@ -236,16 +241,12 @@ def _input_names(module: torch.nn.Module, paths: Sequence[Sequence[Any]]) -> lis
     rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "input")
     names = []
     for path in paths:
-        first, *deeper = [_step(step) for step in path[1:]]
-        if _step(path[0]) == "0":
+        first, *deeper = [name_step(step) for step in path[1:]]
+        if name_step(path[0]) == "0":
             index = int(first)
             first = positional[index].name if index < len(positional) else f"{rest}.{index - len(positional)}"
         names.append(".".join([first, *deeper]))
     return _unique(names, set())
-
-
-def _step(key: Any) -> str:
-    return next((str(getattr(key, name)) for name in ("key", "idx", "name") if hasattr(key, name)), str(key))
 
 
 def _unique(names: Iterable[str], taken: set[str]) -> list[str]:
@@ -269,10 +270,7 @@ def _outputs(
     for path, leaf in pytree.tree_flatten_with_path(answer)[0]:
         if leaf is None:
             continue
-        steps = [_step(step) for step in path]
-        if not steps or steps[0].isdigit():
-            steps = ["output" if not steps else f"output_{steps[0]}", *steps[1:]]
-        named.append((".".join(steps), leaf))
+        named.append((name_output(path), leaf))
     if not named:
         raise CaptureError("the model returns no tensor; forward has to return a tensor, a tuple or a dict of them")
     names = _unique((name for name, _ in named), {spec.name for spec in inputs} | set(state))

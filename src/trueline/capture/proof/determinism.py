@@ -209,13 +209,14 @@ def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Uns
     model as before its first call answers all inputs in the opposite order, then pairs, then each alone: the answers
     have to be those that it gave."""
     answered = [seen for seen in observations if seen.outputs is not None and seen.draws is None]
-    if not answered or not eager.recall.find_changed():
+    changed = eager.recall.find_changed()
+    if not answered or not changed:
         return None
     allowance = Allowance(*BUDGET)
     plain = [seen for seen in answered if not seen.probe.wild]
     for order in (plain[::-1], *_pairs(plain), *([seen] for seen in plain)):
         with allowance.charging():
-            found = _replay(eager, order)
+            found = _replay(eager, order, changed)
         if found is not None:
             return found
         if not allowance.allows():
@@ -223,14 +224,15 @@ def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Uns
     return _check_ways(eager, answered)
 
 
-def _replay(eager: EagerSession, order: Sequence[Observation]) -> Unsteady | None:
-    """Whether the model as before its first call answers the inputs in this order as it did."""
+def _replay(eager: EagerSession, order: Sequence[Observation], changed: Sequence[str]) -> Unsteady | None:
+    """Whether the model as before its first call answers the inputs in this order as it did. `changed` is what has
+    changed since; the first answer may differ before anything changes again."""
     with eager.recall.as_before(), code_paths.watch() as way:
         for seen in order:
             outputs = _answer(eager, seen)
             comparison = compare.compare(seen.outputs or {}, outputs) if outputs is not None else None
             if comparison is not None and not comparison.agrees:
-                names = eager.recall.find_changed()
+                names = eager.recall.find_changed() or changed
                 return Unsteady(
                     why=f"the model keeps a state in the Python attributes it stores ({_some_names(names)}): it "
                     f"answers differently after another input ({comparison.reason})",

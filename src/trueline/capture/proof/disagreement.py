@@ -35,7 +35,7 @@ from trueline.errors import TruelineError
 from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import compare
 from trueline.runtime.session import Session
-from trueline.runtime.tensors import to_tensors
+from trueline.runtime.tensors import to_array, to_tensors
 
 OWN = "the model itself, and none of its submodules"
 QUESTIONS = 60
@@ -315,7 +315,7 @@ def _exported_values(exported: Exported, inputs: Inputs) -> Values:
 def _arrays(value: Any) -> list[Array]:
     """Copies of the tensors in `value` that numpy knows."""
     return [
-        leaf.detach().numpy().copy()
+        to_array(leaf).copy()
         for leaf in tree_leaves(value)
         if isinstance(leaf, torch.Tensor) and leaf.dtype != torch.bfloat16 and not leaf.is_complex()
     ]

@@ -41,6 +41,11 @@ FREE_S, UNROLLED_S = 0.5, 4.0
 """Seconds for the sizes of one symbol; where code was unrolled over it, the claim ends with them."""
 CHEAP_CALLS = 600
 """Calls of model and program at sizes of one symbol that are made without time, where they are cheap."""
+DEAR_S = 20.0
+"""Seconds for the few calls of a symbol without which its claim had no end that was looked at, where one call alone
+takes longer than all of its time."""
+DEAR_TIMES = 8
+"""How many times as large tensors such a call may have."""
 MAX_VALUES = 1 << 24
 """Numbers in the inputs of one call."""
 MAX_BYTES = 1 << 27
@@ -80,6 +85,7 @@ class FarSizes:
         self.unrolled: frozenset[str] = frozenset()
         """Symbols that get more time."""
         self._allowances: dict[str, Allowance] = {}
+        self._dear: dict[str, Allowance] = {}
         self._answers: dict[tuple[str, tuple[tuple[str, int], ...], str], FarAnswer] = {}
 
     @cached_property
@@ -106,16 +112,26 @@ class FarSizes:
         return max(allowance.find_left(), CHEAP_S if allowance.allows() else 0.0)
 
     def ask(
-        self, claim: Signature, symbol: str, sizes: Mapping[str, int], *, how: str = GIVEN, share: float = 1.0
+        self,
+        claim: Signature,
+        symbol: str,
+        sizes: Mapping[str, int],
+        *,
+        how: str = GIVEN,
+        share: float = 1.0,
+        dear: bool = False,
     ) -> FarAnswer | None:
         """The answer at `sizes`, which cost time of `symbol`; None where there is too little time or memory for it.
         `how`: GIVEN, MIXED or SMALL; None for small ones without floats. `share`: of the time. Where several symbols
-        are far, `symbol` is TOGETHER or PAIRED, and the largest of their sizes counts."""
+        are far, `symbol` is TOGETHER or PAIRED, and the largest of their sizes counts. `dear`: one of few calls, which
+        have more time and memory."""
         key = (symbol, tuple(sizes.items()), how)
         if key not in self._answers:
-            allowance = self.allowance(symbol)
+            allowance, times = self.allowance(symbol), 1
+            if dear:
+                allowance, times = self._dear.setdefault(symbol, Allowance(DEAR_S, 0)), DEAR_TIMES
             seconds, largest = self._predict(symbol, _far_size(symbol, sizes))
-            many = largest > MAX_BYTES or self._count_values(claim, sizes) > MAX_VALUES
+            many = largest > times * MAX_BYTES or self._count_values(claim, sizes) > times * MAX_VALUES
             if many or not allowance.allows(seconds or None, share=share):
                 return None
             inputs, left = self._lengthen(resize(self.example, claim, sizes), sizes), allowance.find_left(share)
@@ -304,6 +320,17 @@ def numbers_of(module: torch.nn.Module, ways: Iterable[Sequence[Event]]) -> list
     tensors = (*module.parameters(), *module.buffers())
     found += [size for tensor in tensors if not torch.nn.parameter.is_lazy(tensor) for size in tensor.shape[:1]]
     return [number for number in dict.fromkeys(found) if 10 < number <= LARGEST][:NUMBERS]
+
+
+def tables_of(module: torch.nn.Module) -> list[int]:
+    """Rows of embeddings, and the first sizes of parameters and buffers that the user's own modules keep: what a length
+    may count."""
+    tensors = [part.weight for part in module.modules() if isinstance(part, torch.nn.Embedding)]
+    for part in module.modules():
+        if code_paths.forward_of(part) is not None:
+            tensors += [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    sizes = [size for one in tensors if not torch.nn.parameter.is_lazy(one) for size in one.shape[:-1][:2]]
+    return sorted({size for size in sizes if FIRST // 4 < size <= LARGEST})
 
 
 def _constants(code: CodeType) -> Iterator[Any]:

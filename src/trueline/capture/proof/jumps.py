@@ -29,6 +29,7 @@ from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.observe import Observation
 from trueline.runtime.compare import Tolerance, compare
+from trueline.runtime.tensors import to_array
 
 BUDGET_S, CHEAP_CALLS = 2.0, 500
 """Of this thread, and cheap calls beside them; lines that are left then are named as not tried."""
@@ -245,7 +246,7 @@ class _DecisionWatch(OperatorMode):  # type: ignore[no-untyped-call]
         decide = _find_decision(name, kwargs)
         place = code_paths.current_line() if rounded and decide else None
         if place is not None and decide is not None:
-            self.decided.append(_Decision(place, decide(found, *args).detach().numpy().copy()))
+            self.decided.append(_Decision(place, to_array(decide(found, *args)).copy()))
         exact = func.is_view or (name in _EXACT and kwargs.get("alpha", 1) == 1)
         if given and name not in _WHOLE and (rounded or not exact):
             for one in tree_leaves(found):

@@ -1,8 +1,9 @@
-"""What a model takes from outside: clocks, the environment, files, the machine's load, shared generators of numbers.
+"""What a model takes from outside: clocks, the environment, files, machine and process, shared generators of numbers.
 
 Where the user's own line reads one of them, the model runs with other values: clocks are moved, variables of the
-environment changed, and each decision on a number that was read is taken the other way. A time that is measured and
-logged does no harm. A file that is read or asked for on each call is refused: it can change.
+environment and what differs between processes changed, and each decision on a number that was read is taken the other
+way. A time that is measured and logged does no harm. A file that is read or asked for on each call is refused: it can
+change.
 """
 
 import datetime
@@ -23,6 +24,8 @@ from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.python_state import Memento
 from trueline.capture.model.reach import KeptValue, attributes
+from trueline.capture.proof.state import elsewhere
+from trueline.capture.proof.state.files import PASSING, is_for_user, watch_files
 from trueline.capture.proof.state.influence import DECISIONS, Influence, Question
 from trueline.capture.proof.state.tainted import Decisions, NotingInt, mark, marking, quietly
 
@@ -39,6 +42,7 @@ OTHERS: tuple[tuple[Any, str], ...] = (
     (sys, "getrecursionlimit"),
     (torch.Tensor, "data_ptr"),
 )
+_ELSEWHERE = {*(name for _, name in (*OTHERS, *elsewhere.TEXTS)), "_version", "hash", "id", elsewhere.ORDER}
 THREADS = ((threading, "current_thread"), (threading, "currentThread"))
 FILE_QUESTIONS = ("stat", "lstat", "access", "listdir", "scandir", "statvfs", "readlink")
 """Functions of `os` that ask for a path, those of `os.path` and `pathlib` among their callers."""
@@ -51,28 +55,26 @@ SHIFTS_S = (0.37, 61.0, 3600.0, 5 * 3600.0, 13 * 3600.0, 86_400.0, 3 * 86_400.0,
 """Seconds by which clocks are moved."""
 VARIABLES = 4
 """Variables of the environment that are changed."""
-_STRAY = (
-    "linecache.py",
-    "<frozen importlib",
-    "<frozen zipimport",
-    "inspect.py",
-    "traceback.py",
-    "warnings.py",
-    "/logging/",
-    "tokenize.py",
-)
 _ENVIRON = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
-_PASSING = ("/proc/", "/sys/", "/dev/")
 
 
 class Readings:
     """What one run read: the name of each source, and the first of the user's lines that read it."""
 
     def __init__(
-        self, flip: int | None = None, shift_s: float = 0.0, *, held: bool = False, other_thread: bool = False
+        self,
+        flip: int | None = None,
+        shift_s: float = 0.0,
+        *,
+        held: bool = False,
+        other_thread: bool = False,
+        step: int = 0,
     ) -> None:
         self.decisions = Decisions(flip)
         self.shift_s = shift_s
+        self.step = step
+        """0, or by how much what differs between processes and machines is moved."""
+        self.builtins = elsewhere.make_builtins(self.note, step)
         self.other_thread = other_thread
         self._held: dict[str, Any] | None = {} if held else None
         self.changes = ""
@@ -83,8 +85,21 @@ class Readings:
         self.asked: dict[str, SourceLine | None] = {}
         """Paths that the user's code looks up."""
 
+    def note_file(self, name: str) -> None:
+        self.files.setdefault(name, code_paths.current_line())
+
     def note(self, name: str) -> None:
         self.lines.setdefault(name, code_paths.current_line())
+
+    def text(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def read(*args: Any) -> Any:
+            value = function(*args)
+            if not _is_direct(sys._getframe(1)):
+                return value
+            self.note(name)
+            return elsewhere.move_text(value, self.step)
+
+        return read
 
     def hold(self, name: str, value: Any) -> Any:
         """`value`, or where sources are held still, the first one of that name."""
@@ -131,9 +146,9 @@ class Readings:
 
     def note_paths(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def ask(path: Any = ".", *args: Any, **options: Any) -> Any:
-            if isinstance(path, str | bytes | os.PathLike) and _is_for_user(sys._getframe(1)):
+            if isinstance(path, str | bytes | os.PathLike) and is_for_user(sys._getframe(1)):
                 name = os.fsdecode(path)
-                if not name.startswith(_PASSING):
+                if not name.startswith(PASSING):
                     self.asked.setdefault(name, code_paths.current_line())
             return function(path, *args, **options)
 
@@ -148,18 +163,11 @@ class Readings:
             if code_paths.current_line() is not None:
                 self.note(name)
             value = drawing(*args, **options)
+            if self.step and name not in DRAWN and isinstance(value, int):
+                value = value + self.step
             return value if self._held is None else self.hold(f"{name}{args}{options}", value)
 
         return read
-
-
-def _is_for_user(frame: FrameType | None) -> bool:
-    """Whether the user's line is behind it, and nothing that looks for sources or modules by itself."""
-    while frame is not None and not code_paths.is_users(frame.f_code.co_filename):
-        if any(word in frame.f_code.co_filename for word in _STRAY):
-            return False
-        frame = frame.f_back
-    return frame is not None
 
 
 def _is_direct(frame: FrameType) -> bool:
@@ -170,7 +178,7 @@ def read_outside(question: Question) -> Readings:
     """What a call of the model reads."""
     readings = Readings()
     memento = Memento(explicit_state.users_own(question.eager.module))
-    with quietly(), _noting_int(question), reading(readings, find_places(question)):
+    with quietly(), _standing_in(question, readings), reading(readings, find_places(question)):
         readings.changes = question.differs(memento)
     return readings
 
@@ -185,20 +193,22 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
     if first.changes or not (first.lines or first.variables):
         return None  # a stand-in is not accepted as what it stands for, or nothing is read
     memento, places = Memento(explicit_state.users_own(question.eager.module)), find_places(question)
-    with quietly(), _noting_int(question):
+    with quietly():
         for readings in _variants(first):
-            with reading(readings, places):
-                why = question.differs(memento)
+            with _standing_in(question, readings), reading(readings, places):
+                why = question.differs(memento, exactly=not readings.step)
             if why:
                 lines, flip = readings.decisions.lines, readings.decisions.flip
                 place = lines[flip] if flip is not None and flip < len(lines) else next(iter(first.lines.values()))
                 when = "when what depends on that is decided the other way"
                 if flip is None:
                     when = "in another thread" if readings.other_thread else "at another time"
+                    when = "in another process or on another machine" if readings.step else when
                 how = f"it answers differently {when} ({why})"
                 draws = flip is not None and bool(first.lines.keys() & DRAWN)
                 return Influence(path=", ".join(first.lines), how=how, place=place, draws=draws)
-        return _find_variable(question, memento, first)
+        with _standing_in(question, Readings()):
+            return _find_variable(question, memento, first)
 
 
 def _variants(first: Readings) -> Iterator[Readings]:
@@ -206,6 +216,9 @@ def _variants(first: Readings) -> Iterator[Readings]:
         yield Readings(flip=flip)
     if first.lines.keys() & {name for _, name in THREADS}:
         yield Readings(other_thread=True)
+    if first.lines.keys() & _ELSEWHERE:
+        for step in elsewhere.STEPS[1:]:
+            yield Readings(step=step)
     if first.lines.keys() & _TIMES:
         for shift_s in SHIFTS_S:
             yield Readings(shift_s=shift_s)
@@ -236,8 +249,8 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def find_places(question: Question) -> list[KeptValue]:
-    """Where the user's code keeps a source itself: `from time import time`."""
-    known = {id(getattr(module, name)) for module, name in (*CLOCKS, *OTHERS, *THREADS)}
+    """Where the user's code keeps a source itself: `from time import time`, a set of texts."""
+    known = {id(getattr(module, name)) for module, name in (*CLOCKS, *OTHERS, *THREADS, *elsewhere.TEXTS)}
     known |= {id(getattr(time, name)) for name in TEXTS}
     known |= {id(datetime.datetime), id(datetime.date), id(random.random), id(np.random.rand), id(os.urandom)}
     bound = {getattr(random, name) for _, name in DRAWS[: len(_DRAWS.split())]}
@@ -245,25 +258,27 @@ def find_places(question: Question) -> list[KeptValue]:
         kept
         for kept in attributes(explicit_state.users_own(question.eager.module))
         if kept.kind in ("dict", "cell", "attribute")
-        and callable(kept.value)
-        and (id(kept.value) in known or (type(kept.value).__name__ in ("method", "builtin_function_or_method")
-                                         and kept.value in bound))
-    ]  # fmt: skip
+        and (
+            id(kept.value) in known
+            or type(kept.value) in (set, frozenset)
+            or (type(kept.value).__name__ in ("method", "builtin_function_or_method") and kept.value in bound)
+        )
+    ]
 
 
 @contextmanager
-def _noting_int(question: Question) -> Iterator[None]:
-    """Within the block `int(time.time())` of the user's files notes decisions, as the time itself does."""
+def _standing_in(question: Question, readings: Readings) -> Iterator[None]:
+    """Within the block `int(time.time())` of the user's files notes decisions, as the time itself does; `hash`, `id`
+    and the sets that they make are those of another process."""
     functions = code_paths.users_functions(question.eager.module)
-    files = {id(one.__globals__): one.__globals__ for one in functions if "int" in one.__code__.co_names}
-    files = {at: names for at, names in files.items() if "int" not in names}
-    for names in files.values():
-        names["int"] = NotingInt
-    try:
+    stands = {"int": NotingInt, **readings.builtins}
+    with ExitStack() as stack:
+        for function in functions:
+            names = function.__globals__
+            for name in (stands.keys() & set(function.__code__.co_names)) - names.keys():
+                names[name] = stands[name]
+                stack.callback(names.pop, name, None)
         yield
-    finally:
-        for names in files.values():
-            del names["int"]
 
 
 @contextmanager
@@ -288,6 +303,8 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
         replace(torch.Tensor, "_version", property(readings.other(version.__get__, "_version", numbers=True)))
         for module, name in BYTES:
             replace(module, name, readings.other(getattr(module, name), "urandom", numbers=False))
+        for module, name in elsewhere.TEXTS:
+            replace(module, name, readings.text(getattr(module, name), name))
         for module, name in THREADS:
             replace(module, name, readings.thread(getattr(module, name), name))
         for name in FILE_QUESTIONS:
@@ -296,11 +313,13 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
         replace(datetime, "datetime", moved)
         replace(datetime, "date", day)
         for kept in places:
-            stand = next((stand for before, stand in stands if before == kept.value), None)
+            stand = elsewhere.copy_set(kept.value, readings.builtins)
+            if callable(kept.value):
+                stand = next((stand for before, stand in stands if before == kept.value), None)
             if stand is not None and kept.assign(stand):
                 stack.callback(kept.assign, kept.value)
         stack.enter_context(_watch_environment(readings))
-        stack.enter_context(_watch_files(readings))
+        stack.enter_context(watch_files(readings.note_file))
         yield
 
 
@@ -356,32 +375,3 @@ def _watch_environment(readings: Readings) -> Iterator[None]:
         yield
     finally:
         kind.__getitem__ = before  # type: ignore[method-assign]
-
-
-_watching: list[Readings] = []
-_hooked: list[bool] = []
-
-
-@contextmanager
-def _watch_files(readings: Readings) -> Iterator[None]:
-    """Notes the files that the user's code opens to read. An audit hook stays for good; it does nothing outside."""
-    if not _hooked:
-        _hooked.append(True)
-        sys.addaudithook(_note_file)
-    _watching.append(readings)
-    try:
-        yield
-    finally:
-        _watching.pop()
-
-
-def _note_file(event: str, args: tuple[Any, ...]) -> None:
-    if event != "open" or not _watching:
-        return
-    path, mode, flags = args
-    reads = mode.startswith("r") if isinstance(mode, str) else not flags & (os.O_WRONLY | os.O_RDWR)
-    if not reads or not isinstance(path, str | bytes | os.PathLike):
-        return
-    name = os.fsdecode(path)
-    if not name.startswith(_PASSING) and _is_for_user(sys._getframe(1)):
-        _watching[-1].files.setdefault(name, code_paths.current_line())

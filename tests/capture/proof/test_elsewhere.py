@@ -1,0 +1,131 @@
+"""What another process or machine computes otherwise is in no program: a hash, an identity, the order of a set."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof.determinism import Unsteady, check_rare
+from worlds import marks
+
+
+class HashesAText(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (hash("salt") % 5 + 1)  # hash of a text
+
+
+class HashesNumbers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (hash((3, x.shape[1])) % 5 + 1)
+
+
+class ReadsItsIdentity(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (id(self) % 7 + 1)  # identity
+
+
+class KeysByIdentity(nn.Module):
+    """An identity as a key, of which nothing but the place in a table depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norms: dict[int, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = id(self.layer)
+        if key not in self.norms:
+            self.norms[key] = float(self.layer.weight.norm())
+        found: Tensor = self.layer(x) / self.norms[key]
+        return found
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict({name: nn.Linear(4, 2) for name in ("age", "size", "kind")})
+        self.names = {"age", "size", "kind"}
+
+    def join(self, x: Tensor, names: Iterable[str]) -> Tensor:
+        return torch.cat([self.towers[name](x) for name in names], 1)  # in that order
+
+
+class InTheOrderOfASet(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, set(self.towers) - {"size"})
+
+
+class InTheOrderOfAKeptSet(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, self.names)
+
+
+class InOrder(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.names, set)
+        assert set(self.towers) == self.names | set()
+        return self.join(x, sorted(self.names))
+
+
+class Sums(Towers):
+    """Sums in another order differ in their last digits alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.towers[name](x) for name in self.names]).sum(0)
+
+
+class CountsProcesses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (os.getpid() % 3 + 1)  # process
+
+
+class ReadsItsFolder(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (len(os.getcwd()) % 7 + 1)  # folder
+
+
+class BranchesByMachine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if platform.system() == "Linux" else x * 3  # machine
+
+
+class ChoosesByMachine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if platform.machine() == "x86_64" else x.clamp(min=0)
+
+
+def find_unsteady(model: type[nn.Module]) -> Unsteady | None:
+    torch.manual_seed(0)
+    return check_rare(EagerSession(model().eval(), torch.randn(3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "mark"),
+    [
+        (HashesAText, "hash", "hash of a text"),
+        (ReadsItsIdentity, "id", "identity"),
+        (InTheOrderOfASet, "the order of a set", "in that order"),
+        (InTheOrderOfAKeptSet, "the order of a set", "in that order"),
+        (CountsProcesses, "getpid", "process"),
+        (ReadsItsFolder, "getcwd", "folder"),
+        (BranchesByMachine, "system", "machine"),
+    ],
+)
+def test_an_answer_that_follows_the_process_or_the_machine_is_refused_with_its_line(
+    model: type[nn.Module], what: str, mark: str
+) -> None:
+    found = find_unsteady(model)
+    assert found is not None
+    assert f"({what}): it answers differently in another process or on another machine" in found.why
+    assert marks.place_of(__file__, mark) in str(found.place)
+
+
+@pytest.mark.parametrize("model", [HashesNumbers, KeysByIdentity, InOrder, Sums, ChoosesByMachine])
+def test_what_is_the_same_everywhere_is_no_reason_to_refuse(model: type[nn.Module]) -> None:
+    assert find_unsteady(model) is None
