@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -42,13 +43,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process can be longer than 4,000 bytes."""
+    """No file of this process can be longer than 4,000 bytes; that of pytest's own output may be, once this ends."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_frames_come_back_in_their_order(folder: Path) -> None:
@@ -88,7 +91,7 @@ def test_a_log_that_is_missing_between_others_is_named(folder: Path) -> None:
         recover(folder)
 
 
-@pytest.mark.usefixtures("full_disk")
+@full_disk()
 def test_what_a_full_disk_does_not_take_leaves_no_trace(tmp_path: Path) -> None:
     _, _, log = recover(tmp_path)
     log.append(frame(0))
@@ -171,7 +174,7 @@ def test_a_log_that_another_follows_has_nothing_of_an_earlier_one(reused: Path) 
     assert recover(reused)[0] == [20, 21, 40]
 
 
-@pytest.mark.usefixtures("full_disk")
+@full_disk()
 def test_the_file_that_is_kept_to_be_written_over_gives_way_on_a_full_disk(tmp_path: Path) -> None:
     _, _, log = recover(tmp_path)
     log.append(frame(0))
