@@ -105,6 +105,12 @@ class HostWorld:
 
         self.call(stop())
 
+    def end_loop(self) -> None:
+        """After `close`, and what still needs the loop."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(WAIT_S)
+        self.loop.close()
+
 
 class NoStandby:
     """Of a host that takes no master."""
@@ -164,5 +170,4 @@ def joined(folder: Path, **given) -> Iterator[HostWorld]:
     finally:
         world.close()
         assert future.result(WAIT_S) == "the job is over"
-        world.loop.call_soon_threadsafe(world.loop.stop)
-        world.thread.join(WAIT_S)
+        world.end_loop()

@@ -27,8 +27,7 @@ def world(tmp_path, monkeypatch):
     made = HostWorld(tmp_path)
     yield made
     made.close()
-    made.loop.call_soon_threadsafe(made.loop.stop)
-    made.thread.join(WAIT_S)
+    made.end_loop()
 
 
 def test_a_token_is_of_one_launch_and_of_its_time():
