@@ -337,5 +337,8 @@ def test_only_optimizers_of_torchs_and_what_is_made_of_them_are_watched():
 
     weight = [torch.nn.Parameter(torch.ones(2))]
     assert changes_by_operators(torch.optim.SGD(weight))
-    assert changes_by_operators(Lively(weight))
+    assert not changes_by_operators(Lively(weight))
     assert not changes_by_operators(Own(weight))
+    hooked = torch.optim.SGD(weight)
+    hooked.register_step_post_hook(lambda *_: None)
+    assert not changes_by_operators(hooked)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -40,14 +41,12 @@ def list_changed(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 
 def changes_by_operators(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all that an optimizer changes is changed by operators: it is one of torch's, or made of such."""
+    """Whether all that a step changes is changed by operators: the optimizer is one of torch's own, or made of such,
+    and no hook of a user's is called around the step. A class of a user's may write by other means."""
     parts = getattr(optimizer, "parts", (optimizer,))
-    return all(any(_is_of_torch(kind) for kind in type(part).__mro__) for part in parts)
+    return all(type(part).__module__.startswith("torch.optim.") and not _has_hooks(part) for part in parts)
 
 
-def _is_of_torch(kind: type) -> bool:
-    return (
-        kind.__module__.startswith("torch.optim.")
-        and kind is not torch.optim.Optimizer
-        and issubclass(kind, torch.optim.Optimizer)
-    )
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))

@@ -80,8 +80,7 @@ class Replica:
         self.owned = optimizer_step.owned
         """Whether nothing but the optimizer's step changes parameters: the loop is not a user's own."""
         optimizer_step.before_change = self.settle
-        if changes_by_operators(optimizer_step.optimizer):
-            optimizer_step.change = self._watch_change
+        optimizer_step.change = self._watch_change
         if options.compile:
             model.forward = torch.compile(model.forward)
         self.exchange: GradientExchange
@@ -313,8 +312,9 @@ class Replica:
     @contextmanager
     def _watch_change(self) -> Iterator[None]:
         """Around an optimizer's step: what it changes is settled tensor by tensor where readers are on the way."""
-        compiles = dynamo.is_loaded()  # what is compiled shows no operators
-        watched = [one for one in self._snapshots if one.can_wait() and not compiles]
+        shows = changes_by_operators(self.optimizer_step.optimizer)
+        shows = shows and not dynamo.is_loaded()  # what is compiled shows no operators
+        watched = [one for one in self._snapshots if one.can_wait() and shows]
         self._snapshots = [one for one in self._snapshots if one not in watched]
         self.settle()
         if not watched:
