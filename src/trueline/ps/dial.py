@@ -7,8 +7,8 @@
 
 On a Unix socket a descriptor of memory to share may come with the proof; the last byte says whether the listener
 takes it. HMAC-SHA256 (RFC 2104) of both nonces, of the role, and of the address that the caller dialled, so that
-nothing can be replayed, reflected or passed on. The secret is never sent. A listener holds no memory for who has not
-proven it.
+nothing can be replayed, reflected or passed on. The secret is never sent. A listener holds no memory for a caller that
+has not proven it.
 """
 
 import hmac

@@ -165,13 +165,11 @@ class CallerMemory:
         while self._freed:
             begin, of = self._freed.popleft()
             self._idle.setdefault(of, []).append(begin)
-        if not self._idle.get(size):
-            at = self._extend(size)
-            if at < 0:
-                size = min((of for of, begins in self._idle.items() if of > size and begins), default=0)
-                if not size:
-                    return None
-        if self._idle.get(size):
+        at = -1 if self._idle.get(size) else self._extend(size)
+        if at < 0:
+            size = min((of for of, begins in self._idle.items() if of >= size and begins), default=0)
+            if not size:
+                return None
             at = self._idle[size].pop()
         piece = self._bytes[at : at + size]
         weakref.finalize(piece, self._freed.append, (at, size)).atexit = False
