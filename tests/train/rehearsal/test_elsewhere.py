@@ -1,5 +1,5 @@
 """What a loss makes of the time, of entropy, of the name of its host and of files that it has written is refused before
-the first step, with its name; what only reads them trains, and a trial leaves no file behind."""
+the first step, with its name; what only reads them trains."""
 
 from __future__ import annotations
 
@@ -234,6 +234,25 @@ def test_a_loss_that_follows_from_the_number_of_its_worker_is_refused_in_the_fir
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [train, try_recipe])
+def test_the_file_of_another_worker_stays_what_it_is(
+    run: Callable[[Scale], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for rank in range(600):
+        (tmp_path / f"worker-{rank}.log").write_text("its own\n")
+
+    def scale() -> float:
+        with (tmp_path / f"worker-{os.environ['RANK']}.log").open("w") as file:
+            file.write(f"step {uuid.uuid4()}\n")
+        return 1.0
+
+    run(scale)
+    changed = [path.name for path in tmp_path.iterdir() if path.read_text() != "its own\n"]
+    assert changed == ["worker-0.log"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [train, try_recipe])
 def test_a_loop_that_measures_names_and_logs_trains(run: Callable[[Scale], None], tmp_path: Path) -> None:
     began, log = time.perf_counter(), list[Any]()
 
@@ -278,17 +297,6 @@ def test_what_the_first_batch_has_left_in_a_file_is_memory_too(
 
     with pytest.raises(UsageError, match=r"once other batches were computed, .* or a file that it has written"):
         train(lambda: 1.0, first_loss)
-
-
-def test_files_that_are_new_are_taken_back_and_others_stay(tmp_path: Path) -> None:
-    (tmp_path / "old").write_text("old")
-    with elsewhere.take_files_back():
-        (tmp_path / "new").write_text("new")
-        torch.save({}, tmp_path / "weights.pt")
-        (tmp_path / "old").write_text("other")
-        with (tmp_path / "old").open() as file:
-            assert file.read() == "other"
-    assert [one.name for one in tmp_path.iterdir()] == ["old"]
 
 
 def test_all_clocks_go_ahead_and_come_back() -> None:

@@ -1,5 +1,5 @@
 """Makes a process look like one on another host, on another day: what a loss makes of time, entropy, names of hosts and
-files that it has written shows there.
+files that it has written shows there, and others' files stay what they are (`private_files.py`).
 
 None of it follows from records and seeds, and much of it is the same for as long as a trial takes: a generator that is
 seeded by the second, a branch that a rare byte of `os.urandom` takes, a limit of time.
@@ -7,9 +7,7 @@ seeded by the second, a branch that a rare byte of `os.urandom` takes, a limit o
 
 from __future__ import annotations
 
-import builtins
 import datetime
-import io
 import os
 import platform
 import socket
@@ -21,9 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
-from trueline.train.rehearsal import entropy, places
+from trueline.train.rehearsal import entropy, places, private_files
 from trueline.train.rehearsal.entropy import Replacement
 from trueline.train.rehearsal.pretence import ENTROPY, HOST, KINDS, PROCESS, TIME, Pretence
 
@@ -40,11 +36,14 @@ def pretend(spaces: Iterable[tuple[str, Any]], kinds: Sequence[str] = KINDS) -> 
     pretence = Pretence()
     lists = {TIME: _list_clocks, ENTROPY: entropy.list_entropy, PROCESS: _list_numbers, HOST: _list_hosts}
     with ExitStack() as stack:
+        files = stack.enter_context(private_files.keep_apart())
         for kind in kinds:
             others += lists[kind](pretence)
             if kind == HOST:
                 stack.enter_context(_rename_worker(pretence))
         instead = {id(plain := getattr(room, name)): (plain, other) for room, name, other in others}
+        for plain, other in files:
+            instead[id(plain)] = plain, instead.get(id(other), (other, other))[1]
         rooms = [vars(module) for module in list(sys.modules.values()) if places.is_users_module(module)]
         rooms += [room for _, room in spaces if isinstance(room, dict)]
         for room, name, other in others:
@@ -175,45 +174,3 @@ def _rename_worker(pretence: Pretence) -> Iterator[None]:
         plain.clear()
         plain.update(names.items())
         environment._data = plain
-
-
-@contextmanager
-def take_files_back() -> Iterator[None]:
-    """Removes the files that are new after the block, as far as Python wrote them: `open`, `torch.save`, a rename."""
-    plain, save, made = builtins.open, torch.save, set[str]()
-    moves = {name: getattr(os, name) for name in ("replace", "rename")}
-
-    def note(path: Any) -> None:
-        if isinstance(path, str | os.PathLike) and not os.path.exists(path):
-            made.add(os.path.abspath(os.fspath(path)))
-
-    def open_and_note(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
-        if any(letter in mode for letter in "wax"):
-            note(file)
-        return plain(file, mode, *given, **named)
-
-    def save_and_note(value: Any, f: Any, *given: Any, **named: Any) -> None:
-        note(f)
-        save(value, f, *given, **named)
-
-    def move(name: str) -> Callable[..., None]:
-        def move_and_note(source: Any, target: Any, **named: Any) -> None:
-            note(target)
-            moves[name](source, target, **named)
-
-        return move_and_note
-
-    builtins.open = io.open = open_and_note
-    torch.save = save_and_note  # type: ignore[assignment]
-    for name in moves:
-        setattr(os, name, move(name))
-    try:
-        yield
-    finally:
-        builtins.open = io.open = plain
-        torch.save = save
-        for name, kept in moves.items():
-            setattr(os, name, kept)
-        for path in made:
-            if os.path.isfile(path):
-                os.remove(path)

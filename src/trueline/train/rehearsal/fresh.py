@@ -4,7 +4,7 @@ A worker that joins begins with empty caches. What a loop remembers of a record 
 was drawn for it, a history of its losses), of its first batch (a mean, a projection), or of the weights that it had
 then, need not have a name. So a fork of its own computes the records first of all, at other parameters and seeds; the
 trial computes them after others, as they are and then at those parameters and seeds. The fork also has another time,
-other entropy and another name (`elsewhere.py`), as a worker that joins may have, and takes back the files it has made.
+other entropy, another name and files of its own (`elsewhere.py`), as a worker that joins may have.
 Of what the loop reads among these there are then many other values, as a branch may be rare (`os.urandom(1)[0] > 250`).
 """
 
@@ -62,8 +62,7 @@ class FreshTrial:
         before, self._tried.after = self._tried.after, self.take
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
         try:
-            with (seeding.preserve_generators(), eager, elsewhere.take_files_back(),
-                  elsewhere.pretend(self._spaces()) as other):  # fmt: skip
+            with seeding.preserve_generators(), eager, elsewhere.pretend(self._spaces()) as other:
                 yield from self._show(1)
                 self._read = [kind for kind in pretence.KINDS if kind in other.read]
         finally:
