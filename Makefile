@@ -217,6 +217,7 @@ chaos-hosts: $(STAMP)  ## KILLS=300 strikes at workers, hosts, links, clocks, ma
 	$(BIN)/python bench/hosts.py --only strikes --strikes $(KILLS) $(BENCH)
 
 bench-ps: $(STAMP)  ## the parameter server beside torch's RPC, and what its death costs
+	$(BIN)/python bench/ps_scaling.py
 	$(BIN)/python -m bench.ps $(BENCH)
 
 ZOO := bench/.venvs/zoo

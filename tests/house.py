@@ -65,6 +65,7 @@ MAX_LINES += 230  # attention in the layout of its inputs, parts of weights (002
 MAX_LINES += 180  # frames in memory that a worker and a server share (0024)
 MAX_LINES += 100  # keys of attention in rows (0025)
 MAX_LINES += 680  # rare branches of entropy and time, generators of loops, steps while a checkpoint is read (0021)
+MAX_LINES += 230  # moves of buckets in pieces, and their benchmark (0024)
 MAX_LINES += 350  # files of a trial that pretends to be another worker (0021)
 MAX_LINES += 380  # outputs by their places, answers of one process, far calls of dear models (0020)
 MAX_FOLDER_FILES = 20

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from trueline.ps.messages import OptimizerSpec, TableSpec
+from trueline.ps.partition import buckets_of
 from trueline.ps.tables import id_index, numba_code, slab, table, unique
 from trueline.ps.tables.id_index import IdIndex
 from trueline.ps.tables.table import ServerTable
@@ -17,7 +18,7 @@ pytest.importorskip("numba", reason="numba is not installed: pip install 'trueli
 @pytest.fixture(autouse=True)
 def loaded():
     """All of it is there: what is not yet is done by NumPy."""
-    for what in ("search", "take", "sum", "sgd", "adagrad", "unique"):
+    for what in ("insert", "lie_in", "search", "take", "sum", "sgd", "adagrad", "unique"):
         assert numba_code.find_compiled(what, wait=True) is not None
 
 
@@ -35,6 +36,18 @@ def test_ids_are_found_as_by_numpy_after_growth_and_removals(monkeypatch):
         assert np.array_equal(compiled.find(asked), plain.find(asked))
     assert np.array_equal(compiled.find(ids[::2]), plain.find(ids[::2]))
     assert len(compiled.find(np.empty(0, np.int64))) == 0
+
+
+def test_the_rows_of_buckets_are_those_that_numpy_finds(monkeypatch):
+    monkeypatch.setattr(id_index, "COMPILED_FROM", 1 << 11)
+    ids = np.unique(np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 9_000))
+    spec = TableSpec(name="items", dim=2, group=0)
+    held = ServerTable(spec, OptimizerSpec(kind="sgd"), seed=0)
+    held.apply(ids, np.zeros((len(ids), 2), np.float32), lr=0.1)
+    assert held._index.is_large
+    for buckets in ([], [0, 1023], range(0, 1024, 3), range(1024)):
+        wanted = ids[np.isin(buckets_of(ids, "items"), list(buckets))]
+        assert np.array_equal(np.sort(held.find(buckets)), wanted)
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 500])

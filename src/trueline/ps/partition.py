@@ -13,7 +13,7 @@ UInt64s = npt.NDArray[np.uint64]
 
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
-_BUCKET_SHIFT = np.uint64(64 - (BUCKETS - 1).bit_length())
+BUCKET_SHIFT = np.uint64(64 - (BUCKETS - 1).bit_length())
 
 
 def mix(values: UInt64s) -> UInt64s:
@@ -34,7 +34,7 @@ def table_key(name: str) -> int:
 def buckets_of(ids: Ids, table: str) -> npt.NDArray[np.uint64]:
     """The bucket of each id, below BUCKETS; negative ids are ids like others."""
     mixed = mix(ids.view(np.uint64) ^ np.uint64(table_key(table)))
-    return mixed >> _BUCKET_SHIFT
+    return mixed >> BUCKET_SHIFT
 
 
 def make_routing(servers: Sequence[str], dense: Sequence[DenseSpec], *, version: int = 1) -> Routing:

@@ -28,7 +28,7 @@ from trueline.ps.master import cuts
 from trueline.ps.master.servers import ServerMeter
 from trueline.ps.master.shell import read_last_words
 from trueline.ps.master.slots import Slots
-from trueline.ps.messages import ModelSpec, Routing, describe_change
+from trueline.ps.messages import ModelSpec, Routing, ServerReport, describe_change
 from trueline.ps.partition import make_routing, move_buckets
 from trueline.ps.server.memory import describe_kill
 from trueline.ps.tasks import FULL, LocatedServer, LocateServer, locate_server
@@ -294,9 +294,14 @@ class ServerKeeper:
         before, names = len(self._kept.routing.servers), [f"{SERVER}-{slot}" for slot in range(count)]
         self._servers.count = max(count, before)
         self._master.emit("servers.scaling", before=before, servers=count)
-        for name in names:
-            await self._repeat(name, lambda link: link.greet())
-        for stage in cuts.plan_stages(self._kept.routing, names, self._kept.spec):
+        reports = list[ServerReport]()
+
+        async def hear(link: ServerLink) -> None:
+            reports.append(await link.stats())
+
+        for name in dict.fromkeys((*self._kept.routing.servers, *names)):
+            await self._repeat(name, hear)
+        for stage in cuts.plan_stages(self._kept.routing, names, self._kept.spec, cuts.count_bytes(reports)):
             await self._move(stage)
             if self._kept.wanted != count:
                 return

@@ -11,7 +11,7 @@ push reached, and the minibatches that its server says it has, belong together.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,10 @@ from trueline.ps.partition import move_buckets, owners_of
 
 REACH_S = 10.0
 """How long servers may at least take to apply what is under way; then the cut is given up, and tried again later."""
-STAGE = 128
-"""Buckets that move in one cut: training waits for as long as these take."""
+STAGE_BYTES = 160 << 20
+"""About how much of what servers hold moves in one cut: training waits for as long as that takes."""
+FRAME_BYTES = 16 << 20
+"""The same of one frame: its memory is used again for the next, which of a whole stage would be new."""
 
 
 class CutBroken(Exception):
@@ -65,19 +67,35 @@ async def save(links: Mapping[str, ServerLink], folder: Path) -> dict[str, str]:
     return paths
 
 
-def plan_stages(routing: Routing, servers: Sequence[str], spec: ModelSpec) -> list[Routing]:
-    """The routings that lead to `servers`, each of which moves at most STAGE buckets; the last has dense parts in their
-    new places, unless servers are added: then the first has."""
+def count_bytes(reports: Iterable[ServerReport]) -> int:
+    """What servers hold in tables."""
+    return sum(table.bytes for one in reports for table in one.tables)
+
+
+def count_buckets(wanted: int, held: int) -> int:
+    """How many of the buckets, which hold `held` bytes together, have about the `wanted` bytes; 1 or more.
+
+    >>> count_buckets(1 << 20, 1 << 30), count_buckets(1 << 20, 1 << 40), count_buckets(1 << 20, 0)
+    (1, 1, 1024)
+    """
+    return max(1, min(BUCKETS, wanted * BUCKETS // max(1, held)))
+
+
+def plan_stages(routing: Routing, servers: Sequence[str], spec: ModelSpec, held: int) -> list[Routing]:
+    """The routings that lead to `servers`, each of which moves about STAGE_BYTES of the bytes `held`, and all of them
+    the same number of buckets; the last has dense parts in their new places, unless servers are added: then the first
+    has."""
     final = move_buckets(routing, servers, spec.dense)
     union = list(routing.servers) + [ref for ref in servers if ref not in routing.servers]
     number = {ref: index for index, ref in enumerate(union)}
     old, new = (np.array([number[one.servers[owner]] for owner in owners_of(one)]) for one in (routing, final))
     moving = np.flatnonzero(old != new)
-    stages, version = [], routing.version
-    for at in range(0, max(1, len(moving)), STAGE):
+    pieces = np.array_split(moving, max(1, -(-len(moving) // count_buckets(STAGE_BYTES, held))))
+    stages, version = list[Routing](), routing.version
+    for piece in pieces:
         version += 1
-        old[moving[at : at + STAGE]] = new[moving[at : at + STAGE]]
-        last = at + STAGE >= len(moving)
+        old[piece] = new[piece]
+        last = len(stages) == len(pieces) - 1
         names = list(servers) if last else union
         places = np.array([names.index(union[owner]) for owner in old], dtype="<u2")
         grown = len(union) > len(routing.servers)
@@ -107,15 +125,27 @@ async def _copy(links: Mapping[str, ServerLink], before: Routing, after: Routing
     """Copies rows and dense parts to their next owners; returns the refs of these."""
     owners, later = owners_of(before), owners_of(after)
     gaining: dict[str, None] = {}
-    for giver, ref in enumerate(before.servers):
-        for taker, other in enumerate(after.servers):
-            if ref == other:
-                continue
+    takings = list[asyncio.Future[None]]()
+    reports = await asyncio.gather(*(links[ref].stats() for ref in before.servers))
+    few = count_buckets(FRAME_BYTES, count_bytes(reports))
+
+    async def give(giver: int, ref: str) -> None:
+        taking = None
+        for taker in np.roll(np.arange(len(after.servers)), -giver):  # no two givers begin with the same taker
+            other = after.servers[taker]
             buckets = [b for b in range(BUCKETS) if owners[b] == giver and later[b] == taker]
-            if buckets:
-                header, arrays = await links[ref].export(buckets)
-                await links[other].take(header, arrays)
+            for at in range(0, len(buckets) if ref != other else 0, few):
+                header, arrays = await links[ref].export(buckets[at : at + few])
+                if taking is not None:
+                    await taking
+                taking = asyncio.ensure_future(links[other].take(header, arrays))
+                takings.append(taking)
                 gaining[other] = None
+
+    try:
+        await _finish_all(give(*one) for one in enumerate(before.servers))
+    finally:
+        await _finish_all(takings)
     added = [ref for ref in after.servers if ref not in before.servers and ref not in gaining]
     if before.dense == after.dense and added:  # they take at least what is applied
         header, arrays = await links[before.servers[0]].export(())
@@ -134,6 +164,13 @@ async def _copy(links: Mapping[str, ServerLink], before: Routing, after: Routing
 
 async def spread(links: Mapping[str, ServerLink], routing: Routing, *, first: Sequence[str] = ()) -> None:
     """Gives all servers the routing, to those in `first` before the others. May be repeated."""
-    for ref in dict.fromkeys([*first, *routing.servers]):
-        if ref in routing.servers:
-            await links[ref].route(routing)
+    others = [ref for ref in routing.servers if ref not in first]
+    for refs in ([ref for ref in first if ref in routing.servers], others):
+        await _finish_all(links[ref].route(routing) for ref in refs)
+
+
+async def _finish_all(calls: Iterable[Awaitable[None]]) -> None:
+    """At the same time; all of them have ended, also when one fails, as the cut ends next."""
+    for end in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(end, BaseException):
+            raise end

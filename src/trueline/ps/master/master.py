@@ -315,20 +315,19 @@ class PsMaster(JobShell):
         self.servers.count = max(count, len(self.routing.servers))
         await self.start_due()
         self.emit("servers.scaling", before=len(self.routing.servers), servers=count)
-        for ref in wanted:
-            await self._wait_for(ref)
-        for stage in cuts.plan_stages(self.routing, wanted, self.spec):
+        reports = [await self._wait_for(ref) for ref in dict.fromkeys([*self.routing.servers, *wanted])]
+        for stage in cuts.plan_stages(self.routing, wanted, self.spec, cuts.count_bytes(filter(None, reports))):
             await self._move(stage)
         self.servers.count = count
         self.emit("servers.scaled", servers=count)
 
-    async def _wait_for(self, ref: str) -> None:
-        """Until it answers: before, there is no need for a cut."""
+    async def _wait_for(self, ref: str) -> ServerReport | None:
+        """Until it answers: before, there is no need for a cut. None: the job ends."""
         while not self.stopped.is_set() and not self.failed:
             with contextlib.suppress(OSError):
-                await self.link(ref).stats()
-                return
+                return await self.link(ref).stats()
             await asyncio.sleep(0.05)
+        return None
 
     async def _move(self, stage: Routing) -> None:
         while not self.stopped.is_set() and not self.failed:

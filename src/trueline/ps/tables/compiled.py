@@ -1,5 +1,5 @@
-"""The search of an `IdIndex`, copies and sums of rows, steps of SGD and Adagrad, and unique ids, compiled by numba;
-imported where that is installed (`pip install 'trueline[numba]'`).
+"""Search and inserts of an `IdIndex`, buckets of ids, copies and sums of rows, steps of SGD and Adagrad, and unique
+ids, compiled by numba; imported where that is installed (`pip install 'trueline[numba]'`).
 
 Most of a lookup in a large table is a wait for memory. What an id needs is prefetched while those before it are
 computed, so that many waits overlap at any moment. A step reads and writes each row once, where NumPy copies the rows,
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from trueline.ps.partition import Ids
+from trueline.ps.partition import BUCKET_SHIFT, Ids
 
 _AHEAD = 32
 """Ids between the one that is prefetched and the one that is computed."""
@@ -59,6 +59,39 @@ def _search(slots: Any, mask: Any, ids: Ids, places: Any) -> None:
             mixed ^= mixed >> _SHIFTS[2]
             homes[i % _AHEAD] = np.int64(mixed & np.uint64(mask))
             _prefetch(start + homes[i % _AHEAD] * _SLOT)
+
+
+def _insert(slots: Any, mask: Any, ids: Ids, places: Any) -> None:
+    """Enters ids, which are unique and not there, each in the first empty slot from its own."""
+    homes = np.empty(_AHEAD, np.int64)
+    start = slots.ctypes.data
+    for i in range(len(ids) + _AHEAD):
+        if i >= _AHEAD:
+            which, at = i - _AHEAD, homes[i % _AHEAD]
+            while slots[at, 1] != -1:
+                at = (at + 1) & mask
+            slots[at, 0], slots[at, 1] = ids[which], places[which]
+        if i < len(ids):
+            mixed = np.uint64(ids[i])
+            mixed ^= mixed >> _SHIFTS[0]
+            mixed *= _FACTORS[0]
+            mixed ^= mixed >> _SHIFTS[1]
+            mixed *= _FACTORS[1]
+            mixed ^= mixed >> _SHIFTS[2]
+            homes[i % _AHEAD] = np.int64(mixed & np.uint64(mask))
+            _prefetch(start + homes[i % _AHEAD] * _SLOT)
+
+
+def _lie_in(ids: Ids, key: Any, wanted: Any, lying: Any) -> None:
+    """Writes whether the bucket of each id is `wanted`; `key`: of the table, as `partition.buckets_of`."""
+    for i in range(len(ids)):
+        mixed = np.uint64(ids[i]) ^ key
+        mixed ^= mixed >> _SHIFTS[0]
+        mixed *= _FACTORS[0]
+        mixed ^= mixed >> _SHIFTS[1]
+        mixed *= _FACTORS[1]
+        mixed ^= mixed >> _SHIFTS[2]
+        lying[i] = wanted[mixed >> BUCKET_SHIFT]
 
 
 def _take(rows: Any, places: Any, taken: Any) -> None:
@@ -186,6 +219,8 @@ _sort: Any = numba.njit(_sort_by_digits)
 
 _ROWS, _PLACES, _NUMBER = "float32[:, ::1]", "int64[::1]", "float32"
 FUNCTIONS: dict[str, tuple[Any, tuple[str, ...], str]] = {
+    "insert": (_insert, ("int64[:, ::1]", "int64", _PLACES, _PLACES), "void"),
+    "lie_in": (_lie_in, (_PLACES, "uint64", "boolean[::1]", "boolean[::1]"), "void"),
     "search": (_search, ("int64[:, ::1]", "int64", _PLACES, _PLACES), "void"),
     "take": (_take, (_ROWS, _PLACES, _ROWS), "void"),
     "sum": (_sum, (_ROWS, _PLACES, _ROWS), "void"),

@@ -1,6 +1,6 @@
 """From ids to places, by open addressing with linear probing, in whole arrays: no Python per id, and no reserved id.
 
-A large index is searched by `compiled.py`, where numba is installed.
+A large index is searched and filled by `compiled.py`, where numba is installed.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def _continues(found: Places, ids: Ids) -> npt.NDArray[np.bool_]:
 
 
 class IdIndex:
-    """`compiled`: use the compiled search, where there is one."""
+    """`compiled`: use the compiled search and inserts, where they are."""
 
     def __init__(self, *, compiled: bool = True) -> None:
         self._compiled = compiled
@@ -115,6 +115,10 @@ class IdIndex:
     def _insert(self, ids: Ids, places: Places) -> None:
         """In pieces whose arrays stay in the processor's cache: in half the time of eight million ids at once."""
         self._used += len(ids)
+        insert = find_compiled("insert") if self.is_large else None
+        if insert is not None:
+            insert(self._slots, self._mask, np.ascontiguousarray(ids), np.ascontiguousarray(places))
+            return
         for start in range(0, len(ids), _PIECE):
             self._insert_piece(ids[start : start + _PIECE], places[start : start + _PIECE])
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trueline.ps.messages import ModelSpec, OptimizerSpec, TableSpec, TableStats
-from trueline.ps.partition import Ids, buckets_of
+from trueline.ps.messages import BUCKETS, ModelSpec, OptimizerSpec, TableSpec, TableStats
+from trueline.ps.partition import Ids, buckets_of, table_key
 from trueline.ps.tables.averages import RowAverages, advance
 from trueline.ps.tables.id_index import IdIndex, Places
 from trueline.ps.tables.initial import initial_rows
@@ -210,11 +210,16 @@ class ServerTable:
     def find(self, buckets: Sequence[int]) -> Ids:
         """The ids whose rows are in these buckets."""
         ids = self._ids[: self._end] if (live := self._live()) is None else self._ids[live]
-        return ids[self._lie_in(buckets, ids.copy())]
+        return ids[self._lie_in(buckets, ids)]
 
     def _lie_in(self, buckets: Sequence[int], ids: Ids) -> npt.NDArray[np.bool_]:
-        wanted = np.zeros(1 << 16, bool)
+        wanted = np.zeros(BUCKETS, bool)
         wanted[np.asarray(buckets, np.int64)] = True
+        lie_in = find_compiled("lie_in") if self._index.is_large else None
+        if lie_in is not None:
+            lying = np.empty(len(ids), bool)
+            lie_in(np.ascontiguousarray(ids), np.uint64(table_key(self.spec.name)), wanted, lying)
+            return lying
         return wanted[buckets_of(ids, self.spec.name).astype(np.int64)]
 
     def list_seen(self, buckets: Sequence[int]) -> list[tuple[int, int]]:
