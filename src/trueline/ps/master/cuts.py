@@ -23,8 +23,8 @@ from trueline.ps.partition import move_buckets, owners_of
 
 REACH_S = 10.0
 """How long servers may at least take to apply what is under way; then the cut is given up, and tried again later."""
-STAGE_BYTES = 160 << 20
-"""About how much of what servers hold moves in one cut: training waits for as long as that takes."""
+STAGE_BYTES, STAGE_BUCKETS = 160 << 20, 160
+"""About how much of what servers hold moves in one cut, and the most buckets: training waits for as long as it takes."""
 FRAME_BYTES = 16 << 20
 """The same of one frame: its memory is used again for the next, which of a whole stage would be new."""
 
@@ -90,7 +90,8 @@ def plan_stages(routing: Routing, servers: Sequence[str], spec: ModelSpec, held:
     number = {ref: index for index, ref in enumerate(union)}
     old, new = (np.array([number[one.servers[owner]] for owner in owners_of(one)]) for one in (routing, final))
     moving = np.flatnonzero(old != new)
-    pieces = np.array_split(moving, max(1, -(-len(moving) // count_buckets(STAGE_BYTES, held))))
+    most = min(STAGE_BUCKETS, count_buckets(STAGE_BYTES, held))
+    pieces = np.array_split(moving, max(1, -(-len(moving) // most)))
     stages, version = list[Routing](), routing.version
     for piece in pieces:
         version += 1
