@@ -48,8 +48,8 @@ def choose_own(setting: str, *, repeatable: bool = False) -> torch.device:
 
 
 def borrow_threads(members: int) -> int:
-    """Gives torch in this process the threads of `members` of a group, at most one for each core that it may use; returns
-    how many it had."""
+    """Gives torch in this process the threads of `members` of a group, at most one for each core; returns its own
+    number."""
     own = torch.get_num_threads()
     torch.set_num_threads(max(own, min(own * members, len(os.sched_getaffinity(0)))))
     return own
